@@ -1,0 +1,1 @@
+"""Draft-length policies, verification rules and the loop that drives them."""

@@ -1,0 +1,193 @@
+"""The loop of speculative decoding and the few types it speaks in.
+
+Nothing here knows a clock, a model or a file.  `speculate` asks a policy when to
+stop drafting and a decoder for tokens and verdicts, and yields one `Round` per
+verification.  The decoder is either a recorded trace or a pair of real models;
+because the loop and the policy are the same objects in both, a difference between
+a prediction and a measurement is a difference of cost, never of logic.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+P = TypeVar("P", bound="DraftPolicy")
+
+
+class DraftToken(Protocol):
+    """One drafted token with what the draft side knows about it, and nothing else.
+
+    A decoder on a device may fetch the signals lazily: reading one can force the
+    host to wait for the device, so a policy names the signals it reads in
+    `DraftPolicy.reads` and pays for those alone.
+    """
+
+    @property
+    def token_id(self) -> int:
+        """Vocabulary id of the token."""
+        ...
+
+    @property
+    def prob(self) -> float:
+        """Probability the draft gave this token, after the sampling temperature."""
+        ...
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the draft's full next-token distribution at T = 1, in nats."""
+        ...
+
+    @property
+    def logit_margin(self) -> float:
+        """Largest minus second largest raw logit of the draft."""
+        ...
+
+    @property
+    def prob_margin(self) -> float:
+        """Largest minus second largest probability of the draft at T = 1."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether drafting must end after this token (the draft proposed EOS)."""
+        ...
+
+
+SIGNALS = ("token_id", "prob", "entropy", "logit_margin", "prob_margin")
+
+
+class Load(NamedTuple):
+    """What a policy may know about the engine's state when a round begins."""
+
+    batch: int
+    """Sequences decoded together in this iteration."""
+    context: int
+    """Tokens in this sequence's target cache (prompt + output so far)."""
+    run_length: int | None = None
+    """Drafts that would be accepted from here: only a recording knows, only `Oracle` asks."""
+
+
+class Round(NamedTuple):
+    """One draft-verify round: its outcome and the work it cost, in counts."""
+
+    position: int
+    """Output tokens emitted before this round."""
+    drafted: int
+    """Tokens sent to verification, n."""
+    accepted: int
+    """Leading drafted tokens the verify rule accepted, A."""
+    emitted: int
+    """Tokens appended to the output: A + 1, fewer only where the sequence ends."""
+    draft_forwards: int
+    """Draft passes run, including those whose token was discarded unsent."""
+    catch_up: int
+    """Tokens the first draft pass had to process (2 after a fully accepted round)."""
+
+
+class DraftPolicy(ABC):
+    """Decides when to stop drafting.  Subclass it and define `keep_drafting`.
+
+    An instance is a prototype: a run copies it for every request (`fresh`), so its
+    state must live in its attributes.  A policy that is to remember across requests
+    sets ``learns_across_requests = True`` and is then shared, in request order.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The draft signals the policy reads, of `SIGNALS`; each may cost a device sync."""
+    learns_across_requests: bool = False
+
+    @abstractmethod
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        """Whether to draft one more token after `draft`, the tokens drafted this round.
+
+        Asked before every token, the first included (`draft` is then empty).
+        """
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        """How many of the drafted tokens go to verification; the rest were paid in vain."""
+        return len(draft)
+
+    def begin_round(self, load: Load) -> None:
+        """Called before the first `keep_drafting` of a round."""
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        """Called after verification with the round's outcome and the submitted tokens."""
+
+    def fresh(self: P) -> P:
+        """A copy for one request, or the policy itself if it learns across requests."""
+        return self if self.learns_across_requests else copy.deepcopy(self)
+
+
+class Decoder(Protocol):
+    """A sequence being decoded: where drafted tokens and verdicts come from."""
+
+    @property
+    def position(self) -> int:
+        """Output tokens emitted so far."""
+        ...
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens this sequence may still emit; 0 once it has ended."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """State of the engine, for `DraftPolicy.begin_round`."""
+        ...
+
+    def draft(self, so_far: Sequence[Any]) -> DraftToken:
+        """Propose one token after the output so far and the tokens drafted this round."""
+        ...
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Check `draft`, extend the output, and return how many tokens were accepted."""
+        ...
+
+
+def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
+    """Decode one sequence to its end, yielding a `Round` per verification.
+
+    `policy` is used as it is: callers pass ``policy.fresh()``.  The draft is capped
+    at ``remaining - 1`` tokens, since verification always emits one of its own
+    (transformers caps at ``max_length - cur_len - 1`` alike), and ends early when the
+    draft proposes EOS.
+
+    ``catch_up`` follows the draft model's cache: a pass per drafted token means the
+    last drafted token itself was never processed, so after a fully accepted round the
+    next first pass takes that token and the bonus token together.
+    """
+    # Looked up once: this loop is the inner loop of every offline study.
+    keep_drafting, observe = policy.keep_drafting, policy.observe
+    kind = type(policy)
+    begin_round = policy.begin_round if kind.begin_round is not DraftPolicy.begin_round else None
+    submit = policy.submit if kind.submit is not DraftPolicy.submit else None
+    draft_one, verify = decoder.draft, decoder.verify
+    catch_up = 1
+    while (remaining := decoder.remaining) > 0:
+        position = decoder.position
+        if begin_round is not None:
+            begin_round(decoder.load)
+        draft: list[DraftToken] = []
+        while len(draft) < remaining - 1 and keep_drafting(draft):
+            token = draft_one(draft)
+            draft.append(token)
+            if token.ends:
+                break
+        forwards = len(draft)
+        if submit is not None:
+            del draft[submit(draft) :]
+        drafted = len(draft)
+        accepted = verify(draft)
+        emitted = decoder.position - position
+        outcome = Round(position, drafted, accepted, emitted, forwards, catch_up)
+        observe(outcome, draft)
+        yield outcome
+        if forwards:
+            processed = accepted if accepted < forwards else forwards - 1
+            catch_up = accepted - processed + 1
+        else:
+            catch_up += 1

@@ -1,0 +1,1 @@
+"""Measures a real target/draft pair: latencies, acceptance traces, spot checks."""

@@ -1,0 +1,96 @@
+"""A preallocated key-value cache addressed by slot, so that rollback costs nothing.
+
+transformers' growing cache copies itself at every token and its static one cannot step
+back.  Here every pass says which slots its tokens go to; a rejected token's slot is
+simply written again by the next pass, and is hidden by the mask until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, shape (batch, kv_heads, slots, head_dim)."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate both buffers once, from the first states seen."""
+        batch, heads, _, width = key_states.shape
+        slots = self._cache.slots
+        options = {"dtype": key_states.dtype, "device": key_states.device}
+        # Zeros, not empty: a masked slot still enters 0 x value, which NaN would poison.
+        self.keys = torch.zeros(batch, heads, slots, width, **options)
+        self.values = torch.zeros(batch, heads, slots, value_states.shape[-1], **options)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write this pass's states to its slots; return what the mask refers to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        cache = self._cache
+        if cache.scatter is None:
+            stop = cache.start + key_states.shape[2]
+            self.keys[:, :, cache.start : stop] = key_states
+            self.values[:, :, cache.start : stop] = value_states
+            return self.keys[:, :, :stop], self.values[:, :, :stop]
+        rows, slots = cache.scatter  # (batch, 1), (batch, new_tokens)
+        self.keys[rows, :, slots] = key_states.transpose(1, 2)
+        self.values[rows, :, slots] = value_states.transpose(1, 2)
+        return self.keys[:, :, : cache.visible], self.values[:, :, : cache.visible]
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        """(key length, offset); only asked for when no 4-D mask is given."""
+        query = args[0]
+        width = query if isinstance(query, int) else int(query.shape[0])
+        return self._cache.start + width, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens before the current pass."""
+        return self._cache.start
+
+    def get_max_length(self) -> int:
+        """Slots allocated."""
+        return self._cache.slots
+
+    # transformers before 5.20 asks under this name.
+    get_max_cache_shape = get_max_length
+
+
+class SlotCache(Cache):
+    """Slots for `slots` tokens per sequence in each of `layers` layers.
+
+    Set the placement before each pass: ``place(start)`` writes consecutive slots from
+    ``start`` (one sequence, or all alike) and shows slots up to the last written;
+    ``place_ragged(positions, visible)`` writes slot ``positions[b, i]`` of sequence b and
+    shows the first ``visible`` slots, leaving the rest to the mask.  The ragged form has
+    fixed shapes, so a CUDA graph can capture it.
+    """
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self.slots = slots
+        self.start = 0
+        self.visible = slots
+        self.scatter: tuple[Tensor, Tensor] | None = None
+        super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
+
+    def place(self, start: int) -> None:
+        """The next pass writes slots start, start + 1, ..."""
+        self.start, self.scatter = start, None
+
+    def place_ragged(self, rows: Tensor, positions: Tensor, visible: int) -> None:
+        """The next pass writes ``positions`` (batch, new_tokens) of ``rows`` (batch, 1)."""
+        self.scatter, self.visible = (rows, positions), visible

@@ -1,0 +1,82 @@
+"""One causal language model with its cache: the only place that calls a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiler.cache import SlotCache
+from traces.errors import DraftsimError
+
+
+class Runner:
+    """Runs passes of one model over one sequence, any slots rewritten at will.
+
+    Parameters
+    ----------
+    model:
+        A Hugging Face causal model in eval mode, attention ``sdpa``.
+    slots:
+        Cache capacity in tokens (prompt + output + drafts or tree branches).
+    """
+
+    def __init__(self, model: Any, slots: int) -> None:
+        config = model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        self.model = model
+        self.device = model.device
+        self.max_positions: int = limit or slots
+        self.vocab_size: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
+        self.cache = SlotCache(self.layers, slots)
+        # One causal matrix, sliced per pass: building a mask costs more than a small layer.
+        self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
+        self._positions = torch.arange(slots, device=self.device)[None]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        start: int,
+        *,
+        keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Feed ``tokens`` into slots ``start ...`` and return the logits.
+
+        Parameters
+        ----------
+        tokens: (new_tokens,) token ids on the model's device.
+        start: first slot to write; slots before it are attended to.
+        keep: logits wanted of the last ``keep`` tokens; 0 = all.
+        mask: (new_tokens, start + new_tokens) booleans, for trees; causal if None.
+        positions: (new_tokens,) positions, for trees; slots if None.
+
+        Returns
+        -------
+        (kept, vocab) raw logits in the model's dtype.
+
+        Raises
+        ------
+        DraftsimError
+            If the tokens do not fit the cache.
+        """
+        stop = start + tokens.shape[0]
+        if stop > self.cache.slots:
+            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
+        self.cache.place(start)
+        if mask is None:
+            mask = self._causal[start:stop, :stop]
+        out = self.model(
+            input_ids=tokens[None],
+            attention_mask=mask[None, None],
+            position_ids=self._positions[:, start:stop] if positions is None else positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = out.logits[0]
+        return logits

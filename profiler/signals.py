@@ -1,0 +1,57 @@
+"""The numbers a trace keeps of a next-token distribution, computed one way everywhere.
+
+The recorder and the real decoder must agree to the last bit of a float32, or a policy
+near its threshold would decide differently in replay; so both call these functions and
+both derive `prob` and the margins as `traces.trace.Trace.signal` does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from traces.errors import DraftsimError
+
+
+class Signals(NamedTuple):
+    """Per row of logits: float32 columns, shape (rows,)."""
+
+    top1: Tensor
+    top2: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+
+    def stack(self) -> Tensor:
+        """(rows, 4)."""
+        return torch.stack(tuple(self), dim=-1)
+
+
+def signals(logits: Tensor) -> Signals:
+    """Raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.
+
+    ``logits``: (rows, vocab), any float dtype; computed in float32.
+    """
+    logits = logits.float()
+    top = logits.topk(2, dim=-1).values
+    lse = logits.logsumexp(-1)
+    log_probs = logits - lse[:, None]
+    # exp(-inf) * -inf is NaN: a masked-out token carries no entropy.
+    entropy = -(log_probs.exp() * log_probs.clamp(min=-1e30)).sum(-1)
+    return Signals(top[:, 0], top[:, 1], lse, entropy)
+
+
+def log_probs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log p(token) of each row at the sampling temperature (0 reads T = 1), float32 (rows,)."""
+    scaled = logits.float() / (temperature or 1.0)
+    return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def check_finite(values: Tensor, model: str, where: str) -> None:
+    """Raise if a log-sum-exp is NaN: the model's logits are then not usable."""
+    if bool(values.isnan().any()):
+        raise DraftsimError(
+            f"the {model} produced NaN logits {where}: check its weights and dtype "
+            "(bfloat16 or float32 instead of float16 often helps)"
+        )

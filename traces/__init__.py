@@ -1,0 +1,1 @@
+"""Recorded acceptance and latency: what was measured, and its clock-free replay."""

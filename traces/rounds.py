@@ -1,0 +1,74 @@
+"""The log of a run: one row per draft-verify round, in counts and never in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from policies.core import Round
+from traces.trace import Request
+
+Fidelity = Literal["exact", "exact in distribution", "exact within the round", "approximate"]
+"""How a replayed round log relates to really decoding the same requests."""
+
+ROUND_DTYPE = np.dtype(
+    [("request", np.int32)] + [(name, np.int32) for name in Round._fields]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RoundLog:
+    """Every round of every request under one policy.
+
+    ``rounds`` is a structured array (see `ROUND_DTYPE`; fields as in
+    `policies.core.Round` plus the request's index).  ``first`` is the output position
+    decoding began at: 1 where prefill emits the first token, as engines do; 0 where the
+    first verification processes the prompt, as transformers' assisted generation does.
+    """
+
+    rounds: npt.NDArray[Any]
+    requests: Sequence[Request]
+    policy: str
+    source: str = "draft-model"
+    verify: str = "exact"
+    fidelity: Fidelity = "exact"
+    reads: tuple[str, ...] = ()
+    first: int = 1
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def context(self) -> npt.NDArray[np.int64]:
+        """Tokens in the target's cache when each round began (prompt + output)."""
+        prompt = np.array([r.prompt_length for r in self.requests], dtype=np.int64)
+        return np.asarray(prompt[self.rounds["request"]] + self.rounds["position"])
+
+    def per_request(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Sum `values`, one per round, over each request: shape (requests,)."""
+        sums = np.bincount(
+            self.rounds["request"], weights=np.asarray(values, float), minlength=len(self.requests)
+        )
+        return sums.astype(np.float64)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rounds as a data frame, one row each."""
+        return pd.DataFrame({name: self.rounds[name] for name in ROUND_DTYPE.names or ()})
+
+    @staticmethod
+    def pack(per_request: Iterable[Sequence[Round]]) -> npt.NDArray[Any]:
+        """Structured array of the rounds of each request in turn."""
+        logs = [list(rounds) for rounds in per_request]
+        total = sum(len(rounds) for rounds in logs)
+        packed = np.empty(total, dtype=ROUND_DTYPE)
+        flat = np.array([r for rounds in logs for r in rounds], dtype=np.int32)
+        flat = flat.reshape(total, len(Round._fields))
+        packed["request"] = np.repeat(np.arange(len(logs)), [len(rounds) for rounds in logs])
+        for i, name in enumerate(Round._fields):
+            packed[name] = flat[:, i]
+        return packed
