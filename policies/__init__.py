@@ -1,1 +1,81 @@
 """Draft-length policies, verification rules and the loop that drives them."""
+
+from policies.bandit import EXP3Spec, UCBSpec
+from policies.basic import Autoregressive, Fixed, Oracle
+from policies.batch import BatchPolicy, IterationCost, SingleStream, TextbookCost
+from policies.batch_confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch_tables import BatchTable, DisableByBatchSize
+from policies.bild import BiLDFallback
+from policies.checks import PolicyError, check_policy
+from policies.cmasd import CMASD
+from policies.confidence import cmasd_confidence
+from policies.core import DraftPolicy, DraftToken, Load, Round, speculate
+from policies.draft_and_verify import DraftAndVerify
+from policies.entropy import SVIP, AdaEDL
+from policies.estimators import (
+    AcceptanceEstimator,
+    DraftProbability,
+    IsotonicAcceptance,
+    LogisticAcceptance,
+)
+from policies.gammatune import GammaTune, GammaTunePlus
+from policies.goodput import Goodput, TurboSpec
+from policies.huggingface import Confidence, HFHeuristic
+from policies.registry import (
+    POLICIES,
+    capped,
+    describe,
+    parse_policy,
+    parse_serving_policy,
+    policy_names,
+)
+from policies.sglang import SGLangAdaptive
+from policies.specdec_pp import Disco, SpecDecPP
+
+__all__ = [
+    "CMASD",
+    "POLICIES",
+    "SVIP",
+    "AcceptanceEstimator",
+    "AdaEDL",
+    "AdaptiveVerification",
+    "Autoregressive",
+    "BatchPolicy",
+    "BatchTable",
+    "BiLDFallback",
+    "Confidence",
+    "ConfidenceFreeze",
+    "DisableByBatchSize",
+    "Disco",
+    "DraftAndVerify",
+    "DraftPolicy",
+    "DraftProbability",
+    "DraftToken",
+    "EXP3Spec",
+    "Fixed",
+    "GammaTune",
+    "GammaTunePlus",
+    "Goodput",
+    "HFHeuristic",
+    "IsotonicAcceptance",
+    "IterationCost",
+    "Load",
+    "LogisticAcceptance",
+    "Oracle",
+    "PolicyError",
+    "Round",
+    "SGLangAdaptive",
+    "SingleStream",
+    "SpecDecPP",
+    "TextbookCost",
+    "TurboSpec",
+    "UCBSpec",
+    "capped",
+    "check_policy",
+    "cmasd_confidence",
+    "describe",
+    "parse_policy",
+    "parse_serving_policy",
+    "policy_names",
+    "speculate",
+]

@@ -139,8 +139,12 @@ class Decoder(Protocol):
         """State of the engine, for `DraftPolicy.begin_round`."""
         ...
 
-    def draft(self, so_far: Sequence[Any]) -> DraftToken:
-        """Propose one token after the output so far and the tokens drafted this round."""
+    def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
+        """Propose one token after the output so far and the tokens drafted this round.
+
+        None where the source has nothing (more) to propose: a lookup without a match, heads
+        used up, a token that did not exit early.
+        """
         ...
 
     def verify(self, draft: Sequence[Any]) -> int:
@@ -174,6 +178,8 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
         draft: list[DraftToken] = []
         while len(draft) < remaining - 1 and keep_drafting(draft):
             token = draft_one(draft)
+            if token is None:
+                break
             draft.append(token)
             if token.ends:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class ModelToken:
     def prob(self) -> float:
         """Probability the draft gave the token, at the sampling temperature."""
         # exp in float64 of a float32, exactly as Trace.signal derives it.
-        return float(torch.tensor(self._fetch()[4], dtype=torch.float64).exp())
+        return math.exp(self._fetch()[4])
 
     @property
     def entropy(self) -> float:
@@ -67,8 +68,7 @@ class ModelToken:
     def prob_margin(self) -> float:
         """Top-1 minus top-2 probability at T = 1."""
         top1, top2, lse, *_ = self._fetch()
-        both = torch.tensor([top1 - lse, top2 - lse], dtype=torch.float64).exp()
-        return float(both[0] - both[1])
+        return math.exp(top1 - lse) - math.exp(top2 - lse)
 
     @property
     def ends(self) -> bool:
@@ -178,11 +178,7 @@ class ModelDecoder:
         logits = self._target.forward(
             torch.cat([pending, drafted]), self._in_target, keep=count + 1
         )  # (count + 1, vocab)
-        if self._temperature == 0:
-            accepted, emitted, tokens = self._compare(drafted, logits)
-        else:
-            accepted, emitted = self._sample_verdict(draft, drafted, logits)
-            tokens = emitted.tolist()
+        accepted, emitted, tokens = self._verdict(draft, drafted, logits)
         self._sequence[known : known + accepted + 1] = emitted
         # Rejected tokens leave both caches by being forgotten: their slots are rewritten.
         self._in_target = known + accepted
@@ -192,6 +188,15 @@ class ModelDecoder:
             if token in self._eos:
                 break
         return accepted
+
+    def _verdict(
+        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """Tokens accepted, and the tokens emitted: on the device, and on the host."""
+        if self._temperature > 0:
+            accepted, emitted = self._sample_verdict(draft, drafted, logits)
+            return accepted, emitted, emitted.tolist()
+        return self._compare(drafted, logits)
 
     def _compare(self, drafted: Tensor, logits: Tensor) -> tuple[int, Tensor, list[int]]:
         """Greedy matching: leading drafted tokens that are the target's argmax."""
@@ -222,7 +227,9 @@ class ModelDecoder:
         count = len(draft)
         if not count:
             return 0, self._sample(target[0])
-        proposal = torch.softmax(torch.cat([t.logits for t in draft]).float() / self._temperature, -1)
+        proposal = torch.softmax(
+            torch.cat([t.logits for t in draft]).float() / self._temperature, -1
+        )
         index = drafted[:, None]
         ratio = (target[:-1].gather(1, index) / proposal.gather(1, index))[:, 0]
         coins = torch.rand(count, generator=self._generator, device=ratio.device)
@@ -257,4 +264,3 @@ def greedy(target: Runner, prompt: Tensor, max_new_tokens: int, eos: frozenset[i
         feed = logits.argmax(-1)
         output.append(int(feed))
     return output
-

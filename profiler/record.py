@@ -17,7 +17,7 @@ the normalised positive part of draft - target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ from traces.trace import COLUMNS, MATCH, MISMATCH
 
 Columns = dict[str, "np.ndarray[Any, Any]"]
 
-SCORE_CHUNK = 512
-"""Tail tokens the target scores in one pass: bounds the memory their logits take."""
+SCORE_TOKENS = 384
+"""Tail tokens the target scores in one pass: bounds masked-out work and logits' memory."""
 
 
 class Recorder:
@@ -69,20 +69,24 @@ class Recorder:
         self.target, self.draft = target, draft
         self.max_new_tokens, self.max_gamma = max_new_tokens, max_gamma
         self.eos, self.temperature, self.generator = eos, temperature, generator
+        self.decode_s = 0.0
+        """Seconds the last prompt's plain decoding took, prefill included."""
 
     def slots_needed(self, prompt_tokens: int) -> int:
         """Cache slots that recording a prompt of this length can take at most."""
         return prompt_tokens + self.max_new_tokens * (self.max_gamma + 1)
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, on_token: Callable[[], None] | None = None) -> Columns:
+    def record(self, prompt: Tensor) -> Columns:
         """Columns (without `request`) of one prompt, as in `traces.trace.COLUMNS`.
 
         ``prompt``: (prompt_tokens,) ids on the models' device.
         Raises DraftsimError if the prompt does not fit or a model gives NaN.
         """
         check_prompt(int(prompt.shape[0]), self.max_new_tokens, self.target, self.draft)
-        output, target_logits = self._decode(prompt, on_token)
+        begin = time.perf_counter()
+        output, target_logits = self._decode(prompt)
+        self.decode_s = time.perf_counter() - begin
         count = output.shape[0]
         path = torch.cat([prompt, output[:-1]])
         draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)
@@ -92,7 +96,9 @@ class Recorder:
             "offset": torch.zeros(count, dtype=torch.long),
             "match": torch.where(match, MATCH, MISMATCH),
             "token": output,
-            **self._score(draft_logits, target_logits, proposal),
+            **self._draft_side(draft_logits, proposal),
+            **self._target_side(target_logits, proposal),
+            "overlap": self._overlap(draft_logits, target_logits),
             "draft_path_logprob": log_probs_at(draft_logits, output, self.temperature),
             "target_path_logprob": log_probs_at(target_logits, output, self.temperature),
         }
@@ -103,9 +109,7 @@ class Recorder:
         tail_columns = tails.run(proposal)
         return _merge(on_path, tail_columns)
 
-    def _decode(
-        self, prompt: Tensor, on_token: Callable[[], None] | None
-    ) -> tuple[Tensor, Tensor]:
+    def _decode(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
         """The target's output (tokens,) and the logits it came from (tokens, vocab)."""
         feed, start = prompt, 0
         output: list[Tensor] = []
@@ -116,8 +120,6 @@ class Recorder:
             feed = self._pick(logits)
             rows.append(logits)
             output.append(feed)
-            if on_token is not None:
-                on_token()
             if self.eos and int(feed) in self.eos:
                 break
         return torch.cat(output), torch.cat(rows)
@@ -150,31 +152,37 @@ class Recorder:
         rejected = self._draw(torch.where(match[:, None], draft, residual))
         return torch.where(match, output, rejected), match
 
-    def _score(self, draft_logits: Tensor, target_logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-        """Both sides' numbers about one proposal per row; each (rows,)."""
-        mine, theirs = signals(draft_logits), signals(target_logits)
-        raw = target_logits.float()
-        of_draft = raw.gather(1, proposal[:, None])
-        scale = self.temperature or 1.0
-        both = torch.minimum(
-            torch.softmax(draft_logits.float() / scale, -1), torch.softmax(raw / scale, -1)
-        )
+    def _draft_side(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
+        """The draft's numbers about one proposal per row; each (rows,)."""
+        of = signals(logits)
         return {
             "draft_token": proposal,
-            "draft_logprob": log_probs_at(draft_logits, proposal, self.temperature),
-            "draft_top1": mine.top1,
-            "draft_top2": mine.top2,
-            "draft_logsumexp": mine.logsumexp,
-            "draft_entropy": mine.entropy,
+            "draft_logprob": log_probs_at(logits, proposal, self.temperature),
+            "draft_top1": of.top1,
+            "draft_top2": of.top2,
+            "draft_logsumexp": of.logsumexp,
+            "draft_entropy": of.entropy,
+        }
+
+    def _target_side(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
+        """The target's numbers about one proposal per row; each (rows,)."""
+        of, raw = signals(logits), logits.float()
+        of_draft = raw.gather(1, proposal[:, None])
+        return {
             "target_token": raw.argmax(-1),
-            "target_top1": theirs.top1,
-            "target_top2": theirs.top2,
-            "target_logsumexp": theirs.logsumexp,
-            "target_entropy": theirs.entropy,
+            "target_top1": of.top1,
+            "target_top2": of.top2,
+            "target_logsumexp": of.logsumexp,
+            "target_entropy": of.entropy,
             "target_draft_logit": of_draft[:, 0],
             "target_draft_rank": (raw > of_draft).sum(-1),
-            "overlap": both.sum(-1),
         }
+
+    def _overlap(self, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+        """Sum over the vocabulary of the smaller probability; (rows,)."""
+        scale = self.temperature or 1.0
+        draft = torch.softmax(draft_logits.float() / scale, -1)
+        return torch.minimum(draft, torch.softmax(target_logits.float() / scale, -1)).sum(-1)
 
     def _tail_plan(self, match: Tensor) -> tuple[Tensor, Tensor]:
         """Positions whose proposal was wrong, and the tail tokens each may need."""
@@ -187,10 +195,12 @@ class Recorder:
 
 
 class _Tails:
-    """All off-path tails of one prompt, advanced together under a tree mask.
+    """All off-path tails of one prompt.
 
-    After the path's slots, step j of branch b occupies slot ``path + j * branches + b``.
-    A branch sees the path before its mismatch and its own earlier steps.
+    The draft advances every branch together, one pass per step: step j of branch b
+    occupies slot ``path + j * branches + b``.  The target then scores some branches at a
+    time, all their steps in one pass.  Either way a branch sees the path before its
+    mismatch and its own earlier steps, by the mask.
     """
 
     def __init__(
@@ -200,82 +210,84 @@ class _Tails:
         self._starts, self._lengths = starts, lengths
         self._branches = int(starts.shape[0])
         self._steps = int(lengths.max()) if self._branches else 0
-        self._first_position = prompt + starts  # of each branch's wrong token
-        # Which path slots each branch sees: all before its wrong token.
+        self._wrong_at = prompt + starts  # slot and position of each branch's wrong token
         slots = torch.arange(path, device=starts.device)
-        self._sees = slots[None] < self._first_position[:, None]  # (branches, path)
+        self._sees = slots[None] < self._wrong_at[:, None]  # (branches, path)
 
     def run(self, proposal: Tensor) -> dict[str, Tensor]:
         """Rows of all tails."""
         if not self._branches:
             return {}
-        feed = proposal[self._starts]
-        alive = torch.ones_like(feed, dtype=torch.bool)
-        chunk = max(1, SCORE_CHUNK // self._branches)
-        parts: list[dict[str, Tensor]] = []
-        for begin in range(0, self._steps, chunk):
-            feeds, rows = [], []
-            for step in range(begin, min(begin + chunk, self._steps)):
-                feeds.append(feed)
-                rows.append(self._pass(self._r.draft, feed, step, 1))
-                feed = self._r._pick(rows[-1])
-            # Both sides' logits of a chunk are dropped once scored: they can be gigabytes.
-            fed, drafted = torch.cat(feeds), torch.cat([*feeds[1:], feed])
-            target_rows = self._pass(self._r.target, fed, begin, len(feeds))
-            part, alive = self._rows(begin, torch.stack(feeds), drafted, torch.cat(rows), target_rows, alive)
-            parts.append(part)
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        fed, parts = self._draft(proposal[self._starts])
+        # Branch groups, not step groups: a branch never looks into another, so fewer
+        # branches a pass mean fewer masked-out keys to multiply with.
+        group = max(1, SCORE_TOKENS // self._steps)
+        scored = []
+        for begin in range(0, self._branches, group):
+            some = torch.arange(begin, min(begin + group, self._branches), device=fed.device)
+            logits = self._pass(self._r.target, fed[:, some].flatten(), some, 0, self._steps)
+            drafted = torch.stack([part["draft_token"] for part in parts])[:, some].flatten()
+            scored.append(self._r._target_side(logits, drafted))
+            if self._r.temperature > 0:
+                scored[-1]["heated"] = log_probs_at(logits, drafted, self._r.temperature)
+        columns = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        for name in scored[0]:
+            pieces = [part[name].reshape(self._steps, -1) for part in scored]
+            columns[name] = torch.cat(pieces, dim=1)
+        return self._rows(fed, columns)
 
-    def _rows(
-        self, begin: int, feeds: Tensor, drafted: Tensor, draft_rows: Tensor, target_rows: Tensor,
-        alive: Tensor,
-    ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-        """Trace rows of a chunk of steps, and which branches go on after it."""
-        steps = feeds.shape[0]
+    def _draft(self, feed: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Tokens fed at each step (steps, branches), and each step's draft-side columns."""
+        everyone = torch.arange(self._branches, device=feed.device)
+        feeds, parts = [], []
+        for step in range(self._steps):
+            feeds.append(feed)
+            logits = self._pass(self._r.draft, feed, everyone, step, 1)
+            feed = self._r._pick(logits)
+            parts.append(self._r._draft_side(logits, feed))
+        return torch.stack(feeds), parts
+
+    def _rows(self, fed: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Trace rows from columns of shape (steps, branches), without what was cut short."""
+        shape = (self._steps, self._branches)
+        offset = torch.arange(1, self._steps + 1, device=fed.device)[:, None].expand(shape)
+        keep = offset <= self._lengths[None]
         if self._r.eos:
             # A draft ends with the EOS it proposes: nothing follows a fed EOS.
-            eos = torch.tensor(sorted(self._r.eos), device=drafted.device)
-            going = (~torch.isin(feeds, eos)).long().cumprod(0).bool() & alive[None]
-        else:
-            going = alive[None].expand(steps, self._branches)
-        offset = torch.arange(begin + 1, begin + steps + 1, device=drafted.device)[:, None]
-        offset = offset.expand(steps, self._branches)
-        keep = (going & (offset <= self._lengths[None])).flatten()
-        columns = self._r._score(draft_rows, target_rows, drafted)
-        if self._r.temperature == 0:
+            eos = torch.tensor(sorted(self._r.eos), device=fed.device)
+            keep = keep & (~torch.isin(fed, eos)).long().cumprod(0).bool()
+        heated = columns.pop("heated", None)
+        if heated is None:
             match = columns["draft_token"] == columns["target_token"]
         else:
-            match = self._coin(draft_rows, target_rows, drafted)
+            # Whether rejection sampling would accept the token: one coin each.
+            coins = torch.rand(shape, generator=self._r.generator, device=fed.device)
+            match = coins.log() < heated - columns["draft_logprob"]
         missing = torch.full_like(columns["draft_logprob"], torch.nan)
         rows = {
-            "position": self._starts[None].expand(steps, self._branches).flatten(),
-            "offset": offset.flatten(),
+            "position": self._starts[None].expand(shape),
+            "offset": offset,
             "match": torch.where(match, MATCH, MISMATCH),
-            "token": torch.full_like(drafted, -1),
+            "token": torch.full_like(fed, -1),
             **columns,
-            "draft_path_logprob": missing,
-            "target_path_logprob": missing,
+            **dict.fromkeys(("overlap", "draft_path_logprob", "target_path_logprob"), missing),
         }
-        return {name: values[keep] for name, values in rows.items()}, going[-1]
+        return {name: values[keep] for name, values in rows.items()}
 
-    def _coin(self, draft_rows: Tensor, target_rows: Tensor, drafted: Tensor) -> Tensor:
-        """Whether rejection sampling would accept each tail token; (rows,)."""
-        heat = self._r.temperature
-        gap = log_probs_at(target_rows, drafted, heat) - log_probs_at(draft_rows, drafted, heat)
-        coins = torch.rand(gap.shape, generator=self._r.generator, device=gap.device)
-        return coins.log() < gap
-
-    def _pass(self, runner: Runner, tokens: Tensor, step: int, steps: int) -> Tensor:
-        """One tree-masked pass over ``steps`` steps of every branch."""
-        own = torch.eye(self._branches, dtype=torch.bool, device=tokens.device)
+    def _pass(
+        self, runner: Runner, tokens: Tensor, branches: Tensor, step: int, steps: int
+    ) -> Tensor:
+        """One tree-masked pass over ``steps`` steps, from ``step`` on, of some branches."""
+        count = branches.shape[0]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device)
         order = torch.ones(steps, step + steps, dtype=torch.bool, device=tokens.device).tril(step)
-        # (steps, branches, past and present steps, branches): same branch, not later.
+        # (steps, branches, steps so far, branches): same branch, not later.
         chain = order[:, None, :, None] & own[None, :, None, :]
-        chain = chain.reshape(steps * self._branches, (step + steps) * self._branches)
-        mask = torch.cat([self._sees.repeat(steps, 1), chain], dim=1)
+        chain = chain.reshape(steps * count, (step + steps) * count)
+        mask = torch.cat([self._sees[branches].repeat(steps, 1), chain], dim=1)
         ahead = torch.arange(step, step + steps, device=tokens.device)
-        positions = (self._first_position[None] + ahead[:, None]).flatten()
-        start = self._path + step * self._branches
+        positions = (self._wrong_at[branches][None] + ahead[:, None]).flatten()
+        start = self._path + step * count
         return runner.forward(tokens, start, mask=mask, positions=positions)
 
 

@@ -1,14 +1,52 @@
-"""Turns rounds into seconds: pricing, closed forms, batching and queueing."""
+"""Turns rounds into seconds: pricing, closed forms, batching and queueing.
 
+Figures live in `simulator.plots`, closed forms in `simulator.formulas`.
+"""
+
+from simulator.check import Check, run_checks
 from simulator.pricing import PassCount, Priced, autoregressive, price
 from simulator.ratios import RatioCurve, draft_histogram, price_ratios
+from simulator.robustness import INITIAL_GAMMAS, robustness, speedup_by_gamma
+from simulator.summary import (
+    SUMMARY_COLUMNS,
+    prompt_speedups,
+    speedup_distribution,
+    summarize,
+    summarize_by_category,
+    to_rows,
+)
+from simulator.validation import (
+    MEASURED_COLUMNS,
+    VALIDATE_COLUMNS,
+    Verdict,
+    compare,
+    predictions,
+    verdict,
+)
 
 __all__ = [
+    "INITIAL_GAMMAS",
+    "MEASURED_COLUMNS",
+    "SUMMARY_COLUMNS",
+    "VALIDATE_COLUMNS",
+    "Check",
     "PassCount",
     "Priced",
     "RatioCurve",
+    "Verdict",
     "autoregressive",
+    "compare",
     "draft_histogram",
+    "predictions",
     "price",
     "price_ratios",
+    "prompt_speedups",
+    "robustness",
+    "run_checks",
+    "speedup_by_gamma",
+    "speedup_distribution",
+    "summarize",
+    "summarize_by_category",
+    "to_rows",
+    "verdict",
 ]

@@ -1,1 +1,61 @@
 """Recorded acceptance and latency: what was measured, and its clock-free replay."""
+
+from traces.errors import DraftsimError, FileError, SignalError, TailError
+from traces.files import (
+    read_latency,
+    read_rounds,
+    read_trace,
+    write_latency,
+    write_rounds,
+    write_trace,
+)
+from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
+from traces.recordings import Recording, find_latency, find_trace, parse_latency, recordings
+from traces.replay import ReplayDecoder, replay
+from traces.rounds import Fidelity, RoundLog
+from traces.specbench import import_specbench
+from traces.survival import Survival, survival
+from traces.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
+from traces.vllm import import_vllm
+
+__all__ = [
+    "EXTRAPOLATED",
+    "INTERPOLATED",
+    "MATCH",
+    "MEASURED",
+    "MISMATCH",
+    "UNKNOWN",
+    "Bursty",
+    "DraftsimError",
+    "Estimate",
+    "Fidelity",
+    "FileError",
+    "Iid",
+    "LatencyTable",
+    "MatchProcess",
+    "PerPosition",
+    "Recording",
+    "ReplayDecoder",
+    "Request",
+    "RoundLog",
+    "SignalError",
+    "Survival",
+    "TailError",
+    "Trace",
+    "find_latency",
+    "find_trace",
+    "import_specbench",
+    "import_vllm",
+    "parse_latency",
+    "read_latency",
+    "read_rounds",
+    "read_trace",
+    "recordings",
+    "replay",
+    "survival",
+    "synthetic_trace",
+    "write_latency",
+    "write_rounds",
+    "write_trace",
+]

@@ -8,7 +8,7 @@ non-negative roofline-shaped fit and is flagged `EXTRAPOLATED`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,13 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.optimize import nnls
 
 from traces.errors import DraftsimError
+from traces.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Floats, Grid
 
-Floats = npt.NDArray[np.float64]
-
-MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
+__all__ = [
+    "CELL_COLUMNS",
+    "EXTRAPOLATED",
+    "INTERPOLATED",
+    "MEASURED",
+    "PHASES",
+    "Estimate",
+    "LatencyTable",
+]
 
 CELL_COLUMNS: dict[str, tuple[str, str]] = {
     "model": ("str", "target, draft, or another part that runs by itself"),
@@ -62,25 +68,32 @@ class LatencyTable:
     Raises
     ------
     DraftsimError
-        On missing columns, unknown phases, repeated cells, or times that are not
-        finite and positive (zero is allowed for host phases).
+        On missing or mistyped columns, unknown phases, repeated cells, sizes below
+        their bounds, or times that are negative or not finite.
     """
 
     cells: pd.DataFrame
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cells = self.cells
-        if missing := [c for c in CELL_COLUMNS if c not in cells.columns]:
-            raise DraftsimError(f"latency table lacks the column(s) {', '.join(missing)}")
+        cells = _typed(self.cells)
+        object.__setattr__(self, "cells", cells)
         if unknown := sorted(set(cells["phase"]) - set(PHASES)):
             raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)}")
         key = ["model", "phase", "batch", "new_tokens", "context"]
         if (repeated := cells[cells.duplicated(key)]).shape[0]:
-            raise DraftsimError(f"latency table repeats the cell {tuple(repeated[key].iloc[0])}")
-        times = cells["median_s"].to_numpy(float)
-        if not np.isfinite(times).all() or (times < 0).any():
-            raise DraftsimError("latency table column 'median_s' holds a negative or non-finite time")
+            cell = ", ".join(str(value) for value in repeated[key].iloc[0])
+            raise DraftsimError(f"latency table repeats the cell ({cell})")
+        for name, least in (("batch", 1), ("new_tokens", 0), ("context", 0), ("repeats", 0)):
+            if (cells[name] < least).any():
+                value = int(cells[name].min())
+                raise DraftsimError(f"latency table column {name!r} holds {value}, not >= {least}")
+        for name in ("median_s", "spread_s"):
+            times = cells[name].to_numpy(float)
+            if not np.isfinite(times).all() or (times < 0).any():
+                raise DraftsimError(
+                    f"latency table column {name!r} holds a negative or non-finite time"
+                )
 
     @classmethod
     def constant(
@@ -143,7 +156,8 @@ class LatencyTable:
                 f"latency table has no {phase!r} cells of {model!r} (it has them of {have}): "
                 "profile that model, or use const:target=...,draft=..."
             )
-        sizes = np.broadcast_arrays(*(np.asarray(v, dtype=float) for v in (batch, new_tokens, context)))
+        given = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
+        sizes = np.broadcast_arrays(*given)
         flat = [v.ravel() for v in sizes]
         seconds, origin = grid.read(*flat)
         return Estimate(seconds.reshape(sizes[0].shape), origin.reshape(sizes[0].shape))
@@ -155,99 +169,21 @@ class LatencyTable:
         return self.estimate(model, phase, **sizes).seconds
 
     @cached_property
-    def _grids(self) -> dict[tuple[str, str], _Grid]:
+    def _grids(self) -> dict[tuple[str, str], Grid]:
         return {
-            (str(model), str(phase)): _Grid(part, flat=self.is_constant)
+            (str(model), str(phase)): Grid(part, flat=self.is_constant)
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)
         }
 
 
-class _Grid:
-    """Interpolation over one model's cells of one phase.
-
-    The points need not form a full grid: large batches are measured at fewer contexts.
-    Reading goes context first, then new tokens, then batch, each linearly between the
-    nearest measured neighbours.  Width 1 and width 2 are always measured apart, because
-    kernels differ there.
-    """
-
-    def __init__(self, cells: pd.DataFrame, flat: bool) -> None:
-        self._flat = flat
-        ordered = cells.sort_values(["batch", "new_tokens", "context"])
-        b, n, c, t = (ordered[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s"))
-        self._lines: dict[float, dict[float, tuple[Floats, Floats]]] = {}
-        for batch in np.unique(b):
-            for width in np.unique(n[b == batch]):
-                line = (b == batch) & (n == width)
-                self._lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
-        self._points = (b, n, c, t)
-
-    @cached_property
-    def _fit(self) -> Floats:
-        """Weights of `_features`, non-negative, fitted to relative error."""
-        b, n, c, t = self._points
-        scale = np.maximum(t, 1e-12)
-        weights, _ = nnls(_features(b, n, c) / scale[:, None], np.ones(len(t)))
-        return np.asarray(weights, dtype=float)
-
-    def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, npt.NDArray[np.int8]]:
-        out, origin = np.empty(len(b)), np.empty(len(b), dtype=np.int8)
-        pairs, inverse = np.unique(np.stack([b, n]), axis=1, return_inverse=True)
-        inverse = inverse.ravel()
-        # One pass per distinct (batch, width): there are few, and contexts are many.
-        order = np.argsort(inverse, kind="stable")
-        stops = np.searchsorted(inverse[order], np.arange(pairs.shape[1] + 1))
-        for i, (batch, width) in enumerate(pairs.T):
-            rows = order[stops[i] : stops[i + 1]]
-            out[rows], origin[rows] = self._read_pair(float(batch), float(width), c[rows])
-        return out, origin
-
-    def _read_pair(self, batch: float, width: float, c: Floats) -> tuple[Floats, npt.NDArray[np.int8]]:
-        total, origin = np.zeros(len(c)), np.zeros(len(c), dtype=np.int8)
-        outside = np.zeros(len(c), dtype=bool)
-        for bw, b in _neighbours(list(self._lines), batch):
-            if b is None:
-                outside[:] = True
-                continue
-            for nw, n in _neighbours(list(self._lines[b]), width):
-                if n is None:
-                    outside[:] = True
-                    continue
-                contexts, times = self._lines[b][n]
-                total += bw * nw * np.interp(c, contexts, times)
-                outside |= (c < contexts[0]) | (c > contexts[-1])
-                if bw * nw < 1:
-                    origin[:] = INTERPOLATED
-                origin = np.where(np.isin(c, contexts), origin, INTERPOLATED).astype(np.int8)
-        if self._flat:
-            return self._nearest(batch, width, c), np.zeros(len(c), dtype=np.int8)
-        if outside.any():
-            far = c[outside]
-            total[outside] = _features(np.full(len(far), batch), np.full(len(far), width), far) @ self._fit
-            origin[outside] = EXTRAPOLATED
-        return total, origin
-
-    def _nearest(self, batch: float, width: float, c: Floats) -> Floats:
-        """Constant tables: the widest cell not wider than asked, at any batch and context."""
-        del batch
-        lines = next(iter(self._lines.values()))
-        contexts, times = lines[max((w for w in lines if w <= width), default=min(lines))]
-        return np.interp(c, contexts, times)
-
-
-def _neighbours(points: Sequence[float], x: float) -> list[tuple[float, float | None]]:
-    """(weight, point) pairs bracketing x; a None point where x lies outside the points."""
-    ordered = np.array(sorted(points))
-    if x < ordered[0] or x > ordered[-1]:
-        return [(1.0, None)]
-    i = int(np.searchsorted(ordered, x))
-    if ordered[i] == x:
-        return [(1.0, float(x))]
-    lo, hi = float(ordered[i - 1]), float(ordered[i])
-    w = (x - lo) / (hi - lo)
-    return [(1 - w, lo), (w, hi)]
-
-
-def _features(b: Floats, n: Floats, c: Floats) -> Floats:
-    """Cost shapes of a pass: launch, batched tokens, cache read, attention."""
-    return np.stack([np.ones_like(b), b, b * n, b * c, b * n * c], axis=1)
+def _typed(cells: pd.DataFrame) -> pd.DataFrame:
+    if missing := [c for c in CELL_COLUMNS if c not in cells.columns]:
+        raise DraftsimError(f"latency table lacks the column(s) {', '.join(missing)}")
+    typed: dict[str, Any] = {}
+    for name, (dtype, _) in CELL_COLUMNS.items():
+        try:
+            column = cells[name]
+            typed[name] = [str(v) for v in column] if dtype == "str" else column.to_numpy(dtype)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DraftsimError(f"latency table column {name!r} is not of type {dtype}") from error
+    return pd.DataFrame(typed)

@@ -6,7 +6,8 @@ a recording as it runs over real models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,8 +15,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from policies.core import DraftPolicy, Load, Round, speculate
+from policies.rule_registry import describe_rule
+from policies.rules import VerifyRule
 from traces.errors import SignalError, TailError
 from traces.rounds import Fidelity, RoundLog
+from traces.scores import prepared_rule, score_tape
 from traces.trace import MATCH, UNKNOWN, Trace
 
 
@@ -49,35 +53,60 @@ class _Tape:
     """A trace laid out for replay: Python lists, one entry per row, built once per trace."""
 
     def __init__(self, trace: Trace) -> None:
-        c = trace.columns
-        count = len(trace)
-        eos = trace.meta.get("eos_token_ids") or []
-        drafted = c.get("draft_token")
-        ends = np.isin(drafted, eos) if drafted is not None else np.zeros(count, bool)
-        blank: Iterator[Any] = repeat(None)
-
-        def values(name: str) -> Iterator[Any]:
-            return iter(trace.signal(name).tolist()) if name in trace.signals else blank
-
-        self.tokens: list[RecordedToken] = list(
-            map(
-                RecordedToken, range(count), values("token_id"), ends.tolist(), values("prob"),
-                values("entropy"), values("logit_margin"), values("prob_margin"),
-            )
-        )  # fmt: skip
-        self.rows: list[int] = trace.on_path.tolist()
+        match = trace.columns["match"][trace.on_path]
+        starts = trace.request_starts
+        self.starts: list[int] = starts.tolist()
         self.runs: list[int] = trace.run_lengths.tolist()
-        self.starts: list[int] = trace.request_starts.tolist()
-        self.unknown = set(np.flatnonzero(c["match"][trace.on_path] == UNKNOWN).tolist())
-        # Without tails there are no signals, so one blank token stands for every draft.
-        self.blank = None if trace.max_gamma else RecordedToken(-1, -1, False, *repeat(0.0, 4))
-        # A round may walk from its first row to the end of the next mismatch's tail.
-        bounds = np.append(trace.on_path, count)
-        mismatch = np.flatnonzero(c["match"][trace.on_path] != MATCH)
-        tail_end = np.append(bounds[mismatch + 1], count)
-        self.row_limit: list[int] = tail_end[
-            np.searchsorted(mismatch, np.arange(len(trace.on_path)))
-        ].tolist()
+        self.unknown = set(np.flatnonzero(match == UNKNOWN).tolist())
+        self.signals = bool(trace.signals)
+        self.rows: list[int] = []
+        self.row_limit: list[int] = []
+        self.tokens: list[RecordedToken | None] = []
+        self.fields: list[Sequence[Any]] = []
+        if not self.signals:
+            # Nothing to tell one draft from another: two tokens stand for all of them.
+            return
+        self.rows = trace.on_path.tolist()
+        # Made when first drafted: most rows of a recording are tails no policy reaches.
+        self.tokens = [None] * len(trace)
+        self.fields = _fields(trace)
+        # A round may walk from its first row to the end of the next mismatch's tail,
+        # never into the next request.
+        bounds = np.append(trace.on_path, len(trace))
+        mismatch = np.flatnonzero(match != MATCH)
+        tail_end = np.append(bounds[mismatch + 1], len(trace))
+        own_end = np.repeat(bounds[starts[1:]], np.diff(starts))
+        next_mismatch = np.searchsorted(mismatch, np.arange(len(match)))
+        self.row_limit = np.minimum(tail_end[next_mismatch], own_end).tolist()
+
+    def make(self, row: int) -> RecordedToken:
+        """The token of a row, from now on kept."""
+        token = self.tokens[row] = RecordedToken(row, *(values[row] for values in self.fields))
+        return token
+
+
+def _fields(trace: Trace) -> list[Sequence[Any]]:
+    """Per row the arguments of `RecordedToken` after the row itself."""
+    count = len(trace)
+    if "draft_token" in trace.columns:
+        ends = np.isin(trace.columns["draft_token"], trace.meta.get("eos_token_ids") or [])
+    else:
+        ends = np.zeros(count, dtype=bool)
+    # A match at the end of an output that ended with EOS is EOS, whatever else is recorded.
+    last = trace.on_path[trace.request_starts[1:] - 1]
+    last = last[[r.ended == "eos" for r in trace.requests]]
+    ends[last] |= trace.columns["match"][last] == MATCH
+
+    def values(name: str) -> Sequence[Any]:
+        return trace.signal(name).tolist() if name in trace.signals else [None] * count
+
+    names = ("prob", "entropy", "logit_margin", "prob_margin")
+    return [values("token_id"), ends.tolist(), *map(values, names)]
+
+
+_DRAFT = RecordedToken(-1, -1, False, *repeat(0.0, 4))
+_EOS = RecordedToken(-1, -1, True, *repeat(0.0, 4))
+"""Stand-ins for the drafts of a recording without signals, which no policy may read."""
 
 
 _tapes: WeakKeyDictionary[Trace, _Tape] = WeakKeyDictionary()
@@ -112,37 +141,45 @@ class ReplayDecoder:
         self._info = trace.requests[request]
         tape = self._tape = _tape(trace)
         self._start = tape.starts[request]
-        self._length = self._info.tokens
+        self.length = self._info.tokens
         self._limit = self._info.max_new_tokens
         self._tokens, self._rows, self._runs = tape.tokens, tape.rows, tape.runs
-        self._blank, self._row_limit = tape.blank, tape.row_limit
-        self.position = min(first, self._length)
+        self._row_limit, self._signals = tape.row_limit, tape.signals
+        # Where a drafted match would be EOS; the drafter stops at it, and only at it.
+        self._eos_at = self.length - 1 if self._info.ended == "eos" else -1
+        self.position = min(first, self.length)
 
     @property
     def remaining(self) -> int:
         """Tokens to the limit; 0 at the end, known from the recording."""
         # The drafter does not know where EOS will fall, so the cap is the limit's.
-        return self._limit - self.position if self.position < self._length else 0
+        return self._limit - self.position if self.position < self.length else 0
 
     @property
     def load(self) -> Load:
         """A single stream: batch 1 at the current context."""
-        run = min(self._runs[self._start + self.position], self._limit - self.position - 1)
-        return Load(1, self._info.prompt_length + self.position, run)
+        start = self._start + self.position
+        run = self._runs[start]
+        known = start + run not in self._tape.unknown
+        length = min(run, self._limit - self.position - 1) if known else None
+        return Load(1, self._info.prompt_length + self.position, length)
 
     def draft(self, so_far: Sequence[Any]) -> RecordedToken:
         """The recorded proposal after the output so far and `so_far`."""
-        if self._blank is not None:
-            return self._blank
         start = self._start + self.position
+        if not self._signals:
+            drafted = len(so_far)
+            at_eos = self.position + drafted == self._eos_at and self._runs[start] > drafted
+            return _EOS if at_eos else _DRAFT
         row = self._rows[start] + len(so_far)
         if row >= self._row_limit[start]:
             raise TailError(
-                f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of request "
-                f"{self._info.id!r}, past the recorded tail (max_gamma={self._trace.max_gamma}): "
-                "lower its maximum, or record with a larger --max-gamma"
+                f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
+                f"request {self._info.id!r}, past the recorded tail "
+                f"(max_gamma={self._trace.max_gamma}): lower its maximum, "
+                "or record with a larger --max-gamma"
             )
-        return self._tokens[row]
+        return self._tokens[row] or self._tape.make(row)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the leading matches and move on to where the output then stands."""
@@ -152,31 +189,92 @@ class ReplayDecoder:
         if run < accepted:
             accepted = run
             if self._tape.unknown and start + run in self._tape.unknown:
-                raise SignalError(
-                    f"request {self._info.id!r} was not observed at position {self.position + run}, "
-                    "where this policy drafts: impute the trace first (`Trace.impute`)"
-                )
+                raise self._unobserved(run)
         self._advance(accepted)
         return accepted
 
+    def _unobserved(self, ahead: int) -> SignalError:
+        return SignalError(
+            f"request {self._info.id!r} was not observed at position {self.position + ahead}, "
+            "where this policy drafts: impute the trace first (`Trace.impute`)"
+        )
+
     def _advance(self, accepted: int) -> None:
         # An accepted EOS ends the output: no bonus token follows it.
-        self.position = min(self.position + accepted + 1, self._length)
+        position = self.position + accepted + 1
+        self.position = position if position < self.length else self.length
+
+
+class RuleReplayDecoder(ReplayDecoder):
+    """One recorded request, verified by a lossy rule.
+
+    The rule sees what the target would have said about every drafted token, off the path
+    too, so the round at hand is exact.  What follows is not: the real decoder would go on
+    from a text that was not recorded, and this one goes on along the recording, at as
+    many tokens further.  A drafted EOS off the path ends no output here, so that every
+    policy decodes the same number of tokens.
+
+    Attributes
+    ----------
+    mismatched:
+        Per round, the emitted drafted tokens that the target would not have chosen.
+    departed:
+        Whether any verdict so far differed from the recorded one.
+    """
+
+    def __init__(self, trace: Trace, request: int, rule: VerifyRule, first: int = 1) -> None:
+        super().__init__(trace, request, first)
+        self._rule = rule
+        self._scores = score_tape(trace)
+        self.mismatched: list[int] = []
+        self.departed = False
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Accept what the rule accepts and move on by as many tokens."""
+        scores = self._scores.rows(draft[0].row, len(draft)) if draft else []
+        accepted = self._rule.accept(draft, scores)
+        verdicts = [score.match for score in scores]
+        seen = verdicts[: accepted + 1 + self._rule.look_ahead]
+        if None in seen:
+            raise self._unobserved(seen.index(None))
+        before = self.position
+        self._advance(accepted)
+        self.mismatched.append(verdicts[: min(accepted, self.position - before)].count(False))
+        leading = verdicts.index(False) if False in verdicts else len(verdicts)
+        # A greedy target corrects a refused match into the same token: still on the path.
+        self.departed |= accepted > leading or (accepted < leading and self._trace.temperature > 0)
+        return accepted
 
 
 def replay(
     trace: Trace,
     policy: DraftPolicy,
+    rule: VerifyRule | None = None,
     *,
     name: str | None = None,
-    first: int = 1,
+    first: int | None = None,
 ) -> RoundLog:
     """Replay every request of `trace` under `policy`, in recording order.
+
+    ``first`` is the output position decoding begins at (see `ReplayDecoder`); by default
+    ``meta["first"]``, where an imported log says so, or 1.  The fidelity is ``exact``
+    for a greedy trace, ``exact in distribution`` for a sampled one, and ``approximate``
+    where matches were imputed (`Trace.impute`) or the trace says so of itself
+    (``meta["fidelity"]``).
+
+    ``rule`` decides what is accepted; by default, as every lossless rule, the recorded
+    verdicts do.  It is a prototype: one copy serves all requests in recording order,
+    which is part of the run where the rule learns, and ends up in ``RoundLog.rule``.
+    Under a lossy rule every round is exact in itself, and the run ``approximate`` from
+    the first verdict that leaves the recorded path (see `RuleReplayDecoder`).
 
     Raises
     ------
     SignalError
-        If the policy reads a signal the trace does not hold.
+        If the policy or rule reads something the trace does not hold, or the policy
+        drafts where no outcome was observed.
+    DraftsimError
+        If the rule cannot run at the recording's temperature.
     TailError
         If the policy drafts past the recorded tails.
     """
@@ -186,15 +284,50 @@ def replay(
             f"(it holds {', '.join(sorted(trace.signals)) or 'no draft signals'}): "
             "record one with `draftsim profile`, or choose a policy that reads none"
         )
-    shared = policy.fresh()
+    if first is None:
+        first = int(trace.meta.get("first", 1))
+    own_rule = prepared_rule(rule, trace)
+    # A policy that learns across requests learns within this run, not in the caller's hands.
+    shared = copy.deepcopy(policy)
     rounds: list[list[Round]] = []
+    mismatched: list[int] = []
+    departed = False
     for i in range(len(trace.requests)):
-        mine = shared if policy.learns_across_requests else policy.fresh()
-        rounds.append(list(speculate(ReplayDecoder(trace, i, first), mine)))
-    sampled = trace.temperature > 0
-    fidelity: Fidelity = "exact in distribution" if sampled else "exact"
+        mine = shared.fresh()
+        if own_rule is None:
+            rounds.append(_run(ReplayDecoder(trace, i, first), mine))
+            continue
+        decoder = RuleReplayDecoder(trace, i, own_rule, first)
+        rounds.append(_run(decoder, mine))
+        own_rule.end_request()
+        mismatched += decoder.mismatched
+        departed |= decoder.departed
+    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return RoundLog(
         RoundLog.pack(rounds), trace.requests, name or type(policy).__name__,
-        verify="rejection-sampling" if sampled else "exact",
-        fidelity=fidelity, reads=policy.reads, first=first,
+        verify=describe_rule(rule) if rule is not None else lossless,
+        fidelity="approximate" if departed else _fidelity(trace),
+        reads=policy.reads, first=first,
+        mismatched=None if own_rule is None else np.array(mismatched, dtype=np.int32),
+        rule=own_rule,
     )  # fmt: skip
+
+
+def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:
+    try:
+        return list(speculate(decoder, policy))
+    except ValueError as error:
+        # `Oracle` asks for the run length, which `load` withholds where it is not known.
+        if decoder.remaining and decoder.load.run_length is None:
+            raise SignalError(
+                f"{type(policy).__name__} asks how far the drafts match, which was not observed at "
+                f"position {decoder.position} of an imported request: impute the trace first "
+                "(`Trace.impute`)"
+            ) from error
+        raise
+
+
+def _fidelity(trace: Trace) -> Fidelity:
+    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
+        return "approximate"
+    return "exact in distribution" if trace.temperature > 0 else "exact"

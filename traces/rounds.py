@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.core import Round
+from policies.rules import VerifyRule
 from traces.trace import Request
 
 Fidelity = Literal["exact", "exact in distribution", "exact within the round", "approximate"]
@@ -29,6 +31,10 @@ class RoundLog:
     `policies.core.Round` plus the request's index).  ``first`` is the output position
     decoding began at: 1 where prefill emits the first token, as engines do; 0 where the
     first verification processes the prompt, as transformers' assisted generation does.
+
+    Under a lossy rule, ``mismatched`` counts per round the emitted drafted tokens that the
+    target would not have chosen after the tokens before them, shape (rounds,), and
+    ``rule`` is the rule as the run left it; both are None where verification is lossless.
     """
 
     rounds: npt.NDArray[Any]
@@ -39,6 +45,8 @@ class RoundLog:
     fidelity: Fidelity = "exact"
     reads: tuple[str, ...] = ()
     first: int = 1
+    mismatched: npt.NDArray[np.int32] | None = None
+    rule: VerifyRule | None = None
 
     def __len__(self) -> int:
         return len(self.rounds)
@@ -66,7 +74,8 @@ class RoundLog:
         logs = [list(rounds) for rounds in per_request]
         total = sum(len(rounds) for rounds in logs)
         packed = np.empty(total, dtype=ROUND_DTYPE)
-        flat = np.array([r for rounds in logs for r in rounds], dtype=np.int32)
+        numbers = chain.from_iterable(chain.from_iterable(logs))
+        flat = np.fromiter(numbers, dtype=np.int32, count=total * len(Round._fields))
         flat = flat.reshape(total, len(Round._fields))
         packed["request"] = np.repeat(np.arange(len(logs)), [len(rounds) for rounds in logs])
         for i, name in enumerate(Round._fields):

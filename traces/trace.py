@@ -22,66 +22,30 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from traces.check import check_trace, normalised
 from traces.errors import DraftsimError
+from traces.schema import (
+    COLUMNS,
+    KEYS,
+    MATCH,
+    MISMATCH,
+    SIGNAL_COLUMNS,
+    UNKNOWN,
+    Array,
+    Request,
+)
 
-Array = npt.NDArray[Any]
-
-MATCH, MISMATCH, UNKNOWN = 1, 0, -1
-
-COLUMNS: dict[str, tuple[str, str]] = {
-    "request": ("int32", "row of the request table"),
-    "position": ("int32", "output position t, 0 = first generated token"),
-    "offset": ("int16", "0 on the path; k for the k-th token of the off-path tail"),
-    "match": ("int8", "1 accepted by lossless verification, 0 rejected, -1 not recorded"),
-    "token": ("int32", "the true output token x_t; -1 in tails"),
-    "draft_token": ("int32", "token the draft proposes; -1 not recorded"),
-    "draft_logprob": ("float32", "log-probability of draft_token at the sampling temperature, nats"),
-    "draft_top1": ("float32", "draft's largest raw logit"),
-    "draft_top2": ("float32", "draft's second largest raw logit"),
-    "draft_logsumexp": ("float32", "log-sum-exp of the draft's raw logits (T = 1)"),
-    "draft_entropy": ("float32", "entropy of the draft's full distribution at T = 1, nats"),
-    "draft_path_logprob": ("float32", "draft's log-probability of x_t at the sampling temperature"),
-    "target_token": ("int32", "target's argmax after the same prefix"),
-    "target_top1": ("float32", "target's largest raw logit"),
-    "target_top2": ("float32", "target's second largest raw logit"),
-    "target_logsumexp": ("float32", "log-sum-exp of the target's raw logits (T = 1)"),
-    "target_entropy": ("float32", "entropy of the target's full distribution at T = 1, nats"),
-    "target_draft_logit": ("float32", "target's raw logit of draft_token"),
-    "target_draft_rank": ("int32", "rank of draft_token under the target, 0 = argmax"),
-    "target_path_logprob": ("float32", "target's log-probability of x_t at the sampling temperature"),
-    "overlap": ("float32", "sum over v of min(target, draft) at the sampling temperature"),
-}
-"""Name -> (numpy dtype, meaning) of the long table."""
-
-KEYS = ("request", "position", "offset", "match")
-SIGNAL_COLUMNS: dict[str, tuple[str, ...]] = {
-    "token_id": ("draft_token",),
-    "prob": ("draft_logprob",),
-    "entropy": ("draft_entropy",),
-    "logit_margin": ("draft_top1", "draft_top2"),
-    "prob_margin": ("draft_top1", "draft_top2", "draft_logsumexp"),
-}
-"""Draft signal -> columns it is computed from."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One recorded sequence, without its per-position rows."""
-
-    id: str
-    category: str
-    prompt_length: int
-    """Prompt tokens."""
-    tokens: int
-    """Output tokens recorded, EOS included."""
-    max_new_tokens: int
-    """The limit the output was decoded under; the draft is capped by what remains of it."""
-    ended: Literal["eos", "length"]
-    prompt_ids: tuple[int, ...] | None = None
-    wall_s: float | None = None
-    """Measured seconds of plain decoding, where the recording has them."""
+__all__ = [
+    "COLUMNS",
+    "KEYS",
+    "MATCH",
+    "MISMATCH",
+    "SIGNAL_COLUMNS",
+    "UNKNOWN",
+    "Request",
+    "Trace",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +77,11 @@ class Trace:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self)
+        object.__setattr__(self, "columns", normalised(self.columns))
+        check_trace(self.columns, self.requests, self.max_gamma)
 
     def __len__(self) -> int:
-        return int(len(self.columns["match"]))
+        return len(self.columns["match"])
 
     @property
     def tokens(self) -> int:
@@ -132,7 +97,9 @@ class Trace:
     def signals(self) -> frozenset[str]:
         """The draft signals the recording holds."""
         return frozenset(
-            name for name, needed in SIGNAL_COLUMNS.items() if all(c in self.columns for c in needed)
+            name
+            for name, needed in SIGNAL_COLUMNS.items()
+            if all(column in self.columns for column in needed)
         )
 
     @cached_property
@@ -154,22 +121,20 @@ class Trace:
         ``min(n, run_lengths[s])`` accepted.  A position whose match was not recorded
         ends a run.
         """
-        match = self.columns["match"][self.on_path] == MATCH
-        ends = np.flatnonzero(~match)
-        runs = np.empty(len(match), dtype=np.int64)
-        for start, stop in zip(self.request_starts[:-1], self.request_starts[1:], strict=True):
-            stops = ends[(ends >= start) & (ends < stop)]
-            bounds = np.append(stops, stop)
-            index = np.arange(start, stop)
-            runs[start:stop] = bounds[np.searchsorted(bounds, index)] - index
-        return runs
+        index = np.arange(len(self.on_path))
+        starts = self.request_starts
+        stops = np.repeat(starts[1:], np.diff(starts))
+        ends = np.flatnonzero(self.columns["match"][self.on_path] != MATCH)
+        nearest = np.append(ends, len(index))[np.searchsorted(ends, index)]
+        return np.asarray(np.minimum(nearest, stops) - index)
 
     def signal(self, name: str) -> Array:
         """The draft signal `name` for every row (see `policies.core.DraftToken`)."""
         c = self.columns
         if name not in self.signals:
             raise DraftsimError(
-                f"signal {name!r} is not in this trace (it holds {sorted(self.signals) or 'none'}): "
+                f"signal {name!r} is not in this trace (it holds "
+                f"{', '.join(sorted(self.signals)) or 'none'}): "
                 "record one with `draftsim profile`"
             )
         if name == "token_id":
@@ -196,56 +161,20 @@ class Trace:
         columns["request"] = np.concatenate(numbers) if numbers else np.empty(0, dtype=np.int32)
         return Trace(columns, [self.requests[i] for i in keep], self.max_gamma, self.meta)
 
+    def impute(self, seed: int = 0, method: Literal["hazard", "rejected"] = "hazard") -> Trace:
+        """The trace with the matches that were not recorded filled in, marked in ``meta``.
 
-def _check(trace: Trace) -> None:
-    columns, requests = trace.columns, trace.requests
-    if missing := [k for k in KEYS if k not in columns]:
-        raise DraftsimError(f"trace lacks the column(s) {', '.join(missing)}: record it again")
-    if unknown := sorted(set(columns) - set(COLUMNS)):
-        raise DraftsimError(f"trace has unknown column(s) {', '.join(unknown)}")
-    length = len(columns["match"])
-    for name, values in columns.items():
-        if values.ndim != 1 or len(values) != length:
-            raise DraftsimError(
-                f"trace column {name!r} has shape {values.shape}, expected ({length},)"
-            )
-    request, offset = columns["request"], columns["offset"]
-    on_path = offset == 0
-    counts = np.bincount(request[on_path].astype(np.int64), minlength=len(requests)) if length else np.zeros(len(requests), int)
-    if len(counts) != len(requests) or (length and request.min() < 0):
-        raise DraftsimError(
-            f"trace column 'request' names request {int(request.max())}, the table has {len(requests)}"
-        )
-    for i, r in enumerate(requests):
-        if counts[i] != r.tokens:
-            raise DraftsimError(
-                f"trace request {r.id!r} has {int(counts[i])} on-path rows for {r.tokens} tokens"
-            )
-        if not 0 < r.tokens <= r.max_new_tokens:
-            raise DraftsimError(
-                f"trace request {r.id!r} has tokens={r.tokens}, expected 1..max_new_tokens={r.max_new_tokens}"
-            )
-        if r.prompt_ids is not None and len(r.prompt_ids) != r.prompt_length:
-            raise DraftsimError(
-                f"trace request {r.id!r} has prompt_length={r.prompt_length} but {len(r.prompt_ids)} prompt ids"
-            )
-    if length == 0:
-        return
-    key = (request.astype(np.int64) << 40) | (columns["position"].astype(np.int64) << 16) | offset.astype(np.int64)
-    if (np.diff(key) <= 0).any() or offset.min() < 0 or columns["position"].min() < 0:
-        raise DraftsimError("trace rows are not sorted by (request, position, offset), or repeat")
-    starts = np.concatenate([[0], np.cumsum([r.tokens for r in requests])])
-    expected = np.arange(starts[-1]) - np.repeat(starts[:-1], [r.tokens for r in requests])
-    if not np.array_equal(columns["position"][on_path], expected):
-        raise DraftsimError("trace positions of a request are not 0, 1, 2, ... on the path")
-    if not np.isin(columns["match"], (MATCH, MISMATCH, UNKNOWN)).all():
-        raise DraftsimError("trace column 'match' holds values other than 1, 0 and -1")
-    tails = ~on_path
-    if tails.any():
-        if trace.max_gamma is None:
-            raise DraftsimError("trace has off-path tails but no max_gamma")
-        first = np.flatnonzero(tails)
-        if not np.array_equal(offset[first], offset[first - 1] + 1):
-            raise DraftsimError("trace off-path tails are not numbered 1, 2, 3, ... after their mismatch")
-        if (columns["match"][first[offset[first] == 1] - 1] == MATCH).any():
-            raise DraftsimError("trace has an off-path tail after a position that matched")
+        ``hazard`` draws each from the trace's own Kaplan-Meier hazard (`survival`) at the
+        run of recorded matches before it.  ``rejected`` takes every one as a mismatch: no
+        start then has more accepted than it would have had, a lower bound.  A replay of
+        the result has fidelity ``approximate``.
+
+        Raises
+        ------
+        DraftsimError
+            If nothing was recorded to estimate the hazard from, or the draft lengths
+            behind an imported log are not known.
+        """
+        from traces.survival import impute_matches
+
+        return impute_matches(self, seed, method)

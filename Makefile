@@ -1,0 +1,37 @@
+# Everything starts from here; .venv is made once and again when the pins change.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: install demo test bench check-code clean
+
+install: .venv/.installed
+
+# torch comes first and pinned: left to itself, pip would fetch a CUDA build.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "draftsim needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[profile,quality,cluster,dev]'
+	touch $@
+
+demo: install
+	$(BIN)/draftsim demo --out demo
+
+test: install
+	$(BIN)/pytest -q
+
+bench: install
+	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds
+
+check-code: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv build dist *.egg-info demo

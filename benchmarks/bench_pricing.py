@@ -1,0 +1,50 @@
+"""Pricing speed: 10,000 cost ratios over a log of 150,000 tokens, the aim under 50 ms.
+
+Run with ``make bench``, or ``pytest benchmarks/bench_pricing.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from policies import Fixed
+from simulator import price, price_ratios, summarize
+from simulator.check_iid import iid_trace
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+
+
+@pytest.fixture(scope="module")
+def log() -> RoundLog:
+    return replay(iid_trace(0.8, 500, 300), Fixed(5))
+
+
+@pytest.fixture(scope="module")
+def latency() -> LatencyTable:
+    """A measured table's shape: both models over widths and contexts."""
+    rows = [
+        (model, "forward", 1, width, context, base * (1 + width / 50 + context / 4000), 0.0, 9)
+        for model, base in (("target", 0.01), ("draft", 0.002))
+        for width in (1, 2, 3, 5, 9, 17, 25)
+        for context in (0, 64, 256, 1024)
+    ]
+    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+
+
+def test_price_ratios(benchmark: Any, log: RoundLog) -> None:
+    ratios = np.linspace(0.001, 1, 10_000)
+    curve = benchmark(price_ratios, log, ratios, 1.2)
+    assert curve.speedup.shape == (10_000,)
+
+
+def test_price(benchmark: Any, log: RoundLog, latency: LatencyTable) -> None:
+    assert benchmark(price, log, latency).total_s > 0
+
+
+def test_summarize(benchmark: Any, log: RoundLog, latency: LatencyTable) -> None:
+    assert len(benchmark(summarize, [log], latency)) == 2

@@ -1,0 +1,1 @@
+"""One module per command of the command line; the only code that knows all packages."""

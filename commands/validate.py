@@ -1,0 +1,192 @@
+"""``draftsim validate`` and ``draftsim demo``: predictions held against real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pandas as pd
+import typer
+
+from commands.inputs import PolicyOption, load_policies, replay_all
+from commands.output import JsonOption, emit, note, print_table
+
+if TYPE_CHECKING:
+    from profiler.loading import Pair
+    from traces.rounds import RoundLog
+    from traces.trace import Trace
+
+ARMS = (
+    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",
+    "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
+    "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
+)  # fmt: skip
+"""Arms of a spot check where none is named: every policy family, fixed lengths as control."""
+
+ASSISTED = {
+    "constant": (
+        "confidence:roc_update=in_call",
+        {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
+         "assistant_confidence_threshold": 0.4},
+    ),
+    "heuristic": (
+        "hf-heuristic:gamma=5,gamma_max=none",
+        {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic_transient",
+         "assistant_confidence_threshold": 0.0},
+    ),
+}  # fmt: skip
+"""transformers' schedules: the policy that replays each, and its generation settings."""
+
+
+def validate(
+    run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")],
+    policy: PolicyOption = None,
+    forced: Annotated[
+        bool,
+        typer.Option("--forced", help="Take drafts and verdicts from the trace: tests cost alone."),
+    ] = False,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Use the sampled trace of the run.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
+    assisted: Annotated[
+        bool, typer.Option(help="Also run transformers' own assisted generation.")
+    ] = True,
+    json: JsonOption = None,
+) -> None:
+    """Run policies for real, interleaved, and compare with what was predicted."""
+    rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted)
+    emit("validate", rows, json)
+    if json is None:
+        say_verdict(rows)
+
+
+def spot_check(
+    run: Path,
+    policy: list[str] | None = None,
+    forced: bool = False,
+    sampled: bool = False,
+    repeats: int = 3,
+    limit: int | None = None,
+    assisted: bool = True,
+) -> pd.DataFrame:
+    """The rows of `validate`; the measured times are kept in the run folder."""
+    from profiler.profile import progress_bar
+    from profiler.run import read_run
+    from profiler.spotcheck import Arm, rounds_differ, run_arms
+    from simulator.pricing import price
+    from simulator.validation import compare
+    from traces.files import read_latency, read_trace
+    from traces.measured import MeasuredRuns, write_measured
+
+    info = read_run(run)
+    trace = read_trace(run / ("sampled.parquet" if sampled else "trace.parquet"))
+    latency = read_latency(run / "latency.parquet")
+    if limit is not None:
+        trace = trace.select(spread_over_categories(trace, limit))
+    chosen = load_policies(policy or list(ARMS), trace)
+    if "autoregressive" not in dict(chosen):
+        chosen = load_policies(["autoregressive"], trace) + chosen
+    replayed = {log.policy: log for log in replay_all(trace, chosen)}
+    pair = info.load()
+    with progress_bar() as progress:
+        task = progress.add_task("decoding for real", total=repeats * len(trace.requests))
+        measured = run_arms(
+            pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
+            advance=lambda: progress.advance(task),
+        )  # fmt: skip
+        rows = compare([price(log, latency) for log in replayed.values()], measured.times)
+        # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
+        if trace.temperature == 0:
+            rows["rounds_differ"] = [
+                rounds_differ(measured.logs[name], replayed[name]) for name in rows["policy"]
+            ]
+            if assisted and not forced:
+                rows = pd.concat([rows, _assisted_rows(pair, trace, progress)], ignore_index=True)
+    write_measured(MeasuredRuns(measured.times, dict(pair.meta)), run / "measured.parquet")
+    return rows
+
+
+def _assisted_rows(pair: Pair, trace: Trace, progress: Any) -> pd.DataFrame:
+    """transformers' assisted generation: its target passes against the replayed rounds."""
+    import torch
+
+    from profiler.spotcheck import assisted_generation
+
+    rows = []
+    for schedule, (text, settings) in ASSISTED.items():
+        log: RoundLog = replay_all(trace, load_policies([text], trace), first=0)[0]
+        expected = log.per_request([1] * len(log))
+        task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
+        seconds, differ = 0.0, 0
+        for i, request in enumerate(trace.requests):
+            prompt = torch.tensor(request.prompt_ids, device=pair.device)
+            _, passes, wall = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
+            differ += abs(passes - int(expected[i]))
+            seconds += wall
+            progress.advance(task)
+        rows.append(
+            {
+                "policy": f"transformers {schedule}", "verify": "exact", "batch": 1, "forced": False,
+                "predicted_s": None, "measured_s": seconds, "error": None, "spread": None,
+                "rounds_differ": differ,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def say_verdict(rows: pd.DataFrame) -> None:
+    """What the comparison amounts to, in words."""
+    from simulator.validation import verdict
+
+    said = verdict(rows.dropna(subset=["predicted_s"]))
+    note(
+        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} ({said.worst_policy}); "
+        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked, "
+        f"{len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
+    )
+
+
+def spread_over_categories(trace: Trace, limit: int) -> list[int]:
+    """`limit` request indices, in turn from each category."""
+    groups: dict[str, list[int]] = {}
+    for i, request in enumerate(trace.requests):
+        groups.setdefault(request.category, []).append(i)
+    order = sorted(
+        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
+    )
+    return sorted(order[:limit])
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="RUN", help="Folder for everything it makes.")
+    ] = Path("demo"),
+    prompts: Annotated[int, typer.Option(min=4, help="Prompts to profile.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
+    json: JsonOption = None,
+) -> None:
+    """Profile the bundled pair here, predict every policy, and check against real decoding."""
+    from commands.profile import run_profile
+    from profiler.latency import Grid
+    from profiler.profile import Settings
+    from profiler.run import BUNDLED, RunInfo
+    from commands.figures import save_all
+    from simulator.summary import summarize
+    from traces.files import read_latency, read_trace
+
+    info = RunInfo("bundled", "bundled", threads=1)
+    run_profile(info, BUNDLED / "prompts.jsonl", out, Settings(grid=Grid()), prompts)
+    trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
+    logs = replay_all(trace, load_policies(None, trace))
+    summary = summarize(logs, latency)
+    rows = spot_check(out, repeats=repeats)
+    if json is None:
+        from commands.simulate import SHOWN
+
+        print_table(summary.to_dict("records"), SHOWN, "Predicted from the recording")
+    emit("demo", rows, json)
+    say_verdict(rows)
+    for path in save_all(trace, latency, logs, out / "plots", rows):
+        note(f"wrote {path}")

@@ -1,0 +1,49 @@
+"""The command line of draftsim: ``draftsim --help`` lists what it answers."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from commands import check, imports, profile, simulate, validate
+from traces.errors import DraftsimError
+
+app = typer.Typer(
+    help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("demo")(validate.demo)
+app.command("profile")(profile.profile)
+app.command("simulate")(simulate.simulate)
+app.command("validate")(validate.validate)
+app.command("check")(check.check)
+app.command("list")(simulate.list_recordings)
+app.add_typer(imports.app, name="import")
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on standard error and exit code 2."""
+    try:
+        app(standalone_mode=False)
+    except DraftsimError as error:
+        _fail(str(error), 2)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        _fail("stopped; the same command goes on where it can", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"draftsim: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The reference points: no speculation, a fixed draft length, and the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from policies.core import DraftPolicy, Load
+from policies.parameters import one_of, whole
+
+
+class Autoregressive(DraftPolicy):
+    """Never drafts: every round is one plain target step."""
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        del draft
+        return False
+
+
+class Fixed(DraftPolicy):
+    """Drafts `gamma` tokens every round (Leviathan et al. 2023, Algorithm 1).
+
+    Reads no signal, so there is no trigger token.
+    """
+
+    def __init__(self, gamma: int = 5) -> None:
+        whole("gamma", gamma, 0)
+        self.gamma = gamma
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self.gamma
+
+
+class Oracle(DraftPolicy):
+    """Knows how many drafts would be accepted: the bound no real policy can pass (DISCO, sec. 3).
+
+    Only a recording can tell it, through `Load.run_length`.
+
+    Parameters
+    ----------
+    convention:
+        ``run`` drafts exactly the tokens that will be accepted and wastes nothing;
+        ``run+1`` stops AT the first mismatch, which it thus drafts and pays (the trigger
+        token is kept), as a perfect stop test after each token would.
+    gamma_max:
+        Longest draft; None leaves it to the run.
+
+    Raises
+    ------
+    ValueError
+        When a round begins without a run length (real decoding knows none).
+    """
+
+    def __init__(
+        self, convention: Literal["run", "run+1"] = "run", gamma_max: int | None = None
+    ) -> None:
+        one_of("convention", convention, ("run", "run+1"))
+        whole("gamma_max", gamma_max, 1, none=True)
+        self.convention = convention
+        self.gamma_max = gamma_max
+        self._length = 0
+
+    def begin_round(self, load: Load) -> None:
+        if load.run_length is None:
+            raise ValueError(
+                "oracle needs to know the coming run of accepted drafts, which only a recording "
+                "holds: replay it on a trace, or choose another policy"
+            )
+        length = load.run_length + (self.convention == "run+1")
+        self._length = length if self.gamma_max is None else min(length, self.gamma_max)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self._length

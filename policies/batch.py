@@ -1,0 +1,140 @@
+"""Policies that decide once for a whole batch, and the interface an engine drives them by.
+
+Single-stream policies (`policies.core.DraftPolicy`) run per request, unchanged, in any
+batch.  A `BatchPolicy` sees every sequence of the iteration at once.  An engine calls,
+per decode iteration over B sequences and always in the same sequence order::
+
+    caps = policy.plan_each(ids, loads)            # (B,) draft-length cap of each sequence
+    while some sequence may still draft:           # under its cap, its limit and no EOS
+        if not policy.keep_drafting(drafts):       # drafts: B lists, some maybe finished
+            break
+        one batched draft step                     # appends to every list that may grow
+    lengths = policy.allot(drafts)                 # (B,) how many tokens of each to verify
+    one verification of sum(lengths) + B tokens
+    policy.observe(outcomes)                       # (B,) one Round each
+
+Draft steps are paid for what was drafted; verification for what was allotted.  One
+instance serves one engine for a whole run: ``fresh()`` once per run, not per request.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from policies.core import DraftPolicy, Load, Round
+
+B = TypeVar("B", bound="BatchPolicy")
+
+
+class IterationCost(Protocol):
+    """Seconds of one iteration, for policies that weigh gain against cost.
+
+    A policy sees no clock; whoever builds it hands it the profiled cost.
+    """
+
+    def __call__(
+        self, batch: int, draft_length: int, verify_tokens: int, context: float
+    ) -> float:
+        """Seconds of `draft_length` batched draft steps and one verification.
+
+        ``verify_tokens`` counts all sequences together, the ``batch`` tokens that are no
+        drafts included; ``context`` is the mean cached tokens per sequence.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TextbookCost:
+    """Constant draft step and target pass (Leviathan et al. 2023, Theorem 3.8), seconds.
+
+    The defaults are ratios (a draft step costs a tenth of a target pass), which is all
+    that an argmax of tokens per second needs; `per_token` adds a cost of each verified
+    token beyond the first.
+    """
+
+    target: float = 1.0
+    draft: float = 0.1
+    per_token: float = 0.0
+
+    def __call__(
+        self, batch: int, draft_length: int, verify_tokens: int, context: float
+    ) -> float:
+        del batch, context
+        return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
+
+
+class BatchPolicy(ABC):
+    """Decides draft lengths for every sequence of an iteration together.
+
+    Subclass it and define `plan`; every other method has a default.  State lives in the
+    attributes, as in `DraftPolicy`.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The draft signals the policy reads, of `policies.core.SIGNALS`."""
+
+    @abstractmethod
+    def plan(self, loads: Sequence[Load]) -> int:
+        """The draft-length cap shared by every sequence this iteration; 0 = plain decoding.
+
+        `loads` has one entry per sequence; each carries the batch size and its context.
+        """
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        """Cap of each sequence; `requests` names them.  Default: `plan` for all alike."""
+        del requests
+        return [self.plan(loads)] * len(loads)
+
+    def keep_drafting(self, drafts: Sequence[Sequence[Any]]) -> bool:
+        """Whether to run one more batched draft step, asked before each, the first included.
+
+        ``drafts[i]`` holds the tokens sequence i drafted this iteration; one that reached
+        its cap, its limit or EOS no longer grows.
+        """
+        del drafts
+        return True
+
+    def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
+        """How many leading tokens of each draft to verify, 0 to ``len(drafts[i])``."""
+        return [len(draft) for draft in drafts]
+
+    def observe(self, outcomes: Sequence[Round]) -> None:
+        """Called after verification with one `Round` per sequence."""
+        del outcomes
+
+    def fresh(self: B) -> B:
+        """An independent copy for one run; a cost or an estimator is shared, not copied."""
+        shared = (vars(self).get("cost"), vars(self).get("estimator"))
+        return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
+
+
+class SingleStream(DraftPolicy):
+    """A batch policy driven as a single-stream one: a batch of one sequence.
+
+    It lives as long as the engine would, hence it learns across requests.  Whether the
+    trigger token is kept is the wrapped policy's affair.
+    """
+
+    learns_across_requests = True
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        self._cap = 0
+        vars(self)["reads"] = policy.reads  # narrower than any class-wide declaration
+
+    def begin_round(self, load: Load) -> None:
+        self._cap = self.policy.plan_each((0,), (load,))[0]
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self._cap and self.policy.keep_drafting((draft,))
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return self.policy.allot((draft,))[0]
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        del draft
+        self.policy.observe((outcome,))

@@ -1,0 +1,64 @@
+"""BiLD's fallback: the small model hands over where it is unsure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from policies.core import DraftPolicy, Round
+from policies.parameters import flag, whole, within
+
+
+class BiLDFallback(DraftPolicy):
+    """Hands over to the target at a token below `threshold`, which is dropped (BiLD, sec. 3.2).
+
+    Kim et al. 2023, "Speculative decoding with Big Little Decoder", and its released
+    code.  The trigger token is NOT kept: its draft pass is paid, and the target decides
+    that position.  Meant with BiLD's rollback rule, it works with any rule.
+
+    Parameters
+    ----------
+    threshold:
+        Fallback threshold on the draft's probability, 0.6 in the released code.
+    gamma_max:
+        Steps of the small model at most, 10 there.
+    target_first:
+        Whether the first step is the target's alone.  It is in BiLD; where prefill
+        already emits the first token that step has happened, hence the default.
+    target_after_rollback:
+        Whether a rejection costs one further target step without a draft, as follows
+        from the released control flow.
+    """
+
+    reads = ("prob",)
+
+    def __init__(
+        self,
+        threshold: float = 0.6,
+        gamma_max: int = 10,
+        target_first: bool = False,
+        target_after_rollback: bool = True,
+    ) -> None:
+        within("threshold", threshold, 0, 1)
+        whole("gamma_max", gamma_max, 1)
+        flag("target_first", target_first)
+        flag("target_after_rollback", target_after_rollback)
+        self.threshold = threshold
+        self.gamma_max = gamma_max
+        self.target_first = target_first
+        self.target_after_rollback = target_after_rollback
+        self._target_alone = target_first
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        if n == 0:
+            return not self._target_alone
+        return n < self.gamma_max and not draft[-1].prob < self.threshold
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        n = len(draft)
+        return n - (n > 0 and draft[-1].prob < self.threshold)
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        del draft
+        self._target_alone = self.target_after_rollback and outcome.accepted < outcome.drafted

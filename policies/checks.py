@@ -1,0 +1,229 @@
+"""`check_policy`: the contract that every draft-length policy keeps, yours included.
+
+In the spirit of scikit-learn's ``check_estimator``: call it on an instance in a test.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from policies.batch import SingleStream
+from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
+from policies.spec import parameters
+
+LONGEST_DRAFT = 4096
+"""A policy still drafting after this many tokens in one round is taken to have no end."""
+
+
+class PolicyError(ValueError):
+    """A policy breaks the contract; the message says which part and how."""
+
+
+class ProbeToken:
+    """A drafted token that raises when a policy reads what it did not declare."""
+
+    def __init__(self, reads: Collection[str], ends: bool = False, **signals: float) -> None:
+        self._reads = reads
+        self._signals = signals
+        self.ends = ends
+
+    def __getattr__(self, name: str) -> float:
+        if name in SIGNALS:
+            if name not in self._reads:
+                raise PolicyError(
+                    f"reads the signal {name!r} without declaring it: add it to `reads`"
+                )
+            return self._signals[name]
+        raise PolicyError(f"reads {name!r}, which is not a draft signal ({', '.join(SIGNALS)})")
+
+
+class ScriptedDecoder:
+    """A decoder that needs no model: signals and verdicts come from a seed.
+
+    The signals of a token depend on its position and offset alone, and the run of
+    accepted tokens on the position, so two policies that act alike see one stream.
+    ``accept`` is the acceptance probability of each token; 1 accepts all.
+    """
+
+    _POOL = 256
+
+    def __init__(
+        self, seed: int, tokens: int, reads: Iterable[str], accept: float = 0.7, eos: bool = True
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self._prob = rng.beta(4, 1, self._POOL).tolist()
+        self._other = rng.exponential(1.0, (3, self._POOL)).tolist()
+        self._ends = (rng.random(self._POOL) < 0.01 * eos).tolist()
+        self._runs = (rng.geometric(1 - accept, self._POOL) - 1).tolist() if accept < 1 else []
+        self._reads = frozenset(reads)
+        self.remaining, self.position = tokens, 0
+
+    @property
+    def load(self) -> Load:
+        """A single stream after a prompt of 10 tokens."""
+        return Load(1, 10 + self.position, self._run())
+
+    def draft(self, so_far: Sequence[Any]) -> Any:
+        """A token with random signals; now and then it is EOS."""
+        n = len(so_far)
+        if n >= LONGEST_DRAFT:
+            raise PolicyError(f"drafted {n} tokens in one round: keep_drafting never stops")
+        i = (7 * self.position + 31 * n) % self._POOL
+        prob, (entropy, logit_margin, part) = self._prob[i], (v[i] for v in self._other)
+        return ProbeToken(
+            self._reads, self._ends[i], token_id=i, prob=prob, entropy=0.5 * entropy,
+            logit_margin=3 * logit_margin, prob_margin=prob / (1 + part),
+        )  # fmt: skip
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Accept the scripted run and move on."""
+        accepted = min(len(draft), self._run())
+        emitted = min(accepted + 1, self.remaining)
+        self.position += emitted
+        self.remaining -= emitted
+        return accepted
+
+    def _run(self) -> int:
+        longest = self.remaining - 1
+        return min(longest, self._runs[self.position % self._POOL]) if self._runs else longest
+
+
+class _Watched(DraftPolicy):
+    """Passes every call on to a policy and checks what comes back."""
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.policy = policy
+
+    def begin_round(self, load: Load) -> None:
+        self.policy.begin_round(load)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        answer = self._same(draft, "keep_drafting", lambda: self.policy.keep_drafting(draft))
+        if not isinstance(answer, bool | np.bool_):
+            raise PolicyError(f"keep_drafting returned {answer!r}, expected a bool")
+        return bool(answer)
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        count = self._same(draft, "submit", lambda: self.policy.submit(draft))
+        # bool is an int, but as a count it is a comparison that slipped through.
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise PolicyError(f"submit returned {count!r}, expected an int")
+        if not 0 <= count <= len(draft):
+            raise PolicyError(f"submit returned {count}, expected 0 to {len(draft)}")
+        return int(count)
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        self._same(draft, "observe", lambda: self.policy.observe(outcome, draft))
+
+    @staticmethod
+    def _same(draft: Sequence[Any], method: str, call: Callable[[], Any]) -> Any:
+        before = list(draft)
+        result = call()
+        if len(before) != len(draft) or any(a is not b for a, b in zip(before, draft, strict=True)):
+            raise PolicyError(f"{method} changed the draft it was given")
+        return result
+
+
+def check_policy(policy: DraftPolicy) -> None:
+    """Drive copies of `policy` through scripted streams and check the contract.
+
+    Checked: parameters are stored under their own names; only declared signals are
+    read; `keep_drafting` gives a bool, ends every round and leaves the draft alone;
+    `submit` gives 0 to ``len(draft)``; two copies under the same stream act the same;
+    a copy leaves its prototype as it was, and what is learnt crosses requests only if
+    ``learns_across_requests`` says so; empty drafts, single-token outputs, drafts cut by
+    EOS or by the limit, all-accepted and all-rejected streams are survived.
+
+    Raises
+    ------
+    PolicyError
+        Naming the policy and what it broke.
+    """
+    pristine = copy.deepcopy(policy)
+    try:
+        for check in (_parameters_stored, _signals_known, _edges, _deterministic, _independent):
+            check(copy.deepcopy(pristine))
+    except PolicyError as error:
+        raise PolicyError(f"{type(policy).__name__} {error}") from None
+    except Exception as error:
+        raise PolicyError(
+            f"{type(policy).__name__} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _drive(policy: DraftPolicy, seed: int, tokens: int = 60, **script: Any) -> list[Round]:
+    """The rounds of one scripted request under `policy`, as it is."""
+    return list(speculate(ScriptedDecoder(seed, tokens, policy.reads, **script), _Watched(policy)))
+
+
+def _parameters_stored(policy: DraftPolicy) -> None:
+    inner = policy.policy if isinstance(policy, SingleStream) else policy
+    for name, parameter in parameters(type(inner)).items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise PolicyError(f"takes *{name}: name every parameter of the constructor")
+        if not hasattr(inner, name):
+            raise PolicyError(f"does not store its parameter {name!r} under that name")
+        if parameter.default is parameter.empty:
+            raise PolicyError(f"has no default for its parameter {name!r}")
+        try:
+            values = {key: getattr(inner, key) for key in parameters(type(inner))}
+        except AttributeError:
+            continue
+        if getattr(type(inner)(**values), name) != values[name]:
+            raise PolicyError(f"stores its parameter {name!r} changed: rebuilding differs")
+
+
+def _signals_known(policy: DraftPolicy) -> None:
+    for name in policy.reads:
+        if name not in SIGNALS:
+            raise PolicyError(f"declares the signal {name!r}, expected one of {', '.join(SIGNALS)}")
+
+
+def _edges(policy: DraftPolicy) -> None:
+    for tokens in (1, 2, 3, 60):
+        for accept in (0.0, 0.5, 1.0):
+            mine = copy.deepcopy(policy)
+            rounds = _drive(mine, seed=tokens, tokens=tokens, accept=accept)
+            if sum(r.emitted for r in rounds) != tokens:
+                raise PolicyError(f"did not emit {tokens} tokens")
+    # The longest draft anything asks for, with tokens that keep coming.
+    endless = ScriptedDecoder(7, 10 * LONGEST_DRAFT, policy.reads, accept=0.9, eos=False)
+    for _ in islice(speculate(endless, _Watched(copy.deepcopy(policy))), 50):
+        pass
+    empty = copy.deepcopy(policy)
+    watched = _Watched(empty)
+    for position in range(20):
+        watched.begin_round(Load(1, 10 + position, 0))
+        watched.keep_drafting([])
+        watched.submit([])
+        watched.observe(Round(position, 0, 0, 1, 0, 1), [])
+    _drive(empty, seed=8)
+
+
+def _deterministic(policy: DraftPolicy) -> None:
+    one, two = copy.deepcopy(policy), copy.deepcopy(policy)
+    for seed in range(5):
+        if _drive(one.fresh(), seed) != _drive(two.fresh(), seed):
+            raise PolicyError("is not deterministic: two copies act differently on one stream")
+
+
+def _independent(policy: DraftPolicy) -> None:
+    if policy.learns_across_requests:
+        if policy.fresh() is not policy:
+            raise PolicyError("learns across requests, but fresh() does not return itself")
+        return
+    first = policy.fresh()
+    if first is policy or not isinstance(first, DraftPolicy):
+        raise PolicyError("does not learn across requests, but fresh() does not return a copy")
+    reference = [_drive(policy.fresh(), seed) for seed in range(5)]
+    for seed in range(5, 15):
+        _drive(policy.fresh(), seed)
+    if reference != [_drive(policy.fresh(), seed) for seed in range(5)]:
+        raise PolicyError(
+            "remembers earlier requests: its copies share state, or set learns_across_requests"
+        )

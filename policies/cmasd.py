@@ -1,0 +1,118 @@
+"""CM-ASD's confidence-modulated drafting window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from policies.confidence import EQUAL_WEIGHTS, EntropySign, cmasd_confidence
+from policies.core import DraftPolicy, Round
+from policies.parameters import one_of, ordered, whole, within
+
+_COMPONENTS = ("entropy", "logit_margin", "prob_margin")
+
+
+class CMASD(DraftPolicy):
+    """Draft length from the mean confidence of the window (CM-ASD, eqs. 5-6).
+
+    k = clip(floor(alpha mean(C) gamma_max), gamma_min, gamma_max), with C as in
+    `policies.confidence.cmasd_confidence`.  There is no trigger token: the window is a
+    number, not a test of one token.  The paper gives alpha, beta, the weights and the
+    bounds no values; the defaults are ours.
+
+    Parameters
+    ----------
+    window:
+        The printed rule averages C over the k tokens it is about to choose:
+        ``literal`` drafts gamma_max tokens, as the pseudocode does (one pass of the paper's
+        parallel drafter, gamma_max steps of any other), and verifies k of them; ``causal``
+        goes on while the tokens drafted so far allow more; ``lagged`` uses the mean of
+        the round before.
+    gamma_min, gamma_max:
+        k_min and k_max, tokens.
+    alpha:
+        Scale of the window.
+    beta, weights, entropy_sign, vocab_size:
+        Of the confidence.  `vocab_size` is the draft's.
+    initial_confidence:
+        The mean that the first round of ``lagged`` starts from.
+    """
+
+    reads = _COMPONENTS
+
+    def __init__(
+        self,
+        window: Literal["literal", "causal", "lagged"] = "causal",
+        gamma_min: int = 1,
+        gamma_max: int = 16,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        weights: Sequence[float] = EQUAL_WEIGHTS,
+        entropy_sign: EntropySign = "intended",
+        vocab_size: int = 32000,
+        initial_confidence: float = 0.5,
+    ) -> None:
+        one_of("window", window, ("literal", "causal", "lagged"))
+        whole("gamma_min", gamma_min, 1)
+        whole("gamma_max", gamma_max, 1)
+        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
+        within("alpha", alpha, 0)
+        within("beta", beta, 0)
+        if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
+            raise ValueError(
+                f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
+                "(entropy, margin, softmax)"
+            )
+        one_of("entropy_sign", entropy_sign, ("intended", "literal"))
+        whole("vocab_size", vocab_size, 2)
+        within("initial_confidence", initial_confidence, 0, 1)
+        self.window = window
+        self.gamma_min = gamma_min
+        self.gamma_max = gamma_max
+        self.alpha = alpha
+        self.beta = beta
+        self.weights = weights
+        self.entropy_sign: EntropySign = entropy_sign
+        self.vocab_size = vocab_size
+        self.initial_confidence = initial_confidence
+        vars(self)["reads"] = tuple(
+            name for name, weight in zip(_COMPONENTS, weights, strict=True) if weight
+        )
+        # A component of weight 0 is never read, so that its signal costs nothing.
+        self._used = tuple(bool(weight) for weight in weights)
+        self._sum = 0.0
+        self._length = self._clip(initial_confidence) if window == "lagged" else gamma_max
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        if self.window != "causal":
+            return n < self._length
+        if n == 0:
+            self._sum = 0.0
+            return True
+        self._sum += self.confidence(draft[-1])
+        return n < self._clip(self._sum / n)
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        if self.window != "literal" or not draft:
+            return len(draft)
+        mean = sum(map(self.confidence, draft)) / len(draft)
+        return min(len(draft), self._clip(mean))
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        if self.window == "lagged" and outcome.drafted:
+            self._length = self._clip(sum(map(self.confidence, draft)) / len(draft))
+
+    def confidence(self, token: Any) -> float:
+        """C of one drafted token, in [0, 1]."""
+        entropy, margin, softmax = self._used
+        return cmasd_confidence(
+            token.entropy if entropy else 0.0,
+            token.logit_margin if margin else 0.0,
+            token.prob_margin if softmax else 0.0,
+            self.vocab_size, self.beta, self.weights, self.entropy_sign,
+        )  # fmt: skip
+
+    def _clip(self, mean: float) -> int:
+        window = int(self.alpha * mean * self.gamma_max)
+        return min(self.gamma_max, max(self.gamma_min, window))

@@ -1,0 +1,105 @@
+"""GammaTune: the draft length follows an exponential average of what was accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from policies.core import DraftPolicy, Round
+from policies.parameters import one_of, ordered, whole, within
+
+
+class GammaTune(DraftPolicy):
+    """Length from a moving average of accepted tokens (GammaTune, eqs. 7-8, Algorithm 1).
+
+    After a round with A accepted, A <- A + delta if the whole draft was accepted;
+    mean <- clip((1 - eta) mean + eta A, gamma_min, gamma_max); gamma <- ceil(mean).
+    Reads no signal, so there is no trigger token.
+
+    The printed algorithm assigns gamma <- A + delta and overwrites gamma four lines later,
+    under which gamma could never grow; the prose says that A is increased, as done here.
+    The paper gives no values for eta, delta and the bounds: the defaults are ours.
+
+    Parameters
+    ----------
+    gamma:
+        Initial length.
+    eta:
+        Weight of the newest round in the average, in [0, 1].
+    delta:
+        Optimism after full acceptance, tokens.
+    gamma_min, gamma_max:
+        Bounds of the average, tokens.
+    full_accept_means:
+        ``sent``: all tokens sent were accepted; ``budget``: gamma tokens were, so that a
+        draft cut short by EOS, the limit or confidence earns no delta.
+    """
+
+    def __init__(
+        self,
+        gamma: int = 5,
+        eta: float = 0.3,
+        delta: float = 2.0,
+        gamma_min: int = 1,
+        gamma_max: int = 24,
+        full_accept_means: Literal["sent", "budget"] = "sent",
+    ) -> None:
+        whole("gamma_min", gamma_min, 1)
+        whole("gamma_max", gamma_max, 1)
+        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
+        whole("gamma", gamma, gamma_min)
+        ordered("gamma", gamma, "gamma_max", gamma_max)
+        within("eta", eta, 0, 1)
+        within("delta", delta, 0)
+        one_of("full_accept_means", full_accept_means, ("sent", "budget"))
+        self.gamma = gamma
+        self.eta = eta
+        self.delta = delta
+        self.gamma_min = gamma_min
+        self.gamma_max = gamma_max
+        self.full_accept_means = full_accept_means
+        self._mean = float(gamma)
+        self._length = gamma
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self._length
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        del draft
+        if not outcome.drafted:
+            return  # nothing was tried, so nothing was learnt
+        accepted: float = outcome.accepted
+        if accepted == (outcome.drafted if self.full_accept_means == "sent" else self._length):
+            accepted += self.delta
+        mean = (1 - self.eta) * self._mean + self.eta * accepted
+        self._mean = min(self.gamma_max, max(self.gamma_min, mean))
+        self._length = math.ceil(self._mean)
+
+
+class GammaTunePlus(GammaTune):
+    """GammaTune that also stops after a token below `threshold` (GammaTune+, sec. 4).
+
+    The trigger token is kept, as in transformers' assistant threshold, with which the
+    paper says it is integrated.  `threshold` is not given there; 0.4 is transformers'.
+    """
+
+    reads = ("prob",)
+
+    def __init__(
+        self,
+        gamma: int = 5,
+        eta: float = 0.3,
+        delta: float = 2.0,
+        gamma_min: int = 1,
+        gamma_max: int = 24,
+        full_accept_means: Literal["sent", "budget"] = "sent",
+        threshold: float = 0.4,
+    ) -> None:
+        super().__init__(gamma, eta, delta, gamma_min, gamma_max, full_accept_means)
+        within("threshold", threshold, 0, 1)
+        self.threshold = threshold
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        return n < self._length and not (n and draft[-1].prob < self.threshold)

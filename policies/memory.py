@@ -1,0 +1,159 @@
+"""CSD's Online Correction Memory: how often each pair of tokens has disagreed."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+SCHEMA = 1
+
+Pair = tuple[int, int]
+
+
+class OnlineCorrectionMemory:
+    """Counts of (draft token, target token) disagreements (CSD, 2604.13634).
+
+    The counts carry no threshold: one calibrated memory serves every lambda.
+
+    Parameters
+    ----------
+    capacity:
+        Largest number of pairs, None for no bound.  A new pair beyond it evicts the
+        least frequent pair, of several the one that entered first.
+
+    Attributes
+    ----------
+    sizes:
+        Pairs held after each request of the run, in request order.
+    evictions:
+        Pairs dropped so far.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None and capacity < 1:
+            raise ValueError(f"capacity is {capacity}, expected at least 1, or None for no bound")
+        self.capacity = capacity
+        self.sizes: list[int] = []
+        self.evictions = 0
+        self._counts: dict[Pair, int] = {}
+        self._entered: dict[Pair, int] = {}
+        self._clock = 0
+        # Eviction candidates as (count, entry, pair); outdated ones are skipped when met.
+        self._heap: list[tuple[int, int, Pair]] = []
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def count(self, draft_token: int, target_token: int) -> int:
+        """Times this pair has been counted, 0 if it is not held."""
+        return self._counts.get((draft_token, target_token), 0)
+
+    def add(self, draft_token: int, target_token: int, times: int = 1) -> None:
+        """Count one disagreement, or several at once."""
+        if times < 1:
+            raise ValueError(f"times is {times}, expected at least 1")
+        pair = (int(draft_token), int(target_token))
+        if pair not in self._counts:
+            if self.capacity is not None and len(self._counts) >= self.capacity:
+                self._evict()
+            self._counts[pair] = 0
+            self._entered[pair] = self._clock
+            self._clock += 1
+        self._counts[pair] += times
+        if self.capacity is not None:
+            heapq.heappush(self._heap, (self._counts[pair], self._entered[pair], pair))
+            if len(self._heap) > 4 * self.capacity + 64:
+                self._rebuild()
+
+    def calibrate(self, pairs: Iterable[Pair]) -> OnlineCorrectionMemory:
+        """Count the pairs of an offline run, in order; returns itself."""
+        for draft_token, target_token in pairs:
+            self.add(draft_token, target_token)
+        return self
+
+    def items(self) -> list[tuple[Pair, int]]:
+        """All pairs with their counts, in the order they entered."""
+        return list(self._counts.items())
+
+    def end_request(self) -> None:
+        """Note the size after a request in `sizes`."""
+        self.sizes.append(len(self))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the counts to an ``.npz`` file, replacing it in one step.
+
+        What is kept decides alike after `load`: counts, order of entry and capacity.
+        """
+        path = Path(path)
+        table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    schema=np.int64(SCHEMA),
+                    capacity=np.int64(self.capacity or 0),
+                    table=table.reshape(-1, 3),
+                )
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:
+        """Read a memory written by `save`.
+
+        Raises
+        ------
+        ValueError
+            If the file is missing, truncated, of another schema or holds impossible counts.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                if (schema := int(stored["schema"])) != SCHEMA:
+                    raise ValueError(
+                        f"{path}: correction memory of schema {schema}, this version reads "
+                        f"{SCHEMA}: calibrate it again"
+                    )
+                capacity, table = int(stored["capacity"]), stored["table"]
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such correction memory: calibrate one first") from None
+        except (OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, ValueError) as error:
+            if "calibrate it again" in str(error):
+                raise
+            raise ValueError(
+                f"{path}: not a readable correction memory (truncated, or another kind of "
+                "file): calibrate it again"
+            ) from error
+        memory = cls(capacity or None)
+        if table.ndim != 2 or table.shape[1] != 3 or (len(table) and table[:, 2].min() < 1):
+            raise ValueError(
+                f"{path}: field 'table' of the correction memory holds impossible counts: "
+                "calibrate it again"
+            )
+        for draft_token, target_token, times in table.tolist():
+            memory.add(draft_token, target_token, times)
+        if len(memory) != len(table):
+            raise ValueError(
+                f"{path}: field 'table' of the correction memory repeats pairs or exceeds "
+                f"capacity {capacity}: calibrate it again"
+            )
+        return memory
+
+    def _evict(self) -> None:
+        while True:
+            times, entry, pair = heapq.heappop(self._heap)
+            if self._counts.get(pair) == times and self._entered[pair] == entry:
+                del self._counts[pair], self._entered[pair]
+                self.evictions += 1
+                return
+
+    def _rebuild(self) -> None:
+        self._heap = [(n, self._entered[pair], pair) for pair, n in self._counts.items()]
+        heapq.heapify(self._heap)

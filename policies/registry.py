@@ -1,0 +1,145 @@
+"""Policies by name: the one mapping the command line reads.
+
+A policy is written ``name`` or ``name:key=value,key=value`` (see `policies.spec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar
+
+from policies.bandit import EXP3Spec, UCBSpec
+from policies.basic import Autoregressive, Fixed, Oracle
+from policies.batch import BatchPolicy, SingleStream
+from policies.batch_confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch_tables import BatchTable, DisableByBatchSize
+from policies.bild import BiLDFallback
+from policies.cmasd import CMASD
+from policies.core import DraftPolicy
+from policies.draft_and_verify import DraftAndVerify
+from policies.entropy import SVIP, AdaEDL
+from policies.gammatune import GammaTune, GammaTunePlus
+from policies.goodput import Goodput, TurboSpec
+from policies.huggingface import Confidence, HFHeuristic
+from policies.sglang import SGLangAdaptive
+from policies.spec import describe_spec, parameters, parse_spec
+from policies.specdec_pp import Disco, SpecDecPP
+
+AnyPolicy = TypeVar("AnyPolicy", bound="DraftPolicy | BatchPolicy")
+
+POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
+    "autoregressive": Autoregressive,
+    "fixed": Fixed,
+    "confidence": Confidence,
+    "hf-heuristic": HFHeuristic,
+    "gammatune": GammaTune,
+    "gammatune-plus": GammaTunePlus,
+    "svip": SVIP,
+    "adaedl": AdaEDL,
+    "draft-and-verify": DraftAndVerify,
+    "oracle": Oracle,
+    "cm-asd": CMASD,
+    "specdec-pp": SpecDecPP,
+    "disco": Disco,
+    "bild": BiLDFallback,
+    "ucb": UCBSpec,
+    "exp3": EXP3Spec,
+    "batch-table": BatchTable,
+    "disable-by-batch-size": DisableByBatchSize,
+    "goodput": Goodput,
+    "turbospec": TurboSpec,
+    "confidence-freeze": ConfidenceFreeze,
+    "adaptive-verification": AdaptiveVerification,
+    "sglang-adaptive": SGLangAdaptive,
+}
+
+
+def policy_names(kind: Literal["all", "single", "batch"] = "all") -> list[str]:
+    """Names of the built-in policies: all, those per request, or those per batch."""
+    batch = {name for name, cls in POLICIES.items() if issubclass(cls, BatchPolicy)}
+    return [n for n in POLICIES if kind == "all" or (n in batch) == (kind == "batch")]
+
+
+def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -> DraftPolicy:
+    """The policy that `text` describes, for a single stream.
+
+    A policy for whole batches comes wrapped in `SingleStream`; `parse_serving_policy`
+    gives it bare.
+
+    Parameters
+    ----------
+    text:
+        ``name`` or ``name:key=value,...``.
+    max_gamma:
+        Longest draft the trace allows: maxima that `text` leaves at a larger default are
+        lowered to it (see `capped`).
+    resources:
+        Given to policies with a parameter of that name which `text` leaves unset:
+        ``cost`` (`policies.batch.IterationCost`), ``estimator``
+        (`policies.estimators.AcceptanceEstimator`), ``vocab_size``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name or parameter (naming the nearest) or an impossible value.
+
+    >>> parse_policy("hf-heuristic:gamma=4,full_accept_means=budget").gamma
+    4
+    """
+    policy = parse_serving_policy(text, max_gamma=max_gamma, **resources)
+    return SingleStream(policy) if isinstance(policy, BatchPolicy) else policy
+
+
+def parse_serving_policy(
+    text: str, *, max_gamma: int | None = None, **resources: Any
+) -> DraftPolicy | BatchPolicy:
+    """As `parse_policy`, with policies for whole batches as they are."""
+    name, cls, given = parse_spec(text, "policy", POLICIES)
+    known = parameters(cls)
+    extra = {k: v for k, v in resources.items() if k in known and k not in given and v is not None}
+    try:
+        policy: DraftPolicy | BatchPolicy = cls(**given, **extra)
+        return policy if max_gamma is None else capped(policy, max_gamma, explicit=given)
+    except (ValueError, TypeError, AttributeError) as error:
+        # A JSON value of the wrong shape surfaces as one of the latter two.
+        raise ValueError(f"policy {name!r}: {error}") from None
+
+
+def describe(policy: DraftPolicy | BatchPolicy) -> str:
+    """The text form of `policy`: its name and the parameters that differ from the defaults.
+
+    A cost or an estimator has no text form and is left out.
+
+    >>> describe(Fixed(gamma=3))
+    'fixed:gamma=3'
+    """
+    if isinstance(policy, SingleStream):
+        return describe(policy.policy)
+    names = {cls: name for name, cls in POLICIES.items()}
+    return describe_spec(policy, names.get(type(policy), type(policy).__name__))
+
+
+def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) -> AnyPolicy:
+    """`policy` with its maximum draft length lowered to `max_gamma` where the default is larger.
+
+    A parameter set to another value than its default, or named in `explicit`, is its
+    user's choice and stays, even if a trace then proves too short for it.  The result is
+    a new prototype: nothing learnt is carried over.
+
+    >>> describe(capped(SVIP(), 24)), describe(capped(SVIP(gamma_max=30), 24))
+    ('svip:gamma_max=24', 'svip:gamma_max=30')
+    """
+    if isinstance(policy, SingleStream):
+        return type(policy)(capped(policy.policy, max_gamma, explicit))
+    known = parameters(type(policy))
+    values = {key: getattr(policy, key) for key in known}
+    chosen = {k for k in known if k in explicit or values[k] != known[k].default}
+    if "gamma_max" in known and "gamma" in chosen:
+        max_gamma = max(max_gamma, values["gamma"])  # a chosen start implies room for it
+    lowered: dict[str, Any] = {}
+    for key in {"gamma_max", "gamma", "gamma_min"} & (known.keys() - chosen):
+        if values[key] is None or values[key] > max_gamma:
+            lowered[key] = max_gamma
+    if "gammas" in known and "gammas" not in chosen and max(values["gammas"]) > max_gamma:
+        lowered["gammas"] = tuple(g for g in values["gammas"] if g <= max_gamma) or (max_gamma,)
+    return type(policy)(**{**values, **lowered}) if lowered else policy

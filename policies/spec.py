@@ -1,0 +1,136 @@
+"""The text form of an object with parameters: ``name`` or ``name:key=value,key=value``.
+
+A value is a number, an option's name, ``true``/``false``, ``none``, a path, or a JSON
+list, as the parameter's annotation says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Collection, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+
+class Spec(NamedTuple):
+    """A text form taken apart."""
+
+    name: str
+    cls: type
+    given: dict[str, Any]
+    """Parameters that the text sets, with their values."""
+
+
+def parse_spec(
+    text: str, kind: str, table: Mapping[str, type], fixed: Collection[str] = ()
+) -> Spec:
+    """Take `text` apart, with its values typed as the constructor in `table` declares.
+
+    ``kind`` is what messages call the object (``policy``, ``rule``); parameters in
+    `fixed` are not the text's to set.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name or parameter (naming the nearest), or a malformed value.
+    """
+    name, _, rest = text.strip().partition(":")
+    cls = table.get(name)
+    if cls is None:
+        raise ValueError(f"unknown {kind} {name!r}{choice(name, table)}")
+    known = {k: v for k, v in parameters(cls).items() if k not in fixed}
+    given: dict[str, Any] = {}
+    for item in _items(rest):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key:
+            raise ValueError(f"{kind} {name!r}: {item!r} is not of the form key=value")
+        if key not in known:
+            raise ValueError(f"{kind} {name!r} has no parameter {key!r}{choice(key, known)}")
+        if key in given:
+            raise ValueError(f"{kind} {name!r}: parameter {key!r} is given twice")
+        given[key] = _value(f"{kind} {name!r}: {key}={value}", known[key].annotation, value)
+    return Spec(name, cls, given)
+
+
+def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
+    """`name` with those parameters of `obj` that differ from their defaults."""
+    parts = [
+        f"{key}={_text(value)}"
+        for key, parameter in parameters(type(obj)).items()
+        if key not in fixed
+        and (value := getattr(obj, key)) != parameter.default
+        and isinstance(value, bool | int | float | str | list | tuple | dict | NoneType)
+    ]
+    return f"{name}:{','.join(parts)}" if parts else name
+
+
+def parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters, by name, with resolved annotations."""
+    if cls.__init__ is object.__init__:  # type: ignore[misc]
+        return {}
+    return dict(inspect.signature(cls, eval_str=True).parameters)
+
+
+def choice(word: str, options: Iterable[str]) -> str:
+    """What to do about a word that is none of `options`."""
+    options = list(options)
+    if not options:
+        return ": it takes none"
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    hint = f": did you mean {near[0]!r}?" if near else ":"
+    return f"{hint} choose from {', '.join(options)}"
+
+
+def _items(text: str) -> list[str]:
+    """Split at commas that stand outside brackets."""
+    items, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "[{") - (char in "]}")
+        if char == "," and depth == 0:
+            items.append(text[start:i])
+            start = i + 1
+    items.append(text[start:])
+    return [item.strip() for item in items if item.strip()]
+
+
+def _value(where: str, annotation: Any, text: str) -> Any:
+    """`text` as a value of the declared type; `where` begins the message if it is none."""
+    union = get_origin(annotation) in (Union, UnionType)
+    kinds = get_args(annotation) if union else (annotation,)
+    if NoneType in kinds and text.lower() == "none":
+        return None
+    if bool in kinds:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError(f"{where}: expected true or false")
+    options = [o for kind in kinds if get_origin(kind) is Literal for o in get_args(kind)]
+    if options:
+        if text in options:
+            return text
+        raise ValueError(f"{where}{choice(text, options)}")
+    if text.startswith(("[", "{")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not a JSON list or object ({error.msg})") from None
+    for kind, meaning in ((int, "an integer"), (float, "a number")):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                raise ValueError(f"{where}: expected {meaning}") from None
+    if str in kinds:
+        return text
+    raise ValueError(f"{where}: expected a JSON list such as [1,2,3]")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    if isinstance(value, list | tuple | dict):
+        return json.dumps(value, separators=(",", ":"))
+    return str(value)

@@ -1,0 +1,107 @@
+"""Stopping on an estimated acceptance probability: SpecDec++ and DISCO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from policies.core import DraftPolicy
+from policies.estimators import AcceptanceEstimator, DraftProbability
+from policies.parameters import flag, ordered, whole, within
+
+
+class SpecDecPP(DraftPolicy):
+    """Stops when some drafted token has probably been rejected (SpecDec++, sec. 3, released code).
+
+    Stop after a token if 1 - prod of the estimates > threshold.  The trigger token is
+    kept.  SpecDec++ reads its trained head one token late: the product after token i runs
+    over tokens 1 to i - 1.  Any calibrated estimator stands in for the head, which makes
+    this SpecDec++-like.
+
+    Parameters
+    ----------
+    threshold:
+        h, 0.3 in the released code.
+    gamma_min, gamma_max:
+        2 and 20 there; below and at them the estimate is not asked.
+    lag:
+        True as released; False includes the newest token in the product.
+    estimator:
+        Object as in `policies.estimators`; default the draft's own probability.
+    """
+
+    reads = ("prob",)
+
+    def __init__(
+        self,
+        threshold: float = 0.3,
+        gamma_min: int = 2,
+        gamma_max: int = 20,
+        lag: bool = True,
+        estimator: AcceptanceEstimator | None = None,
+    ) -> None:
+        within("threshold", threshold, 0, 1)
+        whole("gamma_min", gamma_min, 1)
+        whole("gamma_max", gamma_max, 1)
+        ordered("gamma_min", gamma_min, "gamma_max", gamma_max)
+        flag("lag", lag)
+        self.threshold = threshold
+        self.gamma_min = gamma_min
+        self.gamma_max = gamma_max
+        self.lag = lag
+        self.estimator = estimator
+        self._estimate = estimator or DraftProbability()
+        vars(self)["reads"] = self._estimate.reads
+        self._survival = 1.0
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        if n == 0:
+            self._survival = 1.0
+            return True
+        before = self._survival
+        self._survival = before * self._estimate(draft[-1], n - 1)
+        if n < self.gamma_min or n >= self.gamma_max:
+            return n < self.gamma_min
+        return not 1.0 - (before if self.lag else self._survival) > self.threshold
+
+
+class Disco(DraftPolicy):
+    """Continues while a classifier calls the newest token acceptable (DISCO, sec. 3.2).
+
+    Mamou et al. 2024, "Dynamic speculation lookahead".  The trigger token is kept.  The
+    paper's classifier is a small network on the top probabilities, the entropy and the
+    offset; fit `policies.estimators.LogisticAcceptance` on a recording in its place.
+    With the default estimator the policy is a plain confidence threshold.
+
+    Parameters
+    ----------
+    threshold:
+        Continue while the estimate is at least this; 0.5 is ours.
+    gamma_max:
+        Longest draft; 20 is ours.
+    estimator:
+        Object as in `policies.estimators`; default the draft's own probability.
+    """
+
+    reads = ("prob",)
+
+    def __init__(
+        self,
+        threshold: float = 0.5,
+        gamma_max: int = 20,
+        estimator: AcceptanceEstimator | None = None,
+    ) -> None:
+        within("threshold", threshold, 0, 1)
+        whole("gamma_max", gamma_max, 1)
+        self.threshold = threshold
+        self.gamma_max = gamma_max
+        self.estimator = estimator
+        self._estimate = estimator or DraftProbability()
+        vars(self)["reads"] = self._estimate.reads
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        if n == 0:
+            return True
+        return n < self.gamma_max and not self._estimate(draft[-1], n - 1) < self.threshold

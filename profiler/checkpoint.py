@@ -1,0 +1,61 @@
+"""Finished pieces of a long run, kept so that a stopped run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traces.errors import DraftsimError
+
+Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+
+class Checkpoint:
+    """A folder of named arrays, valid for one set of settings.
+
+    Raises DraftsimError if the folder holds pieces of a run with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        stamp = json.dumps(settings, sort_keys=True, default=str)
+        marker = folder / "settings.json"
+        if marker.exists() and marker.read_text() != stamp:
+            raise DraftsimError(
+                f"{folder} holds a stopped run with other settings: repeat it with the same "
+                "options, or remove the folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(marker, stamp.encode())
+
+    def get(self, name: str) -> Arrays | None:
+        """The arrays kept under `name`, or None."""
+        path = self.folder / f"{name}.npz"
+        if not path.exists():
+            return None
+        with np.load(path) as kept:
+            return {key: kept[key] for key in kept.files}
+
+    def put(self, name: str, arrays: Mapping[str, Any]) -> None:
+        """Keep `arrays` under `name`; all of them or, if interrupted, none."""
+        path = self.folder / f"{name}.npz"
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(part, path)
+
+    def close(self) -> None:
+        """Drop all pieces: the run's result is written."""
+        shutil.rmtree(self.folder)
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(data)
+    os.replace(part, path)

@@ -1,0 +1,258 @@
+"""Loads a target/draft pair and says where it runs; every failure is one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from traces.errors import DraftsimError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a prompts file."""
+
+    id: str
+    category: str
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two models over one vocabulary, ready to run, and their provenance."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+    meta: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where both models live."""
+        device: torch.device = self.target.device
+        return device
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Ids that end an output, as the target's generation settings have them."""
+        ids = getattr(self.target.generation_config, "eos_token_id", None)
+        if ids is None:
+            ids = self.target.config.eos_token_id
+        if ids is None:
+            return frozenset()
+        return frozenset(ids if isinstance(ids, list) else [ids])
+
+    def encode(self, text: str) -> Tensor:
+        """(tokens,) ids on the device."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return torch.tensor(ids, dtype=torch.long, device=self.device)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name` (cpu, cuda, cuda:1); DraftsimError if it is not there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DraftsimError(f"--device {name!r} is not a device: use cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DraftsimError(
+            "--device cuda was asked for, but torch sees no CUDA device: use --device cpu, or "
+            "install a CUDA build of torch and check the driver with nvidia-smi"
+        )
+    return device
+
+
+def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype called `name`, or the device's usual one (cpu float32, cuda bfloat16)."""
+    if name is None:
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+    if name not in DTYPES:
+        raise DraftsimError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
+    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
+        raise DraftsimError("this GPU has no bfloat16: use --dtype float16 or float32")
+    return DTYPES[name]
+
+
+def load_pair(
+    target: str | Path,
+    draft: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+) -> Pair:
+    """Load two Hugging Face causal models (directory or hub id) with a shared tokenizer.
+
+    Raises
+    ------
+    DraftsimError
+        If one cannot be loaded, does not fit in memory, or the tokenizers differ.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    where = choose_device(device)
+    kind = choose_dtype(dtype, where)
+    tokenizers = [
+        _load(transformers.AutoTokenizer, path, "tokenizer of") for path in (target, draft)
+    ]
+    check_tokenizers(tokenizers[0], tokenizers[1], str(target), str(draft))
+    models = [
+        _load(
+            transformers.AutoModelForCausalLM, path, "model", dtype=kind, attn_implementation="sdpa"
+        )
+        for path in (target, draft)
+    ]
+    try:
+        models = [m.to(where).eval() for m in models]
+    except torch.OutOfMemoryError:
+        raise DraftsimError(
+            f"{target} and {draft} do not fit on {device} together: use a smaller pair, "
+            "--dtype bfloat16, or --device cpu"
+        ) from None
+    meta = {
+        "target": describe_model(models[0], target),
+        "draft": describe_model(models[1], draft),
+        "tokenizer": {"class": type(tokenizers[0]).__name__, "vocab_size": len(tokenizers[0])},
+        "dtype": str(kind).removeprefix("torch."),
+        "attention": "sdpa",
+        **describe_device(where),
+    }
+    return Pair(models[0], models[1], tokenizers[0], meta)
+
+
+def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
+    """Raise DraftsimError unless both map the same text to the same ids."""
+    mine, theirs = target.get_vocab(), draft.get_vocab()
+    if mine != theirs:
+        differing = sum(theirs.get(token) != i for token, i in mine.items())
+        raise DraftsimError(
+            f"{target_name} and {draft_name} have different tokenizers ({len(mine)} and "
+            f"{len(theirs)} tokens, {differing} not shared): a draft model must share the "
+            "target's vocabulary"
+        )
+
+
+def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
+    try:
+        return factory.from_pretrained(str(path), **options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        if "gated" in text or "401" in text or "403" in text:
+            advice = "it needs an access token: set HF_TOKEN, or use a pair that is public"
+        elif not Path(path).is_dir():
+            advice = "no such directory here, and the hub has no such id or cannot be reached"
+        else:
+            advice = "the directory is incomplete or not a causal language model"
+        raise DraftsimError(f"cannot load the {what} {path}: {advice} ({text[:160]})") from error
+
+
+def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
+    """Name, revision and shape of a model, for provenance."""
+    config = model.config.get_text_config()
+    return {
+        "path": Path(path).name if Path(path).is_dir() else str(path),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "architecture": type(model).__name__,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "parameters": sum(weights.numel() for weights in model.parameters()),
+    }
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Device, driver and library versions, for provenance."""
+    versions = {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "device": torch.cuda.get_device_name(device),
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "versions": versions,
+        }
+    return {
+        "device": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "versions": versions,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or plain lines.
+
+    With ``limit`` prompts are taken in turn from each category, so that none is left out.
+    Raises DraftsimError naming file and line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DraftsimError(f"cannot read prompts from {path}: {error}") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompts.append(
+            _prompt(line, f"{path}:{number}", number)
+            if path.suffix in (".jsonl", ".json")
+            else Prompt(str(number), "all", line)
+        )
+    if not prompts:
+        raise DraftsimError(f"{path} holds no prompts: give one JSON object or one text a line")
+    return prompts if limit is None else _round_robin(prompts, limit)
+
+
+def _prompt(line: str, where: str, number: int) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DraftsimError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DraftsimError(f"{where} is not a JSON object")
+    text = row.get("prompt") or row.get("text") or (row.get("turns") or [None])[0]
+    if not isinstance(text, str) or not text:
+        raise DraftsimError(f"{where} has no text under 'prompt', 'text' or 'turns'")
+    name = row.get("id", row.get("question_id", number))
+    return Prompt(str(name), str(row.get("category", "all")), text)
+
+
+def _round_robin(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    chosen: list[Prompt] = []
+    depth = 0
+    while len(chosen) < limit and any(len(g) > depth for g in groups.values()):
+        chosen += [g[depth] for g in groups.values() if len(g) > depth]
+        depth += 1
+    return chosen[:limit]

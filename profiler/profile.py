@@ -1,0 +1,160 @@
+"""One profiling run: the latency table and the acceptance trace of a pair, in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from profiler.checkpoint import Checkpoint
+from profiler.latency import Grid, measure_host, measure_layers, measure_steps, pass_steps, table
+from profiler.loading import Pair, Prompt
+from profiler.record import Columns, Recorder
+from profiler.runner import Runner
+from traces.errors import DraftsimError
+from traces.files import write_latency, write_trace
+from traces.latency import LatencyTable
+from traces.trace import Request, Trace
+
+NEAR_TIE = 1e-3
+"""Top-2 logit margins below this are counted: a lower precision may decide them otherwise."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to record: limits, sampling and the latency grid."""
+
+    max_new_tokens: int = 128
+    max_gamma: int = 24
+    temperature: float = 0.0
+    seed: int = 0
+    grid: Grid = Grid()
+
+
+def progress_bar() -> Progress:
+    """The bar shown for anything that lasts: what, how far, time left."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    )
+
+
+def profile_latency(
+    pair: Pair, settings: Settings, folder: Path, progress: Progress
+) -> LatencyTable:
+    """Measure the pair's latency table; a stopped measurement goes on."""
+    grid = settings.grid
+    slots = _context_limit(pair, max(grid.contexts) + max(grid.widths))
+    grid = replace(grid, contexts=[c for c in grid.contexts if c + max(grid.widths) <= slots])
+    target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
+    checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
+    steps = pass_steps(target, draft, grid)
+    task = progress.add_task("measuring latency", total=grid.repeats)
+    passes = measure_steps(
+        steps, pair.device, repeats=grid.repeats, warmup=grid.warmup, checkpoint=checkpoint,
+        advance=lambda: progress.advance(task),
+    )  # fmt: skip
+    few = replace(
+        grid, widths=[w for w in (1, 5, 25) if w in grid.widths], repeats=max(3, grid.repeats // 3)
+    )
+    parts = [passes, measure_host(target, draft)]
+    parts += [measure_layers(r, name, few) for name, r in (("target", target), ("draft", draft))]
+    latency = table(parts, {"kind": "measured", "mode": "eager", **pair.meta})
+    write_latency(latency, folder / "latency.parquet")
+    checkpoint.close()
+    return latency
+
+
+def profile_trace(
+    pair: Pair, prompts: Sequence[Prompt], settings: Settings, folder: Path, progress: Progress
+) -> Trace:
+    """Record the pair's acceptance trace on `prompts`; a stopped recording goes on."""
+    encoded = [pair.encode(p.text) for p in prompts]
+    longest = max(int(ids.shape[0]) for ids in encoded)
+    _check_context(pair, prompts, encoded, settings.max_new_tokens)
+    generator = torch.Generator(pair.device)
+    # Sized for what is recorded, beyond the positions a model knows: branches share them.
+    slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
+    recorder = Recorder(
+        Runner(pair.target, slots), Runner(pair.draft, slots),
+        max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
+        temperature=settings.temperature, generator=generator,
+    )  # fmt: skip
+    name = "trace" if settings.temperature == 0 else "sampled"
+    stamp = {"settings": asdict(settings), "meta": pair.meta, "prompts": [p.id for p in prompts]}
+    checkpoint = Checkpoint(folder / f".{name}", stamp)
+    task = progress.add_task(f"recording {name}", total=len(prompts))
+    recorded: list[Columns] = []
+    for i, ids in enumerate(encoded):
+        columns = checkpoint.get(f"{i:05d}")
+        if columns is None:
+            # A seed per prompt: a resumed recording draws what an uninterrupted one would.
+            generator.manual_seed(settings.seed * 1_000_003 + i)
+            begin = time.perf_counter()
+            columns = recorder.record(ids)
+            columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
+            checkpoint.put(f"{i:05d}", columns)
+        recorded.append(columns)
+        progress.advance(task)
+    trace = _assemble(pair, prompts, encoded, recorded, settings)
+    write_trace(trace, folder / f"{name}.parquet")
+    checkpoint.close()
+    return trace
+
+
+def _assemble(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[torch.Tensor],
+    recorded: Sequence[Columns],
+    settings: Settings,
+) -> Trace:
+    seconds = np.array([columns.pop("seconds") for columns in recorded])
+    requests, eos = [], pair.eos
+    for i, (prompt, ids, columns) in enumerate(zip(prompts, encoded, recorded, strict=True)):
+        on_path = columns["offset"] == 0
+        last = int(columns["token"][on_path][-1])
+        columns["request"] = np.full(len(on_path), i, dtype=np.int32)
+        requests.append(
+            Request(
+                prompt.id, prompt.category, int(ids.shape[0]), int(on_path.sum()),
+                settings.max_new_tokens, "eos" if last in eos else "length",
+                tuple(ids.tolist()), float(seconds[i, 0]),
+            )
+        )  # fmt: skip
+    columns = {name: np.concatenate([c[name] for c in recorded]) for name in recorded[0]}
+    on_path = columns["offset"] == 0
+    margins = columns["target_top1"][on_path] - columns["target_top2"][on_path]
+    meta: dict[str, Any] = {
+        **pair.meta,
+        "sampling": {"temperature": settings.temperature, "seed": settings.seed},
+        "eos_token_ids": sorted(eos),
+        "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
+        "recording_s": {"plain": float(seconds[:, 0].sum()), "all": float(seconds[:, 1].sum())},
+    }
+    return Trace(columns, requests, settings.max_gamma, meta)
+
+
+def _context_limit(pair: Pair, wanted: int) -> int:
+    limits = [m.config.get_text_config().max_position_embeddings for m in (pair.target, pair.draft)]
+    return min([wanted, *limits])
+
+
+def _check_context(
+    pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[torch.Tensor], new: int
+) -> None:
+    room = _context_limit(pair, 1 << 62)
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        length = int(ids.shape[0])
+        if length == 0:
+            raise DraftsimError(f"prompt {prompt.id!r} has no tokens: give some text")
+        if length + new > room:
+            raise DraftsimError(
+                f"prompt {prompt.id!r} of {length} tokens and {new} new ones exceed the pair's "
+                f"context of {room}: shorten it or lower --max-new-tokens"
+            )

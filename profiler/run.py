@@ -1,0 +1,59 @@
+"""What a run folder says about itself, so that its pair can be loaded again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from profiler.loading import Pair, load_pair
+from traces.errors import DraftsimError
+from traces.parquet import write_atomically
+
+BUNDLED = Path(__file__).parent / "bundled"
+NAME = "run.json"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The pair of a run and how it was loaded."""
+
+    target: str
+    draft: str
+    device: str = "cpu"
+    dtype: str | None = None
+    threads: int | None = None
+
+    def load(self) -> Pair:
+        """The pair, as the run had it; DraftsimError if it cannot be loaded."""
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+        paths = (model_path(self.target, "target"), model_path(self.draft, "draft"))
+        return load_pair(*paths, device=self.device, dtype=self.dtype)
+
+
+def model_path(name: str, role: str) -> str:
+    """``bundled`` stands for the pair that comes with the project."""
+    return str(BUNDLED / role) if name == "bundled" else name
+
+
+def write_run(info: RunInfo, folder: Path) -> None:
+    """Keep `info` in the run folder."""
+    write_atomically(folder / NAME, json.dumps(asdict(info), indent=2).encode())
+
+
+def read_run(folder: Path) -> RunInfo:
+    """What the run folder holds; DraftsimError if it is no run folder."""
+    try:
+        fields = json.loads((folder / NAME).read_text())
+        return RunInfo(**fields)
+    except OSError:
+        raise DraftsimError(
+            f"{folder} is not a run folder (it has no {NAME}): make one with `draftsim profile --out`"
+        ) from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DraftsimError(
+            f"{folder / NAME} is damaged ({error}): profile the pair again"
+        ) from None

@@ -1,0 +1,48 @@
+"""What remains true without i.i.d. acceptance or a free verification."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.formulas.bounds import require
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+
+def block_efficiency(survival: npt.ArrayLike) -> float:
+    """Tokens per round from the survival function: 1 + sum over k of Pr(run >= k).
+
+    ``survival[k - 1]`` is the probability that at least k drafts in a row match from a
+    round's start, k = 1 ... gamma.  It holds for any dependence between positions; with
+    survival alpha**k it is Leviathan's E[Y].
+    """
+    values = np.asarray(survival, dtype=np.float64)
+    if values.size and (values.min() < 0 or values.max() > 1 or (np.diff(values) > 0).any()):
+        raise DraftsimError("a survival function must fall from at most 1 to at least 0")
+    return 1.0 + float(values.sum())
+
+
+def empirical_survival(run_lengths: npt.ArrayLike, gamma: int) -> Floats:
+    """Pr(run >= k) for k = 1 ... gamma over the given run lengths, shape (gamma,)."""
+    require("gamma", gamma, 0)
+    runs = np.asarray(run_lengths)
+    if not runs.size:
+        raise DraftsimError("no run length was given")
+    return np.asarray((runs[:, None] >= np.arange(1, gamma + 1)).mean(axis=0), dtype=np.float64)
+
+
+def speedup(tokens: float, gamma: float, target_s: float, draft_s: float, verify_s: float) -> float:
+    """Speedup of rounds that emit `tokens` for gamma draft passes and one verification.
+
+    ``tokens * target_s / (gamma * draft_s + verify_s)``: times in seconds, `verify_s` the
+    target's pass over gamma + 1 positions.
+    """
+    require("tokens", tokens, 0)
+    return tokens * target_s / (gamma * draft_s + verify_s)
+
+
+def break_even_verify(tokens: float, gamma: float, c: float) -> float:
+    """T_verify / T_target below which speculating pays: tokens - gamma c."""
+    return require("tokens", tokens, 0) - gamma * c

@@ -1,0 +1,90 @@
+"""Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative
+Decoding": i.i.d. acceptance alpha, cost ratio c = T_draft / T_target, and a verification
+that costs one target step whatever its width.
+"""
+
+from __future__ import annotations
+
+from scipy.optimize import brentq
+
+from simulator.formulas.bounds import geometric_sum, require
+from traces.errors import DraftsimError
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens per round, bonus included, E[Y] (eq. 1): from 1 at alpha = 0 to gamma + 1."""
+    require("gamma", gamma, 0)
+    return geometric_sum(alpha, gamma + 1)
+
+
+def speedup(alpha: float, gamma: int, c: float) -> float:
+    """Expected improvement of wall time over plain decoding (Theorem 3.8)."""
+    require("c", c, 0)
+    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+
+
+def operations_factor(alpha: float, gamma: int, c_hat: float) -> float:
+    """Expected arithmetic operations over those of plain decoding (Theorem 3.11).
+
+    ``c_hat`` is the ratio of operations per token, draft over target; the target's
+    operations grow with the gamma + 1 positions it verifies.
+    """
+    require("c_hat", c_hat, 0)
+    return (gamma * c_hat + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def optimal_gamma(alpha: float, c: float, max_gamma: int = 1000) -> int:
+    """The integer draft length of highest `speedup`, 0 if none exceeds 1.
+
+    The speedup has a single peak in gamma.  At c = 0 it only rises: the answer is then
+    `max_gamma`, or 0 where alpha = 0.
+    """
+    require("max_gamma", max_gamma, 0)
+    best, value = 0, 1.0
+    for gamma in range(1, max_gamma + 1):
+        if (new := speedup(alpha, gamma, c)) <= value:
+            break
+        best, value = gamma, new
+    return best
+
+
+def pays(alpha: float, c: float) -> bool:
+    """Whether some gamma gives a speedup above 1 (Corollary 3.9): exactly if alpha > c."""
+    require("alpha", alpha, 0, 1)
+    return alpha > require("c", c, 0)
+
+
+def guaranteed_speedup(alpha: float, c: float) -> float:
+    """What alpha > c yields at least, at gamma = 1 (Corollary 3.9): (1 + alpha) / (1 + c)."""
+    return speedup(alpha, 1, c)
+
+
+def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
+    """Acceptance at which a draft length of gamma costs what it brings.
+
+    ``verify`` is T_verify / T_target.  Solves E[Y] = gamma c + verify.
+
+    Raises
+    ------
+    DraftsimError
+        If even alpha = 1 does not pay, or alpha = 0 already does.
+    """
+    require("gamma", gamma, 1)
+    cost = gamma * require("c", c, 0) + require("verify", verify, 0)
+    if not 1 <= cost <= gamma + 1:
+        raise DraftsimError(
+            f"a round of gamma={gamma} costs {cost:g} target steps for 1 to {gamma + 1} tokens: "
+            "no acceptance breaks even"
+        )
+    return float(brentq(lambda a: expected_tokens(a, gamma) - cost, 0.0, 1.0, xtol=1e-14))
+
+
+def acceptance_proportion(alpha: float, gamma: int) -> float:
+    """Expected accepted over drafted tokens of a round of gamma i.i.d. drafts.
+
+    Below alpha for gamma > 1, since drafts after the first rejection are lost:
+    alpha = 0.8 gives 0.538 at gamma = 5.  GammaTune's alpha is this proportion;
+    using one in the other's formula is the mistake to guard against.
+    """
+    require("gamma", gamma, 1)
+    return alpha * geometric_sum(alpha, gamma) / gamma

@@ -1,0 +1,251 @@
+"""Seconds for rounds: a round log and a latency table in, the time of every round out.
+
+A round of a draft model costs
+
+* a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one,
+* the signals of each drafted token, if the policy reads any,
+* one target pass over ``drafted + 1`` tokens,
+* host time per round and per drafted token, and taking rejected tokens out of the caches.
+
+Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compares like
+with like.  Decode time counts the rounds; prefill is kept apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError
+from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.rounds import ROUND_DTYPE, RoundLog
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MODELS = ("target", "draft")
+
+
+class PassCount(NamedTuple):
+    """Model passes priced, and how many of them lay between or outside measured cells."""
+
+    passes: int
+    interpolated: int
+    extrapolated: int
+
+    def __add__(self, other: object) -> PassCount:
+        if not isinstance(other, PassCount):
+            return NotImplemented
+        return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Seconds of every round of `log`; arrays of shape (rounds,), `prefill_s` (requests,)."""
+
+    log: RoundLog
+    draft_s: Floats
+    verify_s: Floats
+    signal_s: Floats
+    host_s: Floats
+    prefill_s: Floats
+    passes: PassCount
+
+    @cached_property
+    def round_s(self) -> Floats:
+        """Seconds of each round, shape (rounds,)."""
+        return self.draft_s + self.verify_s + self.signal_s + self.host_s
+
+    @cached_property
+    def decode_s(self) -> Floats:
+        """Seconds of each request after its prefill, shape (requests,)."""
+        return self.log.per_request(self.round_s)
+
+    @property
+    def wall_s(self) -> Floats:
+        """Seconds of each request, prefill included, shape (requests,)."""
+        return self.decode_s + self.prefill_s
+
+    @property
+    def total_s(self) -> float:
+        """Decode seconds over all requests."""
+        return float(self.decode_s.sum())
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per round: the log's fields and the seconds in their four parts."""
+        parts = {
+            "draft_s": self.draft_s, "verify_s": self.verify_s, "signal_s": self.signal_s,
+            "host_s": self.host_s, "round_s": self.round_s,
+        }  # fmt: skip
+        return self.log.to_frame().assign(**parts)
+
+
+def autoregressive(log: RoundLog) -> RoundLog:
+    """Plain decoding of the requests of `log`: one round of one token after another."""
+    lengths = np.array([max(r.tokens - log.first, 0) for r in log.requests], dtype=np.int64)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    rounds = np.zeros(int(lengths.sum()), dtype=ROUND_DTYPE)
+    rounds["request"] = np.repeat(np.arange(len(lengths)), lengths)
+    step = np.arange(len(rounds)) - starts
+    rounds["position"] = step + log.first
+    rounds["emitted"] = 1
+    rounds["catch_up"] = step + 1
+    return RoundLog(
+        rounds, log.requests, "autoregressive", source="none", verify=log.verify,
+        fidelity="exact", first=log.first,
+    )  # fmt: skip
+
+
+def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
+    """Price every round of `log` with measured or assumed latencies.
+
+    Where decoding began at output position 0, the first target pass is the prefill over
+    prompt and drafts and the first draft pass the draft's prefill; the time of the prompt
+    alone is then booked as prefill and the rest as decoding.
+
+    Parameters
+    ----------
+    log:
+        Rounds of plain decoding or of a draft model.
+    latency:
+        Target and draft latencies.  Host phases it lacks cost nothing; without prefill
+        cells prefill costs nothing either, and a first pass counts as any other.
+    batch:
+        Identical sequences decoded in step; the seconds are those of the shared passes.
+
+    Raises
+    ------
+    DraftsimError
+        If the source of the drafts is not priced here, the table lacks the forward pass
+        of a model that ran, or ``batch < 1``.
+    """
+    if log.source not in ("draft-model", "none"):
+        raise DraftsimError(
+            f"rounds drafted by {log.source!r} have another cost than a draft model's passes: "
+            "price them with the function of their source"
+        )
+    if batch < 1:
+        raise DraftsimError(f"batch is {batch}, expected at least 1")
+    rounds, context = log.rounds, log.context
+    forwards = rounds["draft_forwards"].astype(np.int64)
+    drafted = rounds["drafted"].astype(np.int64)
+    accepted = rounds["accepted"].astype(np.int64)
+    prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
+    prefill_s, passes = np.zeros(len(prompts)), PassCount(0, 0, 0)
+    for model in MODELS if forwards.any() else MODELS[:1]:
+        if latency.has(model, "prefill"):
+            seconds, count = _prefill(latency, model, batch, prompts)
+            prefill_s, passes = prefill_s + seconds, passes + count
+
+    # The last token emitted is in no cache yet: it is the first the next pass processes.
+    cached = np.maximum(context - 1, 0)
+    width, verify_s = drafted + 1, np.zeros(len(log))
+    prompted = (rounds["position"] == 0) & latency.has("target", "prefill")
+    if prompted.any():
+        prompt = prompts[rounds["request"][prompted]]
+        with_drafts, count = _prefill(latency, "target", batch, prompt + drafted[prompted])
+        prompt_s, _ = _prefill(latency, "target", batch, prompt)
+        verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
+        passes += count
+    rest = ~prompted
+    verify_s[rest], count = _passes(latency, "target", batch, width[rest], cached[rest])
+    passes += count
+
+    catch_up = rounds["catch_up"].astype(np.int64)
+    if latency.has("draft", "prefill"):
+        # A first pass at position 0 is the draft's prefill, booked above.
+        catch_up[rounds["position"] == 0] = 0
+    draft_s, count = _draft(latency, batch, forwards, catch_up, context)
+    signal_s: Floats = np.zeros(len(log))
+    if log.reads:
+        signal_s += forwards * _host(latency, "signal", batch)
+    host_s: Floats = np.full(len(log), _host(latency, "host_round", batch), dtype=np.float64)
+    host_s += forwards * _host(latency, "host_draft", batch)
+    # The last drafted token was never fed to the draft model, so its cache holds one fewer.
+    for model, rejected in zip(MODELS, (accepted < drafted, accepted < forwards - 1), strict=True):
+        if latency.has(model, "rollback"):
+            host_s += rejected * _scalar(latency, model, "rollback", batch)
+    return Priced(log, draft_s, verify_s, signal_s, host_s, prefill_s, passes + count)
+
+
+def _draft(
+    latency: LatencyTable, batch: int, forwards: Ints, catch_up: Ints, context: Ints
+) -> tuple[Floats, PassCount]:
+    """Seconds of each round's draft passes, shape (rounds,); ``catch_up`` 0 was paid before."""
+    seconds = np.zeros(len(forwards))
+    ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
+    before = np.maximum(context[ran] - catch_up[ran], 0)
+    seconds[ran], first = _passes(latency, "draft", batch, catch_up[ran], before)
+    ran = np.flatnonzero(forwards > 1)
+    start, count = context[ran], forwards[ran] - 1
+    if not len(ran):
+        return seconds, first
+    # Passes after the first run over consecutive contexts: a running sum prices any span.
+    low, high = int(start.min()), int((start + count).max())
+    span = latency.estimate("draft", "forward", batch=batch, context=np.arange(low, high))
+    begin, end = start - low, start + count - low
+    seconds[ran] += _spans(span.seconds, begin, end)
+    rest = PassCount(
+        int(count.sum()),
+        *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),
+    )
+    return seconds, first + rest
+
+
+def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
+    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return np.asarray(running[end] - running[begin])
+
+
+def _passes(
+    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints
+) -> tuple[Floats, PassCount]:
+    """Seconds of one pass per element; equal (width, context) pairs are read once."""
+    if not len(width):
+        return np.zeros(0), PassCount(0, 0, 0)
+    scale = int(context.max()) + 1
+    keys, inverse = _distinct(width * scale + context)
+    read = latency.estimate(
+        model, "forward", batch=batch, new_tokens=keys // scale, context=keys % scale
+    )
+    return read.seconds[inverse], _count(read.origin[inverse])
+
+
+def _distinct(keys: Ints) -> tuple[Ints, Ints]:
+    """Distinct keys and the index of each key among them, by counting where that is faster."""
+    if int(keys.max()) > 100 * len(keys) + 1_000_000:
+        distinct, inverse = np.unique(keys, return_inverse=True)
+        return distinct, np.asarray(inverse, dtype=np.int64)
+    present = np.bincount(keys) > 0
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]
+
+
+def _prefill(
+    latency: LatencyTable, model: str, batch: int, tokens: Ints
+) -> tuple[Floats, PassCount]:
+    read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
+    return read.seconds, _count(read.origin)
+
+
+def _count(origin: npt.NDArray[np.int8]) -> PassCount:
+    inside, outside = int((origin == INTERPOLATED).sum()), int((origin == EXTRAPOLATED).sum())
+    return PassCount(len(origin), inside, outside)
+
+
+def _host(latency: LatencyTable, phase: str, batch: int) -> float:
+    """Seconds of a host phase, under whichever model it was stored."""
+    return sum(_scalar(latency, m, phase, batch) for m in MODELS if latency.has(m, phase))
+
+
+def _scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
+    cells = latency.cells
+    own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
+    # Host phases are measured at one size: read them at that size, at any context.
+    sizes = {"new_tokens": int(own["new_tokens"].iloc[0]), "context": int(own["context"].iloc[0])}
+    nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
+    return float(latency.seconds(model, phase, batch=nearest, **sizes))

@@ -1,0 +1,271 @@
+"""When requests arrive, and which recorded sequence each of them replays.
+
+Sequences are dealt from a shuffled deck of the recording, so that every sequence is used
+once before any is used twice.  A file that gives lengths is matched by length instead:
+see `ArrivalFile`.  Both draw from the generator of the replication alone, never from a
+policy's, so every policy meets the same requests at the same times (common random
+numbers).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError, FileError
+from traces.trace import Trace
+
+FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class Job(NamedTuple):
+    """One request as the engine sees it arrive."""
+
+    arrival_s: float
+    """Time of arrival; a lower bound in a closed loop, where completions decide."""
+    sequence: int
+    """Index of the recorded sequence whose acceptance it replays."""
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Arrivals(ABC):
+    """A source of requests.  Subclass it and define `times`."""
+
+    @abstractmethod
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """Arrival times in seconds, never decreasing."""
+
+    def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
+        """The first `requests` requests, each bound to a sequence of `trace`."""
+        if not trace.requests:
+            raise DraftsimError("the trace holds no request to replay: record one")
+        deck = _deck(len(trace.requests), rng)
+        for _, arrival_s, sequence in zip(
+            range(_bounded(requests)), self.times(rng), deck, strict=False
+        ):
+            info = trace.requests[sequence]
+            yield Job(arrival_s, sequence, info.prompt_length, info.tokens)
+
+    @property
+    def rate(self) -> float | None:
+        """Requests offered per second; None where the engine's own pace decides."""
+        return None
+
+    @property
+    def concurrency(self) -> int | None:
+        """Requests kept in the system by a closed loop; None for open arrivals."""
+        return None
+
+    @property
+    def think_s(self) -> float:
+        """Seconds between a completion and the next request of a closed loop."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Poisson(Arrivals):
+    """Independent arrivals at `per_second` requests a second."""
+
+    per_second: float
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.per_second)
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """Sums of exponential gaps."""
+        now = 0.0
+        while True:
+            for gap in rng.exponential(1 / self.per_second, 256).tolist():
+                now += gap
+                yield now
+
+    @property
+    def rate(self) -> float:
+        """Requests offered per second."""
+        return self.per_second
+
+
+@dataclass(frozen=True)
+class Deterministic(Arrivals):
+    """Arrivals at equal distances, `per_second` requests a second."""
+
+    per_second: float
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.per_second)
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """0, 1 / rate, 2 / rate, ..."""
+        del rng
+        count = 0
+        while True:
+            yield count / self.per_second
+            count += 1
+
+    @property
+    def rate(self) -> float:
+        """Requests offered per second."""
+        return self.per_second
+
+
+@dataclass(frozen=True)
+class ClosedLoop(Arrivals):
+    """`clients` clients that each send the next request `think` seconds after an answer."""
+
+    clients: int
+    think: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise DraftsimError(f"concurrency is {self.clients}, expected at least 1")
+        if not 0 <= self.think < np.inf:
+            raise DraftsimError(f"think time is {self.think}, expected >= 0 seconds")
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """Zero for every request: completions decide."""
+        del rng
+        while True:
+            yield 0.0
+
+    @property
+    def concurrency(self) -> int:
+        """Requests kept in the system."""
+        return self.clients
+
+    @property
+    def think_s(self) -> float:
+        """Seconds between a completion and the next request."""
+        return self.think
+
+
+@dataclass(frozen=True)
+class ArrivalFile(Arrivals):
+    """Requests of a CSV file with the columns ``TIMESTAMP,ContextTokens,GeneratedTokens``.
+
+    The layout is that of the Azure LLM inference traces.  Timestamps are dates or
+    seconds; the first request arrives at time 0, and `scale` > 1 speeds the file up.
+    A request keeps the file's prompt and output lengths and replays one of the `nearest`
+    recorded sequences closest in output length (smallest |log(recorded / asked)|), drawn
+    at random: cut where the recording is longer, begun again where it is shorter.  The
+    recorded acceptance is taken to hold at the file's prompt length.
+
+    Raises
+    ------
+    FileError
+        If the file is missing, empty, lacks a column, or holds a timestamp out of order,
+        a negative one, or a length below one.
+    """
+
+    path: str | Path
+    scale: float = 1.0
+    nearest: int = 8
+
+    def __post_init__(self) -> None:
+        _positive("rate scale", self.scale)
+        if self.nearest < 1:
+            raise DraftsimError(f"nearest is {self.nearest}, expected at least 1 sequence")
+
+    def scaled(self, factor: float) -> ArrivalFile:
+        """The same file sped up by a further `factor`; it is not read again."""
+        again = replace(self, scale=self.scale * factor)
+        vars(again)["rows"] = self.rows
+        return again
+
+    @cached_property
+    def rows(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Unscaled arrival seconds from the first request on, prompt and output tokens."""
+        return _read_file(Path(self.path))
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """The file's times, scaled."""
+        del rng
+        yield from (self.rows[0] / self.scale).tolist()
+
+    def jobs(self, trace: Trace, rng: np.random.Generator, requests: int | None) -> Iterator[Job]:
+        """The file's requests, each bound to a recorded sequence of about its length."""
+        if not trace.requests:
+            raise DraftsimError("the trace holds no request to replay: record one")
+        _, prompts, outputs = self.rows
+        recorded = np.array([r.tokens for r in trace.requests], dtype=float)
+        order = np.argsort(recorded, kind="stable")
+        ranked = np.log(recorded[order])
+        window = min(self.nearest, len(order))
+        asked = np.log(outputs.astype(float))
+        # The nearest in log length are consecutive in rank: grow the window to either side.
+        pick = rng.integers(window, size=len(asked))
+        for i, (arrival_s, prompt, output) in enumerate(
+            zip(self.times(rng), prompts.tolist(), outputs.tolist(), strict=True)
+        ):
+            if requests is not None and i >= requests:
+                return
+            at = int(np.searchsorted(ranked, asked[i]))
+            low = max(at - window, 0)
+            near = np.argsort(np.abs(ranked[low : at + window] - asked[i]), kind="stable")
+            yield Job(arrival_s, int(order[low + near[pick[i]]]), prompt, output)
+
+    @property
+    def rate(self) -> float | None:
+        """Mean requests per second over the scaled file; None if it spans no time."""
+        times = self.rows[0]
+        return float((len(times) - 1) / times[-1] * self.scale) if times[-1] > 0 else None
+
+
+def _read_file(
+    path: Path,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    try:
+        frame = pd.read_csv(path)
+    except FileNotFoundError:
+        raise FileError(f"arrivals file {path} does not exist") from None
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError, OSError) as e:
+        raise FileError(f"arrivals file {path} cannot be read as CSV: {e}") from None
+    if missing := [c for c in FILE_COLUMNS if c not in frame.columns]:
+        raise FileError(f"arrivals file {path} lacks the column(s) {', '.join(missing)}")
+    if frame.empty:
+        raise FileError(f"arrivals file {path} holds no request, only a header")
+    seconds = pd.to_numeric(frame["TIMESTAMP"], errors="coerce").to_numpy(float)
+    if np.isnan(seconds).all():
+        dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601")
+        seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
+    lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
+    checks = [~np.isfinite(seconds) | (seconds < 0), *(~(v >= 1) | (v % 1 != 0) for v in lengths)]
+    for name, bad in zip(FILE_COLUMNS, checks, strict=True):
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            want = "a date or seconds >= 0" if name == "TIMESTAMP" else "a whole number >= 1"
+            value = frame[name].iloc[row]
+            raise FileError(
+                f"arrivals file {path}, row {row + 1}: {name} is {value}, expected {want}"
+            )
+    if (back := np.flatnonzero(np.diff(seconds) < 0)).size:
+        raise FileError(
+            f"arrivals file {path}, row {int(back[0]) + 2}: TIMESTAMP goes back in time: "
+            "sort the file"
+        )
+    prompts, outputs = (v.astype(np.int64) for v in lengths)
+    return seconds - seconds[0], prompts, outputs
+
+
+def _deck(size: int, rng: np.random.Generator) -> Iterator[int]:
+    while True:
+        yield from rng.permutation(size).tolist()
+
+
+def _bounded(requests: int | None) -> int:
+    if requests is None:
+        raise DraftsimError("these arrivals never end: give the number of requests")
+    return requests
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < np.inf:
+        raise DraftsimError(f"{name} is {value}, expected a positive finite number")

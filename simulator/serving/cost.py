@@ -1,0 +1,206 @@
+"""Seconds of one engine iteration from the latency table; decides nothing.
+
+A decode iteration over B sequences costs as many batched draft passes as the longest
+draft, one target pass over the ragged total of drafted + 1 tokens, and host time.  Ragged
+sizes are read at their means: a pass's tokens and cache reads add up over the sequences,
+so at equal totals its cost is that of B sequences of the mean width and context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from policies.core import Round
+from simulator.serving.reader import Coverage, PassReader
+from simulator.serving.sequence import Slot
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+
+MODELS = ("target", "draft")
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one request to process in this iteration."""
+
+    slot: Slot
+    tokens: int
+
+
+class Seconds(NamedTuple):
+    """Where an iteration's time went."""
+
+    draft_s: float
+    target_s: float
+    host_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the iteration."""
+        return self.draft_s + self.target_s + self.host_s
+
+
+class IterationCost:
+    """Prices iterations of one engine.
+
+    Parameters
+    ----------
+    latency:
+        Measured or assumed cells.  Host phases it lacks cost nothing; without prefill
+        cells, prompts cost nothing either, as in clock-free pricing (`unpriced` says so).
+    reads:
+        Whether the policy reads draft signals, whose computation is then charged per
+        draft step.
+    speculates:
+        Whether the draft model runs at all; its prompts are charged if so.
+    draft_batch:
+        ``padded``: every draft pass runs over the whole decoding batch, as under CUDA
+        graphs; ``active``: sequences that stopped drafting leave the batch.
+
+    Notes
+    -----
+    Prompts processed alone and whole are read from the prefill cells.  A chunk, or a
+    prompt that shares its pass with decoding sequences, is part of one forward pass over
+    all of them at the mean width and context, which the forward cells price.
+    """
+
+    def __init__(
+        self,
+        latency: LatencyTable,
+        reads: bool = False,
+        speculates: bool = True,
+        draft_batch: Literal["padded", "active"] = "padded",
+    ) -> None:
+        if draft_batch not in ("padded", "active"):
+            raise DraftsimError(f"draft_batch is {draft_batch!r}, expected 'padded' or 'active'")
+        self.latency = latency
+        self.reads = reads
+        self.speculates = speculates
+        self.draft_batch = draft_batch
+        self._target = PassReader(latency, "target")
+        self._draft = PassReader(latency, "draft") if speculates else None
+        self._prefill = {
+            m: PassReader(latency, m, "prefill")
+            for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
+        }  # fmt: skip
+        self._host: dict[tuple[str | None, str, int], float] = {}
+
+    def __call__(
+        self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
+    ) -> Seconds:
+        """Seconds of an iteration of `rounds` (one per slot) and prompt `chunks`.
+
+        Slots must still show their context from before the rounds.
+        """
+        draft_s = host_s = 0.0
+        if rounds:
+            draft_s, host_s = self._speculation(slots, rounds)
+        if chunks and self._draft is not None:
+            draft_s += self._prompts("draft", self._draft, chunks)
+        return Seconds(draft_s, self._target_pass(slots, rounds, chunks), host_s)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        readers = [self._target, *([self._draft] if self._draft else []), *self._prefill.values()]
+        return [row for reader in readers for row in reader.coverage]
+
+    @property
+    def unpriced(self) -> list[str]:
+        """What happened at no cost because the table lacks its cells."""
+        models = MODELS if self.speculates else MODELS[:1]
+        missing = [f"{m} prefill" for m in models if m not in self._prefill]
+        return missing + [
+            phase for phase in ("host_round", *(("signal",) if self.reads else ()))
+            if not any(self.latency.has(m, phase) for m in MODELS)
+        ]  # fmt: skip
+
+    def _speculation(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> tuple[float, float]:
+        batch = len(rounds)
+        longest = max([r.draft_forwards for r in rounds])
+        host_s = self._hosts("host_round", batch) + longest * self._hosts("host_draft", batch)
+        draft_s = 0.0
+        if longest:
+            draft_s = self._draft_passes(slots, rounds, longest)
+            if self.reads:
+                host_s += longest * self._hosts("signal", batch)
+        if self.latency.has("target", "rollback") and any(r.accepted < r.drafted for r in rounds):
+            host_s += self._scalar("target", "rollback", batch)
+        if self.latency.has("draft", "rollback") and any(
+            r.accepted < r.draft_forwards - 1 for r in rounds
+        ):
+            host_s += self._scalar("draft", "rollback", batch)
+        return draft_s, host_s
+
+    def _draft_passes(self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int) -> float:
+        read = self._draft
+        if read is None:
+            raise DraftsimError("the policy drafted, but the engine was told it never would")
+        catch_up = context = drafting = 0
+        for slot, r in zip(slots, rounds, strict=True):
+            if r.draft_forwards:
+                drafting += 1
+                catch_up += r.catch_up
+                context += slot.context
+        width, mean = catch_up / drafting, context / drafting
+        padded = self.draft_batch == "padded"
+        batch = len(rounds) if padded else drafting
+        seconds = read(batch, width, max(mean - width, 0.0))
+        for step in range(1, longest):
+            if not padded:
+                still = [
+                    s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
+                ]
+                batch, mean = len(still), sum(still) / len(still)
+            seconds += read(batch, 1.0, mean + step - 1)
+        return seconds
+
+    def _target_pass(
+        self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
+    ) -> float:
+        if chunks and "target" not in self._prefill:
+            chunks = ()
+        if not rounds:
+            return self._prompts("target", self._target, chunks)
+        batch = len(rounds) + len(chunks)
+        tokens = sum([r.drafted for r in rounds]) + len(rounds)
+        # The last token emitted is in no cache yet: it is the first this pass processes.
+        cached = sum([slot.context for slot in slots]) - len(rounds)
+        for slot, count in chunks:
+            tokens += count
+            cached += slot.prefilled
+        return self._target(batch, tokens / batch, cached / batch)
+
+    def _prompts(self, model: str, forward: PassReader, chunks: Sequence[Chunk]) -> float:
+        prefill = self._prefill.get(model)
+        if prefill is None or not chunks:
+            return 0.0
+        count = len(chunks)
+        tokens = sum([c.tokens for c in chunks])
+        cached = sum([c.slot.prefilled for c in chunks])
+        whole = all(c.slot.prefill_left == c.tokens for c in chunks)
+        reader, context = (prefill, 0.0) if whole and not cached else (forward, cached / count)
+        return reader(count, tokens / count, context)
+
+    def _hosts(self, phase: str, batch: int) -> float:
+        key = (None, phase, batch)
+        if key not in self._host:
+            self._host[key] = sum(
+                self._scalar(m, phase, batch) for m in MODELS if self.latency.has(m, phase)
+            )
+        return self._host[key]
+
+    def _scalar(self, model: str, phase: str, batch: int) -> float:
+        key = (model, phase, batch)
+        if key not in self._host:
+            cells = self.latency.cells
+            own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
+            # Host phases are measured at one size: read them at that size, at any context.
+            new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
+            nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
+            self._host[key] = float(
+                self.latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
+            )
+        return self._host[key]

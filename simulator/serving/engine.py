@@ -1,0 +1,183 @@
+"""The engine as SimPy processes: requests arrive, iterations run, requests leave.
+
+One event per iteration and one per arrival.  A round's outcome is decided when its
+iteration begins and takes effect when it ends.
+"""
+
+from __future__ import annotations
+
+import simpy
+
+from policies.core import Round
+from policies.rules import VerifyRule
+from simulator.serving.arrivals import Job
+from simulator.serving.cost import Chunk, IterationCost, Seconds
+from simulator.serving.metrics import Recorder
+from simulator.serving.scheduler import Iteration, Scheduler
+from simulator.serving.sequence import EngineState, ServedSequence, Slot
+from simulator.serving.source import Events, Source
+from simulator.serving.speculation import Speculation
+from simulator.serving.timeline import Timeline
+from traces.errors import DraftsimError
+from traces.trace import Trace
+
+
+class Engine:
+    """One model replica: a scheduler, a policy's rounds, and what they cost."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        trace: Trace,
+        source: Source,
+        scheduler: Scheduler,
+        speculation: Speculation,
+        cost: IterationCost,
+        recorder: Recorder,
+        timeline: Timeline | None = None,
+        max_tokens: int | None = None,
+        rule: VerifyRule | None = None,
+    ) -> None:
+        self.env = env
+        self.trace = trace
+        self.source = source
+        self.scheduler = scheduler
+        self.speculation = speculation
+        self.cost = cost
+        self.recorder = recorder
+        self.timeline = timeline
+        self.max_tokens = max_tokens
+        self.rule = rule
+        self.state = EngineState()
+        self._wakeup: simpy.Event | None = None
+
+    def submit(self, job: Job) -> None:
+        """Queue a request, or count it as rejected if it could never finish."""
+        now = self.env.now
+        index = self.recorder.arrive(now)
+        if not self.scheduler.admissible(job.prompt_tokens, job.output_tokens):
+            self.recorder.rejected += 1
+            # Deferred, so that a closed loop of oversized requests does not recurse.
+            self.env.timeout(0).callbacks.append(lambda _: self.source.completed())
+            return
+        decoder = ServedSequence(self.trace, job, self.scheduler.lookahead, self.state, self.rule)
+        self.recorder.enter(now, 1)
+        self.scheduler.waiting.append(Slot(index, job, now, decoder))
+        self.wake()
+
+    def wake(self) -> None:
+        """Let an idle engine look at its queue again."""
+        if self._wakeup is not None and not self._wakeup.triggered:
+            self._wakeup.succeed()
+
+    def run(self) -> Events:
+        """Iterate until every request has left, or the token limit is reached."""
+        env, scheduler = self.env, self.scheduler
+        while self.max_tokens is None or self.recorder.tokens < self.max_tokens:
+            plan = scheduler.next(self.source.more_to_come)
+            if not plan.decode and not plan.chunks:
+                if self.source.exhausted and not scheduler.waiting:
+                    return
+                if scheduler.running or (scheduler.waiting and self.source.exhausted):
+                    raise DraftsimError("the scheduler found nothing to run with requests waiting")
+                self._wakeup = env.event()
+                yield self._wakeup
+                self._wakeup = None
+                continue
+            self.state.batch = len(plan.decode) or 1
+            rounds = self.speculation.step(plan.decode) if plan.decode else []
+            cost = self.cost(plan.decode, rounds, plan.chunks)
+            start = env.now
+            yield env.timeout(cost.total_s)
+            self._account(start, plan, rounds, cost)
+            self._decoded(start, plan.decode, rounds)
+            for chunk in plan.chunks:
+                self._prefilled(start, chunk)
+
+    def _account(self, start: float, plan: Iteration, rounds: list[Round], cost: Seconds) -> None:
+        recorder, now = self.recorder, self.env.now
+        recorder.iterations += 1
+        recorder.busy_s += now - start
+        recorder.batch.add(start, now, len(self.scheduler.running))
+        recorder.kv_blocks.add(start, now, self.scheduler.pool.used)
+        if self.timeline is not None:
+            _draw(self.timeline, start, plan, rounds, cost)
+
+    def _decoded(self, start: float, slots: list[Slot], rounds: list[Round]) -> None:
+        recorder, now = self.recorder, self.env.now
+        on_time = emitted_all = drafted_all = accepted_all = forwards_all = 0
+        skip = recorder.skip
+        for slot, (_, drafted, accepted, emitted, forwards, _) in zip(slots, rounds, strict=True):
+            slot.context += emitted
+            slot.tokens += emitted
+            slot.steps += 1
+            slot.drafted += drafted
+            slot.accepted += accepted
+            slot.draft_forwards += forwards
+            emitted_all += emitted
+            drafted_all += drafted
+            accepted_all += accepted
+            forwards_all += forwards
+            if slot.last_s != start:
+                recorder.gap(slot, now - slot.last_s)
+            elif slot.index >= skip:
+                on_time += 1
+            slot.last_s = now
+        if on_time:
+            recorder.itl.add(now - start, on_time)
+        recorder.tokens += emitted_all
+        recorder.drafted += drafted_all
+        recorder.accepted += accepted_all
+        recorder.draft_forwards += forwards_all
+        for slot in slots:
+            if slot.decoder.ended:
+                self._leave(slot)
+
+    def _prefilled(self, start: float, chunk: Chunk) -> None:
+        slot, now = chunk.slot, self.env.now
+        slot.prefilled += chunk.tokens
+        slot.prefill_left -= chunk.tokens
+        if self.timeline is not None and slot.first_s < 0 and slot.prefilled == chunk.tokens:
+            self.timeline.request(slot.index, slot.arrival_s, start - slot.arrival_s, "waiting")
+        if slot.prefill_left or slot.first_s >= 0:
+            return
+        # The pass that ends the prompt emits the first token.
+        slot.first_s = slot.last_s = now
+        slot.tokens = 1
+        slot.context += 1
+        self.recorder.tokens += 1
+        self.speculation.join(slot)
+        if slot.decoder.ended:
+            self._leave(slot)
+
+    def _leave(self, slot: Slot) -> None:
+        self.scheduler.finish(slot)
+        self.recorder.leave(slot, self.env.now)
+        if self.rule is not None:
+            self.rule.end_request()
+        self.source.completed()
+
+
+def _draw(
+    timeline: Timeline, start: float, plan: Iteration, rounds: list[Round], cost: Seconds
+) -> None:
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    prompt = sum(c.tokens for c in plan.chunks)
+    sizes = {"batch": len(rounds), "prompt_tokens": prompt}
+    if cost.draft_s:
+        timeline.device(1, "draft model", start, cost.draft_s, "draft", **sizes, drafted=drafted)
+    timeline.device(
+        0, "target model", start + cost.draft_s, cost.target_s, "verify" if drafted else "forward",
+        **sizes, drafted=drafted, accepted=accepted, wasted=drafted - accepted,
+    )  # fmt: skip
+    if cost.host_s:
+        timeline.device(2, "host", start + cost.draft_s + cost.target_s, cost.host_s, "host")
+    timeline.tokens(start, drafted, accepted)
+    for slot, r in zip(plan.decode, rounds, strict=True):
+        wasted = r.draft_forwards - r.accepted
+        timeline.request(
+            slot.index, start, cost.total_s, f"{r.emitted} of {r.drafted}+1",
+            drafted=r.drafted, accepted=r.accepted, emitted=r.emitted, wasted=wasted,
+        )  # fmt: skip
+    for slot, tokens in plan.chunks:
+        timeline.request(slot.index, start, cost.total_s, "prefill", tokens=tokens)

@@ -1,0 +1,51 @@
+"""PEARL: the target verifies while the drafter drafts, in steps of the slower of the two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policies.core import Round
+from simulator.serving.overlap import Overlapped
+from simulator.serving.sequence import Slot
+from simulator.serving.source import Events
+
+
+class Pearl(Overlapped):
+    """PEARL (Liu et al. 2024; smart-lty/ParallelSpeculativeDecoding).
+
+    Every step drafts a block while the target verifies.  *Pre-verify*: it checks the
+    first token of that very block.  *Post-verify*: it checks what is left of the previous
+    block and the first token of this one.  A rejection emits the correction and wastes
+    the block being drafted.  There is no bonus token.
+    """
+
+    def decode(self, slot: Slot) -> Events:
+        """Steps of max(draft, verify) until the request's last token."""
+        decoder = slot.decoder
+        pending: list[Any] = []
+        while not decoder.ended:
+            left = decoder.limit_left
+            room = max(left - len(pending), 0)
+            block = self.block(slot, len(pending), min(self.lookahead, room))
+            checked = [*pending, *block[:1]]
+            draft_s = self.passes_s(slot.context + len(pending), len(block))
+            # A pass's logits judge the token after each it reads: as many tokens as checked.
+            target_s = self.verify_s(len(checked), slot.context)
+            drafter = self.env.process(self._busy(1, draft_s, target_s))
+            target = self.env.process(self._busy(0, target_s, draft_s))
+            yield drafter & target
+            run = decoder.judge([None] * len(checked))
+            position = decoder.position
+            rejected = run < len(checked) or not checked
+            decoder.commit(run if rejected else run - 1)
+            emitted = decoder.position - position
+            pending = [] if rejected else block[1:]
+            outcome = Round(position, len(checked), run, emitted, len(block), 1)
+            self.emit(slot, outcome, checked)
+
+    def _busy(self, track: int, own_s: float, other_s: float) -> Events:
+        start = self.env.now
+        yield self.env.timeout(self.devices.together(own_s, other_s)[0])
+        if self.timeline is not None and own_s:
+            name = ("target model", "draft model")[track]
+            self.timeline.device(track, name, start, self.env.now - start, name.split()[0])

@@ -1,0 +1,186 @@
+"""What came of it: one run, and replications of several policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from simulator.serving.metrics import Recorder, summary
+from simulator.serving.reader import Coverage
+from simulator.serving.scenario import Scenario
+
+TOTALS = {
+    "requests", "rejected", "preemptions", "interpolated", "extrapolated", "simulated_tokens",
+    "elapsed_s", "simulated_s",
+}  # fmt: skip
+"""Fields of a row that replications add up; other numbers are averaged."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One replication of one policy."""
+
+    policy: str
+    scenario: Scenario
+    verify: str
+    fidelity: str
+    recorder: Recorder
+    coverage: list[Coverage]
+    unpriced: list[str]
+    simulated_s: float
+    elapsed_s: float
+    status: str
+    """``complete``, or which bound ended the run."""
+    residual_s: float
+    """Time already spent in the system by requests that a bound cut off."""
+
+    @property
+    def requests(self) -> pd.DataFrame:
+        """Finished requests, with ``ttft_s``, ``tpot_s`` (NaN for one token) and ``e2e_s``."""
+        frame = self.recorder.to_frame()
+        later = (frame["tokens"] - 1).where(frame["tokens"] > 1)
+        return frame.assign(
+            ttft_s=frame["first_s"] - frame["arrival_s"],
+            tpot_s=(frame["finish_s"] - frame["first_s"]) / later,
+            e2e_s=frame["finish_s"] - frame["arrival_s"],
+        )
+
+    @property
+    def little_error(self) -> float:
+        """Relative gap between the integral of the number in system and the summed sojourns.
+
+        Little's law (1961) equates them; anything beyond rounding is an accounting error.
+        """
+        columns = self.recorder.requests
+        sojourns = (
+            float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + self.residual_s
+        )
+        return abs(self.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """The run in one record; latencies as mean, p50, p95 and p99."""
+        r, frame = self.recorder, self.requests
+        kept = frame[frame["index"] >= r.skip]
+        window = r.window
+        start_s, tokens = window.start_s, r.tokens - window.start_tokens
+        end_s = self.simulated_s
+        if window.end_s > window.start_s:
+            end_s, tokens = window.end_s, window.end_tokens - window.start_tokens
+        else:
+            start_s, tokens = 0.0, r.tokens
+        span = end_s - start_s
+        within = (kept["ttft_s"] <= self.scenario.ttft_target_s) & ~(
+            kept["tpot_s"] > self.scenario.tpot_target_s
+        )
+        done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
+        scenario = self.scenario
+        offered = scenario.arrivals.rate
+        served = float((frame["finish_s"] <= end_s).sum()) / end_s if end_s > 0 else float("nan")
+        return {
+            "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
+            "rate": offered, "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
+            "throughput_tok_s": tokens / span if span > 0 else float("nan"),
+            **{
+                name: summary(kept[name].dropna().to_numpy(float))
+                for name in ("ttft_s", "tpot_s", "e2e_s")
+            },
+            "itl_s": r.itl.summary,
+            "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
+            "within_targets": float(within.mean()) if len(kept) else float("nan"),
+            "mean_batch": r.batch.integral / self.simulated_s if self.simulated_s else 0.0,
+            "utilisation": r.busy_s / self.simulated_s if self.simulated_s else 0.0,
+            "mean_kv_blocks": r.kv_blocks.integral / self.simulated_s if self.simulated_s else 0.0,
+            "acceptance_rate": r.accepted / r.drafted if r.drafted else float("nan"),
+            "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
+            "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
+            "preemptions": int(frame["preemptions"].sum()),
+            "overloaded": bool(offered is not None and r.arrived > 20 and served < 0.9 * offered),
+            "interpolated": self._passes("interpolated"),
+            "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
+            "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
+            "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
+        }  # fmt: skip
+
+    def _passes(self, origin: str) -> int:
+        return sum(c.passes for c in self.coverage if c.origin == origin)
+
+
+@dataclass(frozen=True, eq=False)
+class ServeResult:
+    """Every policy's replications under one scenario."""
+
+    scenario: Scenario
+    runs: Mapping[str, Sequence[Run]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per policy: means over replications, with 95 % t intervals.
+
+        ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
+        there are two or more replications.
+        """
+        return [_merged([run.row() for run in runs]) for runs in self.runs.values()]
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """`rows` flattened: ``ttft_s_mean``, ``ttft_s_p50``, ..."""
+        return pd.json_normalize(self.rows(), sep="_")
+
+    def difference(
+        self, policy: str, baseline: str, metric: str = "throughput_tok_s"
+    ) -> tuple[float, float, float]:
+        """Mean of ``policy - baseline`` over paired replications, with its 95 % t interval.
+
+        `metric` is a column of `summary`.  Both met the same requests at the same times,
+        so the interval is that of the differences.
+        """
+        sides = [
+            pd.json_normalize([run.row() for run in self.runs[name]], sep="_")[metric].to_numpy(
+                float
+            )
+            for name in (policy, baseline)
+        ]
+        return t_interval(sides[0] - sides[1])
+
+
+def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
+    """Mean and t interval of independent `values`; NaN bounds for fewer than two."""
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, float("nan"), float("nan")
+    half = float(
+        stats.t.ppf(0.5 + confidence / 2, len(values) - 1)
+        * values.std(ddof=1)
+        / np.sqrt(len(values))
+    )
+    return mean, mean - half, mean + half
+
+
+def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rows of replications in one: numbers averaged, counts summed, flags or-ed."""
+    if len(rows) == 1:
+        return {**rows[0], "replications": 1}
+    merged: dict[str, Any] = {}
+    for key, first in rows[0].items():
+        values = [row[key] for row in rows]
+        if isinstance(first, dict):
+            merged[key] = {q: float(np.mean([v[q] for v in values])) for q in first}
+        elif isinstance(first, bool):
+            merged[key] = any(values)
+        elif key in TOTALS:
+            merged[key] = sum(values)
+        elif isinstance(first, float):
+            merged[key] = float(np.mean(values))
+        elif key == "status":
+            merged[key] = next((v for v in values if v != "complete"), "complete")
+        else:
+            merged[key] = first
+    for key in ("throughput_tok_s", "ttft_s", "tpot_s", "e2e_s"):
+        values = [row[key]["mean"] if isinstance(row[key], dict) else row[key] for row in rows]
+        _, merged[f"{key}_lo"], merged[f"{key}_hi"] = t_interval(values)
+    return {**merged, "replications": len(rows)}

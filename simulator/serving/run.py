@@ -1,0 +1,208 @@
+"""Serve requests in simulated time: one scenario under any policies, with replications."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import chain
+
+import numpy as np
+import simpy
+
+from policies.basic import Autoregressive
+from policies.batch import BatchPolicy
+from policies.core import DraftPolicy
+from policies.rule_registry import describe_rule
+from policies.rules import VerifyRule
+from simulator.serving.cost import IterationCost
+from simulator.serving.dsi import Dsi
+from simulator.serving.engine import Engine
+from simulator.serving.metrics import Recorder
+from simulator.serving.overlap import Overlapped
+from simulator.serving.pearl import Pearl
+from simulator.serving.report import Run, ServeResult
+from simulator.serving.scenario import Mode, Scenario
+from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.source import Source
+from simulator.serving.speculation import (
+    Jointly,
+    PerRequest,
+    Speculation,
+    StopAtMean,
+    TruncateToMinimum,
+)
+from simulator.serving.timeline import Timeline
+from traces.errors import DraftsimError, SignalError
+from traces.latency import LatencyTable
+from traces.scores import prepared_rule
+from traces.trace import Trace
+
+Policy = DraftPolicy | BatchPolicy
+OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
+
+
+def lookahead_of(policy: Policy, trace: Trace) -> int:
+    """The longest draft `policy` may make, as its parameters or else the recording bound it.
+
+    Raises
+    ------
+    DraftsimError
+        If neither does.
+    """
+    if isinstance(policy, Autoregressive):
+        return 0
+    known = vars(policy)
+    bound = known.get("gamma_max", known.get("gamma") if "gamma_max" not in known else None)
+    if bound is None and known.get("gammas"):
+        bound = max(known["gammas"])
+    if bound is None:
+        bound = trace.max_gamma
+    if bound is None:
+        raise DraftsimError(
+            f"{type(policy).__name__} names no longest draft and neither does the trace: "
+            "set Limits.lookahead"
+        )
+    return int(bound)
+
+
+def simulate(
+    trace: Trace,
+    latency: LatencyTable,
+    policy: Policy,
+    scenario: Scenario,
+    *,
+    name: str | None = None,
+    rule: VerifyRule | None = None,
+    replication: int = 0,
+    timeline: Timeline | None = None,
+    audit: Callable[[Engine], None] | None = None,
+) -> Run:
+    """One replication of `scenario` under `policy`.
+
+    `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
+    all requests, as in `traces.replay.replay`; overlapped modes take none.  `audit` is
+    called with the engine at the end of a run of continuous or static batches.
+
+    Raises
+    ------
+    SignalError, TailError
+        If the trace lacks what the policy reads.
+    DraftsimError
+        If mode and policy do not fit, or the latency table lacks a model that must run.
+    """
+    began = time.perf_counter()
+    if missing := [s for s in policy.reads if s not in trace.signals]:
+        raise SignalError(
+            f"{type(policy).__name__} reads {', '.join(missing)}, which this trace does not hold: "
+            "record one with `draftsim profile`"
+        )
+    own_rule = prepared_rule(rule, trace)
+    lookahead = scenario.limits.lookahead
+    if lookahead is None:
+        lookahead = lookahead_of(policy, trace)
+    rng = np.random.default_rng(np.random.SeedSequence([scenario.seed, replication]))
+    jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
+    expected = scenario.requests
+    if expected is None or hasattr(scenario.arrivals, "rows"):
+        listed = list(jobs)
+        expected, jobs = len(listed), iter(listed)
+    env = simpy.Environment()
+    source = Source(env, jobs, scenario.arrivals.concurrency, scenario.arrivals.think_s)
+    recorder = Recorder(skip=int(scenario.warmup * expected), expected=expected)
+    server: Engine | Overlapped
+    unpriced: list[str] = []
+    if scenario.mode in OVERLAPPED:
+        if own_rule is not None:
+            raise DraftsimError(f"mode {scenario.mode!r} replays recorded verdicts: give no rule")
+        if not isinstance(policy, DraftPolicy):
+            raise DraftsimError(
+                f"mode {scenario.mode!r} serves one stream: give a policy per request"
+            )
+        server = OVERLAPPED[scenario.mode](
+            env, trace, source, policy, latency, lookahead, recorder, scenario.devices, timeline,
+            scenario.max_tokens,
+        )  # fmt: skip
+    else:
+        kind = Continuous if scenario.mode == "continuous" else StaticBatches
+        cost = IterationCost(latency, bool(policy.reads), lookahead > 0, scenario.draft_batch)
+        unpriced = cost.unpriced
+        speculation = _speculation(policy, scenario.mode)
+        server = Engine(
+            env, trace, source, kind(scenario.limits, lookahead), speculation, cost, recorder,
+            timeline, scenario.max_tokens, own_rule,
+        )  # fmt: skip
+    process = env.process(server.run())
+    source.start(server)
+    status = "complete"
+    if scenario.max_time_s is None:
+        env.run(until=process)
+    else:
+        env.run(until=process | env.timeout(scenario.max_time_s))
+        if process.is_alive:
+            status = f"stopped at max_time_s={scenario.max_time_s:g}"
+    if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
+        status = f"stopped at max_tokens={scenario.max_tokens}"
+    recorder.enter(env.now, 0)
+    stuck = list(server.waiting if isinstance(server, Overlapped) else
+                 chain(server.scheduler.waiting, server.scheduler.running))  # fmt: skip
+    residual_s = sum(env.now - slot.arrival_s for slot in stuck)
+    if audit is not None and isinstance(server, Engine):
+        audit(server)
+    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
+    return Run(
+        name or type(policy).__name__, scenario,
+        lossless if rule is None else describe_rule(rule),
+        _fidelity(scenario, trace, rule), recorder,
+        server.coverage if isinstance(server, Overlapped) else server.cost.coverage, unpriced,
+        env.now, time.perf_counter() - began, status, residual_s,
+    )  # fmt: skip
+
+
+def _speculation(policy: Policy, mode: Mode) -> Speculation:
+    if isinstance(policy, BatchPolicy):
+        if mode in ("static-minimum", "static-mean"):
+            raise DraftsimError(
+                f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
+                "whole batch itself: use mode 'static'"
+            )
+        return Jointly(policy)
+    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
+    return styles.get(mode, PerRequest)(policy)
+
+
+def _fidelity(scenario: Scenario, trace: Trace, rule: VerifyRule | None) -> str:
+    # A file's lengths cut or repeat recordings; a lossy rule leaves them.
+    if hasattr(scenario.arrivals, "rows") or (rule is not None and not rule.lossless):
+        return "approximate"
+    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
+        return "approximate"
+    return "exact in distribution" if trace.temperature > 0 else "exact"
+
+
+def serve(
+    trace: Trace,
+    latency: LatencyTable,
+    policies: Mapping[str, Policy],
+    scenario: Scenario,
+    *,
+    rule: VerifyRule | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    timeline: Timeline | None = None,
+) -> ServeResult:
+    """Serve `scenario` under every policy, replication by replication.
+
+    `progress` is called with the policy's name and the replication before each run;
+    `timeline` records the first run.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in policies}
+    for replication in range(scenario.replications):
+        for name, policy in policies.items():
+            if progress is not None:
+                progress(name, replication)
+            run = simulate(
+                trace, latency, policy, scenario, name=name, rule=rule, replication=replication,
+                timeline=timeline,
+            )  # fmt: skip
+            timeline = None
+            runs[name].append(run)
+    return ServeResult(scenario, runs)

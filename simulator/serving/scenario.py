@@ -1,0 +1,77 @@
+"""What is to be served, and by what kind of engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from simulator.serving.arrivals import Arrivals
+from simulator.serving.overlap import Devices
+from simulator.serving.scheduler import Limits
+from traces.errors import DraftsimError
+
+Mode = Literal["continuous", "static", "static-minimum", "static-mean", "pearl", "dsi"]
+MODES: tuple[Mode, ...] = ("continuous", "static", "static-minimum", "static-mean", "pearl", "dsi")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Which requests come, and the engine that serves them.
+
+    Parameters
+    ----------
+    arrivals:
+        When requests arrive.
+    limits:
+        The engine's configuration; `Limits.max_batch` is the size of static batches.
+    requests:
+        How many requests to serve (an arrivals file may hold fewer); None: the whole file.
+    mode:
+        ``continuous`` batching; ``static`` batches with ragged acceptance, truncated to
+        the batch ``-minimum``, or drafting that stops at the batch ``-mean``; ``pearl``
+        and ``dsi`` overlap drafting and verification of one stream.
+    devices:
+        Of the overlapped modes.
+    draft_batch:
+        See `IterationCost`.
+    warmup:
+        Share of the requests, first to arrive, that no statistic counts (`Recorder`).
+    max_time_s, max_tokens:
+        Bounds of simulated time and emitted tokens; a run that meets one says so.
+    ttft_target_s, tpot_target_s:
+        Targets that a request must meet to count for goodput.
+    seed, replications:
+        Arrivals and sequences depend on these and on nothing of a policy.
+
+    Raises
+    ------
+    DraftsimError
+        For impossible values.
+    """
+
+    arrivals: Arrivals
+    limits: Limits = field(default_factory=Limits)
+    requests: int | None = 1000
+    mode: Mode = "continuous"
+    devices: Devices = field(default_factory=Devices)
+    draft_batch: Literal["padded", "active"] = "padded"
+    warmup: float = 0.1
+    max_time_s: float | None = None
+    max_tokens: int | None = None
+    ttft_target_s: float = float("inf")
+    tpot_target_s: float = float("inf")
+    seed: int = 0
+    replications: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise DraftsimError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
+        if not 0 <= self.warmup < 1:
+            raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
+        for name in ("requests", "max_tokens", "max_time_s", "replications"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise DraftsimError(f"{name} is {value}, expected a positive number")
+        for name in ("ttft_target_s", "tpot_target_s"):
+            if not getattr(self, name) > 0:
+                raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")

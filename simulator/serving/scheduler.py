@@ -1,0 +1,199 @@
+"""Who runs in the next iteration: decides, and never computes seconds.
+
+`Continuous` is iteration-level continuous batching as vLLM's V1 scheduler does it: first
+come first served, running requests before waiting ones, a token budget that prompts share
+in chunks, paged memory with look-ahead slots, and pre-emption of the youngest by
+recomputation.  `StaticBatches` forms one batch and runs it to the end of its slowest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from simulator.serving.cost import Chunk
+from simulator.serving.kv import BlockPool
+from simulator.serving.sequence import Slot
+from traces.errors import DraftsimError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine's configuration allows.
+
+    Parameters
+    ----------
+    max_batch:
+        Requests running at a time.
+    token_budget:
+        Tokens of one iteration: look-ahead + 1 per decoding request, and prompt chunks.
+    kv_blocks, block_size:
+        Blocks of the pool (None: never runs out) and tokens of a block.
+    chunked_prefill:
+        Whether a prompt may be processed in pieces.
+    lookahead:
+        Draft slots reserved per decoding request, also the longest draft; None takes the
+        policy's own maximum.
+    """
+
+    max_batch: int = 64
+    token_budget: int = 8192
+    kv_blocks: int | None = None
+    block_size: int = 16
+    chunked_prefill: bool = True
+    lookahead: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "token_budget"):
+            if getattr(self, name) < 1:
+                raise DraftsimError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.lookahead is not None and self.lookahead < 0:
+            raise DraftsimError(f"lookahead is {self.lookahead}, expected at least 0")
+        BlockPool(self.kv_blocks, self.block_size)
+
+
+class Iteration(NamedTuple):
+    """What to run: requests that decode, and prompt chunks."""
+
+    decode: list[Slot]
+    chunks: list[Chunk]
+
+
+class Scheduler(ABC):
+    """Holds the waiting and the running; `next` plans an iteration."""
+
+    def __init__(self, limits: Limits, lookahead: int) -> None:
+        if limits.token_budget < lookahead + 1:
+            raise DraftsimError(
+                f"token_budget is {limits.token_budget}, expected at least look-ahead + 1 = "
+                f"{lookahead + 1}: raise it, or draft less"
+            )
+        self.limits = limits
+        self.lookahead = lookahead
+        self.pool = BlockPool(limits.kv_blocks, limits.block_size)
+        self.waiting: deque[Slot] = deque()
+        self.running: list[Slot] = []
+        self._held_back = False
+
+    def admissible(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Whether the request could finish if it were alone."""
+        if (
+            not self.limits.chunked_prefill
+            and prompt_tokens + output_tokens > self.limits.token_budget
+        ):
+            return False
+        return self.pool.fits(prompt_tokens + output_tokens + self.lookahead)
+
+    @abstractmethod
+    def next(self, more_to_come: bool) -> Iteration:
+        """The next iteration; empty if nobody can run before another request arrives."""
+
+    def finish(self, slot: Slot) -> None:
+        """`slot` has left: free its blocks."""
+        self.pool.release(slot)
+        self.running.remove(slot)
+
+    def _preempt(self, slot: Slot) -> None:
+        self.pool.release(slot)
+        self.running.remove(slot)
+        slot.capacity = slot.prefilled = 0
+        # All but the last emitted token, which no cache holds yet, is computed again.
+        slot.prefill_left = slot.context - (1 if slot.tokens else 0)
+        slot.preemptions += 1
+        self._held_back = True
+        self.waiting.appendleft(slot)
+
+    def _room(self, slot: Slot, tokens: int) -> bool:
+        """Make `slot` hold `tokens`, pre-empting the youngest; False if it went itself."""
+        while True:
+            slot.capacity = self.pool.grow(slot, tokens)
+            if slot.capacity:
+                return True
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is slot:
+                return False
+
+
+class Continuous(Scheduler):
+    """Iteration-level continuous batching, first come first served."""
+
+    def next(self, more_to_come: bool) -> Iteration:
+        """Running requests in order of admission, then waiting ones, within the budget."""
+        del more_to_come
+        limits, running = self.limits, self.running
+        budget, need = limits.token_budget, self.lookahead + 1
+        self._held_back = False
+        decode: list[Slot] = []
+        chunks: list[Chunk] = []
+        at = 0
+        while at < len(running):
+            slot = running[at]
+            at += 1
+            if slot.prefill_left:
+                budget -= self._chunk(slot, budget, chunks)
+                continue
+            if budget < need:
+                self._held_back = True
+                break
+            # The last emitted token is not cached yet: its slot is one of the context's.
+            peak = slot.context + self.lookahead
+            if peak > slot.capacity and not self._room(slot, peak):
+                break
+            budget -= need
+            decode.append(slot)
+        # Nobody new while one that was admitted has to wait.
+        if not self._held_back:
+            while self.waiting and len(running) < limits.max_batch and budget > 0:
+                slot = self.waiting[0]
+                tokens = (
+                    slot.prefill_left
+                    if not limits.chunked_prefill
+                    else min(slot.prefill_left, budget)
+                )
+                if tokens > budget or not (
+                    capacity := self.pool.grow(slot, slot.prefilled + tokens)
+                ):
+                    break
+                slot.capacity = capacity
+                running.append(self.waiting.popleft())
+                chunks.append(Chunk(slot, tokens))
+                budget -= tokens
+        return Iteration(decode, chunks)
+
+    def _chunk(self, slot: Slot, budget: int, chunks: list[Chunk]) -> int:
+        tokens = min(slot.prefill_left, budget)
+        if tokens <= 0:
+            return 0
+        wanted = slot.prefilled + tokens
+        if wanted > slot.capacity and not self._room(slot, wanted):
+            return 0
+        chunks.append(Chunk(slot, tokens))
+        return tokens
+
+
+class StaticBatches(Scheduler):
+    """One batch at a time: filled from the queue when the last one has ended.
+
+    A batch starts when it is full, or with what waits once no more requests will come.
+    Its prompts are processed together; requests that finish leave the passes, but nobody
+    takes their place.
+    """
+
+    def next(self, more_to_come: bool) -> Iteration:
+        """Every running request, or a new batch's prompts."""
+        if not self.running:
+            size = self.limits.max_batch
+            if not self.waiting or (more_to_come and len(self.waiting) < size):
+                return Iteration([], [])
+            while self.waiting and len(self.running) < size:
+                slot = self.waiting[0]
+                peak = slot.job.prompt_tokens + slot.job.output_tokens + self.lookahead
+                if not (capacity := self.pool.grow(slot, peak)):
+                    break
+                slot.capacity = capacity
+                self.running.append(self.waiting.popleft())
+            return Iteration([], [Chunk(slot, slot.prefill_left) for slot in self.running])
+        return Iteration(list(self.running), [])

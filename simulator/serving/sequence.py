@@ -1,0 +1,178 @@
+"""A recorded sequence decoded inside an engine, and the slot a running request occupies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from policies.core import Load, Round
+from policies.rules import VerifyRule
+from simulator.serving.arrivals import Job
+from traces.replay import ReplayDecoder
+from traces.scores import score_tape
+from traces.trace import Trace
+
+
+class EngineState:
+    """What every sequence of an engine may see of it: the size of the decoding batch."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self) -> None:
+        self.batch = 1
+
+
+class ServedSequence(ReplayDecoder):
+    """One request's replay at the request's own lengths.
+
+    A recording longer than the request is cut, a shorter one begins again at its first
+    token; no draft crosses that seam.  Drafts are capped at `lookahead` tokens, the slots
+    the engine reserves.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        job: Job,
+        lookahead: int,
+        engine: EngineState,
+        rule: VerifyRule | None = None,
+    ) -> None:
+        super().__init__(trace, job.sequence, first=1)
+        self._recorded = self.length
+        self._seam = self.length
+        self.length = job.output_tokens
+        if self.length > self._recorded:
+            self._limit = self._recorded
+        self._cap = lookahead + 1
+        self._engine = engine
+        self._rule = rule
+        self._scores = None if rule is None else score_tape(trace)
+        self.prompt = job.prompt_tokens
+        self.position = 1
+        if self.length > 1 and self._seam == 1:
+            self._wrap()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to the limit, at most one more than the engine reserved slots for."""
+        position = self.position
+        if position >= self.length:
+            return 0
+        left = self._limit - position
+        return left if left < self._cap else self._cap
+
+    @property
+    def ended(self) -> bool:
+        """Whether every token of the request has been emitted."""
+        return self.position >= self.length
+
+    @property
+    def load(self) -> Load:
+        """The engine's decoding batch and this sequence's context."""
+        start = self._start + self.position
+        run = self._runs[start]
+        known = start + run not in self._tape.unknown
+        length = min(run, self._limit - self.position - 1) if known else None
+        return Load(self._engine.batch, self.prompt + self.position, length)
+
+    @property
+    def limit_left(self) -> int:
+        """Tokens to the limit, whatever slots are reserved."""
+        return self._limit - self.position
+
+    @property
+    def segment_left(self) -> int:
+        """Tokens the request still emits before it ends or its recording begins again."""
+        return min(self.length, self._seam) - self.position
+
+    def judge(self, draft: Sequence[Any]) -> int:
+        """How many of `draft` verification accepts, without moving on.
+
+        Under a lossy rule the request goes on along the recording, as in
+        `traces.replay.RuleReplayDecoder`.
+        """
+        if self._scores is not None and self._rule is not None:
+            scores = self._scores.rows(draft[0].row, len(draft)) if draft else []
+            return self._rule.accept(draft, scores)
+        start = self._start + self.position
+        run = self._runs[start]
+        if run < len(draft) and start + run in self._tape.unknown:
+            raise self._unobserved(run)
+        return min(len(draft), run)
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Check `draft`, move on, and return how many tokens were accepted."""
+        accepted = self.judge(draft)
+        self._advance(accepted)
+        return accepted
+
+    def ends_after(self, accepted: int) -> bool:
+        """Whether accepting this many tokens emits the request's last one."""
+        return self.position + accepted + 1 >= self.length
+
+    def commit(self, accepted: int) -> None:
+        """Move on by `accepted` drafted tokens and the token of the verification."""
+        self._advance(accepted)
+
+    def _advance(self, accepted: int) -> None:
+        position = min(self.position + accepted + 1, self._seam, self.length)
+        self.position = position
+        if position == self._seam and position < self.length:
+            self._wrap()
+
+    def _wrap(self) -> None:
+        # Rows are read at start + position: moving the start back begins the recording anew.
+        self._start -= self._recorded
+        self._seam += self._recorded
+        self._limit = self._seam
+        if self._eos_at >= 0:
+            self._eos_at += self._recorded
+
+
+class Slot:
+    """A request inside the engine: what it still has to do and what it has cost."""
+
+    __slots__ = (
+        "accepted",
+        "arrival_s",
+        "capacity",
+        "catch_up",
+        "context",
+        "decoder",
+        "draft_forwards",
+        "drafted",
+        "first_s",
+        "index",
+        "job",
+        "last_s",
+        "policy",
+        "preemptions",
+        "prefill_left",
+        "prefilled",
+        "rounds",
+        "steps",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, index: int, job: Job, arrival_s: float, decoder: ServedSequence) -> None:
+        self.index = index
+        self.job = job
+        self.arrival_s = arrival_s
+        self.decoder = decoder
+        self.rounds: Iterator[Round] = iter(())
+        self.policy: Any = None
+        self.prefill_left = job.prompt_tokens
+        self.prefilled = 0
+        self.context = job.prompt_tokens
+        """Prompt and output tokens so far; the cache holds one fewer once decoding began."""
+        self.capacity = 0
+        self.catch_up = 1
+        self.first_s = -1.0
+        self.last_s = -1.0
+        self.tokens = 0
+        self.steps = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.draft_forwards = 0
+        self.preemptions = 0

@@ -1,0 +1,107 @@
+"""Many scenarios in one go: batch sizes or loads against policies, rows as they finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.rules import VerifyRule
+from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
+from simulator.serving.results import ResultsFile
+from simulator.serving.run import Policy, serve
+from simulator.serving.scenario import Scenario
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.trace import Trace
+
+Progress = Callable[[int, int, str], None]
+"""Called with the runs finished, their total, and what was just finished."""
+
+
+def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
+    """`base` at each batch size, with as many requests kept in the engine (closed loop)."""
+    think = base.arrivals.think_s
+    return [
+        replace(base, arrivals=ClosedLoop(b, think), limits=replace(base.limits, max_batch=b))
+        for b in batches
+    ]
+
+
+def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
+    """`base` at each offered load, in requests per second.
+
+    A file's times are scaled to that mean rate; other arrivals change their own.
+
+    Raises
+    ------
+    DraftsimError
+        If the arrivals have no rate to change, as in a closed loop.
+    """
+    scenarios = []
+    for rate in rates:
+        arrivals = base.arrivals
+        if isinstance(arrivals, ArrivalFile):
+            own = arrivals.rate
+            if own is None:
+                raise DraftsimError(
+                    f"arrivals file {arrivals.path} spans no time: its rate cannot be scaled"
+                )
+            scenarios.append(replace(base, arrivals=arrivals.scaled(rate / own)))
+        elif isinstance(arrivals, Poisson | Deterministic):
+            scenarios.append(replace(base, arrivals=replace(arrivals, per_second=rate)))
+        else:
+            raise DraftsimError("a closed loop has no rate to sweep: give open arrivals")
+    return scenarios
+
+
+def sweep(
+    trace: Trace,
+    latency: LatencyTable,
+    policies: Mapping[str, Policy],
+    scenarios: Sequence[Scenario],
+    *,
+    rule: VerifyRule | None = None,
+    path: str | Path | None = None,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Serve every scenario under every policy; returns one row per pair.
+
+    With `path`, each row is written as soon as it is finished (see `ResultsFile`).
+    """
+    rows: list[dict[str, Any]] = []
+    total = len(policies) * len(scenarios)
+    with ResultsFile(path) if path is not None else nullcontext() as out:
+        for scenario in scenarios:
+            for name, policy in policies.items():
+                row = serve(trace, latency, {name: policy}, scenario, rule=rule).rows()[0]
+                rows.append(row)
+                if out is not None:
+                    out.add(row)
+                if progress is not None:
+                    progress(len(rows), total, name)
+    return rows
+
+
+def break_even_load(
+    loads: npt.ArrayLike, policy_s: npt.ArrayLike, baseline_s: npt.ArrayLike
+) -> float:
+    """The load at which a policy's latency rises above plain decoding's.
+
+    Linear between the swept loads (ascending); NaN if it is slower from the first load
+    on, infinity if it is faster up to the last.
+    """
+    x = np.asarray(loads, dtype=float)
+    gap = np.asarray(policy_s, dtype=float) - np.asarray(baseline_s, dtype=float)
+    if len(gap) == 0 or gap[0] > 0:
+        return float("nan")
+    above = np.flatnonzero(gap > 0)
+    if not len(above):
+        return float("inf")
+    i = int(above[0])
+    return float(x[i - 1] + (x[i] - x[i - 1]) * -gap[i - 1] / (gap[i] - gap[i - 1]))

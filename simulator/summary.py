@@ -1,0 +1,222 @@
+"""Round logs and latencies in, one row per policy out: the result people compare.
+
+Speedup is plain decoding's seconds per token over the policy's, as a ratio of sums over
+the prompts.  By default it counts decoding alone, the time speculation can change; with
+``prefill=True`` both sides include the prompts.  Intervals are percentile bootstrap
+intervals over prompts, the unit that is independent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from simulator.pricing import Priced, autoregressive, price
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.rounds import RoundLog
+
+Floats = npt.NDArray[np.float64]
+
+SUMMARY_COLUMNS = (
+    "policy", "verify", "source", "tokens", "rounds", "drafted", "accepted", "draft_forwards",
+    "target_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
+    "speedup_hi", "fidelity",
+)  # fmt: skip
+"""Columns of `summarize`: counts over all requests, `wall_s` in seconds."""
+
+
+def summarize(
+    logs: Sequence[RoundLog],
+    latency: LatencyTable,
+    baseline: RoundLog | None = None,
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    prefill: bool = False,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """One row per log (columns `SUMMARY_COLUMNS`), plain decoding first.
+
+    Parameters
+    ----------
+    logs:
+        Runs over the same requests in the same order.
+    latency:
+        Prices them all.
+    baseline:
+        Plain decoding; by default that of the first log's requests.
+    resamples, confidence, seed:
+        Of the bootstrap over prompts.  With one prompt the interval is undefined (NaN).
+    prefill:
+        Whether `wall_s` and the speedups include prefill.
+
+    Notes
+    -----
+    ``tokens`` counts what the rounds emitted, so ``block_efficiency`` is
+    ``tokens / target_forwards``; a first token that prefill emits belongs to neither.
+    A lossy rule changes the length of outputs, hence seconds *per token*.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no log, a log has no rounds, or the logs' requests differ.
+    """
+    runs = _runs(logs, latency, baseline)
+    return _rows(
+        runs, None, _weights(len(runs[0].log.requests), resamples, seed), confidence, prefill
+    )
+
+
+def summarize_by_category(
+    logs: Sequence[RoundLog],
+    latency: LatencyTable,
+    baseline: RoundLog | None = None,
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    prefill: bool = False,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """The rows of `summarize` for each prompt category, with a leading ``category``.
+
+    Parameters and errors as of `summarize`.
+    """
+    runs = _runs(logs, latency, baseline)
+    names = [r.category for r in runs[0].log.requests]
+    parts = []
+    for category in dict.fromkeys(names):
+        keep = np.array([name == category for name in names])
+        weights = _weights(int(keep.sum()), resamples, seed)
+        part = _rows(runs, keep, weights, confidence, prefill)
+        part.insert(0, "category", category)
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True)
+
+
+def prompt_speedups(
+    log: RoundLog,
+    latency: LatencyTable,
+    baseline: RoundLog | None = None,
+    *,
+    prefill: bool = False,
+) -> Floats:
+    """Speedup of each prompt, shape (requests,); NaN where a request has no rounds.
+
+    SpecBound, Table 5 shows this distribution: a mean above 1x hides the prompts that
+    speculation slows down.  ``np.nanmean(prompt_speedups(...) < 1)`` is their share.
+    """
+    plain, run = _runs([log], latency, baseline)
+    return _ratio(_sums(plain, prefill), _sums(run, prefill))
+
+
+def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
+    """Prompts per speedup range, fastest first: columns low, high, prompts, share.
+
+    ``edges`` are the increasing bounds of the ranges; the lowest range also takes what is
+    below it and the highest what is above, so that the shares add up to 1.
+    """
+    values = np.asarray(speedups, dtype=np.float64)
+    values = values[np.isfinite(values)]
+    bounds = np.asarray(edges, dtype=np.float64)
+    if len(bounds) < 2 or (np.diff(bounds) <= 0).any():
+        raise DraftsimError(f"the edges {bounds.tolist()} are not two or more increasing numbers")
+    if not len(values):
+        raise DraftsimError("no prompt has a speedup: every request ended with its first token")
+    bins = np.clip(np.searchsorted(bounds, values, side="right") - 1, 0, len(bounds) - 2)
+    counts = np.bincount(bins, minlength=len(bounds) - 1)
+    frame = pd.DataFrame(
+        {"low": bounds[:-1], "high": bounds[1:], "prompts": counts, "share": counts / len(values)}
+    )
+    return frame.iloc[::-1].reset_index(drop=True)
+
+
+def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The frame as JSON-ready rows; NaN, which JSON lacks, becomes None."""
+    rows: list[dict[str, Any]] = []
+    for record in frame.to_dict("records"):
+        row = {str(k): v.item() if isinstance(v, np.generic) else v for k, v in record.items()}
+        rows.append(
+            {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in row.items()
+            }
+        )
+    return rows
+
+
+def _runs(
+    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None
+) -> list[Priced]:
+    if not logs:
+        raise DraftsimError("no round log was given: name at least one policy")
+    plain = autoregressive(logs[0]) if baseline is None else baseline
+    ids = [r.id for r in plain.requests]
+    for log in (plain, *logs):
+        if [r.id for r in log.requests] != ids:
+            raise DraftsimError(f"the runs of {plain.policy} and {log.policy} have other requests")
+        if not len(log):
+            raise DraftsimError(f"the run of {log.policy} has no rounds: the outputs are too short")
+    return [price(log, latency) for log in (plain, *logs)]
+
+
+def _sums(run: Priced, prefill: bool) -> Floats:
+    """Seconds and tokens of each request, shape (2, requests)."""
+    seconds = run.wall_s if prefill else run.decode_s
+    return np.stack([seconds, run.log.per_request(run.log.rounds["emitted"])])
+
+
+def _ratio(plain: Floats, run: Floats) -> Floats:
+    """Seconds per token of `plain` over those of `run`; leading axis (seconds, tokens)."""
+    over, under = plain[0] * run[1], plain[1] * run[0]
+    ratio: Floats = np.full(np.shape(over), np.nan)
+    np.divide(over, under, out=ratio, where=under > 0)
+    return ratio
+
+
+def _weights(prompts: int, resamples: int, seed: int) -> Floats:
+    """How often each prompt is drawn in each resample, shape (resamples, prompts)."""
+    if resamples < 1:
+        raise DraftsimError(f"resamples is {resamples}, expected at least 1")
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(prompts, np.full(prompts, 1 / prompts), resamples).astype(float)
+
+
+def _rows(
+    runs: Sequence[Priced], keep: npt.NDArray[np.bool_] | None, weights: Floats,
+    confidence: float, prefill: bool,
+) -> pd.DataFrame:  # fmt: skip
+    if not 0 < confidence < 1:
+        raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
+    mask = np.ones(len(runs[0].log.requests), bool) if keep is None else keep
+    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
+    plain = _sums(runs[0], prefill)[:, mask]
+    rows = []
+    for i, run in enumerate(runs):
+        rounds = run.log.rounds[mask[run.log.rounds["request"]]]
+        counts = {
+            name: int(rounds[name].sum(dtype=np.int64))
+            for name in ("emitted", "drafted", "accepted", "draft_forwards")
+        }
+        own = _sums(run, prefill)[:, mask]
+        # The same resamples for every policy, so that their intervals can be compared.
+        drawn = _ratio(plain @ weights.T, own @ weights.T)
+        drawn = drawn[np.isfinite(drawn)]
+        lo, hi = (1.0, 1.0) if i == 0 else (math.nan, math.nan)
+        if i and mask.sum() > 1 and len(drawn):
+            lo, hi = (float(v) for v in np.percentile(drawn, tails))
+        row = (
+            run.log.policy, run.log.verify, run.log.source, counts["emitted"], len(rounds),
+            counts["drafted"], counts["accepted"], counts["draft_forwards"], len(rounds),
+            counts["emitted"] / len(rounds) if len(rounds) else math.nan,
+            counts["accepted"] / counts["drafted"] if counts["drafted"] else math.nan,
+            float(own[0].sum()), float(_ratio(plain.sum(axis=1), own.sum(axis=1))), lo, hi,
+            run.log.fidelity,
+        )  # fmt: skip
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(SUMMARY_COLUMNS))

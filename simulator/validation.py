@@ -1,0 +1,184 @@
+"""Predicted against measured seconds, per arm, and what the comparison amounts to.
+
+Measured input, a long frame with one row per request and repeat (`MEASURED_COLUMNS`):
+
+==========  ====================================================================
+policy      name of the policy, as in its round log
+verify      name of the verify rule
+batch       sequences decoded together
+forced      whether acceptance came from the recording instead of the models
+repeat      number of the repeat, all arms interleaved within one
+request     request id
+wall_s      decode seconds of this request in this repeat, prefill excluded
+rounds      draft-verify rounds it took
+==========  ====================================================================
+
+Predicted input: the `Priced` run of each policy, or a frame with columns policy, verify,
+request, predicted_s, rounds, and batch or forced where the prediction depends on them.
+Seconds are summed over the requests that were measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from simulator.pricing import Priced
+from traces.errors import DraftsimError
+
+MEASURED_COLUMNS = (
+    "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
+)  # fmt: skip
+VALIDATE_COLUMNS = (
+    "policy", "verify", "batch", "forced", "predicted_s", "measured_s", "error", "spread",
+    "rounds_differ",
+)  # fmt: skip
+"""Columns of `compare`: seconds; `error` and `spread` relative to `measured_s`."""
+
+ARM = ["policy", "verify", "batch", "forced"]
+
+
+def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
+    """Per policy, verify rule and request: predicted decode seconds and rounds."""
+    parts = [
+        pd.DataFrame(
+            {
+                "policy": run.log.policy,
+                "verify": run.log.verify,
+                "request": [r.id for r in run.log.requests],
+                "predicted_s": run.decode_s,
+                "rounds": run.log.per_request(np.ones(len(run.log))).astype(int),
+            }
+        )
+        for run in runs
+    ]
+    if not parts:
+        raise DraftsimError("no predicted run was given: name at least one policy")
+    return pd.concat(parts, ignore_index=True)
+
+
+def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) -> pd.DataFrame:
+    """One row per measured arm (columns `VALIDATE_COLUMNS`).
+
+    ``measured_s`` is the median over repeats of the sum over requests, ``error`` is
+    ``predicted_s / measured_s - 1`` (positive: predicted too slow), ``spread`` half the
+    interquartile range of the repeats relative to their median (0 from a single repeat),
+    ``rounds_differ`` the number of requests whose round count was not the predicted one.
+
+    Raises
+    ------
+    DraftsimError
+        If a column is missing, a measured arm or request has no prediction, a repeat
+        lacks a request that another has, or a measured sum is not positive.
+    """
+    if missing := [c for c in MEASURED_COLUMNS if c not in measured.columns]:
+        raise DraftsimError(f"measured times lack the column(s) {', '.join(missing)}")
+    if measured.empty:
+        raise DraftsimError("no measured times: run at least one arm")
+    table = predicted if isinstance(predicted, pd.DataFrame) else predictions(predicted)
+    keys = [c for c in (*ARM, "request") if c in table.columns]
+    joined = measured.merge(
+        table.rename(columns={"rounds": "predicted_rounds"}),
+        on=keys, how="left", validate="many_to_one",
+    )  # fmt: skip
+    if (unknown := joined[joined["predicted_s"].isna()]).shape[0]:
+        row = unknown.iloc[0]
+        raise DraftsimError(
+            f"request {row['request']!r} was measured under {row['policy']}/{row['verify']} "
+            "but not predicted: replay the same requests and policies"
+        )
+    rows = []
+    for arm, part in joined.groupby(ARM, sort=False):
+        sums = part.pivot_table(index="repeat", columns="request", values="wall_s", dropna=False)
+        if bool(sums.isna().to_numpy().any()):
+            raise DraftsimError(
+                f"the arm {arm} lacks a request in one of its repeats: run it again"
+            )
+        seconds = sums.sum(axis=1).to_numpy(float)
+        middle = float(np.median(seconds))
+        if not 0 < middle < math.inf:
+            raise DraftsimError(f"the arm {arm} took {middle} seconds, expected more than 0")
+        first = part.drop_duplicates("request")
+        expected = float(first["predicted_s"].sum())
+        low, high = np.percentile(seconds, [25, 75])
+        differ = part.loc[part["rounds"] != part["predicted_rounds"], "request"].nunique()
+        spread = float(high - low) / 2 / middle
+        rows.append((*arm, expected, middle, expected / middle - 1, spread, int(differ)))
+    return pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS))
+
+
+class Verdict(NamedTuple):
+    """What the rows of `compare` say together."""
+
+    median_error: float
+    """Median of |error| over the arms."""
+    worst_error: float
+    """Signed error of the arm with the largest |error|."""
+    worst_policy: str
+    ranked_pairs: int
+    """Pairs of arms whose measured times differ by more than twice their spread."""
+    misranked: tuple[tuple[str, str], ...]
+    """Those pairs the prediction orders the other way, faster measured one first."""
+    sign_arms: int
+    """Arms measured clearly faster or slower than plain decoding."""
+    wrong_sign: tuple[str, ...]
+    """Those whose prediction lies on the other side of 1x."""
+
+    @property
+    def ranking_holds(self) -> bool:
+        """Whether no clear difference is predicted the other way round."""
+        return not self.misranked
+
+    @property
+    def sign_holds(self) -> bool:
+        """Whether no arm is predicted on the wrong side of plain decoding."""
+        return not self.wrong_sign
+
+
+def verdict(rows: pd.DataFrame, baseline: str = "autoregressive") -> Verdict:
+    """Judge the rows of `compare`: errors, ranking, and side of 1x.
+
+    Arms are compared within one (batch, forced) group.  A difference counts where it
+    exceeds twice the larger of the two spreads, in seconds.
+
+    Raises
+    ------
+    DraftsimError
+        If there are no rows.
+    """
+    if rows.empty:
+        raise DraftsimError("no compared arms: run at least one")
+    magnitude = rows["error"].abs()
+    worst = rows.iloc[int(magnitude.argmax())]
+    pairs, signs = 0, 0
+    misranked: list[tuple[str, str]] = []
+    wrong: list[str] = []
+    for _, group in rows.groupby(["batch", "forced"], sort=False):
+        records = [
+            (str(p), float(s), float(m), 2 * float(m * w))
+            for p, s, m, w in zip(
+                group["policy"], group["predicted_s"], group["measured_s"], group["spread"],
+                strict=True,
+            )
+        ]  # fmt: skip
+        for a, b in combinations(records, 2):
+            fast, slow = (a, b) if a[2] < b[2] else (b, a)
+            if slow[2] - fast[2] <= max(fast[3], slow[3]):
+                continue
+            pairs += 1
+            other_way = fast[1] >= slow[1]
+            if other_way:
+                misranked.append((fast[0], slow[0]))
+            if (fast[0] == baseline) != (slow[0] == baseline):
+                signs += 1
+                if other_way:
+                    wrong.append(slow[0] if fast[0] == baseline else fast[0])
+    return Verdict(
+        float(magnitude.median()), float(worst["error"]), str(worst["policy"]), pairs,
+        tuple(misranked), signs, tuple(wrong),
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The bundled pair, loaded once per test session, and recordings made from it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from profiler.loading import Pair, Prompt, load_pair, read_prompts
+from profiler.record import Recorder
+from profiler.run import BUNDLED
+from profiler.runner import Runner
+from traces.trace import Request, Trace
+
+MAX_NEW = 40
+MAX_GAMMA = 24
+SLOTS = 1500
+
+
+@cache
+def pair() -> Pair:
+    torch.set_num_threads(1)
+    return load_pair(BUNDLED / "target", BUNDLED / "draft")
+
+
+@cache
+def runners() -> tuple[Runner, Runner]:
+    return Runner(pair().target, SLOTS), Runner(pair().draft, SLOTS)
+
+
+@cache
+def prompts(count: int = 6) -> list[Prompt]:
+    return read_prompts(BUNDLED / "prompts.jsonl", count)
+
+
+def record(
+    count: int, temperature: float = 0.0, max_new: int = MAX_NEW, *, eos: bool = True, seed: int = 0
+) -> Trace:
+    """A trace of the first prompts of each category, recorded by the real recorder."""
+    generator = torch.Generator().manual_seed(seed)
+    stop = pair().eos if eos else frozenset[int]()
+    recorder = Recorder(
+        *runners(), max_new_tokens=max_new, max_gamma=MAX_GAMMA, eos=stop,
+        temperature=temperature, generator=generator,
+    )  # fmt: skip
+    columns, requests = [], []
+    for i, prompt in enumerate(prompts(count)):
+        ids = pair().encode(prompt.text)
+        part = recorder.record(ids)
+        part["request"] = np.full(len(part["match"]), i, dtype=np.int32)
+        output = part["token"][part["offset"] == 0]
+        columns.append(part)
+        requests.append(
+            Request(
+                prompt.id, prompt.category, len(ids), len(output), max_new,
+                "eos" if int(output[-1]) in stop else "length", tuple(ids.tolist()),
+            )
+        )  # fmt: skip
+    merged = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    meta = {"eos_token_ids": sorted(stop), "sampling": {"temperature": temperature}}
+    return Trace(merged, requests, MAX_GAMMA, meta)
+
+
+greedy_trace = cache(lambda: record(6))
+"""Greedy recording of six prompts, shared by the tests that only read it."""

@@ -1,0 +1,221 @@
+"""The real decoder: identical to replay, to plain decoding, and to the target's distribution."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from policies import parse_policy
+from policies.basic import Fixed
+from policies.core import DraftPolicy, speculate
+from profiler.decoder import ModelDecoder, greedy
+from profiler.forced import ForcedDecoder
+from profiler.runner import Runner
+from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from tests import bundled
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+POLICIES = (
+    "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=24", "confidence",
+    "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
+    "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
+    "oracle:convention=run+1",
+)  # fmt: skip
+
+
+def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
+    return [Arm(t, parse_policy(t, max_gamma=trace.max_gamma)) for t in texts]
+
+
+def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
+    trace = bundled.greedy_trace()
+    arms = named(POLICIES, trace)
+    measured = run_arms(bundled.pair(), trace, arms, repeats=1)
+    for arm in arms:
+        expected = replay(trace, arm.policy, name=arm.name)
+        np.testing.assert_array_equal(measured.logs[arm.name].rounds, expected.rounds)
+        assert rounds_differ(measured.logs[arm.name], expected) == 0
+        for i in range(len(trace.requests)):
+            assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+
+
+def test_rounds_that_differ_are_counted() -> None:
+    trace = bundled.greedy_trace()
+    three, four = replay(trace, Fixed(3)), replay(trace, Fixed(4))
+    assert rounds_differ(three, three) == 0
+    assert rounds_differ(three, four) >= abs(len(three) - len(four)) > 0
+
+
+def test_without_eos_the_draft_is_capped_by_what_remains() -> None:
+    """Outputs that run into the limit: the last rounds draft no more than fits."""
+    trace = bundled.record(2, max_new=23, eos=False)
+    assert {r.ended for r in trace.requests} == {"length"}
+    for policy in (Fixed(24), Fixed(7)):
+        log = replay(trace, policy)
+        for i, request in enumerate(trace.requests):
+            prompt = torch.tensor(request.prompt_ids)
+            decoder = ModelDecoder(*bundled.runners(), prompt, 23)
+            real = RoundLog.pack([list(speculate(decoder, policy.fresh()))])
+            mine = log.rounds[log.rounds["request"] == i]
+            for name in ("drafted", "accepted", "emitted", "catch_up"):
+                np.testing.assert_array_equal(real[name], mine[name])
+        remaining = 23 - log.rounds["position"]
+        assert (log.rounds["drafted"] <= remaining - 1).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [
+        (
+            "confidence:roc_update=in_call",
+            {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
+             "assistant_confidence_threshold": 0.4},
+        ),
+        (
+            "hf-heuristic:gamma=5",
+            {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic_transient",
+             "assistant_confidence_threshold": 0.0},
+        ),
+        (
+            "fixed:gamma=4",
+            {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant",
+             "assistant_confidence_threshold": 0.0},
+        ),
+    ],
+)  # fmt: skip
+def test_transformers_needs_the_predicted_number_of_target_passes(
+    policy: str, settings: dict[str, object]
+) -> None:
+    trace, pair = bundled.greedy_trace(), bundled.pair()
+    log = replay(trace, parse_policy(policy, max_gamma=trace.max_gamma), first=0)
+    expected = log.per_request(np.ones(len(log)))
+    for i, request in enumerate(trace.requests):
+        prompt = torch.tensor(request.prompt_ids)
+        output, passes, _ = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
+        assert output == output_of(trace, i)
+        assert passes == expected[i], request.id
+
+
+def test_sampled_rounds_agree_with_replay_in_distribution() -> None:
+    """Mean accepted per round of real rejection sampling against the recorded coins."""
+    trace = bundled.record(6, temperature=1.0, seed=5)
+    policy = Fixed(4)
+    replayed = replay(trace, policy)
+    assert replayed.fidelity == "exact in distribution"
+    measured = run_arms(bundled.pair(), trace, [Arm("fixed", policy)], repeats=1)
+    real = measured.logs["fixed"]
+    per_prompt = []
+    for log in (replayed, real):
+        full = (log.rounds["drafted"] == 4).astype(float)
+        accepted = log.per_request(log.rounds["accepted"] * full) / log.per_request(full).clip(1)
+        per_prompt.append(accepted)
+    difference = per_prompt[0] - per_prompt[1]
+    assert abs(difference.mean()) < 4 * difference.std(ddof=1) / np.sqrt(len(difference)) + 1e-9
+
+
+def tiny(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=5, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
+        initializer_range=0.5, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_rejection_sampling_leaves_the_targets_distribution() -> None:
+    """All 25 two-token outputs after the first, against their exact probabilities."""
+    target, draft = Runner(tiny(1), 32), Runner(tiny(2), 32)
+    prompt = torch.tensor([1, 2])
+    generator = torch.Generator().manual_seed(0)
+    counts = np.zeros((5, 5, 5))
+    draws = 3000
+    for _ in range(draws):
+        decoder = ModelDecoder(target, draft, prompt, 3, temperature=1.0, generator=generator)
+        list(speculate(decoder, Fixed(2)))
+        counts[tuple(decoder.output)] += 1
+    expected = np.zeros((5, 5, 5))
+    for a, b in product(range(5), range(5)):
+        logits = target.forward(torch.tensor([1, 2, a, b]), 0)
+        probs = torch.softmax(logits.float(), -1).double().numpy()
+        expected[a, b] = probs[1, a] * probs[2, b] * probs[3]
+    expected *= draws / expected.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    result = stats.chisquare(observed, wanted * observed.sum() / wanted.sum())
+    assert result.pvalue > 6e-5  # four standard errors of a normal
+
+
+def test_greedy_reference_counts_and_ends() -> None:
+    target, _ = bundled.runners()
+    trace = bundled.greedy_trace()
+    request = trace.requests[0]
+    out = greedy(
+        target, torch.tensor(request.prompt_ids), request.max_new_tokens, bundled.pair().eos
+    )
+    assert out == output_of(trace, 0)
+
+
+def test_forced_runs_repeat_the_recording_with_any_weights() -> None:
+    trace = bundled.greedy_trace()
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "attn_implementation": "sdpa",
+    }  # fmt: skip
+    runners = [
+        Runner(LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **shape)).eval(), 512)
+        for n in (2, 1)
+    ]
+    for text in ("fixed:gamma=5", "gammatune-plus", "svip", "oracle"):
+        policy: DraftPolicy = parse_policy(text, max_gamma=trace.max_gamma)
+        expected = replay(trace, policy)
+        rounds = [
+            list(speculate(ForcedDecoder(runners[0], runners[1], trace, i), policy.fresh()))
+            for i in range(len(trace.requests))
+        ]
+        np.testing.assert_array_equal(RoundLog.pack(rounds), expected.rounds)
+
+
+def test_signals_come_to_the_host_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from profiler.decoder import ModelToken
+
+    fetched = 0
+    original = ModelToken._fetch
+
+    def counting(self: ModelToken) -> tuple[float, ...]:
+        nonlocal fetched
+        fetched += 1
+        return original(self)
+
+    monkeypatch.setattr(ModelToken, "_fetch", counting)
+    trace = bundled.greedy_trace()
+    prompt = torch.tensor(trace.requests[0].prompt_ids)
+
+    def run(text: str) -> int:
+        nonlocal fetched
+        fetched = 0
+        decoder = ModelDecoder(*bundled.runners(), prompt, 12, watch_eos=False)
+        list(speculate(decoder, parse_policy(text)))
+        return fetched
+
+    assert run("fixed:gamma=4") == run("gammatune") == 0
+    assert run("svip") > 0
+
+
+def test_prompts_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    target, draft = bundled.runners()
+    room = min(target.max_positions, bundled.SLOTS)
+    with pytest.raises(DraftsimError, match=f"exceed the context of {room}"):
+        ModelDecoder(target, draft, torch.zeros(room, dtype=torch.long), 8)
+    with pytest.raises(DraftsimError, match="the prompt is empty"):
+        ModelDecoder(target, draft, torch.zeros(0, dtype=torch.long), 8)

@@ -1,0 +1,129 @@
+"""Figures show the numbers they are given, with units, and can be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from policies.basic import Fixed, Oracle
+from simulator import (
+    autoregressive,
+    compare,
+    price,
+    price_ratios,
+    speedup_by_gamma,
+    summarize,
+    summarize_by_category,
+)
+from simulator.check_iid import iid_trace
+from simulator.plots import (
+    plot_categories,
+    plot_cost_ratio,
+    plot_robustness,
+    plot_speedup,
+    plot_survival,
+    plot_validation,
+    save,
+)
+from simulator.validation import MEASURED_COLUMNS, predictions
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return iid_trace(0.7, 60, requests=8)
+
+
+@pytest.fixture(scope="module")
+def logs(trace: Trace) -> list[RoundLog]:
+    return [replay(trace, p, name=n) for n, p in (("fixed", Fixed(4)), ("oracle", Oracle()))]
+
+
+def points(figure: Figure) -> list[np.ndarray]:
+    return [np.asarray(line.get_xydata()) for axes in figure.axes for line in axes.get_lines()]
+
+
+def holds(figure: Figure, x: object, y: object | None = None) -> bool:
+    wanted = np.asarray(x, dtype=float)
+    for data in points(figure):
+        if len(data) != len(wanted) or not np.allclose(data[:, 0], wanted):
+            continue
+        if y is None or np.allclose(data[:, 1], np.asarray(y, dtype=float)):
+            return True
+    return False
+
+
+def test_speedups_are_drawn_where_they_are(logs: list[RoundLog]) -> None:
+    frame = summarize(logs, LATENCY, resamples=50)
+    figure = plot_speedup(frame)
+    assert holds(figure, frame["speedup"][1:])
+    assert "×" in figure.axes[0].get_xlabel()
+    labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
+    assert labels == ["fixed", "oracle"]
+
+
+def test_categories_have_a_panel_each(logs: list[RoundLog]) -> None:
+    frame = summarize_by_category(logs, LATENCY, resamples=50)
+    two = pd.concat([frame, frame.assign(category="other")])
+    figure = plot_categories(two)
+    assert [a.get_title() for a in figure.axes] == ["iid", "other"]
+    with pytest.raises(DraftsimError, match="no row to plot"):
+        plot_categories(frame, ["nobody"])
+
+
+def test_validation_shows_error_in_percent(logs: list[RoundLog]) -> None:
+    runs = [price(log, LATENCY) for log in (autoregressive(logs[0]), *logs)]
+    rows = [
+        (r.policy, r.verify, 1, False, k, r.request, r.predicted_s * 1.1, r.rounds)
+        for r in predictions(runs).itertuples()
+        for k in range(3)
+    ]
+    frame = compare(runs, pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)))
+    figure = plot_validation(frame)
+    assert holds(figure, 100 * frame["error"])
+    assert holds(figure, frame["predicted_s"])
+    assert [a.get_xlabel()[-3:] for a in figure.axes] == ["(s)", "(%)"]
+
+
+def test_cost_ratio_curves_are_the_priced_ones(logs: list[RoundLog]) -> None:
+    c = np.array([0.01, 0.1, 0.5])
+    figure = plot_cost_ratio(logs, c, 1.2, measured=0.1)
+    for log in logs:
+        assert holds(figure, c, price_ratios(log, c, 1.2).speedup)
+
+
+def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:
+    trace = iid_trace(0.7, 400, requests=30, seed=2)
+    figure = plot_survival(trace, gamma=5)
+    recorded, iid = points(figure)[:2]
+    # 12,000 positions in overlapping runs: about 12,000 / 5 independent ones.
+    error = np.sqrt(iid[:, 1] * (1 - iid[:, 1]) / 2400)
+    assert (np.abs(recorded[:, 1] - iid[:, 1]) < 4 * error).all()
+    with pytest.raises(DraftsimError, match="longer than 500 tokens"):
+        plot_survival(trace, gamma=500)
+
+
+def test_robustness_is_relative_to_the_reference(trace: Trace) -> None:
+    speedups = speedup_by_gamma(trace, {"fixed": Fixed}, LATENCY, (1, 2, 4))
+    figure = plot_robustness(speedups)
+    value = speedups["speedup"] / speedups["speedup"].mean()
+    assert holds(figure, [1, 2, 4], value)
+    with pytest.raises(DraftsimError, match="'nobody' is not in the table"):
+        plot_robustness(speedups, "nobody")
+
+
+def test_saved_picture_can_be_read(logs: list[RoundLog], tmp_path: Path) -> None:
+    path = save(plot_cost_ratio(logs), tmp_path / "new" / "c.png", dpi=60)
+    picture = matplotlib.image.imread(path)
+    assert picture[..., :3].min() < 0.5 < picture[0, 0, :3].min()

@@ -1,0 +1,316 @@
+"""Policies that decide for a whole batch, driven as an engine drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import (
+    AdaptiveVerification,
+    BatchPolicy,
+    BatchTable,
+    ConfidenceFreeze,
+    DisableByBatchSize,
+    Goodput,
+    Load,
+    Round,
+    SGLangAdaptive,
+    SingleStream,
+    TextbookCost,
+    TurboSpec,
+)
+
+
+@dataclass
+class Token:
+    prob: float
+    ends: bool = False
+
+
+def loads(batch: int, context: int = 100) -> list[Load]:
+    return [Load(batch, context)] * batch
+
+
+def outcomes(drafted: int, accepted: Sequence[int]) -> list[Round]:
+    return [Round(0, drafted, a, a + 1, drafted, 1) for a in accepted]
+
+
+def drafts(*probs: Sequence[float]) -> list[list[Token]]:
+    return [[Token(p) for p in row] for row in probs]
+
+
+def test_defaults_of_the_interface() -> None:
+    class Three(BatchPolicy):
+        def plan(self, loads: Sequence[Load]) -> int:
+            return 3
+
+    policy = Three()
+    assert list(policy.plan_each(("a", "b"), loads(2))) == [3, 3]
+    assert policy.keep_drafting([[], []])
+    assert list(policy.allot(drafts([0.1], [0.1, 0.2]))) == [1, 2]
+    policy.observe(outcomes(3, [1, 2]))
+
+
+def test_fresh_shares_the_cost_and_nothing_else() -> None:
+    class Heavy:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("a profiled cost must not be copied")
+
+        def __call__(
+            self, batch: int, draft_length: int, verify_tokens: int, context: float
+        ) -> float:
+            return 1.0
+
+    policy = Goodput(gamma_max=2, warmup=0, cost=Heavy())
+    copy = policy.fresh()
+    assert copy.cost is policy.cost
+    copy.observe(outcomes(2, [2]))
+    assert copy.plan(loads(1)) == 2
+    assert policy.plan(loads(1)) == 0
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+def test_batch_table_lookup() -> None:
+    policy = BatchTable([[1, 4, 5], [8, 16, 3], [17, 32, 0]])
+    lengths = {b: policy.plan(loads(b)) for b in (1, 4, 5, 7, 8, 16, 17, 32, 500)}
+    assert lengths == {1: 5, 4: 5, 5: 5, 7: 5, 8: 3, 16: 3, 17: 0, 32: 0, 500: 0}
+
+
+def test_batch_table_by_context() -> None:
+    table = [[1, 4, 0, 999, 5], [1, 4, 1000, 2000, 7], [5, 8, 0, 9999, 1]]
+    policy = BatchTable(table)
+    cases = {(1, 0): 5, (4, 999): 5, (4, 1000): 7, (4, 99999): 7, (5, 5000): 1, (90, 1): 1}
+    assert {(b, c): policy.plan(loads(b, c)) for b, c in cases} == cases
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "table is empty"),
+        ([[2, 4, 5]], "must start at batch size 1"),
+        ([[1, 4, 5], [4, 8, 3]], "batch size 4 overlaps"),
+        ([[1, 4, 5], [3, 2, 3]], "batch range 3..2 is empty"),
+        ([[1, 4]], "all be \\[lo, hi, K\\]"),
+        ([[1, 4, 5], [5, 6, 0, 10, 2]], "all be \\[lo, hi, K\\]"),
+        ([[1, 4, -1]], "is -1, expected >= 0"),
+        ([[1, 4, 0, 99, 5], [1, 4, 50, 200, 5]], "contexts overlap"),
+        ([[1, 4, 99, 9, 5]], "contexts 99..9 are empty"),
+    ],
+)
+def test_batch_table_refuses_a_malformed_table(table: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchTable(table)
+
+
+def test_disable_by_batch_size_is_forever_in_v0() -> None:
+    policy = DisableByBatchSize(gamma=4, threshold=3)
+    assert list(policy.plan_each("ab", loads(2))) == [4, 4]
+    assert list(policy.plan_each("abc", loads(3))) == [0, 0, 0]
+    assert list(policy.plan_each("ad", loads(2))) == [0, 4]
+    stepwise = DisableByBatchSize(gamma=4, threshold=3, forever=False)
+    stepwise.plan_each("abc", loads(3))
+    assert list(stepwise.plan_each("ad", loads(2))) == [4, 4]
+
+
+# --- confidence -----------------------------------------------------------------------
+
+
+def test_confidence_freeze_at_the_batch_mean() -> None:
+    """Means .8, .5, .3 (the second sequence ended after two): frozen at the third token."""
+    rows = drafts([0.9, 0.6, 0.3, 0.9], [0.7, 0.4])
+    assert list(ConfidenceFreeze(gamma=4, threshold=0.4).allot(rows)) == [3, 2]
+    assert list(ConfidenceFreeze(gamma=4, threshold=0.55).allot(rows)) == [2, 2]
+    assert list(ConfidenceFreeze(gamma=4, threshold=0.1).allot(rows)) == [4, 2]
+    assert ConfidenceFreeze(gamma=4, threshold=0.99).keep_drafting(rows)
+    early = ConfidenceFreeze(gamma=4, threshold=0.55, stop_early=True)
+    assert not early.keep_drafting([row[:2] for row in rows])
+    assert early.keep_drafting([row[:1] for row in rows])
+    assert early.keep_drafting([[], []])
+
+
+probabilities = st.lists(st.floats(0.01, 0.99), max_size=3)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(probabilities, min_size=1, max_size=3).filter(any),
+    st.floats(0.0, 0.6),
+    st.one_of(st.none(), st.integers(1, 10)),
+)
+def test_adaptive_verification_is_the_best_allotment(
+    rows: list[list[float]], per_token: float, budget: int | None
+) -> None:
+    """Against every possible allotment under the same budget and cost."""
+    cost = TextbookCost(target=1.0, draft=0.1, per_token=per_token)
+    policy = AdaptiveVerification(gamma=3, budget=budget, cost=cost)
+    batch, steps = len(rows), max(map(len, rows))
+    policy.plan(loads(batch))
+
+    def goodput(lengths: Sequence[int]) -> float:
+        tokens = sum(1 + np.cumprod(r)[:n].sum() for r, n in zip(rows, lengths, strict=True))
+        return float(tokens / cost(batch, steps, batch + sum(lengths), 100.0))
+
+    room = 99 if budget is None else max(0, budget - batch)
+    options = product(*(range(len(r) + 1) for r in rows))
+    best = max(goodput(lengths) for lengths in options if sum(lengths) <= room)
+    chosen = policy.allot(drafts(*rows))
+    assert sum(chosen) <= room
+    assert all(0 <= n <= len(r) for n, r in zip(chosen, rows, strict=True))
+    assert goodput(chosen) == pytest.approx(best)
+
+
+# --- goodput --------------------------------------------------------------------------
+
+
+def test_goodput_against_a_scan_by_hand() -> None:
+    cost = TextbookCost(target=1.0, draft=0.3)
+    policy = Goodput(gamma_max=4, warmup=3, cost=cost)
+    for accepted in ([4, 2], [1, 0], [3, 2]):
+        assert policy.plan(loads(2)) == 4
+        policy.observe(outcomes(4, accepted))
+    survival = [5 / 6, 4 / 6, 2 / 6, 1 / 6]
+    values = [(1 + sum(survival[:k])) / (1 + 0.3 * k) for k in range(5)]
+    assert policy.plan(loads(2)) == int(np.argmax(values)) == 2
+
+
+def test_goodput_breaks_ties_downwards_and_cannot_explore_upwards() -> None:
+    free = TextbookCost(target=1.0, draft=0.0)
+    policy = Goodput(gamma_max=4, warmup=1, cost=free)
+    policy.observe(outcomes(2, [2, 2]))
+    assert policy.plan(loads(2)) == 2
+    never = Goodput(gamma_max=4, warmup=1, cost=free)
+    never.observe(outcomes(4, [0, 0]))
+    assert never.plan(loads(2)) == 0
+
+
+@pytest.mark.parametrize(("a", "c"), [(0.6, 0.1), (0.7, 0.1), (0.8, 0.05), (0.8, 0.1), (0.9, 0.2)])
+def test_turbospec_finds_the_closed_form_optimum(a: float, c: float) -> None:
+    """With a constant acceptance rate the best k is the argmax of Leviathan's speedup."""
+    speedup = [(1 - a ** (k + 1)) / ((1 - a) * (1 + k * c)) for k in range(17)]
+    assert speedup[1] > 1.1  # so that the bonus on k = 0 does not decide
+    policy = TurboSpec(gamma_max=16, acceptance=a, cost=TextbookCost(1.0, c))
+    assert policy.plan(loads(8)) == int(np.argmax(speedup))
+
+
+def test_turbospec_asks_a_tenth_more_before_it_speculates() -> None:
+    """One draft per round gains 1.5 / 1.4 = 7 % or 1.5 / 1.3 = 15 % at acceptance .5."""
+    for draft, then in ((0.4, 0), (0.3, 1)):
+        policy = TurboSpec(acceptance=0.5, cost=TextbookCost(1.0, draft))
+        assert policy.plan(loads(4)) == then
+
+
+def test_turbospec_holds_its_length_between_scans_and_tracks_acceptance() -> None:
+    policy = TurboSpec(gamma_max=6, acceptance=0.9, interval=3, cost=TextbookCost(1.0, 0.2))
+    first = policy.plan(loads(2))
+    assert first > 0
+    for _ in range(3):
+        assert policy.plan(loads(2)) == first
+        policy.observe(outcomes(first, [0, 0]))
+    assert policy._acceptance == pytest.approx(0.9 * 0.85**3)
+    for _ in range(60):
+        policy.plan(loads(2))
+        policy.observe(outcomes(first, [0, 0]))
+    assert policy.plan(loads(2)) == 0
+
+
+def test_turbospec_batch_variant_never_turns_off_after_its_first_scan() -> None:
+    policy = TurboSpec("batch-dsd", acceptance=0.0, interval=1)
+    assert policy.plan(loads(4)) == 0
+    for _ in range(5):
+        policy.observe(outcomes(1, [0, 0]))
+        assert policy.plan(loads(4)) == 1
+
+
+# --- SGLang ---------------------------------------------------------------------------
+
+
+def steps_of(policy: SGLangAdaptive, batch: int, accepted: float, iterations: int) -> list[int]:
+    """Steps before each iteration in which every sequence has `accepted`, as far as drafted."""
+    seen = []
+    for _ in range(iterations):
+        steps = policy.plan(loads(batch))
+        seen.append(steps)
+        policy.observe(outcomes(steps, [min(int(accepted), steps)] * batch))
+    return seen
+
+
+def test_sglang_tiers_start_and_move_on_schedule() -> None:
+    policy = SGLangAdaptive(initial_steps=3)
+    seen = steps_of(policy, 1, 99, 40)
+    # Average from 2 towards 3, past 3 - 0.5 in 4 iterations; looked at after the 15th.
+    assert seen[:15] == [3] * 15
+    assert seen[15] == 5
+    assert seen[-1] == 7
+    # Towards 0: below 1 - 0.5 - 0.25 before long, hence the lowest candidate.
+    assert steps_of(SGLangAdaptive(initial_steps=3), 1, 0, 40)[-1] == 1
+
+
+def test_sglang_hysteresis_by_hand() -> None:
+    """Down to 3 needs an average of 3 - 0.5 - 0.25 or less in slot 1."""
+    for average, then in ((2.25, 3), (2.26, 5), (4.5, 5), (4.51, 7), (0.25, 1)):
+        policy = SGLangAdaptive(initial_steps=5)
+        policy.plan(loads(1))
+        policy._slot.average = average
+        assert policy._slot._choose() == then
+
+
+def test_sglang_slots_and_padding() -> None:
+    policy = SGLangAdaptive()
+    assert [policy.plan(loads(b)) for b in (1, 7, 8, 31, 32, 63, 64, 900)] == [
+        3, 3, 3, 3, 1, 1, 0, 0
+    ]  # fmt: skip
+    padded = SGLangAdaptive(graph_batches=[1, 8, 64])
+    assert [padded.plan(loads(b)) for b in (1, 2, 9, 65)] == [3, 3, 0, 0]
+
+
+def test_sglang_probes_from_zero_and_falls_back() -> None:
+    """Slot 32 (0 or 1 step): no history at 0, so a probe starts from a neutral average."""
+    policy = SGLangAdaptive(initial_steps=0)
+    seen = steps_of(policy, 32, 0, 25)
+    assert seen[:15] == [0] * 15
+    assert seen[15:20] == [1] * 5
+    assert seen[20] == 0
+
+
+def test_sglang_ceiling_caps_without_blocking_a_rise() -> None:
+    config = {"1": {"candidate_steps": [1, 3, 5]}, "ceiling_coeff": 1.0, "down_hysteresis": -9.0}
+    policy = SGLangAdaptive(config, initial_steps=5)
+    policy._slot.average = 2.4  # no drop threshold is met, but ceil(2.4) = 3
+    assert policy._slot._choose() == 3
+    policy = SGLangAdaptive(config, initial_steps=1)
+    policy._slot.average = 1.2  # rises past 1 - 0.5 to 3, though the ceiling is 2
+    assert policy._slot._choose() == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"candidate": []}, "config key 'candidate'"),
+        ({"ema_alpha": 0.1}, "config has no slot"),
+        ({"1": {"candidate_steps": []}}, "slot 1: candidate_steps is"),
+        ({"1": {"candidate_steps": [-1]}}, "is -1, expected >= 0"),
+    ],
+)
+def test_sglang_refuses_a_malformed_config(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SGLangAdaptive(config)
+
+
+def test_single_stream_drives_a_batch_policy_as_a_batch_of_one() -> None:
+    policy = SingleStream(ConfidenceFreeze(gamma=3, threshold=0.5))
+    assert policy.reads == ("prob",)
+    policy.begin_round(Load(1, 10))
+    draft: list[Token] = []
+    for p in (0.9, 0.4, 0.9, 0.9):
+        if policy.keep_drafting(draft):
+            draft.append(Token(p))
+    assert (len(draft), policy.submit(draft)) == (3, 2)

@@ -1,0 +1,212 @@
+"""Pricing: against a naive loop over passes, constant tables, and plain decoding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.basic import Autoregressive, Fixed
+from policies.core import Round
+from simulator import autoregressive, draft_histogram, price, price_ratios
+from simulator.check_iid import iid_trace
+from traces.errors import DraftsimError
+from traces.latency import CELL_COLUMNS, EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Request
+
+CELLS = {
+    (model, phase, 1, width, context): base * (1 + 0.07 * width + context / 900)
+    for model, base in (("target", 0.01), ("draft", 0.002))
+    for phase, widths, contexts in (
+        ("forward", (1, 2, 4, 9), (0, 16, 64, 256)),
+        ("prefill", (1, 16, 64, 128), (0,)),
+    )
+    for width in widths
+    for context in contexts
+}
+HOST = {
+    ("target", "host_round", 1, 1, 0): 3e-4,
+    ("draft", "host_draft", 1, 1, 0): 1e-4,
+    ("draft", "signal", 1, 1, 0): 5e-5,
+    ("target", "rollback", 1, 1, 0): 2e-4,
+    ("draft", "rollback", 1, 1, 0): 7e-5,
+}
+
+
+def table(cells: dict[tuple[str, str, int, int, int], float]) -> LatencyTable:
+    rows = [(*key, value, 0.0, 3) for key, value in cells.items()]
+    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+
+
+def random_log(seed: int, first: int = 1, reads: tuple[str, ...] = ()) -> RoundLog:
+    rng = np.random.default_rng(seed)
+    rounds, requests = [], []
+    for i in range(4):
+        position, catch_up, mine = first, 1, []
+        for _ in range(6):
+            forwards = int(rng.integers(0, 8))
+            drafted = int(rng.integers(0, forwards + 1))
+            accepted = int(rng.integers(0, drafted + 1))
+            mine.append(Round(position, drafted, accepted, accepted + 1, forwards, catch_up))
+            position += accepted + 1
+            catch_up = int(rng.integers(1, 3))
+        rounds.append(mine)
+        requests.append(Request(f"r{i}", "c", int(rng.integers(20, 90)), position, 500, "length"))
+    return RoundLog(RoundLog.pack(rounds), requests, "random", reads=reads, first=first)
+
+
+def naive(log: RoundLog, latency: LatencyTable) -> np.ndarray:
+    """Seconds per round, pass by pass, straight from the definition."""
+    out = []
+    for row in log.rounds:
+        prompt = log.requests[row["request"]].prompt_length
+        context = prompt + int(row["position"])
+        n, f, a = (int(row[k]) for k in ("drafted", "draft_forwards", "accepted"))
+        u = int(row["catch_up"])
+        seconds = HOST["target", "host_round", 1, 1, 0] + f * HOST["draft", "host_draft", 1, 1, 0]
+        if log.reads:
+            seconds += f * HOST["draft", "signal", 1, 1, 0]
+        if a < n:
+            seconds += HOST["target", "rollback", 1, 1, 0]
+        if a < f - 1:
+            seconds += HOST["draft", "rollback", 1, 1, 0]
+        for i in range(f):
+            width, cached = (u, context - u) if i == 0 else (1, context + i - 1)
+            if i > 0 or row["position"] > 0:
+                seconds += float(
+                    latency.seconds("draft", "forward", new_tokens=width, context=cached)
+                )
+        if row["position"] > 0:
+            seconds += float(
+                latency.seconds("target", "forward", new_tokens=n + 1, context=context - 1)
+            )
+        else:
+            seconds += float(latency.seconds("target", "prefill", new_tokens=prompt + n))
+            seconds -= float(latency.seconds("target", "prefill", new_tokens=prompt))
+        out.append(seconds)
+    return np.array(out)
+
+
+@pytest.mark.parametrize("reads", [(), ("prob",)])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_price_equals_a_loop_over_passes(seed: int, first: int, reads: tuple[str, ...]) -> None:
+    log, latency = random_log(seed, first, reads), table(CELLS | HOST)
+    priced = price(log, latency)
+    np.testing.assert_allclose(priced.round_s, naive(log, latency), rtol=1e-11)
+    np.testing.assert_allclose(priced.decode_s.sum(), priced.total_s, rtol=1e-12)
+    frame = priced.to_frame()
+    parts = frame[["draft_s", "verify_s", "signal_s", "host_s"]].sum(axis=1)
+    np.testing.assert_allclose(parts, frame["round_s"])
+    prompts = [r.prompt_length for r in log.requests]
+    both = sum(latency.seconds(m, "prefill", new_tokens=prompts) for m in ("target", "draft"))
+    np.testing.assert_allclose(priced.wall_s - priced.decode_s, both, rtol=1e-9)
+
+
+def test_plain_decoding_pays_no_draft() -> None:
+    log, latency = random_log(1), table(CELLS | HOST)
+    plain = price(autoregressive(log), latency)
+    assert not plain.draft_s.any()
+    assert not plain.signal_s.any()
+    prompts = [r.prompt_length for r in log.requests]
+    np.testing.assert_allclose(
+        plain.prefill_s, latency.seconds("target", "prefill", new_tokens=prompts)
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_autoregressive_is_the_replay_of_a_policy_that_never_drafts(first: int) -> None:
+    trace = iid_trace(0.6, 20, requests=3)
+    replayed = replay(trace, Autoregressive(), first=first)
+    built = autoregressive(replay(trace, Fixed(4), first=first))
+    np.testing.assert_array_equal(built.rounds, replayed.rounds)
+
+
+def test_origin_of_every_pass_is_counted() -> None:
+    request = Request("r", "c", 16, 400, 400, "length")
+    rounds = [
+        Round(1, 1, 1, 2, 1, 1),  # target width 2 and draft width 1 at 16: on the grid
+        Round(4, 2, 0, 1, 2, 2),  # target width 3, draft 2 at 18 and 1 at 20: between
+        Round(300, 1, 0, 1, 1, 1),  # context 315: outside
+    ]
+    log = RoundLog(RoundLog.pack([rounds]), [request], "p")
+    cells = {k: v for k, v in CELLS.items() if k[1] == "forward"}
+    latency = table(cells)
+    passes = price(log, latency).passes
+    origins = np.concatenate(
+        [
+            latency.estimate(m, "forward", new_tokens=w, context=c).origin
+            for m, w, c in (
+                ("target", [2, 3, 2], [16, 19, 315]),
+                ("draft", [1, 2, 1, 1], [16, 18, 20, 315]),
+            )
+        ]
+    )
+    assert passes.passes == len(origins) == 7
+    assert passes.interpolated == (origins == INTERPOLATED).sum() == 3
+    assert passes.extrapolated == (origins == EXTRAPOLATED).sum() == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    verify=st.floats(0.5, 3),
+    ratios=st.lists(st.floats(0, 2), min_size=1, max_size=5),
+)
+def test_ratios_equal_pricing_one_by_one(seed: int, verify: float, ratios: list[float]) -> None:
+    log = random_log(seed)
+    curve = price_ratios(log, ratios, verify)
+    emitted = log.rounds["emitted"].sum()
+    for c, cost, speedup in zip(*curve, strict=True):
+        one = price(log, LatencyTable.constant(1.0, float(c), verify)).total_s
+        assert cost == pytest.approx(one, rel=1e-12)
+        assert speedup == pytest.approx(emitted / one, rel=1e-12)
+
+
+def test_verification_cost_may_depend_on_the_width() -> None:
+    log = random_log(3)
+    verify = {n: 1 + 0.1 * n for n in range(1, 8)}
+    n, f = log.rounds["drafted"], log.rounds["draft_forwards"]
+    expected = (0.2 * f + np.where(n > 0, 1 + 0.1 * n, 1.0)).sum()
+    assert price_ratios(log, 0.2, verify).cost[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_histogram_counts_every_round() -> None:
+    log = random_log(5)
+    forwards, drafted, count = draft_histogram(log)
+    assert count.sum() == len(log)
+    assert (count * forwards).sum() == log.rounds["draft_forwards"].sum()
+    assert (count * drafted).sum() == log.rounds["drafted"].sum()
+
+
+def test_bad_input_names_value_and_remedy() -> None:
+    log = random_log(0)
+    with pytest.raises(DraftsimError, match="cost ratio is negative"):
+        price_ratios(log, [-0.1])
+    with pytest.raises(DraftsimError, match="verification cost of 1 drafts is nan"):
+        price_ratios(log, 0.1, {})
+    with pytest.raises(DraftsimError, match="batch is 0"):
+        price(log, table(CELLS), batch=0)
+    with pytest.raises(DraftsimError, match="no 'forward' cells of 'draft'"):
+        price(log, table({k: v for k, v in CELLS.items() if k[0] == "target"}))
+    other = RoundLog(log.rounds, log.requests, "p", source="lookup")
+    with pytest.raises(DraftsimError, match="'lookup'"):
+        price(other, table(CELLS))
+
+
+def test_simulator_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; "
+        "import simulator, simulator.plots, simulator.formulas; "
+        "assert 'profiler' not in sys.modules"
+    )
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

@@ -1,0 +1,116 @@
+"""Recording: tree-masked tails against drafting one after another, and the coupling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from profiler.record import Recorder
+from profiler.runner import Runner
+from profiler.signals import log_probs_at, signals
+from tests import bundled
+from traces.errors import DraftsimError
+from traces.trace import MATCH
+
+
+def test_recorded_output_is_what_transformers_generates() -> None:
+    trace, pair = bundled.greedy_trace(), bundled.pair()
+    for i, request in enumerate(trace.requests):
+        ids = torch.tensor([request.prompt_ids])
+        out = pair.target.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            max_new_tokens=request.max_new_tokens,
+        )  # fmt: skip
+        mine = trace.on_path[trace.request_starts[i] : trace.request_starts[i + 1]]
+        assert out[0, ids.shape[1] :].tolist() == trace.columns["token"][mine].tolist()
+
+
+def test_tree_masked_tails_equal_sequential_drafting() -> None:
+    """Each tail again, alone: token by token on a fresh cache, both models."""
+    trace = bundled.greedy_trace()
+    target, draft = bundled.runners()
+    c = trace.columns
+    compared = 0
+    for i, request in enumerate(trace.requests[:3]):
+        mine = np.flatnonzero(c["request"] == i)
+        output = c["token"][mine][c["offset"][mine] == 0].tolist()
+        wrong = [
+            r
+            for r in mine
+            if c["offset"][r] == 0 and r + 1 < len(trace) and c["offset"][r + 1] == 1
+        ]
+        for row in wrong[::3]:
+            at = int(c["position"][row])
+            ids = [*(request.prompt_ids or ()), *output[:at], int(c["draft_token"][row])]
+            tail = row + 1
+            while tail < len(trace) and c["offset"][tail] > 0:
+                for name, runner in (("draft", draft), ("target", target)):
+                    logits = runner.forward(torch.tensor(ids), 0, keep=1)
+                    of = signals(logits).stack()[0].numpy()
+                    columns = [f"{name}_{k}" for k in ("top1", "top2", "logsumexp", "entropy")]
+                    recorded = [c[k][tail] for k in columns]
+                    np.testing.assert_allclose(recorded, of, atol=2e-3)
+                    assert int(logits.argmax()) == c[f"{name}_token"][tail]
+                    if name == "draft":
+                        token = logits.argmax(-1)
+                        log_prob = float(log_probs_at(logits, token, 0.0))
+                        assert c["draft_logprob"][tail] == pytest.approx(log_prob, abs=1e-3)
+                ids.append(int(c["draft_token"][tail]))
+                compared += 1
+                tail += 1
+    assert compared > 100
+
+
+def test_tails_stop_at_the_limit_at_max_gamma_and_at_a_drafted_eos() -> None:
+    trace = bundled.greedy_trace()
+    c = trace.columns
+    offset, position = c["offset"], c["position"]
+    tails = offset > 0
+    limit = np.array([r.max_new_tokens for r in trace.requests])[c["request"]]
+    assert offset.max() == bundled.MAX_GAMMA - 1
+    # The last position of the limit is never drafted: verification fills it.
+    assert (position + offset)[tails].max() <= limit.max() - 2
+    eos = np.isin(c["draft_token"], trace.meta["eos_token_ids"])
+    followed = np.append(offset[1:] > offset[:-1], False)
+    assert not (eos & followed).any()
+
+
+def test_sampled_matches_are_coins_of_the_recorded_ratio() -> None:
+    """Leviathan et al., Alg. 1: accepted with min(1, draft(x) / target(x)) given x."""
+    trace = bundled.record(6, temperature=1.0)
+    rows = trace.on_path
+    gap = trace.columns["draft_path_logprob"][rows] - trace.columns["target_path_logprob"][rows]
+    chance = np.minimum(1.0, np.exp(gap.astype(float)))
+    match = trace.columns["match"][rows] == MATCH
+    error = np.sqrt((chance * (1 - chance)).sum())
+    assert abs((match - chance).sum()) < 4 * error
+    assert (trace.columns["draft_token"][rows] == trace.columns["token"][rows])[match].all()
+    assert (trace.columns["draft_token"][rows] != trace.columns["token"][rows])[~match].all()
+
+
+def test_overlap_is_the_chance_of_acceptance_on_average() -> None:
+    """E over x ~ target of min(1, draft/target) is the sum of the smaller probability."""
+    trace = bundled.record(6, temperature=1.0, seed=3)
+    rows = trace.on_path
+    gap = trace.columns["draft_path_logprob"][rows] - trace.columns["target_path_logprob"][rows]
+    chance = np.minimum(1.0, np.exp(gap.astype(float)))
+    overlap = trace.columns["overlap"][rows].astype(float)
+    difference = chance - overlap
+    assert abs(difference.mean()) < 4 * difference.std() / np.sqrt(len(difference))
+
+
+def test_nan_logits_are_reported() -> None:
+    target, draft = bundled.runners()
+    broken = Runner.__new__(Runner)
+    broken.__dict__.update(draft.__dict__)
+    broken.forward = lambda *a, **k: draft.forward(*a, **k) * torch.nan  # type: ignore[method-assign]
+    recorder = Recorder(target, broken, max_new_tokens=4, max_gamma=2)
+    with pytest.raises(DraftsimError, match="the draft produced NaN logits"):
+        recorder.record(bundled.pair().encode("import os\n"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_gamma", 0), ("temperature", -1.0)])
+def test_impossible_settings_are_refused_with_their_value(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=str(value)):
+        Recorder(*bundled.runners(), **{"max_new_tokens": 4, name: value})  # type: ignore[arg-type]

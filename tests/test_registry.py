@@ -1,0 +1,166 @@
+"""Policies by name: parsing, describing, capping."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import (
+    POLICIES,
+    SVIP,
+    BatchPolicy,
+    DraftPolicy,
+    DraftProbability,
+    Fixed,
+    Goodput,
+    HFHeuristic,
+    SingleStream,
+    TextbookCost,
+    capped,
+    describe,
+    parse_policy,
+    parse_serving_policy,
+    policy_names,
+    speculate,
+)
+from policies.checks import ScriptedDecoder
+from policies.spec import parameters
+
+TABLES = ("batch-table", "sglang-adaptive")
+"""Their draft lengths are entries of a table, which nothing lowers."""
+
+
+def settings_of(policy: DraftPolicy | BatchPolicy) -> dict[str, Any]:
+    return {key: getattr(policy, key) for key in parameters(type(policy))}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_names_build_and_describe_themselves(name: str) -> None:
+    policy = parse_serving_policy(name)
+    assert type(policy) is POLICIES[name]
+    assert describe(policy) == name
+    assert isinstance(parse_policy(name), DraftPolicy)
+    assert describe(parse_policy(name)) == name
+
+
+def test_policies_promised_at_the_command_line() -> None:
+    promised = {
+        "autoregressive", "fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus",
+        "svip", "adaedl", "draft-and-verify", "oracle",
+    }  # fmt: skip
+    assert promised <= set(policy_names("single"))
+    assert set(policy_names("single")) | set(policy_names("batch")) == set(policy_names())
+    assert isinstance(parse_policy("goodput"), SingleStream)
+    assert isinstance(parse_serving_policy("goodput"), Goodput)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fixed:gamma=4",
+        "hf-heuristic:gamma=4,full_accept_means=budget,gamma_max=40",
+        "gammatune:gamma=8,eta=0.125,delta=1.5",
+        "adaedl:keep_trigger_token=false",
+        "oracle:convention=run+1",
+        "cm-asd:weights=[1,0,0]",
+        "cm-asd:window=lagged,alpha=1e-05",
+        "batch-table:table=[[1,4,5],[5,16,3]]",
+        'sglang-adaptive:config={"1":{"candidate_steps":[1,3]}}',
+        "ucb:variant=ucb_paper,gammas=[1,2,8]",
+    ],
+)
+def test_text_survives_a_round_trip(text: str) -> None:
+    policy = parse_serving_policy(text)
+    assert describe(policy) == text
+    assert settings_of(parse_serving_policy(describe(policy))) == settings_of(policy)
+
+
+@given(
+    st.integers(1, 30),
+    st.sampled_from(["sent", "budget"]),
+    st.floats(0, 1),
+    st.sampled_from(["transient", "persistent"]),
+    st.one_of(st.none(), st.integers(30, 60)),
+)
+def test_round_trip_of_any_setting(
+    gamma: int, means: Any, threshold: float, persist: Any, longest: int | None
+) -> None:
+    policy = HFHeuristic(gamma, means, threshold, "off", persist, longest)
+    assert settings_of(parse_policy(describe(policy))) == settings_of(policy)
+
+
+def test_whitespace_none_and_case_of_flags() -> None:
+    policy = parse_policy(" hf-heuristic: gamma = 7 , gamma_max=none ")
+    assert describe(policy) == "hf-heuristic:gamma=7"
+    assert parse_policy("adaedl:keep_trigger_token=False").keep_trigger_token is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gamatune", "unknown policy 'gamatune': did you mean 'gammatune'?"),
+        ("", "unknown policy '': choose from autoregressive, fixed"),
+        ("fixed:gama=3", "policy 'fixed' has no parameter 'gama': did you mean 'gamma'?"),
+        ("autoregressive:gamma=1", "'autoregressive' has no parameter 'gamma': it takes none"),
+        ("fixed:3", "policy 'fixed': '3' is not of the form key=value"),
+        ("fixed:gamma=three", "policy 'fixed': gamma=three: expected an integer"),
+        ("fixed:gamma=-1", "policy 'fixed': gamma is -1, expected >= 0"),
+        ("fixed:gamma=2,gamma=3", "parameter 'gamma' is given twice"),
+        ("confidence:confidence_threshold=nan", "expected a finite number"),
+        ("oracle:convention=rnu+1", "did you mean 'run+1'?"),
+        ("adaedl:keep_trigger_token=1", "expected true or false"),
+        ("cm-asd:weights=[1,0", "not a JSON list"),
+        ("cm-asd:weights=3", "expected a JSON list"),
+        ('cm-asd:weights=["a",0,1]', "policy 'cm-asd': "),
+        ("batch-table:table=[1,2,3]", "policy 'batch-table': "),
+        ("ucb:gammas=[[1]]", "policy 'ucb': "),
+        ("goodput:cost=3", "expected a JSON list"),
+    ],
+)
+def test_mistakes_are_named_with_the_remedy(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        parse_policy(text)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=30))
+def test_any_text_parses_or_raises_a_value_error(text: str) -> None:
+    for prefix in ("", "fixed:", "cm-asd:weights=", "batch-table:table=["):
+        with suppress(ValueError):
+            assert isinstance(parse_policy(prefix + text), DraftPolicy)
+
+
+def test_resources_reach_the_policies_that_take_them() -> None:
+    cost, estimator = TextbookCost(2.0, 0.5), DraftProbability()
+    extra: dict[str, Any] = {"cost": cost, "estimator": estimator, "vocab_size": 1024}
+    for name in policy_names():
+        policy = parse_serving_policy(name, **extra)
+        for key in set(extra) & set(parameters(type(policy))):
+            assert getattr(policy, key) is extra[key]
+    assert parse_policy("cm-asd:vocab_size=7", **extra).vocab_size == 7  # type: ignore[attr-defined]
+
+
+def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:
+    assert describe(capped(SVIP(), 24)) == "svip:gamma_max=24"
+    assert describe(capped(SVIP(gamma_max=30), 24)) == "svip:gamma_max=30"
+    assert describe(capped(Fixed(), 24)) == "fixed"
+    assert describe(capped(HFHeuristic(), 24)) == "hf-heuristic:gamma_max=24"
+    assert describe(capped(HFHeuristic(gamma=30), 24)) == "hf-heuristic:gamma=30,gamma_max=30"
+    # In text even a value equal to the default is a choice.
+    assert describe(parse_policy("svip:gamma_max=40", max_gamma=24)) == "svip"
+
+
+@pytest.mark.parametrize("name", [n for n in POLICIES if n not in TABLES])
+@pytest.mark.parametrize("longest", [1, 3, 24])
+def test_capped_policies_never_draft_past_the_cap(name: str, longest: int) -> None:
+    for accept in (0.6, 0.97, 1.0):
+        policy = parse_policy(name, max_gamma=longest)
+        decoder = ScriptedDecoder(3, 2000, policy.reads, accept=accept, eos=False)
+        assert max(r.draft_forwards for r in islice(speculate(decoder, policy), 60)) <= longest

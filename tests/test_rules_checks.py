@@ -1,0 +1,166 @@
+"""`check_rule` passes every built-in rule and fails rules that break one clause each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.memory import OnlineCorrectionMemory
+from policies.rule_checks import RuleError, check_rule, sample_round
+from policies.rule_registry import parse_rule, rule_names
+from policies.rules import TokenRule, VerifyRule
+from policies.rules_context import CSD
+
+VARIANTS = [
+    "lenience:mode=sample",
+    "ensemble:mode=sample",
+    "ensemble:undecided=accept",
+    "cm-asd:tau_sign=literal,entropy_sign=literal,weights=[0,1,0]",
+    "csd:threshold=0,tau=0.5",
+    "csd:threshold=1,count_first=true,count_rescued=true,capacity=3",
+    "csd-ocm:threshold=0",
+    "typical:temperature=0",
+    "fly:window=1,entropy_threshold=0.1",
+]
+
+
+@pytest.mark.parametrize("name", [*rule_names(), *VARIANTS])
+def test_built_in_rules_keep_the_contract(name: str) -> None:
+    check_rule(parse_rule(name))
+
+
+def test_the_prototype_is_left_as_it_was() -> None:
+    rule = CSD(threshold=0, memory=OnlineCorrectionMemory().calibrate([(1, 2)]))
+    check_rule(rule)
+    assert rule.table.items() == [((1, 2), 1)]
+
+
+class TooMany(VerifyRule):
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return len(draft) + 1
+
+
+class FromNothing(VerifyRule):
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return len(draft) or -1
+
+
+class NotAnInteger(VerifyRule):
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return 0.0  # type: ignore[return-value]
+
+
+class Clockwork(TokenRule):
+    """Shares a stream of randomness between all copies."""
+
+    rng = np.random.default_rng(0)
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(self.rng.random() < 0.5)
+
+
+class Peeking(VerifyRule):
+    """Lets a last mismatch stand only if something follows it."""
+
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return len(draft) if len(draft) > 3 else 0
+
+
+class FalselyLossless(TokenRule):
+    lossless = True
+    needs = ("match", "draft_rank")
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(score.draft_rank < 2)
+
+
+class UndeclaredScore(TokenRule):
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(score.match or score.entropy > 1)
+
+
+class UndeclaredSignal(TokenRule):
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(token.prob > 0.5)
+
+
+class UnknownScore(TokenRule):
+    needs = ("mood",)
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return False
+
+
+class NegativeLookAhead(TokenRule):
+    look_ahead = -1
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        return bool(score.match)
+
+
+class Counting(TokenRule):
+    """Forgives every second mismatch it ever sees; keeps the count in a list."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        if score.match:
+            return True
+        self.seen.append(1)
+        return len(self.seen) % 2 == 0
+
+
+class SharedState(Counting):
+    def fresh(self) -> SharedState:
+        other = SharedState()
+        other.seen = self.seen
+        return other
+
+
+class NoCopy(Counting):
+    def fresh(self) -> NoCopy:
+        return self
+
+
+def test_a_rule_with_state_of_its_own_is_fine() -> None:
+    check_rule(Counting())
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (TooMany(), "accepted 1 of 0 tokens"),
+        (FromNothing(), "accepted -1 of 0 tokens"),
+        (NotAnInteger(), "returned 0.0, expected an int"),
+        (Clockwork(), "two copies in the same state disagree"),
+        (Peeking(), "more than look_ahead=0 after them"),
+        (FalselyLossless(), "calls itself lossless but accepted"),
+        (UndeclaredScore(), "read the score 'entropy' undeclared"),
+        (UndeclaredSignal(), "read the signal 'prob' undeclared"),
+        (UnknownScore(), "unknown signals or scores: mood"),
+        (NegativeLookAhead(), "look_ahead is -1"),
+        (SharedState(), "two copies in the same state disagree|changed the original"),
+        (NoCopy(), "returned the prototype"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_broken_rule_fails(rule: VerifyRule, message: str) -> None:
+    with pytest.raises(RuleError, match=message):
+        check_rule(rule)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampled_rounds_are_coherent(temperature: float) -> None:
+    draft, scores = sample_round(np.random.default_rng(0), 200, temperature)
+    for token, score in zip(draft, scores, strict=True):
+        assert score["draft_rank"] == 0 or score["draft_logit"] < score["top1"]
+        assert (score["draft_rank"] == 0) == (token["token_id"] == score["token"])
+        assert score["logsumexp"] > score["top1"] > score["top2"]
+        assert token["prob_margin"] <= 1
+        if temperature == 0:
+            assert score["match"] == (score["draft_rank"] == 0)
+            assert token["prob"] >= token["prob_margin"]

@@ -1,0 +1,196 @@
+"""Summaries: identities between the columns, intervals, categories, robustness."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from policies.basic import Fixed
+from simulator import (
+    SUMMARY_COLUMNS,
+    autoregressive,
+    price,
+    prompt_speedups,
+    robustness,
+    speedup_by_gamma,
+    speedup_distribution,
+    summarize,
+    summarize_by_category,
+    to_rows,
+)
+from simulator.estimate import ratio
+from traces.errors import DraftsimError
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Request, Trace
+
+LATENCY = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.0005)
+ALPHAS = (0.3, 0.5, 0.7, 0.9)
+
+
+def mixed_trace(requests: int = 24, tokens: int = 80, seed: int = 0) -> Trace:
+    """Requests of four categories that differ in acceptance."""
+    rng = np.random.default_rng(seed)
+    match = [rng.random(tokens) < ALPHAS[i % 4] for i in range(requests)]
+    columns = {
+        "request": np.repeat(np.arange(requests, dtype=np.int32), tokens),
+        "position": np.tile(np.arange(tokens, dtype=np.int32), requests),
+        "offset": np.zeros(requests * tokens, dtype=np.int16),
+        "match": np.concatenate(match).astype(np.int8),
+    }
+    table = [
+        Request(f"r{i}", f"c{i % 4}", 10 + i, tokens, tokens, "length") for i in range(requests)
+    ]
+    return Trace(columns, table)
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[RoundLog]:
+    trace = mixed_trace()
+    return [replay(trace, Fixed(g), name=f"fixed:gamma={g}") for g in (2, 5)]
+
+
+def test_rows_have_the_documented_fields_and_identities(logs: list[RoundLog]) -> None:
+    frame = summarize(logs, LATENCY)
+    assert tuple(frame.columns) == SUMMARY_COLUMNS
+    assert list(frame["policy"]) == ["autoregressive", "fixed:gamma=2", "fixed:gamma=5"]
+    np.testing.assert_allclose(frame["speedup"], frame["wall_s"][0] / frame["wall_s"])
+    np.testing.assert_allclose(frame["block_efficiency"], frame["tokens"] / frame["rounds"])
+    drafting = frame[1:]
+    np.testing.assert_allclose(
+        drafting["acceptance_rate"], drafting["accepted"] / drafting["drafted"]
+    )
+    assert (frame["tokens"] == 24 * 79).all()  # prefill emitted the first of 80
+    assert (frame["target_forwards"] == frame["rounds"]).all()
+    plain = frame.iloc[0]
+    assert plain["speedup"] == plain["speedup_lo"] == plain["speedup_hi"] == 1
+    assert (drafting["speedup_lo"] < drafting["speedup"]).all()
+    assert (drafting["speedup"] < drafting["speedup_hi"]).all()
+
+
+def test_intervals_match_scipy(logs: list[RoundLog]) -> None:
+    """An independent percentile bootstrap, within the noise of both resamplings."""
+    run = price(logs[1], LATENCY)
+    plain = price(autoregressive(logs[1]), LATENCY)
+    other = stats.bootstrap(
+        (plain.decode_s, run.decode_s),
+        lambda a, b, axis=-1: a.sum(axis=axis) / b.sum(axis=axis),
+        paired=True, vectorized=True, n_resamples=4000, method="percentile",
+        rng=np.random.default_rng(7),
+    )  # fmt: skip
+    row = summarize(logs[1:], LATENCY, resamples=4000).iloc[1]
+    # A 2.5 % quantile of 4000 normal draws has a standard error of about 0.042 sd.
+    tolerance = 4 * math.sqrt(2) * 0.042 * float(other.standard_error)
+    assert row["speedup_lo"] == pytest.approx(other.confidence_interval.low, abs=tolerance)
+    assert row["speedup_hi"] == pytest.approx(other.confidence_interval.high, abs=tolerance)
+
+
+def test_interval_covers_the_expected_share() -> None:
+    """Of independent recordings, about 95 % of intervals hold the long-run speedup."""
+    truth = summarize([replay(mixed_trace(2000, seed=999), Fixed(4))], LATENCY, resamples=1)
+    expected, trials = float(truth["speedup"].iloc[1]), 60
+    covered = 0
+    for seed in range(trials):
+        log = replay(mixed_trace(40, seed=seed), Fixed(4))
+        row = summarize([log], LATENCY, resamples=300).iloc[1]
+        covered += bool(row["speedup_lo"] < expected < row["speedup_hi"])
+    # Percentile intervals over 40 prompts undercover a little; 4 errors below 0.90.
+    assert covered / trials > 0.90 - 4 * math.sqrt(0.9 * 0.1 / trials)
+
+
+def test_one_prompt_has_no_interval() -> None:
+    row = summarize([replay(mixed_trace(1), Fixed(3))], LATENCY).iloc[1]
+    assert math.isnan(row["speedup_lo"])
+    assert math.isnan(row["speedup_hi"])
+
+
+def test_prefill_is_in_only_where_asked(logs: list[RoundLog]) -> None:
+    rows = [("target", "forward", 1, 1, 0, 0.01), ("draft", "forward", 1, 1, 0, 0.001)]
+    rows += [(m, "prefill", 1, n, 0, n * 1e-3) for m in ("target", "draft") for n in (1, 64)]
+    frame = pd.DataFrame([(*r, 0.0, 1) for r in rows], columns=list(CELL_COLUMNS))
+    latency = LatencyTable(frame, {"kind": "constant"})
+    decode, wall = (summarize(logs, latency, prefill=p) for p in (False, True))
+    extra = wall["wall_s"] - decode["wall_s"]
+    assert extra[0] > 0
+    assert extra[1] > extra[0]  # the draft model reads the prompt too
+    assert (wall["speedup"][1:] < decode["speedup"][1:]).all()
+    np.testing.assert_allclose(wall["speedup"], wall["wall_s"][0] / wall["wall_s"])
+
+
+def test_categories_partition_the_whole(logs: list[RoundLog]) -> None:
+    whole, parts = summarize(logs, LATENCY), summarize_by_category(logs, LATENCY)
+    assert list(dict.fromkeys(parts["category"])) == ["c0", "c1", "c2", "c3"]
+    for name in ("tokens", "rounds", "drafted", "accepted", "wall_s"):
+        sums = parts.groupby("policy", sort=False)[name].sum().to_numpy()
+        np.testing.assert_allclose(sums, whole[name])
+    fixed = parts[parts["policy"] == "fixed:gamma=5"]
+    assert fixed["speedup"].is_monotonic_increasing  # as the categories' acceptance is
+
+
+def test_prompt_speedups_are_each_prompts_own(logs: list[RoundLog]) -> None:
+    each = prompt_speedups(logs[1], LATENCY)
+    trace = mixed_trace()
+    for i in (0, 3, 17):
+        alone = summarize([replay(trace.select([i]), Fixed(5))], LATENCY)
+        assert each[i] == pytest.approx(alone["speedup"].iloc[1])
+    table = speedup_distribution(each, [0, 1, 2, 10])
+    assert table["prompts"].sum() == 24
+    assert table["share"].sum() == pytest.approx(1)
+    assert table.iloc[-1]["share"] == pytest.approx((each < 1).mean())
+    assert list(table["low"]) == [2, 1, 0]
+
+
+def test_distribution_takes_what_lies_outside_its_edges() -> None:
+    table = speedup_distribution([0.1, 1.5, 1.0, 9.0, float("nan")], [0.5, 1, 2])
+    assert list(table["prompts"]) == [3, 1]
+
+
+def test_rows_survive_json(logs: list[RoundLog]) -> None:
+    rows = to_rows(summarize(logs, LATENCY))
+    back = json.loads(json.dumps(rows, allow_nan=False))
+    assert back[0]["acceptance_rate"] is None
+    assert isinstance(back[1]["rounds"], int)
+
+
+def test_other_requests_are_refused(logs: list[RoundLog]) -> None:
+    with pytest.raises(DraftsimError, match="have other requests"):
+        summarize([logs[0], replay(mixed_trace(5), Fixed(2))], LATENCY)
+    with pytest.raises(DraftsimError, match="at least one policy"):
+        summarize([], LATENCY)
+    with pytest.raises(DraftsimError, match="resamples is 0"):
+        summarize(logs, LATENCY, resamples=0)
+    with pytest.raises(DraftsimError, match="confidence is 1"):
+        summarize(logs, LATENCY, confidence=1)
+    with pytest.raises(DraftsimError, match="increasing numbers"):
+        speedup_distribution([1.0], [2, 1])
+
+
+def test_robustness_is_relative_to_the_reference() -> None:
+    trace = mixed_trace(8)
+    families = {"fixed": Fixed, "always-3": lambda gamma: Fixed(3)}
+    speedups = speedup_by_gamma(trace, families, LATENCY, (1, 3, 12))
+    table = robustness(speedups).set_index("policy")
+    assert table.loc["fixed", "mean"] == pytest.approx(1)
+    assert table.loc["always-3", "sd"] == pytest.approx(0, abs=1e-12)
+    fixed = speedups[speedups["policy"] == "fixed"]["speedup"].to_numpy()
+    assert table.loc["fixed", "sd"] == pytest.approx(np.std(fixed, ddof=1) / fixed.mean())
+    assert table.loc["always-3", "mean"] == pytest.approx(fixed[1] / fixed.mean())
+    with pytest.raises(DraftsimError, match="'oracle' is not among fixed, always-3"):
+        robustness(speedups, "oracle")
+
+
+def test_ratio_error_is_the_spread_of_repeated_ratios() -> None:
+    rng = np.random.default_rng(3)
+    under = rng.uniform(1, 3, size=(4000, 50))
+    over = 2 * under + rng.normal(0, 1, size=under.shape)
+    estimates = [ratio(a, b) for a, b in zip(over, under, strict=True)]
+    spread = np.std([e.value for e in estimates])
+    claimed = np.mean([e.standard_error for e in estimates])
+    # The sd of 4000 values has a relative error of 1.1 %; the delta method is of order 1/50.
+    assert claimed == pytest.approx(spread, rel=4 * 0.011 + 0.02)

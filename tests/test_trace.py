@@ -1,0 +1,139 @@
+"""Traces: run lengths, selections, and the contradictions they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from traces.errors import DraftsimError
+from traces.synthetic import synthetic_trace
+from traces.trace import MATCH, Request, Trace
+
+MATCHES = st.lists(st.lists(st.sampled_from([1, 0, -1]), min_size=1, max_size=12), max_size=5)
+
+
+def plain_trace(matches: list[list[int]]) -> Trace:
+    lengths = [len(m) for m in matches]
+    columns = {
+        "request": np.repeat(np.arange(len(matches)), lengths),
+        "position": np.array([t for m in matches for t in range(len(m))], dtype=np.int32),
+        "offset": np.zeros(sum(lengths), dtype=np.int16),
+        "match": np.array([x for m in matches for x in m], dtype=np.int8),
+    }
+    requests = [Request(str(i), "c", 4, n, n, "length") for i, n in enumerate(lengths)]
+    return Trace(columns, requests)
+
+
+@given(MATCHES)
+@settings(deadline=None)
+def test_run_lengths_by_walking(matches: list[list[int]]) -> None:
+    expected = []
+    for row in matches:
+        for t in range(len(row)):
+            run = 0
+            while t + run < len(row) and row[t + run] == MATCH:
+                run += 1
+            expected.append(run)
+    trace = plain_trace(matches)
+    assert trace.run_lengths.tolist() == expected
+    assert trace.tokens == len(trace) == len(expected)
+
+
+def tailed() -> Trace:
+    return synthetic_trace(
+        0.5, requests=4, tokens=9, seed=3, concentration=2.0, max_gamma=3, eos_fraction=0.5
+    )
+
+
+@given(st.lists(st.integers(0, 3), max_size=6))
+@settings(deadline=None)
+def test_select_takes_whole_requests(keep: list[int]) -> None:
+    trace = tailed()
+    part = trace.select(keep)
+    assert part.requests == [trace.requests[i] for i in keep]
+    rows = [np.flatnonzero(trace.columns["request"] == i) for i in keep]
+    for name in set(trace.columns) - {"request"}:
+        expected = [trace.columns[name][r] for r in rows]
+        assert np.array_equal(part.columns[name], np.concatenate([[], *expected])), name
+
+
+def test_signals_follow_their_definitions() -> None:
+    trace = tailed()
+    c = {name: values.astype(np.float64) for name, values in trace.columns.items()}
+    top, second = (np.exp(c[f"draft_top{i}"] - c["draft_logsumexp"]) for i in (1, 2))
+    assert np.array_equal(trace.signal("prob"), np.exp(c["draft_logprob"]))
+    assert np.array_equal(trace.signal("prob_margin"), top - second)
+    assert np.array_equal(trace.signal("logit_margin"), c["draft_top1"] - c["draft_top2"])
+    assert np.array_equal(trace.signal("entropy"), c["draft_entropy"])
+    with pytest.raises(DraftsimError, match="'prob' is not in this trace .it holds none"):
+        plain_trace([[1]]).signal("prob")
+
+
+def test_columns_are_typed_and_cannot_be_written() -> None:
+    trace = plain_trace([[1, 0]])
+    assert trace.columns["position"].dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        trace.columns["match"][0] = 0
+
+
+def changed(name: str, row: int, value: Any) -> dict[str, Any]:
+    columns = {k: np.array(v) for k, v in tailed().columns.items()}
+    columns[name][row] = value
+    return columns
+
+
+FIRST_TAIL = int(np.flatnonzero(tailed().columns["offset"])[0])
+FIRST_MATCH = int(np.flatnonzero(tailed().columns["match"] == MATCH)[0])
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (changed("match", FIRST_MATCH, 5), "values other than"),
+        (changed("request", -1, 9), "names request 9, the table has 4"),
+        (changed("request", 0, -1), "names request"),
+        (changed("position", 0, -1), "negative"),
+        (changed("position", 0, 3), "not sorted"),
+        (changed("offset", FIRST_TAIL, 2), r"not sorted|not numbered"),
+        (changed("offset", FIRST_TAIL, 9), r"not sorted|tail of 9"),
+        (changed("match", FIRST_TAIL - 1, 1), "was no mismatch"),
+        (changed("draft_entropy", FIRST_TAIL, np.nan), "'draft_entropy' is nan"),
+        ({k: v for k, v in tailed().columns.items() if k != "match"}, "lacks .* match"),
+        ({**tailed().columns, "colour": np.zeros(len(tailed()))}, "unknown column.* colour"),
+        ({**tailed().columns, "token": np.zeros(2, np.int32)}, r"'token' has shape \(2,\)"),
+        ({**tailed().columns, "token": np.zeros(len(tailed()))}, "'token' has dtype float64"),
+        ({**tailed().columns, "offset": np.full(len(tailed()), 1 << 20)}, "'offset' holds values"),
+    ],
+)
+def test_contradicting_columns_are_refused(columns: dict[str, Any], message: str) -> None:
+    trace = tailed()
+    with pytest.raises(DraftsimError, match=message):
+        Trace(columns, trace.requests, trace.max_gamma, trace.meta)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("r", "", 1, 3, 3, "length"), "3 tokens"),
+        (Request("r", "", 1, 2, 1, "eos"), "max_new_tokens=1"),
+        (Request("r", "", 1, 2, 3, "length"), "token limit with tokens=2"),
+        (Request("r", "", 1, 2, 3, "stop"), "ended='stop'"),  # type: ignore[arg-type]
+        (Request("r", "", -1, 2, 2, "length"), "prompt_length=-1"),
+        (Request("r", "", 1, 2, 2, "length", (1, 2)), "2 prompt ids"),
+    ],
+)
+def test_contradicting_requests_are_refused(request_: Request, message: str) -> None:
+    with pytest.raises(DraftsimError, match=message):
+        Trace(plain_trace([[1, 0]]).columns, [request_])
+
+
+def test_tails_must_fit_max_gamma() -> None:
+    trace = tailed()
+    with pytest.raises(DraftsimError, match="tail of 2 tokens, its max_gamma=2 allows 1"):
+        Trace(trace.columns, trace.requests, 2)
+    with pytest.raises(DraftsimError, match="no max_gamma"):
+        Trace(trace.columns, trace.requests)

@@ -1,0 +1,84 @@
+"""Recordings found by name or path, and latencies given in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from traces.errors import DraftsimError, FileError
+from traces.files import write_latency, write_trace
+from traces.latency import LatencyTable
+from traces.recordings import find_latency, find_trace, parse_latency, recordings
+from traces.synthetic import synthetic_trace
+
+
+@pytest.fixture
+def bundled(tmp_path: Path) -> Path:
+    for name in ("code-pair", "chat-pair"):
+        (tmp_path / name).mkdir()
+        write_trace(synthetic_trace(0.5, requests=3, tokens=7), tmp_path / name / "trace.parquet")
+        write_latency(LatencyTable.constant(1, 0.1), tmp_path / name / "latency.parquet")
+    (tmp_path / "no-recording").mkdir()
+    return tmp_path
+
+
+def test_recordings_are_listed_with_a_summary(bundled: Path, tmp_path: Path) -> None:
+    assert [r.name for r in recordings(bundled)] == ["chat-pair", "code-pair"]
+    assert recordings(bundled)[0].summary == "synthetic: 3 requests, 21 tokens"
+    assert recordings(bundled)[0].file("trace").is_file()
+    assert recordings(tmp_path / "none") == []
+
+
+def test_what_is_bundled_can_be_read() -> None:
+    for recording in recordings():
+        assert find_trace(recording.name).tokens > 0
+        assert find_latency(recording.name).has("target", "forward")
+
+
+def test_names_folders_and_files(bundled: Path) -> None:
+    folder = bundled / "code-pair"
+    for where in ("code-pair", folder, str(folder), folder / "trace.parquet"):
+        assert find_trace(where, bundled).tokens == 21
+    assert find_latency("code-pair", bundled).is_constant
+    assert find_latency("const:target=1,draft=0.1", bundled).is_constant
+
+
+def test_unknown_names_suggest_the_nearest(bundled: Path) -> None:
+    with pytest.raises(FileError, match="did you mean 'code-pair'.*chat-pair, code-pair"):
+        find_trace("code-par", bundled)
+    with pytest.raises(FileError, match="none is bundled"):
+        find_latency("code-pair", bundled / "no-recording")
+    with pytest.raises(FileError, match="no such file"):
+        find_trace("a/b.parquet", bundled)
+    with pytest.raises(FileError, match="is a directory"):
+        find_trace(bundled / "no-recording", bundled)
+    with pytest.raises(FileError, match="is a latency table, not an acceptance trace"):
+        find_trace(bundled / "code-pair" / "latency.parquet", bundled)
+
+
+def test_latencies_in_words() -> None:
+    table = parse_latency("const:target=0.0143,draft=0.00176,verify=0.0150,host_round=1e-4")
+    assert table.seconds("target", "forward", new_tokens=[1, 2, 9]).tolist() == [0.0143] + [0.015] * 2
+    assert table.seconds("draft", "forward") == 0.00176
+    assert table.seconds("target", "host_round") == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("const:", "the part ''"),
+        ("const:target=1", "lacks draft"),
+        ("const:verify=1", "lacks target and draft"),
+        ("const:target=1,draft=x", "draft='x', no number"),
+        ("const:target=1,draft", "the part 'draft'"),
+        ("const:traget=1,draft=1", "names 'traget' .did you mean 'target'"),
+        ("const:target=1,target=2,draft=1", "gives 'target' twice"),
+        ("const:target=-1,draft=1", "constant latency of target is -1.0"),
+        ("const:target=nan,draft=1", "constant latency of target is nan"),
+        ("constant:target=1", "does not begin with 'const:'"),
+    ],
+)
+def test_wrong_words_say_what_is_expected(text: str, message: str) -> None:
+    with pytest.raises(DraftsimError, match=message):
+        parse_latency(text)

@@ -1,0 +1,117 @@
+"""What the rounds of a finished run tell about each output position."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import FileError
+from traces.schema import MATCH, MISMATCH, UNKNOWN, Request
+from traces.trace import Trace
+
+
+class LoggedRound(NamedTuple):
+    """One round of a log."""
+
+    accepted: int
+    drafted: int
+    """Tokens that are known to have been drafted, at least."""
+
+
+def matches(rounds: Sequence[LoggedRound], tokens: int, first: int = 0) -> npt.NDArray[np.int8]:
+    """Per output position whether the draft matched, shape (tokens,), as far as is known.
+
+    A round at s with A accepted says that s ... s + A - 1 matched.  Position s + A was
+    emitted by the target: a mismatch if a draft stood there, that is if more than A were
+    drafted; otherwise it is the bonus, never drafted and so unknown, as are the
+    positions before `first`.  Positions beyond `tokens` are dropped.
+    """
+    match = np.full(tokens + sum(r.accepted + 1 for r in rounds), UNKNOWN, dtype=np.int8)
+    start = first
+    for accepted, drafted in rounds:
+        match[start : start + accepted] = MATCH
+        if drafted > accepted:
+            match[start + accepted] = MISMATCH
+        start += accepted + 1
+    return match[:tokens]
+
+
+def logged_trace(
+    requests: Sequence[Request], match: Sequence[npt.NDArray[np.int8]], meta: dict[str, Any]
+) -> Trace:
+    """A trace of matches alone, one array a request."""
+    lengths = [len(m) for m in match]
+    columns = {
+        "request": np.repeat(np.arange(len(requests)), lengths),
+        "position": np.concatenate([np.arange(n) for n in lengths] or [np.empty(0, int)]),
+        "offset": np.zeros(sum(lengths), dtype=np.int16),
+        "match": np.concatenate(match or [np.empty(0, np.int8)]),
+    }
+    return Trace(columns, requests, None, meta)
+
+
+class Rows(NamedTuple):
+    """JSON objects of a file with where each came from, for error messages."""
+
+    where: list[str]
+    objects: list[dict[str, Any]]
+
+
+def read_json_rows(path: str | os.PathLike[str]) -> Rows:
+    """The objects of a JSON or JSON Lines file.
+
+    Raises
+    ------
+    FileError
+        If the file is missing, is no text, or a line is not a JSON object.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: no such file: check the path") from error
+    except IsADirectoryError as error:
+        raise FileError(f"{path}: is a directory: name a file in it") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is not text: expected JSON or JSON Lines") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
+    found = _whole(text)
+    if found is None:
+        found = [
+            (f"{path} line {number}", _parsed(path, number, line))
+            for number, line in enumerate(text.split("\n"), 1)
+            if line.strip()
+        ]
+    else:
+        found = [(f"{path} entry {i}", item) for i, (_, item) in enumerate(found, 1)]
+    if not found:
+        raise FileError(f"{path}: holds no rows: expected JSON or JSON Lines")
+    for where, item in found:
+        if not isinstance(item, dict):
+            raise FileError(f"{where}: is no JSON object: expected one object a row")
+    return Rows([where for where, _ in found], [item for _, item in found])
+
+
+def _whole(text: str) -> list[tuple[str, Any]] | None:
+    """The entries of a text that is one JSON document, None if it is not."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return [("", item) for item in (document if isinstance(document, list) else [document])]
+
+
+def _parsed(path: str | os.PathLike[str], number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FileError(
+            f"{path} line {number}: is not JSON (truncated?): copy the file again"
+        ) from error

@@ -1,0 +1,131 @@
+"""Recordings that come with draftsim, found by name, and latencies given in words."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from traces.errors import DraftsimError, FileError
+from traces.files import read_latency, read_trace
+from traces.latency import PHASES, LatencyTable
+from traces.trace import Trace
+
+BUNDLED = Path(__file__).parent / "recorded"
+"""Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A bundled recording."""
+
+    name: str
+    folder: Path
+    summary: str
+    """Pair, size and device in one line."""
+
+    def file(self, kind: str) -> Path:
+        """Path of one of its files: ``trace``, ``latency``, ``measured``."""
+        return self.folder / f"{kind}.parquet"
+
+
+def recordings(folder: Path = BUNDLED) -> list[Recording]:
+    """The bundled recordings, by name."""
+    folders = sorted(f.parent for f in folder.glob("*/trace.parquet"))
+    return [Recording(f.name, f, _summary(f)) for f in folders]
+
+
+def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
+    """The trace of a bundled recording, of a run's folder, or in a file.
+
+    Raises
+    ------
+    FileError
+        If there is none, with the nearest name.
+    """
+    return read_trace(_find(name_or_path, "trace", folder))
+
+
+def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> LatencyTable:
+    """The latency table of a bundled recording, of a run's folder, in a file, or ``const:``.
+
+    Raises
+    ------
+    FileError
+        If there is none, with the nearest name.
+    DraftsimError
+        If a ``const:`` description is wrong (see `parse_latency`).
+    """
+    if isinstance(name_or_path, str) and name_or_path.startswith("const:"):
+        return parse_latency(name_or_path)
+    return read_latency(_find(name_or_path, "latency", folder))
+
+
+def parse_latency(text: str) -> LatencyTable:
+    """The table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
+
+    Any single-cell phase of the target may follow by name (``host_round=0.0003``).
+
+    Raises
+    ------
+    DraftsimError
+        If the text is anything else.
+    """
+    form = "expected const:target=SECONDS,draft=SECONDS[,verify=SECONDS]"
+    kind, _, body = text.partition(":")
+    if kind != "const":
+        raise DraftsimError(f"latency {text!r} does not begin with 'const:': {form}")
+    allowed = ["target", "draft", "verify", *(p for p in PHASES if p != "forward")]
+    given: dict[str, float] = {}
+    for part in body.split(","):
+        name, equals, value = (s.strip() for s in part.partition("="))
+        if not equals:
+            raise DraftsimError(f"latency {text!r} has the part {part!r}: {form}")
+        if name not in allowed:
+            raise DraftsimError(f"latency {text!r} names {name!r}{_nearest(name, allowed)}: {form}")
+        if name in given:
+            raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            problem = f"latency {text!r} gives {name}={value!r}, no number"
+            raise DraftsimError(f"{problem}: {form}") from None
+    if missing := [name for name in ("target", "draft") if name not in given]:
+        raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
+    return LatencyTable.constant(**given)
+
+
+def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:
+    path = Path(name_or_path)
+    if len(path.parts) == 1 and (bundled := folder / path / f"{kind}.parquet").is_file():
+        return bundled
+    if path.is_dir() and (inside := path / f"{kind}.parquet").is_file():
+        return inside
+    if path.exists() or len(path.parts) != 1 or path.suffix:
+        return path  # the reader says what is wrong with it
+    names = sorted(f.parent.name for f in folder.glob(f"*/{kind}.parquet"))
+    listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
+    hint = _nearest(str(path), names)
+    raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _summary(folder: Path) -> str:
+    trace = read_trace(folder / "trace.parquet")
+    named = {role: trace.meta.get(role) for role in ("target", "draft")}
+    pair = " + ".join(_label(v) for v in named.values() if v) or str(trace.meta.get("kind", "?"))
+    device = trace.meta.get("device")
+    size = f"{len(trace.requests)} requests, {trace.tokens} tokens"
+    return f"{pair}: {size}" + (f", {_label(device)}" if device else "")
+
+
+def _label(value: object) -> str:
+    if isinstance(value, dict):
+        value = next((value[k] for k in ("name", "id", "model", "path") if k in value), "?")
+    return str(value)
