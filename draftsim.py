@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
-import click
 import typer
 
 from commands import check, imports, profile, simulate, validate
 from traces.errors import DraftsimError
+
+# typer carries its own copy of click, whose errors it exports only in part.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
@@ -29,18 +32,18 @@ app.add_typer(imports.app, name="import")
 def main() -> None:
     """Run the command line; bad input is one line on standard error and exit code 2."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except DraftsimError as error:
         _fail(str(error), 2)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        _fail(error.format_message(), 2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except UsageError as error:
+        _fail(str(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
         _fail("stopped; the same command goes on where it can", 130)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"draftsim: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 

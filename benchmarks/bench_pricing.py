@@ -13,15 +13,15 @@ import pytest
 
 from policies import Fixed
 from simulator import price, price_ratios, summarize
-from simulator.check_iid import iid_trace
 from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.replay import replay
 from traces.rounds import RoundLog
+from traces.synthetic import synthetic_trace
 
 
 @pytest.fixture(scope="module")
 def log() -> RoundLog:
-    return replay(iid_trace(0.8, 500, 300), Fixed(5))
+    return replay(synthetic_trace(0.8, requests=300, tokens=500), Fixed(5))
 
 
 @pytest.fixture(scope="module")

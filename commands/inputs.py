@@ -43,9 +43,19 @@ PolicyOption = Annotated[
 
 def load_trace(name: str) -> Trace:
     """The trace `name` stands for; unknown positions are imputed, and the result marked."""
-    from traces.recordings import find_trace
+    import numpy as np
 
-    return find_trace(name)
+    from traces.recordings import find_trace
+    from traces.trace import UNKNOWN
+
+    trace = find_trace(name)
+    if not np.any(trace.columns["match"] == UNKNOWN):
+        return trace
+    try:
+        return trace.impute(0)
+    except DraftsimError:
+        # A log without draft lengths: full accepts look like rejections, a lower bound.
+        return trace.impute(0, "rejected")
 
 
 def load_latency(name: str | None, trace_name: str) -> LatencyTable:

@@ -76,8 +76,10 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if name in ("error", "spread", "bias", "share"):
-            return f"{100 * value:+.1f} %" if name in ("error", "bias") else f"{100 * value:.1f} %"
+        if name in ("error", "speedup_error", "bias"):
+            return f"{100 * value:+.1f} %"
+        if name in ("spread", "share"):
+            return f"{100 * value:.1f} %"
         return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
     return str(value)
 

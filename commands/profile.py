@@ -85,8 +85,8 @@ def run_profile(
         profile_latency(pair, settings, out, progress)
     spent = trace.meta["recording_s"]
     note(
-        f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; recording took "
-        f"{spent['all'] / spent['plain']:.2f} times plain decoding"
+        f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
+        f"recording took {spent['all'] / spent['plain']:.2f} times plain decoding"
     )
 
 

@@ -128,9 +128,9 @@ def _assisted_rows(pair: Pair, trace: Trace, progress: Any) -> pd.DataFrame:
             progress.advance(task)
         rows.append(
             {
-                "policy": f"transformers {schedule}", "verify": "exact", "batch": 1, "forced": False,
-                "predicted_s": None, "measured_s": seconds, "error": None, "spread": None,
-                "rounds_differ": differ,
+                "policy": f"transformers {schedule}", "verify": "exact", "batch": 1,
+                "forced": False, "predicted_s": None, "measured_s": seconds, "error": None,
+                "spread": None, "rounds_differ": differ, "speedup_error": None,
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
@@ -140,9 +140,12 @@ def say_verdict(rows: pd.DataFrame) -> None:
     """What the comparison amounts to, in words."""
     from simulator.validation import verdict
 
-    said = verdict(rows.dropna(subset=["predicted_s"]))
+    priced = rows.dropna(subset=["predicted_s"])
+    said = verdict(priced)
     note(
-        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} ({said.worst_policy}); "
+        f"{int(rows['rounds_differ'].sum())} differing rounds; "
+        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
+        f"({said.worst_policy}), of the speedups {priced['speedup_error'].abs().median():.1%}; "
         f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked, "
         f"{len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
     )
@@ -168,18 +171,18 @@ def demo(
     json: JsonOption = None,
 ) -> None:
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
+    from commands.figures import save_all
     from commands.profile import run_profile
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import BUNDLED, RunInfo
-    from commands.figures import save_all
     from simulator.summary import summarize
     from traces.files import read_latency, read_trace
 
     info = RunInfo("bundled", "bundled", threads=1)
     run_profile(info, BUNDLED / "prompts.jsonl", out, Settings(grid=Grid()), prompts)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    logs = replay_all(trace, load_policies(None, trace))
+    logs = replay_all(trace, load_policies(None, trace)[1:])  # plain decoding comes by itself
     summary = summarize(logs, latency)
     rows = spot_check(out, repeats=repeats)
     if json is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 P = TypeVar("P", bound="DraftPolicy")
 
@@ -95,8 +95,9 @@ class DraftPolicy(ABC):
     sets ``learns_across_requests = True`` and is then shared, in request order.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ()
-    """The draft signals the policy reads, of `SIGNALS`; each may cost a device sync."""
+    reads: tuple[str, ...] = ()
+    """The draft signals the policy reads, of `SIGNALS`; each may cost a device sync.  Set on
+    the class, or on an instance whose parameters leave some of them unread."""
     learns_across_requests: bool = False
 
     @abstractmethod
@@ -112,9 +113,11 @@ class DraftPolicy(ABC):
 
     def begin_round(self, load: Load) -> None:
         """Called before the first `keep_drafting` of a round."""
+        del load
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         """Called after verification with the round's outcome and the submitted tokens."""
+        del outcome, draft
 
     def fresh(self: P) -> P:
         """A copy for one request, or the policy itself if it learns across requests."""

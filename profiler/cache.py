@@ -26,8 +26,8 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both buffers once, from the first states seen."""
-        batch, heads, _, width = key_states.shape
-        slots = self._cache.slots
+        heads, width = key_states.shape[1], key_states.shape[-1]
+        batch, slots = self._cache.batch, self._cache.slots + 1
         options = {"dtype": key_states.dtype, "device": key_states.device}
         # Zeros, not empty: a masked slot still enters 0 x value, which NaN would poison.
         self.keys = torch.zeros(batch, heads, slots, width, **options)
@@ -44,13 +44,14 @@ class SlotLayer(CacheLayerMixin):
         cache = self._cache
         if cache.scatter is None:
             stop = cache.start + key_states.shape[2]
-            self.keys[:, :, cache.start : stop] = key_states
-            self.values[:, :, cache.start : stop] = value_states
-            return self.keys[:, :, :stop], self.values[:, :, :stop]
+            self.keys[:1, :, cache.start : stop] = key_states
+            self.values[:1, :, cache.start : stop] = value_states
+            return self.keys[:1, :, :stop], self.values[:1, :, :stop]
         rows, slots = cache.scatter  # (batch, 1), (batch, new_tokens)
-        self.keys[rows, :, slots] = key_states.transpose(1, 2)
-        self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, : cache.visible], self.values[:, :, : cache.visible]
+        keys, values = self.keys[cache.rows], self.values[cache.rows]
+        keys[rows, :, slots] = key_states.transpose(1, 2)
+        values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, : cache.visible], values[:, :, : cache.visible]
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
         """(key length, offset); only asked for when no 4-D mask is given."""
@@ -71,26 +72,43 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """Slots for `slots` tokens per sequence in each of `layers` layers.
+    """Slots for `slots` tokens of each of `batch` sequences in each of `layers` layers.
 
-    Set the placement before each pass: ``place(start)`` writes consecutive slots from
-    ``start`` (one sequence, or all alike) and shows slots up to the last written;
-    ``place_ragged(positions, visible)`` writes slot ``positions[b, i]`` of sequence b and
-    shows the first ``visible`` slots, leaving the rest to the mask.  The ragged form has
-    fixed shapes, so a CUDA graph can capture it.
+    Set the placement before each pass: ``place(start)`` writes consecutive slots of the
+    first sequence from ``start`` and shows slots up to the last written;
+    ``place_ragged(rows, positions, visible)`` writes slot ``positions[b, i]`` of sequence
+    ``first + b`` and shows the first ``visible`` slots, leaving the rest to the mask.  The
+    ragged form has fixed shapes, so a CUDA graph can capture it.
+
+    One more slot than `slots`, number ``scratch``, takes what padding tokens write.
     """
 
-    def __init__(self, layers: int, slots: int) -> None:
+    def __init__(self, layers: int, slots: int, batch: int = 1) -> None:
         self.slots = slots
+        self.batch = batch
+        self.scratch = slots
         self.start = 0
         self.visible = slots
+        self.rows = slice(0, batch)
         self.scatter: tuple[Tensor, Tensor] | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(layers)])
 
     def place(self, start: int) -> None:
-        """The next pass writes slots start, start + 1, ..."""
+        """The next pass writes slots start, start + 1, ... of the first sequence."""
         self.start, self.scatter = start, None
 
-    def place_ragged(self, rows: Tensor, positions: Tensor, visible: int) -> None:
-        """The next pass writes ``positions`` (batch, new_tokens) of ``rows`` (batch, 1)."""
+    def place_ragged(self, rows: Tensor, positions: Tensor, visible: int, first: int = 0) -> None:
+        """The next pass writes ``positions`` (batch, new_tokens) of sequences from ``first`` on.
+
+        ``rows`` (batch, 1) counts them: 0, 1, ...
+        """
         self.scatter, self.visible = (rows, positions), visible
+        self.rows = slice(first, first + positions.shape[0])
+
+    def copy_row(self, source: int, destination: int) -> None:
+        """Make sequence ``destination`` hold what ``source`` holds."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                assert layer.keys is not None and layer.values is not None
+                layer.keys[destination] = layer.keys[source]
+                layer.values[destination] = layer.values[source]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
+from policies.rules import VerifyRule
+from profiler.ruled import judge
 from profiler.runner import Runner
 from profiler.signals import log_probs_at, signals
 from traces.errors import DraftsimError
@@ -18,7 +20,7 @@ from traces.errors import DraftsimError
 class ModelToken:
     """A token just drafted; its signals come to the host only when somebody reads one."""
 
-    __slots__ = ("_eos", "_logits", "_temperature", "_values", "device_id")
+    __slots__ = ("_eos", "_id", "_logits", "_temperature", "_values", "device_id")
 
     def __init__(
         self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int] | None
@@ -28,6 +30,12 @@ class ModelToken:
         self._temperature = temperature
         self._eos = eos
         self._values: tuple[float, ...] | None = None
+        self._id: int | None = None
+
+    def fill(self, token_id: int, values: tuple[float, ...]) -> None:
+        """Take what a shared transfer brought: the id, and the signals unless empty."""
+        self._id = token_id
+        self._values = self._values or values or None
 
     @property
     def logits(self) -> Tensor:
@@ -38,14 +46,16 @@ class ModelToken:
         # One transfer for all signals: the wait costs more than the numbers.
         if self._values is None:
             log_prob = log_probs_at(self._logits, self.device_id, self._temperature)
-            parts = [signals(self._logits).stack()[0], log_prob, self.device_id.float()]
+            parts = [signals(self._logits).stack()[0], log_prob]
             self._values = tuple(torch.cat(parts).tolist())
         return self._values
 
     @property
     def token_id(self) -> int:
         """Vocabulary id."""
-        return int(self.device_id)
+        if self._id is None:
+            self._id = int(self.device_id)
+        return self._id
 
     @property
     def prob(self) -> float:
@@ -96,10 +106,24 @@ class ModelDecoder:
     temperature:
         0: greedy matching.  Above 0: lossless rejection sampling (Leviathan et al.,
         2211.17192, Alg. 1) at that temperature, with random numbers from `generator`.
+    rule:
+        A lossy verify rule, which then decides in the place of the lossless one.  It is
+        used as it is: callers that decode several prompts share one, in their order, and
+        call its ``begin_run`` before and its ``end_request`` in between.
     watch_eos:
         Stop drafting at a drafted EOS, which makes the host wait for every token.
     run_lengths:
         Known matches ahead of each output position, for the oracle policy.
+
+    Attributes
+    ----------
+    output:
+        Token ids emitted so far.
+    mismatched:
+        Under a rule: per round, the emitted drafted tokens that the target would not have
+        emitted after the tokens before them.
+    log_probs:
+        Under a rule: the target's log-probability of each output token at T = 1, nats.
 
     Raises
     ------
@@ -120,6 +144,7 @@ class ModelDecoder:
         first: int = 1,
         watch_eos: bool = True,
         run_lengths: Sequence[int] | None = None,
+        rule: VerifyRule | None = None,
     ) -> None:
         length = int(prompt.shape[0])
         check_prompt(length, max_new_tokens, target, draft)
@@ -127,7 +152,10 @@ class ModelDecoder:
         self._eos, self._watch = eos, (eos if watch_eos and eos else None)
         self._temperature, self._generator = temperature, generator
         self._limit, self._prompt, self._runs = max_new_tokens, length, run_lengths
+        self._rule = rule
         self.output: list[int] = []
+        self.mismatched: list[int] = []
+        self.log_probs: list[float] = []
         # The true tokens, and how many of them each model's cache holds.  What a model
         # has not seen is fed to it before anything else: that is the catch-up.
         self._sequence = torch.cat([prompt, prompt.new_empty(max_new_tokens)])
@@ -137,6 +165,7 @@ class ModelDecoder:
             draft.forward(prompt, 0, keep=1)
             self._in_draft = length
             self.verify([])
+            self.mismatched.clear()
 
     @property
     def position(self) -> int:
@@ -193,10 +222,41 @@ class ModelDecoder:
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[int, Tensor, list[int]]:
         """Tokens accepted, and the tokens emitted: on the device, and on the host."""
+        if self._rule is not None:
+            return self._judge(self._rule, draft, drafted, logits)
         if self._temperature > 0:
-            accepted, emitted = self._sample_verdict(draft, drafted, logits)
+            target, proposal, coins = self._coins(draft, drafted, logits)
+            accepted = int(coins.long().cumprod(0).sum())
+            own = self._replacement(target, proposal, accepted, accepted < len(draft))
+            emitted = torch.cat([drafted[:accepted], own])
             return accepted, emitted, emitted.tolist()
         return self._compare(drafted, logits)
+
+    def _judge(
+        self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """The rule's verdict; its refusals are corrected as lossless verification does."""
+        sampled = self._temperature > 0
+        target = proposal = coins = None
+        if sampled:
+            target, proposal, coins = self._coins(draft, drafted, logits)
+        seen = judge(rule, draft, drafted, logits, self._temperature, coins)
+        count, kept = len(draft), seen.accepted
+        if target is not None and proposal is not None:
+            # A token that only the rule refused leaves no residual to draw from.
+            own = self._replacement(target, proposal, kept, kept < count and seen.mismatched[kept])
+            emitted = torch.cat([drafted[:kept], own])
+            own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, 0.0))
+            tokens = emitted.tolist()
+        else:
+            emitted = torch.cat([drafted[:kept], logits[kept : kept + 1].argmax(-1)])
+            own_log_prob = seen.pick_log_probs[kept]
+            tokens = [*(int(t.token_id) for t in draft[:kept]), seen.picks[kept]]
+        ends = [i for i, token in enumerate(tokens) if token in self._eos]
+        stop = ends[0] + 1 if ends else kept + 1
+        self.mismatched.append(sum(seen.mismatched[: min(kept, stop)]))
+        self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]
+        return kept, emitted, tokens
 
     def _compare(self, drafted: Tensor, logits: Tensor) -> tuple[int, Tensor, list[int]]:
         """Greedy matching: leading drafted tokens that are the target's argmax."""
@@ -219,25 +279,29 @@ class ModelDecoder:
         noise = torch.empty_like(probs).exponential_(generator=self._generator)
         return (probs / noise).argmax(-1, keepdim=True)
 
-    def _sample_verdict(
+    def _coins(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
-    ) -> tuple[int, Tensor]:
-        """Rejection sampling: accept with min(1, target/draft), else draw the residual."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Target and draft distributions, and per token whether rejection sampling accepts."""
         target = torch.softmax(logits.float() / self._temperature, -1)  # (count + 1, vocab)
-        count = len(draft)
-        if not count:
-            return 0, self._sample(target[0])
+        if not draft:
+            return target, target[:0], drafted.bool()
         proposal = torch.softmax(
             torch.cat([t.logits for t in draft]).float() / self._temperature, -1
         )
         index = drafted[:, None]
         ratio = (target[:-1].gather(1, index) / proposal.gather(1, index))[:, 0]
-        coins = torch.rand(count, generator=self._generator, device=ratio.device)
-        accepted = int((coins < ratio).long().cumprod(0).sum())
+        coins = torch.rand(len(draft), generator=self._generator, device=ratio.device)
+        return target, proposal, coins < ratio
+
+    def _replacement(
+        self, target: Tensor, proposal: Tensor, accepted: int, rejected: bool
+    ) -> Tensor:
+        """The target's own token after the accepted ones, from the residual after a rejection."""
         left = target[accepted]
-        if accepted < count:
+        if rejected:
             left = (left - proposal[accepted]).clamp(min=0)
-        return accepted, torch.cat([drafted[:accepted], self._sample(left)])
+        return self._sample(left)
 
 
 def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:

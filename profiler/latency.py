@@ -31,11 +31,16 @@ HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Grid:
-    """The points to measure: tokens fed and tokens in the cache."""
+    """The points to measure: tokens fed, tokens in the cache, sequences decoded together.
+
+    ``batches`` above 1 are measured by `profiler.batch_latency`, at ``batch_widths``.
+    """
 
     widths: Sequence[int] = (1, 2, 3, 4, 5, 7, 9, 13, 17, 21, 25)
     contexts: Sequence[int] = (32, 128, 256, 512)
     prompts: Sequence[int] = (32, 64, 128, 256)
+    batches: Sequence[int] = (1,)
+    batch_widths: Sequence[int] = (1, 2, 3, 5, 9, 17, 25)
     repeats: int = 25
     warmup: int = 3
 

@@ -100,7 +100,9 @@ def load_pair(
     DraftsimError
         If one cannot be loaded, does not fit in memory, or the tokenizers differ.
     """
+    # Its bars and deprecation notes would run through ours.
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
     tokenizers = [

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from profiler.batch_latency import batch_steps, measure_batch_host
 from profiler.checkpoint import Checkpoint
 from profiler.latency import Grid, measure_host, measure_layers, measure_steps, pass_steps, table
 from profiler.loading import Pair, Prompt
@@ -54,6 +55,10 @@ def profile_latency(
     target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
     checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
     steps = pass_steps(target, draft, grid)
+    largest = max(grid.batches, default=1)
+    if largest > 1:
+        batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
+        steps += batch_steps(*batched, grid)
     task = progress.add_task("measuring latency", total=grid.repeats)
     passes = measure_steps(
         steps, pair.device, repeats=grid.repeats, warmup=grid.warmup, checkpoint=checkpoint,
@@ -63,6 +68,8 @@ def profile_latency(
         grid, widths=[w for w in (1, 5, 25) if w in grid.widths], repeats=max(3, grid.repeats // 3)
     )
     parts = [passes, measure_host(target, draft)]
+    if largest > 1:
+        parts.append(measure_batch_host(*batched, grid.batches))
     parts += [measure_layers(r, name, few) for name, r in (("target", target), ("draft", draft))]
     latency = table(parts, {"kind": "measured", "mode": "eager", **pair.meta})
     write_latency(latency, folder / "latency.parquet")

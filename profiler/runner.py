@@ -12,7 +12,7 @@ from traces.errors import DraftsimError
 
 
 class Runner:
-    """Runs passes of one model over one sequence, any slots rewritten at will.
+    """Runs passes of one model over one sequence or a batch, any slots rewritten at will.
 
     Parameters
     ----------
@@ -20,9 +20,13 @@ class Runner:
         A Hugging Face causal model in eval mode, attention ``sdpa``.
     slots:
         Cache capacity in tokens (prompt + output + drafts or tree branches).
+    batch:
+        Sequences the cache has room for; `forward` uses the first.
     """
 
-    def __init__(self, model: Any, slots: int) -> None:
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        if batch < 1:
+            raise DraftsimError(f"batch is {batch}, expected at least 1 sequence")
         config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         self.model = model
@@ -30,10 +34,11 @@ class Runner:
         self.max_positions: int = limit or slots
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
-        self.cache = SlotCache(self.layers, slots)
+        self.cache = SlotCache(self.layers, slots, batch)
         # One causal matrix, sliced per pass: building a mask costs more than a small layer.
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
         self._positions = torch.arange(slots, device=self.device)[None]
+        self._rows = torch.arange(batch, device=self.device)[:, None]
 
     @torch.inference_mode()
     def forward(
@@ -79,4 +84,53 @@ class Runner:
             logits_to_keep=keep,
         )
         logits: Tensor = out.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """Feed each sequence its own tokens at its own positions and return the logits.
+
+        A token's slot is its position; it attends to the slots up to its own, so whatever
+        lies beyond (rejected drafts, an earlier occupant) is hidden until it is rewritten.
+
+        Parameters
+        ----------
+        tokens: (batch, new_tokens) token ids on the model's device.
+        positions: (batch, new_tokens) positions; -1 marks padding, which is written to a
+            scratch slot, sees slot 0 alone, and whose logits mean nothing.
+        visible: slots shown, at least the largest position + 1.
+        first: cache row of the first sequence; the others follow.
+        keep: logits wanted of the last ``keep`` columns; 0 = all.
+
+        Returns
+        -------
+        (batch, kept, vocab) raw logits in the model's dtype.
+
+        Raises
+        ------
+        DraftsimError
+            If the sequences or positions do not fit the cache.
+        """
+        count, cache = tokens.shape[0], self.cache
+        if first + count > cache.batch:
+            raise DraftsimError(
+                f"{first + count} sequences do not fit the cache of {cache.batch} sequences"
+            )
+        if visible > cache.slots:
+            raise DraftsimError(f"{visible} tokens do not fit the cache of {cache.slots} slots")
+        slots = torch.where(positions < 0, cache.scratch, positions)
+        cache.place_ragged(self._rows[:count], slots, visible, first)
+        places = positions.clamp(min=0)
+        mask = self._positions[0, :visible] <= places[:, None, :, None]  # (batch, 1, new, visible)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = out.logits
         return logits

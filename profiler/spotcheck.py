@@ -82,7 +82,7 @@ def run_arms(
                 generator.manual_seed(repeat * 7919 + i)
                 decoder = _decoder(pair, target, draft, trace, i, forced, generator)
                 mine = shared[arm.name] if arm.policy.learns_across_requests else arm.policy.fresh()
-                with _timed(pair.device) as seconds:
+                with timed(pair.device) as seconds:
                     log = list(speculate(decoder, mine))
                 if repeat < 0:
                     continue
@@ -132,7 +132,7 @@ def _decoder(
 
 
 @contextmanager
-def _timed(device: torch.device) -> Iterator[Callable[[], float]]:
+def timed(device: torch.device) -> Iterator[Callable[[], float]]:
     """Wall seconds of the block, garbage collection kept out of it."""
     gc.collect(0)
     gc.disable()
@@ -169,7 +169,7 @@ def assisted_generation(
         setattr(config, name, value)
     handle = pair.target.register_forward_pre_hook(count)
     try:
-        with torch.inference_mode(), _timed(pair.device) as seconds:
+        with torch.inference_mode(), timed(pair.device) as seconds:
             out = pair.target.generate(
                 input_ids=prompt[None],
                 attention_mask=torch.ones_like(prompt)[None],

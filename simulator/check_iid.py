@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from policies.basic import Fixed
 from simulator.estimate import Estimate, ratio
@@ -25,7 +23,8 @@ from simulator.pricing import autoregressive, price
 from traces.latency import LatencyTable
 from traces.replay import replay
 from traces.rounds import RoundLog
-from traces.trace import Request, Trace
+from traces.synthetic import synthetic_trace
+from traces.trace import Trace
 
 Row = tuple[str, str, float, Estimate]
 
@@ -35,19 +34,6 @@ OPTIMA = ((0.5, 0.05), (0.7, 0.1), (0.8, 0.1))
 SPECBOUND = ((0.8, 6, 0.3), (0.9, 8, 0.25), (0.0, 8, 0.25), (1.0, 8, 0.25), (0.7, 1, 0.3))
 PEARL = ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4))
 DSI = ((0.8, 1, 0.1), (0.6, 5, 0.1), (0.0, 3, 0.1), (1.0, 3, 0.1))
-
-
-def iid_trace(alpha: float, tokens: int, requests: int = 1, seed: int = 0) -> Trace:
-    """A trace whose every position matches with probability alpha, independently."""
-    match = np.random.default_rng(seed).random(requests * tokens) < alpha
-    columns: dict[str, npt.NDArray[Any]] = {
-        "request": np.repeat(np.arange(requests, dtype=np.int32), tokens),
-        "position": np.tile(np.arange(tokens, dtype=np.int32), requests),
-        "offset": np.zeros(requests * tokens, dtype=np.int16),
-        "match": match.astype(np.int8),
-    }
-    table = [Request(f"iid-{i}", "iid", 1, tokens, tokens, "length") for i in range(requests)]
-    return Trace(columns, table, meta={"kind": "synthetic", "alpha": alpha, "seed": seed})
 
 
 class _Bench:
@@ -61,7 +47,9 @@ class _Bench:
 
     def trace(self, alpha: float) -> Trace:
         if alpha not in self._traces:
-            self._traces[alpha] = iid_trace(alpha, self.tokens, seed=self.seed)
+            self._traces[alpha] = synthetic_trace(
+                alpha, requests=1, tokens=self.tokens, seed=self.seed
+            )
         return self._traces[alpha]
 
     def log(self, alpha: float, gamma: int) -> RoundLog:
@@ -202,7 +190,7 @@ def _dsi(bench: _Bench) -> Iterator[Row]:
     length = 100
     outputs = max(bench.tokens // length, 2)
     for a, k, c in DSI:
-        trace = iid_trace(a, length, outputs, bench.seed)
+        trace = synthetic_trace(a, requests=outputs, tokens=length, seed=bench.seed)
         runs = trace.run_lengths.reshape(outputs, length)
         where = f"alpha={a} lookahead={k} draft/target={c} tokens={length}"
         measured = ratio([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
@@ -217,7 +205,7 @@ def _dsi(bench: _Bench) -> Iterator[Row]:
 
 def _batching(bench: _Bench) -> Iterator[Row]:
     for a, g, batch in ((0.8, 5, 1), (0.8, 5, 2), (0.8, 5, 8), (0.9, 4, 4)):
-        trace = iid_trace(a, bench.tokens // 2, batch, bench.seed)
+        trace = synthetic_trace(a, requests=batch, tokens=bench.tokens // 2, seed=bench.seed)
         runs = trace.run_lengths.reshape(batch, -1)
         rounds = truncated_rounds(runs, g)
         where = f"alpha={a} gamma={g} batch={batch}"

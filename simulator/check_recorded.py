@@ -36,8 +36,9 @@ def recorded_checks(
     table = TEXTBOOK if latency is None else latency
     match = trace.columns["match"][trace.on_path]
     alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    longest = max((r.tokens for r in trace.requests), default=0)
     for gamma in gammas:
-        if trace.max_gamma is None or gamma <= trace.max_gamma:
+        if gamma < longest and (trace.max_gamma is None or gamma <= trace.max_gamma):
             yield from _steps(trace, table, alpha, gamma)
 
 

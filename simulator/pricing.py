@@ -9,6 +9,9 @@ A round of a draft model costs
 
 Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compares like
 with like.  Decode time counts the rounds; prefill is kept apart.
+
+A round of another source costs its calls (`simulator.calls`) in place of the draft passes,
+and of the target's pass where they include the verification.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from simulator.calls import call_seconds
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import ROUND_DTYPE, RoundLog
@@ -124,10 +128,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         If the source of the drafts is not priced here, the table lacks the forward pass
         of a model that ran, or ``batch < 1``.
     """
-    if log.source not in ("draft-model", "none"):
+    if log.calls is None and log.source not in ("draft-model", "none"):
         raise DraftsimError(
-            f"rounds drafted by {log.source!r} have another cost than a draft model's passes: "
-            "price them with the function of their source"
+            f"rounds drafted by {log.source!r} have another cost than a draft model's passes, and "
+            "this log does not hold their calls: replay them with `replay_source`"
         )
     if batch < 1:
         raise DraftsimError(f"batch is {batch}, expected at least 1")

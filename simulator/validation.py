@@ -1,6 +1,6 @@
 """Predicted against measured seconds, per arm, and what the comparison amounts to.
 
-Measured input, a long frame with one row per request and repeat (`MEASURED_COLUMNS`):
+Measured input, one row per request and repeat (`traces.measured.MEASURED_COLUMNS`):
 
 ==========  ====================================================================
 policy      name of the policy, as in its round log
@@ -30,15 +30,16 @@ import pandas as pd
 
 from simulator.pricing import Priced
 from traces.errors import DraftsimError
+from traces.measured import MEASURED_COLUMNS
 
-MEASURED_COLUMNS = (
-    "policy", "verify", "batch", "forced", "repeat", "request", "wall_s", "rounds"
-)  # fmt: skip
 VALIDATE_COLUMNS = (
     "policy", "verify", "batch", "forced", "predicted_s", "measured_s", "error", "spread",
-    "rounds_differ",
+    "rounds_differ", "speedup_error",
 )  # fmt: skip
 """Columns of `compare`: seconds; `error` and `spread` relative to `measured_s`."""
+
+CONTROL = "autoregressive"
+"""The arm that speedups are relative to."""
 
 ARM = ["policy", "verify", "batch", "forced"]
 
@@ -67,8 +68,11 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
 
     ``measured_s`` is the median over repeats of the sum over requests, ``error`` is
     ``predicted_s / measured_s - 1`` (positive: predicted too slow), ``spread`` half the
-    interquartile range of the repeats relative to their median (0 from a single repeat),
-    ``rounds_differ`` the number of requests whose round count was not the predicted one.
+    interquartile range of the repeats relative to their median (unknown, NaN, from one repeat),
+    ``rounds_differ`` the number of requests whose round count was not the predicted one,
+    ``speedup_error`` the signed error of the speedup over plain decoding run in the same
+    session (NaN without that arm): what is left of ``error`` when the whole machine was
+    slower or faster than when it was profiled.
 
     Raises
     ------
@@ -107,9 +111,21 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
         expected = float(first["predicted_s"].sum())
         low, high = np.percentile(seconds, [25, 75])
         differ = part.loc[part["rounds"] != part["predicted_rounds"], "request"].nunique()
-        spread = float(high - low) / 2 / middle
+        spread = float(high - low) / 2 / middle if len(seconds) > 1 else math.nan
         rows.append((*arm, expected, middle, expected / middle - 1, spread, int(differ)))
-    return pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS))
+    frame = pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS[:-1]))
+    frame["speedup_error"] = _speedup_error(frame)
+    return frame
+
+
+def _speedup_error(rows: pd.DataFrame) -> pd.Series[float]:
+    plain = rows[rows["policy"] == CONTROL].set_index(["batch", "forced"])["error"]
+    control = [
+        float(plain.get((batch, forced), math.nan))
+        for batch, forced in zip(rows["batch"], rows["forced"], strict=True)
+    ]
+    # (plain / policy), predicted over measured: the policy's own times are the divisor.
+    return (1 + pd.Series(control, index=rows.index)) / (1 + rows["error"]) - 1
 
 
 class Verdict(NamedTuple):
@@ -140,7 +156,7 @@ class Verdict(NamedTuple):
         return not self.wrong_sign
 
 
-def verdict(rows: pd.DataFrame, baseline: str = "autoregressive") -> Verdict:
+def verdict(rows: pd.DataFrame, baseline: str = CONTROL) -> Verdict:
     """Judge the rows of `compare`: errors, ranking, and side of 1x.
 
     Arms are compared within one (batch, forced) group.  A difference counts where it
@@ -168,7 +184,8 @@ def verdict(rows: pd.DataFrame, baseline: str = "autoregressive") -> Verdict:
         ]  # fmt: skip
         for a, b in combinations(records, 2):
             fast, slow = (a, b) if a[2] < b[2] else (b, a)
-            if slow[2] - fast[2] <= max(fast[3], slow[3]):
+            # A spread nobody measured (NaN) makes no difference a clear one.
+            if not slow[2] - fast[2] > max(fast[3], slow[3]):
                 continue
             pairs += 1
             other_way = fast[1] >= slow[1]

@@ -7,11 +7,12 @@ import pandas as pd
 import pytest
 
 from simulator.check import Check, compare, run_checks
-from simulator.check_iid import _Bench, iid_trace
+from simulator.check_iid import _Bench
 from simulator.estimate import Estimate
 from simulator.events import dsi_latency, pearl_cycles, truncated_rounds
 from simulator.formulas import leviathan
 from traces.latency import LatencyTable
+from traces.synthetic import synthetic_trace
 from traces.trace import Request, Trace
 
 
@@ -128,7 +129,7 @@ def test_recorded_rows_end_at_the_replay() -> None:
 
 
 def test_iid_outputs_leave_the_iid_formula_right() -> None:
-    trace = iid_trace(0.7, 300, requests=60, seed=4)
+    trace = synthetic_trace(0.7, tokens=300, requests=60, seed=4)
     frame = run_checks(trace, tokens=400)
     rows = frame[frame["formula"] == "recorded: tokens per round, i.i.d."]
     # The ends of the outputs cut drafts short: at most gamma tokens in 300.

@@ -147,7 +147,8 @@ def test_a_last_round_that_was_cut_and_a_first_token_from_prefill(tmp_path: Path
 
 def test_a_contradicting_log_names_row_turn_and_round(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "log", [row(1, [2, 2]), row(9, [1], [1, 6])])
-    with pytest.raises(FileError, match=r"line 2, question 9, turn 2, round 2: 5 drafts .* drafts 4"):
+    where = "line 2, question 9, turn 2, round 2"
+    with pytest.raises(FileError, match=rf"{where}: 5 drafts .* drafts 4"):
         import_specbench(file, draft_lengths="hf-heuristic:5")
     with pytest.raises(FileError, match=r"question 1, turn 1, round 1: 1 drafts .* Fixed drafts 0"):
         import_specbench(file, draft_lengths="fixed:0")

@@ -20,7 +20,6 @@ from simulator import (
     summarize,
     summarize_by_category,
 )
-from simulator.check_iid import iid_trace
 from simulator.plots import (
     plot_categories,
     plot_cost_ratio,
@@ -35,6 +34,7 @@ from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.replay import replay
 from traces.rounds import RoundLog
+from traces.synthetic import synthetic_trace
 from traces.trace import Trace
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)
@@ -42,7 +42,7 @@ LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return iid_trace(0.7, 60, requests=8)
+    return synthetic_trace(0.7, tokens=60, requests=8)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_categories_have_a_panel_each(logs: list[RoundLog]) -> None:
     frame = summarize_by_category(logs, LATENCY, resamples=50)
     two = pd.concat([frame, frame.assign(category="other")])
     figure = plot_categories(two)
-    assert [a.get_title() for a in figure.axes] == ["iid", "other"]
+    assert [a.get_title() for a in figure.axes] == ["synthetic", "other"]
     with pytest.raises(DraftsimError, match="no row to plot"):
         plot_categories(frame, ["nobody"])
 
@@ -104,7 +104,7 @@ def test_cost_ratio_curves_are_the_priced_ones(logs: list[RoundLog]) -> None:
 
 
 def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:
-    trace = iid_trace(0.7, 400, requests=30, seed=2)
+    trace = synthetic_trace(0.7, tokens=400, requests=30, seed=2)
     figure = plot_survival(trace, gamma=5)
     recorded, iid = points(figure)[:2]
     # 12,000 positions in overlapping runs: about 12,000 / 5 independent ones.

@@ -370,6 +370,17 @@ def test_cmasd_confidence_of_arrays_is_that_of_their_elements() -> None:
     np.testing.assert_allclose(whole, single, rtol=1e-12)
 
 
+@pytest.mark.parametrize("sign", ["intended", "literal"])
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.2, 0.3, 0.5)])
+def test_cmasd_policy_scores_tokens_as_the_function_does(sign: Any, weights: Any) -> None:
+    rng = np.random.default_rng(2)
+    policy = CMASD(weights=weights, entropy_sign=sign, beta=0.6, vocab_size=50)
+    for h, m, s in zip(rng.exponential(1, 40), rng.exponential(4, 40), rng.random(40), strict=True):
+        token = Token(entropy=float(h), logit_margin=float(m), prob_margin=float(s))
+        expected = cmasd_confidence(float(h), float(m), float(s), 50, 0.6, weights, sign)
+        assert policy.confidence(token) == pytest.approx(expected, abs=1e-12)
+
+
 def softmax_only(**kwargs: Any) -> CMASD:
     """C is then the probability margin itself, up to 1 / vocab_size."""
     return CMASD(weights=(0, 0, 1), vocab_size=10**9, **kwargs)

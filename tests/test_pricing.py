@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from policies.basic import Autoregressive, Fixed
 from policies.core import Round
 from simulator import autoregressive, draft_histogram, price, price_ratios
-from simulator.check_iid import iid_trace
 from traces.errors import DraftsimError
 from traces.latency import CELL_COLUMNS, EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay import replay
 from traces.rounds import RoundLog
+from traces.synthetic import synthetic_trace
 from traces.trace import Request
 
 CELLS = {
@@ -124,7 +124,7 @@ def test_plain_decoding_pays_no_draft() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_autoregressive_is_the_replay_of_a_policy_that_never_drafts(first: int) -> None:
-    trace = iid_trace(0.6, 20, requests=3)
+    trace = synthetic_trace(0.6, tokens=20, requests=3)
     replayed = replay(trace, Autoregressive(), first=first)
     built = autoregressive(replay(trace, Fixed(4), first=first))
     np.testing.assert_array_equal(built.rounds, replayed.rounds)

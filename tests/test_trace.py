@@ -69,7 +69,7 @@ def test_signals_follow_their_definitions() -> None:
     assert np.array_equal(trace.signal("prob_margin"), top - second)
     assert np.array_equal(trace.signal("logit_margin"), c["draft_top1"] - c["draft_top2"])
     assert np.array_equal(trace.signal("entropy"), c["draft_entropy"])
-    with pytest.raises(DraftsimError, match="'prob' is not in this trace .it holds none"):
+    with pytest.raises(DraftsimError, match=r"'prob' is not in this trace .it holds none"):
         plain_trace([[1]]).signal("prob")
 
 

@@ -106,7 +106,7 @@ def test_imputation_conditions_on_the_run_so_far() -> None:
     rounds = [(0, 3), (3, 3)] * 200
     full = logged(rounds).impute()
     match = full.columns["match"]
-    bonus = np.array([t for t in range(4, len(match), 5)])
+    bonus = np.arange(4, len(match), 5)
     assert (match[bonus] == MATCH).all()
 
 

@@ -16,16 +16,16 @@ from simulator import (
     price,
     verdict,
 )
-from simulator.check_iid import iid_trace
 from simulator.pricing import Priced
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.replay import replay
+from traces.synthetic import synthetic_trace
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Priced]:
-    trace = iid_trace(0.7, 40, requests=5)
+    trace = synthetic_trace(0.7, tokens=40, requests=5)
     latency = LatencyTable.constant(0.01, 0.001)
     logs = [replay(trace, Fixed(g), name=f"fixed:gamma={g}") for g in (2, 6)]
     return [price(log, latency) for log in [autoregressive(logs[0]), *logs]]
@@ -54,7 +54,7 @@ def test_error_spread_and_rounds(runs: list[Priced]) -> None:
         zip(names(runs), ([1.0] * 5, [1.25] * 5, [0.7, 0.8, 0.8, 0.8, 0.9]), strict=True)
     )
     measured = measure(runs, factors)
-    measured.loc[(measured["policy"] == "fixed:gamma=2") & (measured["request"] == "iid-3"),
+    measured.loc[(measured["policy"] == "fixed:gamma=2") & (measured["request"] == "synthetic-3"),
                  "rounds"] += 1  # fmt: skip
     rows = compare(runs, measured)
     assert tuple(rows.columns) == VALIDATE_COLUMNS
@@ -62,13 +62,18 @@ def test_error_spread_and_rounds(runs: list[Priced]) -> None:
     np.testing.assert_allclose(rows["error"], [0, -0.2, 0.25])
     np.testing.assert_allclose(rows["spread"], [0, 0, 0], atol=1e-12)
     assert list(rows["rounds_differ"]) == [0, 1, 0]
+    # Times 1.25 against a control of 1: the speedup was overestimated by as much.
+    np.testing.assert_allclose(rows["speedup_error"], [0, 0.25, -0.2])
+    assert compare(runs, measure(runs, same(runs, [1.0])))["spread"].isna().all()
     wide = measure(runs, same(runs, [0.8, 0.9, 1.0, 1.1, 1.2]))
     np.testing.assert_allclose(compare(runs, wide)["spread"], 0.1)
 
 
 def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     plain, two, six = names(runs)
-    good = verdict(compare(runs, measure(runs, {plain: [1.0], two: [1.02], six: [1.05]})))
+    good = verdict(
+        compare(runs, measure(runs, {plain: [1.0, 1.0], two: [1.02, 1.02], six: [1.05, 1.05]}))
+    )
     assert good.ranking_holds
     assert good.sign_holds
     assert good.sign_arms == 2
@@ -76,7 +81,9 @@ def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     assert good.worst_error == pytest.approx(1 / 1.05 - 1)
     assert good.worst_policy == six
     # Both drafting arms measured slower than plain decoding, against the prediction.
-    bad = verdict(compare(runs, measure(runs, {plain: [1.0], two: [9.0], six: [8.0]})))
+    bad = verdict(
+        compare(runs, measure(runs, {plain: [1.0, 1.0], two: [9.0, 9.0], six: [8.0, 8.0]}))
+    )
     assert set(bad.wrong_sign) == {two, six}
     assert (plain, two) in bad.misranked
 

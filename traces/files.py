@@ -61,6 +61,8 @@ def read_trace(path: PathLike) -> Trace:
         return Trace(columns, requests, max_gamma, meta)
     except DraftsimError as error:
         raise _named(path, error) from error
+    except OverflowError as error:
+        raise file_error(path, "the request table holds a number beyond 64 bits") from error
 
 
 def write_latency(table: LatencyTable, path: PathLike) -> None:

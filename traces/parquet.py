@@ -164,7 +164,7 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
         )
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise file_error(path, "the draftsim header is not JSON") from error
     if not isinstance(header, dict) or type(header.get("schema")) is not int:
         raise file_error(path, "the draftsim header names no schema version")

@@ -35,6 +35,9 @@ class RoundLog:
     Under a lossy rule, ``mismatched`` counts per round the emitted drafted tokens that the
     target would not have chosen after the tokens before them, shape (rounds,), and
     ``rule`` is the rule as the run left it; both are None where verification is lossless.
+
+    ``calls`` is the work of sources other than a draft model, which is not a pass per drafted
+    token: rows of `traces.sources.calls.CALL_DTYPE`; None for a draft model.
     """
 
     rounds: npt.NDArray[Any]
@@ -47,6 +50,7 @@ class RoundLog:
     first: int = 1
     mismatched: npt.NDArray[np.int32] | None = None
     rule: VerifyRule | None = None
+    calls: npt.NDArray[np.void] | None = None
 
     def __len__(self) -> int:
         return len(self.rounds)

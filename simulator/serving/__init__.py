@@ -19,7 +19,7 @@ from simulator.serving.results import Results, ResultsFile, read_results
 from simulator.serving.run import serve, simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits
-from simulator.serving.sweep import break_even_load, over_batches, over_rates, sweep
+from simulator.serving.sweep import break_even_load, over_batches, over_rates, speedup_grid, sweep
 from simulator.serving.timeline import Timeline
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "read_results",
     "serve",
     "simulate",
+    "speedup_grid",
     "sweep",
 ]

@@ -137,8 +137,10 @@ class Engine:
         slot, now = chunk.slot, self.env.now
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
-        if self.timeline is not None and slot.first_s < 0 and slot.prefilled == chunk.tokens:
-            self.timeline.request(slot.index, slot.arrival_s, start - slot.arrival_s, "waiting")
+        waited = start - slot.arrival_s
+        fresh = not slot.preemptions and slot.prefilled == chunk.tokens
+        if self.timeline is not None and fresh and waited > 0:
+            self.timeline.request(slot.index, slot.arrival_s, waited, "waiting")
         if slot.prefill_left or slot.first_s >= 0:
             return
         # The pass that ends the prompt emits the first token.

@@ -18,7 +18,8 @@ from traces.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Grid
 from traces.latency import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
-PLANS = 1 << 16
+PLANS = 1 << 14
+"""Readings kept: one per batch and width that occurred, for passes differ in little else."""
 
 
 class Span(NamedTuple):
@@ -93,6 +94,10 @@ class PassReader(Grid):
         own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
         super().__init__(own, flat=table.is_constant)
         self.model, self.phase = model, phase
+        self._lists = {
+            b: {w: (c.tolist(), t.tolist()) for w, (c, t) in by_width.items()}
+            for b, by_width in self._lines.items()
+        }
         self._plans: dict[tuple[float, float], _Plan] = {}
         self._seen: list[list[float] | None] = [None, None, None]
 
@@ -150,9 +155,7 @@ class PassReader(Grid):
         plan.nearest_batch = None if inside else near[0][1]
         for batch_weight, b in near:
             covered, widths = _around(self._lines[b], width)
-            side = [
-                _Line(share, b, w, *(v.tolist() for v in self._lines[b][w])) for share, w in widths
-            ]
+            side = [_Line(share, b, w, *self._lists[b][w]) for share, w in widths]
             plan.sides.append((batch_weight, None if covered else widths[0][1], side))
             plan.lines += [line._replace(weight=batch_weight * line.weight) for line in side]
             inside = inside and covered

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 from simulator.serving.metrics import Recorder, summary
 from simulator.serving.reader import Coverage
@@ -63,7 +63,11 @@ class Run:
         return abs(self.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0
 
     def row(self) -> dict[str, Any]:
-        """The run in one record; latencies as mean, p50, p95 and p99."""
+        """The run in one record; latencies as mean, p50, p95 and p99.
+
+        ``overloaded``: when the last request arrived, more than a tenth of all requests,
+        and a full batch besides, were still without their first token.
+        """
         r, frame = self.recorder, self.requests
         kept = frame[frame["index"] >= r.skip]
         window = r.window
@@ -80,7 +84,8 @@ class Run:
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
         scenario = self.scenario
         offered = scenario.arrivals.rate
-        served = float((frame["finish_s"] <= end_s).sum()) / end_s if end_s > 0 else float("nan")
+        begun = int((frame["first_s"] <= end_s).sum())
+        queued = r.arrived - r.rejected - begun - scenario.limits.max_batch
         return {
             "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
             "rate": offered, "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
@@ -99,7 +104,7 @@ class Run:
             "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
             "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
             "preemptions": int(frame["preemptions"].sum()),
-            "overloaded": bool(offered is not None and r.arrived > 20 and served < 0.9 * offered),
+"overloaded": offered is not None and queued > 0.1 * r.arrived,
             "interpolated": self._passes("interpolated"),
             "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
             "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
@@ -154,9 +159,7 @@ def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, flo
     if len(values) < 2:
         return mean, float("nan"), float("nan")
     half = float(
-        stats.t.ppf(0.5 + confidence / 2, len(values) - 1)
-        * values.std(ddof=1)
-        / np.sqrt(len(values))
+        stdtrit(len(values) - 1, 0.5 + confidence / 2) * values.std(ddof=1) / np.sqrt(len(values))
     )
     return mean, mean - half, mean + half
 

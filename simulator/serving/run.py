@@ -10,7 +10,7 @@ import numpy as np
 import simpy
 
 from policies.basic import Autoregressive
-from policies.batch import BatchPolicy
+from policies.batch import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
@@ -51,10 +51,13 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
     """
     if isinstance(policy, Autoregressive):
         return 0
-    known = vars(policy)
-    bound = known.get("gamma_max", known.get("gamma") if "gamma_max" not in known else None)
-    if bound is None and known.get("gammas"):
-        bound = max(known["gammas"])
+    if isinstance(policy, SingleStream):
+        return lookahead_of(policy.policy, trace)
+    bound = getattr(policy, "gamma_max", getattr(policy, "gamma", None))
+    if arms := getattr(policy, "gammas", None):
+        bound = max(arms)
+    elif table := getattr(policy, "table", None):
+        bound = max(row[-1] for row in table)
     if bound is None:
         bound = trace.max_gamma
     if bound is None:

@@ -1,0 +1,134 @@
+"""Measures the passes and the host's work of batched decoding, as `profiler.latency` those of one.
+
+Every cell runs what `profiler.batched` runs.  A cell of batch B and N new tokens is a pass
+over the full rectangle of B x N tokens after equal contexts; a ragged pass runs the
+rectangle that its widest sequence and longest context span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from policies.basic import Fixed
+from profiler.batched import BatchedDecoder, enter, speculate_batch
+from profiler.batched_stream import BatchToken, DraftStep, Stream
+from profiler.batched_styles import PerRequest
+from profiler.latency import HOST_GAMMAS, Grid, Step, Stopwatch
+from profiler.runner import Runner
+from traces.latency import CELL_COLUMNS
+
+DRAFT_WIDTHS = (1, 2)
+"""Tokens a draft pass processes: one, or two where somebody's last draft was accepted whole."""
+
+
+def batch_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
+    """Prefill and forward passes of both models and the signals' cost, at every batch above 1.
+
+    ``target`` and ``draft`` have room for ``max(grid.batches)`` sequences.
+    """
+    steps: list[Step] = []
+    batches = [b for b in grid.batches if b > 1]
+    for name, runner in (("target", target), ("draft", draft)):
+        _fill(runner)
+        widths = grid.batch_widths if name == "target" else DRAFT_WIDTHS
+        for batch in batches:
+            for length in grid.prompts:
+                if length <= runner.cache.slots:
+                    run = _pass(runner, batch, length, 0, 1)
+                    steps.append(Step(name, "prefill", length, 0, run, batch))
+            for width in widths:
+                keep = 0 if name == "target" else 1
+                for context in grid.contexts:
+                    if context + width <= runner.cache.slots:
+                        run = _pass(runner, batch, width, context, keep)
+                        steps.append(Step(name, "forward", width, context, run, batch))
+    for batch in batches:
+        logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
+        steps.append(Step("draft", "signal", 1, 0, _signals(logits), batch))
+    return steps
+
+
+def _fill(runner: Runner) -> None:
+    """Real keys and values in every slot of every row."""
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(runner.vocab_size, (runner.cache.slots,), generator=seeded)
+    with torch.inference_mode():
+        runner.forward(ids.to(runner.device), 0, keep=1)
+        for row in range(1, runner.cache.batch):
+            runner.cache.copy_row(0, row)
+
+
+def _pass(runner: Runner, batch: int, width: int, context: int, keep: int) -> Callable[[], object]:
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(runner.vocab_size, (batch, width), generator=seeded).to(runner.device)
+    places = torch.arange(context, context + width, device=runner.device).expand(batch, width)
+    return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
+
+
+def _signals(logits: Tensor) -> Callable[[], object]:
+    picks = logits.argmax(-1)
+    return lambda: BatchToken(DraftStep(logits, picks), 0, None).prob
+
+
+class _Idle(Runner):
+    """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
+
+    def __init__(self, like: Runner) -> None:
+        self.cache, self.max_positions = like.cache, like.max_positions
+        shape = (like.cache.batch, max(HOST_GAMMAS) + 1, like.vocab_size)
+        self._rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
+
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """Some fixed rows, as many as asked for."""
+        del positions, visible, first
+        return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
+
+
+def measure_batch_host(
+    target: Runner, draft: Runner, batches: Sequence[int], *, repeats: int = 15, tokens: int = 40
+) -> pd.DataFrame:
+    """Seconds per iteration and per batched draft step outside the models, by a linear fit.
+
+    The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
+    nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
+    """
+    batches = [b for b in batches if b > 1]
+    idle = _Idle(target), _Idle(draft)
+    watch = Stopwatch(target.device)
+    shape = (len(batches), repeats, len(HOST_GAMMAS))
+    samples, counts = np.empty(shape), np.empty((*shape, 2))
+    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+        for b, batch in enumerate(batches):
+            for i, gamma in enumerate(HOST_GAMMAS):
+                decoder, style = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
+                prompt = torch.zeros(4, dtype=torch.long, device=target.device)
+                enter(decoder, style, [Stream(k, prompt, tokens) for k in range(batch)])
+                log: list[int] = []
+                samples[b, repeat, i] = watch.time(_run_into(log, decoder, style))
+                counts[b, repeat, i] = len(log), sum(log)
+    rows = []
+    for b, batch in enumerate(batches):
+        fits = np.array(
+            [np.linalg.lstsq(counts[b, r], samples[b, r], rcond=None)[0] for r in range(repeats)]
+        ).clip(min=0)
+        low, median, high = np.quantile(fits, [0.25, 0.5, 0.75], axis=0)
+        rows += [
+            ("target", phase, batch, 1, 0, median[i], (high[i] - low[i]) / 2, repeats)
+            for i, phase in enumerate(("host_round", "host_draft"))
+        ]
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+
+
+def _run_into(log: list[int], decoder: BatchedDecoder, style: PerRequest) -> Callable[[], object]:
+    """Appends each iteration's draft steps to `log`."""
+    return lambda: log.extend(
+        max(outcome.draft_forwards for _, outcome in iteration)
+        for iteration in speculate_batch(decoder, style)
+    )

@@ -1,0 +1,149 @@
+"""Full batched runs of policies on the device, to hold predictions against.
+
+Consecutive requests of the trace are decoded in groups of `batch`, each until its slowest
+has ended (a static batch); the last group may be smaller.  Arms run interleaved as in
+`profiler.spotcheck`: each group is decoded under every arm before the next group, in
+rotated order, every batch size within every repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from policies.core import DraftPolicy, Round
+from profiler.batched import BatchedDecoder, enter, speculate_batch
+from profiler.batched_forced import ForcedStream
+from profiler.batched_stream import Stream
+from profiler.batched_styles import Policy, Style, Synchronise, style_of
+from profiler.loading import Pair
+from profiler.runner import Runner
+from profiler.spotcheck import MEASURED_COLUMNS, timed
+from traces.errors import DraftsimError
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class BatchArm:
+    """A policy to run, per request or per batch, under the name it is reported by."""
+
+    name: str
+    policy: Policy
+    synchronise: Synchronise = "ragged"
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredBatches:
+    """Times of every group, and each arm's rounds and outputs at each batch size.
+
+    ``times`` has a row (`MEASURED_COLUMNS`) per arm, batch, repeat and group: ``request``
+    is the first of the group's requests, ``wall_s`` the seconds from the end of the
+    group's prefill to its last token, ``rounds`` its iterations.  ``logs`` and ``outputs``
+    are keyed by (arm, batch).  Round k of a request ran in iteration k of its group.
+    """
+
+    times: pd.DataFrame
+    logs: dict[tuple[str, int], RoundLog]
+    outputs: dict[tuple[str, int], list[list[int]]]
+
+
+def groups_of(requests: int, batch: int) -> list[range]:
+    """The groups of consecutive requests that are decoded together.
+
+    >>> groups_of(5, 2)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    return [range(i, min(i + batch, requests)) for i in range(0, requests, batch)]
+
+
+def run_batches(
+    pair: Pair,
+    trace: Trace,
+    arms: Sequence[BatchArm],
+    *,
+    batches: Sequence[int] = (1, 4, 16),
+    forced: bool = False,
+    repeats: int = 3,
+    advance: Callable[[], None] = lambda: None,
+) -> MeasuredBatches:
+    """Decode the trace's requests for real under every arm at every batch size.
+
+    ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
+    is called once per batch size, group and repeat.
+
+    Raises
+    ------
+    DraftsimError
+        If a batch size is below 1, the trace was sampled or has no prompts (and the run is
+        not forced), or an arm cannot be synchronised as it asks.
+    """
+    if bad := [b for b in batches if b < 1]:
+        raise DraftsimError(f"batch is {bad[0]}, expected at least 1")
+    if not forced and any(r.prompt_ids is None for r in trace.requests):
+        raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+    if not forced and trace.temperature > 0:
+        raise DraftsimError(
+            f"this trace was sampled at temperature {trace.temperature:g}, and batches are decoded "
+            "greedily: record at temperature 0, or use --forced"
+        )
+    count = len(trace.requests)
+    slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    rows: list[tuple[Any, ...]] = []
+    keys = [(arm.name, batch) for batch in batches for arm in arms]
+    rounds: dict[tuple[str, int], list[list[Round]]] = {k: [[] for _ in range(count)] for k in keys}
+    outputs: dict[tuple[str, int], list[list[int]]] = {k: [[] for _ in range(count)] for k in keys}
+    runners = {
+        batch: (Runner(pair.target, slots, batch), Runner(pair.draft, slots, batch))
+        for batch in batches
+    }
+    for repeat in range(-1, repeats):  # the sweep before the first warms up, on one group
+        for batch in batches:
+            decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
+            # Policies that learn across requests start each sweep anew.
+            styles = [style_of(arm.policy, arm.synchronise) for arm in arms]
+            for g, group in enumerate(groups_of(count, batch)):
+                for k in range(len(arms)):
+                    at = (k + g + repeat) % len(arms)
+                    streams = [_stream(pair, trace, i, forced) for i in group]
+                    enter(decoder, styles[at], streams)
+                    with timed(pair.device) as seconds:
+                        log = list(speculate_batch(decoder, styles[at]))
+                    if repeat < 0:
+                        continue
+                    key = (arms[at].name, batch)
+                    rows.append((arms[at].name, "exact", batch, forced, repeat, group[0], seconds(), len(log)))
+                    if repeat == 0:
+                        for stream, outcome in _flat(log):
+                            rounds[key][stream.request].append(outcome)
+                        for stream in streams:
+                            outputs[key][stream.request] = stream.output
+                if repeat < 0:
+                    break
+                advance()
+    logs = {
+        (arm.name, batch): RoundLog(
+            RoundLog.pack(rounds[arm.name, batch]), trace.requests, arm.name, reads=arm.policy.reads
+        )
+        for batch in batches for arm in arms
+    }  # fmt: skip
+    return MeasuredBatches(pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs, outputs)
+
+
+def _flat(log: Sequence[list[tuple[Stream, Round]]]) -> Iterator[tuple[Stream, Round]]:
+    for iteration in log:
+        yield from iteration
+
+
+def _stream(pair: Pair, trace: Trace, i: int, forced: bool) -> Stream:
+    if forced:
+        vocab = int(pair.target.config.get_text_config().vocab_size)
+        return ForcedStream(trace, i, vocab, pair.device)
+    info, starts = trace.requests[i], trace.request_starts
+    runs = trace.run_lengths[starts[i] : starts[i + 1]].tolist()
+    prompt = torch.tensor(info.prompt_ids, device=pair.device)
+    return Stream(i, prompt, info.max_new_tokens, pair.eos, runs)

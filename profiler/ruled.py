@@ -1,0 +1,100 @@
+"""A verification pass as a verify rule sees it: drafted tokens and the target's scores.
+
+The numbers are those the recorder keeps (`profiler.signals`), so that a rule decides in a
+real round as it does in a replay of that round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.rules import VerifyRule
+from profiler.signals import log_probs_at, signals
+from traces.scores import RecordedScore
+
+
+class Judged(NamedTuple):
+    """What a rule made of one verification pass."""
+
+    accepted: int
+    """Leading drafted tokens that stand."""
+    mismatched: list[bool]
+    """Per drafted token, whether the target would have emitted another one."""
+    log_probs: list[float]
+    """The target's log-probability of every drafted token at T = 1, nats."""
+    picks: list[int]
+    """The target's argmax at every position, one more than drafted."""
+    pick_log_probs: list[float]
+    """And its log-probability."""
+
+
+def judge(
+    rule: VerifyRule,
+    draft: Sequence[Any],
+    drafted: Tensor,
+    logits: Tensor,
+    temperature: float,
+    coins: Tensor | None = None,
+) -> Judged:
+    """Let `rule` decide on a round, with one transfer to the host.
+
+    Parameters
+    ----------
+    draft, drafted:
+        The drafted tokens, and their ids on the device, (count,).
+    logits:
+        The target's raw logits, (count + 1, vocab).
+    temperature:
+        Of the draft's probabilities.
+    coins:
+        (count,) outcomes of rejection sampling, which are then the lossless verdicts;
+        None for greedy decoding, where they are whether the token is the argmax.
+    """
+    count = drafted.shape[0]
+    numbers = target_numbers(logits, torch.cat([drafted, drafted.new_zeros(1)]))
+    verdicts = drafted == numbers[:count, 0] if coins is None else coins
+    # float64 holds every token id and every float32 as it is.
+    pad = numbers.new_zeros(1)
+    parts = [numbers, torch.cat([drafted, pad])[:, None], torch.cat([verdicts, pad])[:, None]]
+    reads_signals = bool(set(rule.reads) - {"token_id"})
+    own = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
+    if own and len(own) == count:
+        proposal = torch.cat([t.logits for t in own])  # (count, vocab)
+        log_prob = log_probs_at(proposal, drafted, temperature)[:, None]
+        side = torch.cat([signals(proposal).stack(), log_prob], dim=1)  # (count, 5)
+        parts.append(torch.cat([side, side.new_zeros(1, 5)]))
+    rows = torch.cat([part.double() for part in parts], dim=1).tolist()
+    scores = []
+    for token, row in zip(draft, rows, strict=False):
+        pick, top1, top2, lse, entropy, logit, rank, drafted_id, match = row[:9]
+        scores.append(
+            RecordedScore((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank)))
+        )
+        if hasattr(token, "fill"):
+            token.fill(int(drafted_id), tuple(row[9:]))
+    return Judged(
+        rule.accept(draft, scores),
+        [not score.match for score in scores],
+        [score.draft_logit - score.logsumexp for score in scores],
+        [int(row[0]) for row in rows],
+        [row[1] - row[3] for row in rows],
+    )
+
+
+def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
+    """The target's numbers about one drafted token per row, float64 (rows, 7).
+
+    Columns: argmax, top-1 and top-2 logit, log-sum-exp, entropy, and the drafted token's
+    logit and rank; each as in the columns ``target_*`` of a trace.
+    """
+    raw = logits.float()
+    of_draft = raw.gather(1, drafted[:, None])
+    columns = (
+        raw.argmax(-1), *signals(logits), of_draft[:, 0], (raw > of_draft).sum(-1)
+    )  # fmt: skip
+    return torch.stack([column.double() for column in columns], dim=1)
+

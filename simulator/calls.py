@@ -1,0 +1,61 @@
+"""Seconds of the calls that rounds of other sources than a draft model consist of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.rounds import RoundLog
+from traces.sources.calls import CALL_KINDS
+
+FALLBACKS = {("exit", "head"): ("target", "head"), ("exit", "layer"): ("target", "layer")}
+"""Where a part was not measured by itself, the nearest that was."""
+
+
+def call_seconds(
+    log: RoundLog, latency: LatencyTable, *, batch: int = 1, verify: bool
+) -> tuple[npt.NDArray[np.float64], tuple[int, int, int]]:
+    """Seconds of each round's drafting or verification calls, shape (rounds,).
+
+    Also returns the number of calls, and of those read between and outside measured cells.
+    A layer call is read at its width and the round's context.
+
+    Raises
+    ------
+    DraftsimError
+        If the table lacks the cells of a call; its message names them.
+    """
+    seconds = np.zeros(len(log))
+    assert log.calls is not None
+    calls: npt.NDArray[Any] = log.calls[log.calls["verify"] == verify]
+    context = np.maximum(log.context - 1, 0)
+    total = inside = outside = 0
+    for kind in np.unique(calls["kind"]).tolist():
+        mine = calls[calls["kind"] == kind]
+        model, phase = _cells(latency, *CALL_KINDS[kind])
+        # A lookup and the heads were measured at one size: their cost is taken as constant.
+        one_size = model not in ("target", "draft", "exit")
+        at = np.zeros(len(mine), dtype=np.int64) if one_size else context[mine["round"]]
+        read = latency.estimate(
+            model, phase, batch=batch, new_tokens=mine["new_tokens"], context=at
+        )
+        np.add.at(seconds, mine["round"], mine["count"] * read.seconds)
+        total += int(mine["count"].sum())
+        inside += int(mine["count"][read.origin == INTERPOLATED].sum())
+        outside += int(mine["count"][read.origin == EXTRAPOLATED].sum())
+    return seconds, (total, inside, outside)
+
+
+def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
+    key = ("exit", "layer") if (model, phase) == ("target", "layer") else (model, phase)
+    for choice in (key, FALLBACKS.get(key), (model, phase)):
+        if choice and latency.has(*choice):
+            return choice
+    raise DraftsimError(
+        f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
+        "target with its sources"
+    )

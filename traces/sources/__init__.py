@@ -1,0 +1,55 @@
+"""Draft sources other than a draft model: early exit, parallel heads, lookup."""
+
+from traces.sources.base import Recordings, Source, SourceToken
+from traces.sources.early_exit import EarlyExit
+from traces.sources.exits import ExitRecording, ExitSetting
+from traces.sources.files import read_exits, read_starts, write_exits, write_starts
+from traces.sources.lookup_sources import PLD, REST, Lookahead
+from traces.sources.registry import (
+    SOURCES,
+    SYSTEMS,
+    System,
+    describe_source,
+    parse_source,
+    source_names,
+)
+from traces.sources.replay import replay_source
+from traces.sources.starts import (
+    Blockwise,
+    LayerSkip,
+    Medusa,
+    MedusaTree,
+    Space,
+    SpecDec,
+    StartRecording,
+)
+
+__all__ = [
+    "PLD",
+    "REST",
+    "SOURCES",
+    "SYSTEMS",
+    "Blockwise",
+    "EarlyExit",
+    "ExitRecording",
+    "ExitSetting",
+    "LayerSkip",
+    "Lookahead",
+    "Medusa",
+    "MedusaTree",
+    "Recordings",
+    "Source",
+    "SourceToken",
+    "Space",
+    "SpecDec",
+    "StartRecording",
+    "System",
+    "describe_source",
+    "parse_source",
+    "read_exits",
+    "read_starts",
+    "replay_source",
+    "source_names",
+    "write_exits",
+    "write_starts",
+]

@@ -1,0 +1,159 @@
+"""What a draft source is, and the replay that all sources share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from policies.core import Load
+from traces.errors import DraftsimError
+from traces.rounds import Fidelity
+from traces.sources.calls import CallCounter
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from traces.sources.exits import ExitRecording
+    from traces.sources.starts import StartRecording
+
+
+@dataclass(frozen=True, eq=False)
+class Recordings:
+    """What was recorded of a target besides its trace: one entry per kind of source."""
+
+    exits: ExitRecording | None = None
+    starts: dict[str, StartRecording] = field(default_factory=dict)
+    """By the name of the source that drafted."""
+
+
+class SourceToken:
+    """A replayed proposal; a signal that the source does not have is None."""
+
+    __slots__ = ("ends", "entropy", "exit_layer", "logit_margin", "prob", "prob_margin", "token_id")
+
+    def __init__(
+        self,
+        token_id: int,
+        ends: bool = False,
+        prob: float | None = None,
+        entropy: float | None = None,
+        logit_margin: float | None = None,
+        prob_margin: float | None = None,
+        exit_layer: int | None = None,
+    ) -> None:
+        self.token_id = token_id
+        self.ends = ends
+        self.prob = prob
+        self.entropy = entropy
+        self.logit_margin = logit_margin
+        self.prob_margin = prob_margin
+        self.exit_layer = exit_layer
+
+
+class Source(ABC):
+    """Where proposals come from.  Parameters live in the constructor, recordings do not."""
+
+    name: ClassVar[str]
+    signals: ClassVar[frozenset[str]] = frozenset({"token_id"})
+    """The draft signals its tokens carry, of `policies.core.SIGNALS`."""
+    fidelity: ClassVar[Fidelity] = "exact"
+    """How its replay relates to really decoding with this source."""
+    what: ClassVar[str]
+    """One line: the method, where it is from, and what its label refers to."""
+
+    @abstractmethod
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """A function from a request's index to its decoder.
+
+        Raises DraftsimError naming the remedy where what it needs was not recorded.
+        """
+
+
+class SourceReplay(ABC):
+    """One recorded request, decoded again with another source than a draft model.
+
+    Only the target's own output is taken from the trace.  ``first`` is the output position
+    decoding begins at.
+    """
+
+    def __init__(self, trace: Trace, request: int, first: int = 1) -> None:
+        self.info = trace.requests[request]
+        starts = trace.request_starts
+        self.output = true_tokens(trace)[int(starts[request]) : int(starts[request + 1])]
+        self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        self.length = len(self.output)
+        self.limit = self.info.max_new_tokens
+        self.position = min(first, self.length)
+        self.calls = CallCounter()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to the limit; 0 at the end, known from the recording."""
+        return self.limit - self.position if self.position < self.length else 0
+
+    @property
+    def load(self) -> Load:
+        """A single stream; the run length is how many proposals would be accepted from here."""
+        run = min(self.run_length(), self.limit - self.position - 1)
+        return Load(1, self.info.prompt_length + self.position, run)
+
+    @abstractmethod
+    def run_length(self) -> int:
+        """Proposals that would be accepted if drafting went on as long as they are right."""
+
+    @abstractmethod
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The proposal after the output so far and `so_far`; None where there is none."""
+
+    @abstractmethod
+    def charge(self, submitted: int) -> int:
+        """Count the verification's calls; return the positions it gives true tokens for."""
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Accept the leading matches, extend the output, and return how many matched.
+
+        With as many positions as drafted tokens (no bonus position) a full match emits those
+        tokens and nothing more.
+        """
+        positions = self.charge(len(draft))
+        accepted = 0
+        true, at = self.output, self.position
+        for token in draft:
+            if at + accepted >= self.length or token.token_id != true[at + accepted]:
+                break
+            accepted += 1
+        self.calls.end_round()
+        self.position = min(at + min(accepted + 1, positions), self.length)
+        return accepted
+
+
+def true_tokens(trace: Trace) -> list[int]:
+    """The target's output tokens of all requests, in on-path order."""
+    if "token" not in trace.columns:
+        raise DraftsimError(
+            "this trace holds no output tokens, which every source but a draft model is replayed "
+            "from: record one with `draftsim profile`"
+        )
+    if trace.temperature > 0:
+        raise DraftsimError(
+            "this trace was sampled, and sources other than a draft model are replayed along "
+            "greedy output: record with --temperature 0"
+        )
+    tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
+    return tokens
+
+
+def prompt_tokens(trace: Trace, request: int) -> list[int]:
+    """Prompt ids of a request; DraftsimError if they were not recorded."""
+    ids = trace.requests[request].prompt_ids
+    if ids is None:
+        raise DraftsimError(
+            f"request {trace.requests[request].id!r} has no prompt tokens in this trace: "
+            "record one with `draftsim profile`"
+        )
+    return list(ids)

@@ -1,0 +1,205 @@
+"""Drafting by early exit of the target: SpecBound, AdaDecode and Kangaroo as one source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from policies.core import SIGNALS
+from policies.parameters import flag, whole, within
+from traces.errors import DraftsimError, TailError
+from traces.sources.base import Recordings, Source, SourceReplay, SourceToken, true_tokens
+from traces.sources.calls import EXIT_HEAD, LayerLedger
+from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
+from traces.trace import Trace
+
+
+class EarlyExit(Source):
+    """A token leaves the target at the first layer whose exit head is confident enough.
+
+    SpecBound (arXiv:2604.12247): at layer l of L the head's logits are softened by
+    ``1 + omega (1 - l / L)`` and the token exits where the largest probability reaches
+    ``tau`` (eq. 1-2).  A token that has not exited at the depth bound is *difficult*: it
+    ends the draft, and as its own layers run on, verification gives one token more than was
+    drafted.  Otherwise (the length policy, SpecBound's width bound, or EOS ended the draft)
+    the last drafted token is not processed, and a full match emits no bonus token.  States
+    that an exit skipped are computed, exactly, together with the next deeper token.
+
+    Parameters
+    ----------
+    tau:
+        Confidence to exit with; 0 exits at the first exit layer.
+    omega:
+        Annealing strength; 0 is plain softmax confidence.
+    depth:
+        Depth bound as a share of the layers, in (0, 1]; 1 is no bound, as in AdaDecode.
+    layers:
+        Exit layers used; None for every layer with a head.
+    bonus:
+        Process the last drafted token as well, as Kangaroo does: the verification then
+        covers one position more than was drafted.
+    """
+
+    name = "early-exit"
+    what = "early exit of the target with trained heads; skipped states are recomputed exactly"
+    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS)
+
+    def __init__(
+        self,
+        tau: float = 0.7,
+        omega: float = 0.3,
+        depth: float = 0.5,
+        layers: Sequence[int] | None = None,
+        bonus: bool = False,
+    ) -> None:
+        within("tau", tau, 0, 1)
+        within("omega", omega, 0)
+        within("depth", depth, 0, 1)
+        flag("bonus", bonus)
+        for layer in layers or ():
+            whole("layers", layer, 1)
+        if layers is not None and not layers:
+            raise ValueError("layers is empty, expected at least one exit layer")
+        self.tau, self.omega, self.depth = tau, omega, depth
+        self.layers, self.bonus = layers, bonus
+
+    def setting(self, gamma_max: int) -> ExitSetting:
+        """What a recording must have followed for drafts of up to `gamma_max` tokens."""
+        layers = None if self.layers is None else tuple(self.layers)
+        return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Needs an early-exit recording of the same requests."""
+        if recordings.exits is None:
+            raise DraftsimError(
+                "no early-exit recording: make one with `draftsim profile --exit-layers`"
+            )
+        if first < 1:
+            raise DraftsimError("early exit is recorded behind the prefill: replay with first=1")
+        tape = _ExitTape(trace, recordings.exits, self)
+        return lambda request: EarlyExitReplay(trace, request, tape, first)
+
+
+class _Step(NamedTuple):
+    """What the source does at a node."""
+
+    token: SourceToken | None
+    heads: int
+    """Exit heads asked, the accepted one included."""
+    deepest: int
+    """Layers run for the token."""
+
+
+class _ExitTape:
+    """One setting laid out over a recording; a step is made when first taken."""
+
+    def __init__(self, trace: Trace, recording: ExitRecording, source: EarlyExit) -> None:
+        counts = [r.tokens for r in trace.requests]
+        if np.diff(recording.path_starts).tolist() != counts:
+            raise DraftsimError(
+                "the early-exit recording is of other requests than the trace: record both in "
+                "one run"
+            )
+        self.recording, self.source = recording, source
+        self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
+        self._choices = choices.tolist()
+        self._deepest = depth_layers(source.depth, recording.layers)
+        self._used = usable_exits(recording.exit_layers, self._deepest, source.layers)
+        self._steps: list[_Step | None] = [None] * len(choices)
+        true, path = np.asarray(true_tokens(trace)), np.arange(recording.path_starts[-1])
+        drafts = recording.argmax[path, choices[path]]
+        self.right: list[bool] = ((choices[path] >= 0) & (drafts == true)).tolist()
+
+    def step(self, node: int) -> _Step:
+        """The step at a node."""
+        if (step := self._steps[node]) is None:
+            step = self._steps[node] = self._make(node)
+        return step
+
+    def _make(self, node: int) -> _Step:
+        at = self._choices[node]
+        if at < 0:
+            return _Step(None, len(self._used), self._deepest)
+        record = self.recording
+        token = int(record.argmax[node, at])
+        # In float32 as the real decoder has them, so that no policy decides otherwise.
+        top1, top2, lse, entropy = (record.signals[s][node, at] for s in
+                                    ("top1", "top2", "logsumexp", "entropy"))  # fmt: skip
+        layer = record.exit_layers[at]
+        prob = float(np.exp(np.float64(top1 - lse)))
+        margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
+        return _Step(
+            SourceToken(
+                token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
+                layer,
+            ),
+            self._used.index(at) + 1, layer,
+        )  # fmt: skip
+
+
+class EarlyExitReplay(SourceReplay):
+    """One recorded request, drafted by early exit of its target."""
+
+    def __init__(self, trace: Trace, request: int, tape: _ExitTape, first: int = 1) -> None:
+        super().__init__(trace, request, first)
+        self._tape = tape
+        self._path = tape.recording.path_starts[request]
+        self._children = tape.recording.children
+        self._ledger = LayerLedger(tape.recording.layers, self.calls)
+        self._node = 0
+        self._on_path = True
+
+    def run_length(self) -> int:
+        """Positions from here whose exit is right."""
+        at, end = self._path + self.position, self._path + self.length
+        right = self._tape.right
+        run = 0
+        while at + run < end and right[at + run]:
+            run += 1
+        return run
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """Run the last token up to its exit; None if it reaches the depth bound."""
+        if not so_far:
+            self._node, self._on_path = self._path + self.position, True
+        else:
+            self._walk(so_far)
+        step = self._tape.step(self._node)
+        self._ledger.enter()
+        self._ledger.deepen(step.deepest)
+        self.calls.add(EXIT_HEAD, 1, step.heads)
+        return step.token
+
+    def _walk(self, so_far: Sequence[Any]) -> None:
+        token = so_far[-1].token_id
+        if self._on_path and token == self.output[self.position + len(so_far) - 1]:
+            self._node += 1
+            return
+        child = self._children.get((self._node, token))
+        if child is None:
+            raise TailError(
+                f"early exit drafted {len(so_far) + 1} tokens at position {self.position} of "
+                f"request {self.info.id!r}, past what was recorded behind its wrong exit: draft "
+                "fewer, or record this setting with a larger gamma_max"
+            )
+        self._node, self._on_path = child, False
+
+    def charge(self, submitted: int) -> int:
+        """The layers that the processed positions still lack."""
+        positions = verified(len(self._ledger.depths), submitted, self._tape.source.bonus)
+        self._ledger.finish(positions)
+        return positions
+
+
+def verified(processed: int, submitted: int, bonus: bool) -> int:
+    """Positions a verification covers, of those processed while drafting.
+
+    A difficult token was processed beyond the last drafted one; so is the last drafted one
+    where a bonus position is wanted; a round without a draft processes the last true token.
+    """
+    return submitted + 1 if bonus else min(max(processed, 1), submitted + 1)

@@ -1,0 +1,107 @@
+"""Files of what was recorded for sources other than a draft model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from traces.errors import DraftsimError, FileError
+from traces.files import PathLike
+from traces.parquet import file_error, read_file, write_file
+from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
+from traces.sources.exits import SIGNALS as EXIT_SIGNALS
+from traces.sources.starts import START_SIGNALS, StartRecording
+
+EXITS, STARTS = "exits", "starts"
+
+
+def write_exits(recording: ExitRecording, path: PathLike) -> None:
+    """Write an early-exit recording: one row per node, a list per exit layer."""
+    columns = {name: pa.array(recording.nodes[name]) for name in NODE_COLUMNS}
+    columns["argmax"] = _lists(recording.argmax)
+    columns["log_confidence"] = _lists(recording.log_confidence.reshape(len(recording.argmax), -1))
+    columns |= {name: _lists(recording.signals[name]) for name in EXIT_SIGNALS}
+    header = {
+        "exit_layers": recording.exit_layers, "layers": recording.layers,
+        "omegas": recording.omegas, "settings": recording.settings,
+        "path_starts": recording.path_starts, "meta": dict(recording.meta),
+    }  # fmt: skip
+    write_file(path, EXITS, pa.table(columns), header)
+
+
+def read_exits(path: PathLike) -> ExitRecording:
+    """The early-exit recording at `path`; FileError if it is missing, damaged or of another kind."""
+    header, table = _read(path, EXITS)
+    try:
+        exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
+        settings = tuple(
+            ExitSetting(tau, omega, depth, None if layers is None else tuple(layers), gamma_max)
+            for tau, omega, depth, layers, gamma_max in header["settings"]
+        )
+        nodes = {name: _column(table, name, dtype) for name, dtype in NODE_COLUMNS.items()}
+        shape = (table.num_rows, len(exits))
+        return ExitRecording(
+            nodes,
+            _matrix(table, "argmax", shape, "int32"),
+            _matrix(table, "log_confidence", (*shape, len(omegas)), "float32"),
+            {name: _matrix(table, name, shape, "float32") for name in EXIT_SIGNALS},
+            exits, int(header["layers"]), omegas, settings, tuple(header["path_starts"]),
+            header["meta"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, DraftsimError) as error:
+        raise _contradiction(path, error) from error
+
+
+def write_starts(recording: StartRecording, path: PathLike) -> None:
+    """Write a recording of drafts by start: one row per start, a list per offset."""
+    columns = {"token": _lists(recording.token), "rank": _lists(recording.rank)}
+    columns |= {name: _lists(recording.signals[name]) for name in START_SIGNALS}
+    header = {
+        "offsets": recording.offsets, "request_starts": recording.request_starts,
+        "meta": dict(recording.meta),
+    }  # fmt: skip
+    write_file(path, STARTS, pa.table(columns), header)
+
+
+def read_starts(path: PathLike) -> StartRecording:
+    """The recording of drafts by start at `path`; FileError if it is missing or damaged."""
+    header, table = _read(path, STARTS)
+    try:
+        shape = (table.num_rows, int(header["offsets"]))
+        return StartRecording(
+            _matrix(table, "token", shape, "int32"),
+            {name: _matrix(table, name, shape, "float32") for name in START_SIGNALS},
+            _matrix(table, "rank", shape, "int32"),
+            tuple(header["request_starts"]), header["meta"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, DraftsimError) as error:
+        raise _contradiction(path, error) from error
+
+
+def _read(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:
+    try:
+        return read_file(path, kind)
+    except KeyError:
+        raise file_error(path, "is of another kind", "name the other file") from None
+
+
+def _contradiction(path: PathLike, error: Exception) -> FileError:
+    return file_error(path, f"header and columns do not fit together ({error})")
+
+
+def _lists(values: npt.NDArray[Any]) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
+
+
+def _column(table: pa.Table, name: str, dtype: str) -> npt.NDArray[Any]:
+    return np.asarray(table.column(name).to_numpy(), dtype=dtype)
+
+
+def _matrix(
+    table: pa.Table, name: str, shape: tuple[int, ...], dtype: str
+) -> npt.NDArray[Any]:
+    column = table.column(name).combine_chunks()
+    return np.asarray(column.flatten().to_numpy(), dtype=dtype).reshape(shape)

@@ -1,0 +1,234 @@
+"""Drafts found in text instead of computed: what a lookup proposes, from token ids alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.parameters import whole
+
+
+class Proposal(NamedTuple):
+    """A proposed token; the distribution behind it where the lookup has one."""
+
+    token_id: int
+    prob: float | None = None
+    entropy: float | None = None
+    prob_margin: float | None = None
+
+
+class Lookup(ABC):
+    """Proposals for one growing sequence.
+
+    `extend` appends true tokens (prompt first); `propose` gives the continuation that the
+    lookup would draft now.  Both sides, replay and real decoding, run this very object.
+    """
+
+    @abstractmethod
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The sequence has grown by `tokens`."""
+
+    @abstractmethod
+    def propose(self) -> list[Proposal]:
+        """The proposed continuation, possibly empty."""
+
+
+class PromptLookup(Lookup):
+    """Copies what followed the first earlier occurrence of the last n-gram.
+
+    As transformers 5.23 ``PromptLookupCandidateGenerator``: the longest n of at most
+    ``max_ngram`` that occurs earlier wins, among its occurrences the leftmost; up to
+    ``num_tokens`` tokens are copied, cut before an end-of-sequence token.
+
+    Parameters
+    ----------
+    num_tokens:
+        transformers' ``prompt_lookup_num_tokens``.
+    max_ngram:
+        transformers' ``max_matching_ngram_size``.
+    eos:
+        Ids never proposed.
+    """
+
+    def __init__(
+        self, num_tokens: int = 10, max_ngram: int = 2, eos: frozenset[int] = frozenset()
+    ) -> None:
+        whole("num_tokens", num_tokens, 1)
+        whole("max_ngram", max_ngram, 1)
+        self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
+        self._ids: list[int] = []
+        # Of every n-gram that something follows, the index after its first occurrence.
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append, and index every n-gram that ends before the last token."""
+        self._ids += tokens
+        for end in range(self._indexed + 1, len(self._ids)):
+            for n in range(1, min(self.max_ngram, end) + 1):
+                self._after.setdefault(tuple(self._ids[end - n : end]), end)
+        self._indexed = max(len(self._ids) - 1, 0)
+
+    def propose(self) -> list[Proposal]:
+        """What followed; empty where no n-gram recurs or EOS followed."""
+        ids = self._ids
+        for n in range(min(self.max_ngram, len(ids) - 1), 0, -1):
+            start = self._after.get(tuple(ids[-n:]))
+            if start is None:
+                continue
+            chosen: list[Proposal] = []
+            for token in ids[start : start + self.num_tokens]:
+                if token in self.eos:
+                    break
+                chosen.append(Proposal(token))
+            return chosen
+        return []
+
+
+class Datastore:
+    """Token sequences to retrieve from (REST, arXiv:2311.08252, sec. 3.1)."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        parts: list[int] = [-1]
+        for sequence in sequences:
+            parts += [*sequence, -1]  # no match or continuation crosses a sequence's end
+        self.ids: npt.NDArray[np.int64] = np.array(parts, dtype=np.int64)
+        self._order = np.argsort(self.ids, kind="stable")
+        self._sorted = self.ids[self._order]
+
+    def __len__(self) -> int:
+        return int((self.ids >= 0).sum())
+
+    def after(self, token: int) -> npt.NDArray[np.int64]:
+        """Indices just after every occurrence of `token`, ascending."""
+        low, high = np.searchsorted(self._sorted, [token, token + 1])
+        return np.sort(self._order[low:high]) + 1
+
+
+class Retrieval(Lookup):
+    """Drafts the most frequent continuation of the longest suffix found in a datastore.
+
+    REST (arXiv:2311.08252) builds a tree of the most frequent continuations; this is the
+    tree's heaviest chain.  Every proposal carries its share among the matching
+    continuations, which is REST's weight.
+
+    Parameters
+    ----------
+    store:
+        What to retrieve from.
+    num_tokens:
+        Longest chain.
+    max_suffix, min_suffix:
+        Longest and shortest suffix that is looked for (REST: 16 and 1).
+    eos:
+        Ids never proposed.
+    """
+
+    def __init__(
+        self,
+        store: Datastore,
+        num_tokens: int = 10,
+        max_suffix: int = 16,
+        min_suffix: int = 1,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        whole("num_tokens", num_tokens, 1)
+        whole("min_suffix", min_suffix, 1)
+        whole("max_suffix", max_suffix, min_suffix)
+        self.store, self.num_tokens, self.eos = store, num_tokens, eos
+        self.max_suffix, self.min_suffix = max_suffix, min_suffix
+        self._ids: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The sequence has grown by `tokens`."""
+        self._ids += tokens
+
+    def propose(self) -> list[Proposal]:
+        """The heaviest chain; ties go to the smallest token id."""
+        at = self._matches()
+        ids, chosen = self.store.ids, []
+        while len(chosen) < self.num_tokens and len(at):
+            following = ids[at]
+            found, counts = np.unique(following[following >= 0], return_counts=True)
+            if not len(found):
+                break
+            best = int(counts.argmax())
+            token = int(found[best])
+            if token in self.eos:
+                break
+            share = counts / counts.sum()
+            top2 = np.sort(share)[-2] if len(share) > 1 else 0.0
+            entropy = float(-(share * np.log(share)).sum())
+            margin = float(share[best] - top2)
+            chosen.append(Proposal(token, float(share[best]), abs(entropy), margin))
+            at = at[following == token] + 1
+        return chosen
+
+    def _matches(self) -> npt.NDArray[np.int64]:
+        """Indices just after the occurrences of the longest suffix that occurs."""
+        ids, store = self._ids, self.store.ids
+        at = self.store.after(ids[-1]) if ids else np.empty(0, dtype=np.int64)
+        length = 1 if len(at) else 0
+        for n in range(2, min(self.max_suffix, len(ids)) + 1):
+            # Index 0 of the store is a separator, so at - n never wraps to a token.
+            longer = at[store[np.maximum(at - n, 0)] == ids[-n]]
+            if not len(longer):
+                break
+            at, length = longer, n
+        return at if length >= self.min_suffix else at[:0]
+
+
+class NGramPool(Lookup):
+    """Drafts the n-gram that most recently followed the last token.
+
+    Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams
+    from its Jacobi iterations beside those of prompt and output, and verifies up to
+    ``guesses`` of them at once.  Jacobi iterations need the model, so this pool holds the
+    n-grams of prompt and output alone, and the newest is drafted as a chain.
+
+    Parameters
+    ----------
+    ngram:
+        Tokens of an n-gram, key included (the paper's N).
+    guesses:
+        N-grams kept per key, the oldest dropped (the paper's G).
+    eos:
+        Ids never proposed.
+    """
+
+    def __init__(
+        self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()
+    ) -> None:
+        whole("ngram", ngram, 2)
+        whole("guesses", guesses, 1)
+        self.ngram, self.guesses, self.eos = ngram, guesses, eos
+        self._ids: list[int] = []
+        self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
+        self._indexed = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append, and put every new whole n-gram into the pool."""
+        self._ids += tokens
+        for start in range(self._indexed, len(self._ids) - self.ngram + 1):
+            key, *rest = self._ids[start : start + self.ngram]
+            kept = self._pool.setdefault(key, OrderedDict())
+            kept[tuple(rest)] = None
+            kept.move_to_end(tuple(rest))
+            if len(kept) > self.guesses:
+                kept.popitem(last=False)
+        self._indexed = max(len(self._ids) - self.ngram + 1, 0)
+
+    def propose(self) -> list[Proposal]:
+        """The newest n-gram behind the last token."""
+        kept = self._pool.get(self._ids[-1]) if self._ids else None
+        chosen: list[Proposal] = []
+        for token in next(reversed(kept)) if kept else ():
+            if token in self.eos:
+                break
+            chosen.append(Proposal(token))
+        return chosen

@@ -1,0 +1,197 @@
+"""Lookup as a draft source: the replay recomputes each proposal where a round begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from traces.errors import DraftsimError
+from traces.rounds import Fidelity
+from traces.sources.base import (
+    Recordings,
+    Source,
+    SourceReplay,
+    SourceToken,
+    prompt_tokens,
+    true_tokens,
+)
+from traces.sources.calls import CALL_KINDS
+from traces.sources.lookup import Datastore, Lookup, NGramPool, PromptLookup, Proposal, Retrieval
+from traces.trace import Trace
+
+EARLIER = "earlier"
+
+
+class LookupReplay(SourceReplay):
+    """Decodes one recorded request with a lookup over its own true tokens."""
+
+    def __init__(
+        self, trace: Trace, request: int, lookup: Lookup, kind: int, first: int = 1
+    ) -> None:
+        super().__init__(trace, request, first)
+        self._lookup, self._kind = lookup, kind
+        self._seen = 0
+        lookup.extend(prompt_tokens(trace, request))
+        self._proposed: tuple[int, list[Proposal]] = (-1, [])
+
+    def _proposals(self) -> list[Proposal]:
+        if self._proposed[0] != self.position:
+            self._lookup.extend(self.output[self._seen : self.position])
+            self._seen = self.position
+            self._proposed = (self.position, self._lookup.propose())
+        return self._proposed[1]
+
+    def run_length(self) -> int:
+        """Leading proposals that are the target's own tokens."""
+        true = self.output[self.position :]
+        run = 0
+        for proposal, token in zip(self._proposals(), true, strict=False):
+            if proposal.token_id != token:
+                break
+            run += 1
+        return run
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next token of this round's proposal; None at its end."""
+        if not so_far:
+            self.calls.add(self._kind, 1)
+        proposals = self._proposals()
+        if len(so_far) >= len(proposals):
+            return None
+        token, prob, entropy, margin = proposals[len(so_far)]
+        return SourceToken(token, False, prob, entropy, None, margin)
+
+    def charge(self, submitted: int) -> int:
+        """An ordinary verification over the draft and the last token."""
+        return submitted + 1
+
+
+class LookupSource(Source):
+    """A source that searches token sequences."""
+
+    def lookup(
+        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
+    ) -> Lookup:
+        """A lookup for one request; ``corpus()`` gives the sequences served before it."""
+        raise NotImplementedError
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Needs prompt and output tokens, which `draftsim profile` records."""
+        del recordings
+        kind = CALL_KINDS.index((self.name, "forward"))
+        eos = frozenset(trace.meta.get("eos_token_ids") or ())
+
+        def decoder(request: int) -> LookupReplay:
+            lookup = self.lookup(eos, lambda: served_before(trace, request))
+            return LookupReplay(trace, request, lookup, kind, first)
+
+        return decoder
+
+
+def served_before(trace: Trace, request: int) -> list[list[int]]:
+    """Prompt and output of every request recorded before this one."""
+    output, starts = true_tokens(trace), trace.request_starts
+    return [
+        prompt_tokens(trace, i) + output[int(starts[i]) : int(starts[i + 1])]
+        for i in range(request)
+    ]
+
+
+class PLD(LookupSource):
+    """Prompt lookup decoding, as transformers 5.23 does it (see `PromptLookup`)."""
+
+    name = "pld"
+    what = "prompt lookup (transformers 5.23 PromptLookupCandidateGenerator), recomputed from ids"
+
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 2) -> None:
+        PromptLookup(num_tokens, max_ngram)
+        self.num_tokens, self.max_ngram = num_tokens, max_ngram
+
+    def lookup(
+        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
+    ) -> Lookup:
+        """Searches the request's own tokens."""
+        del corpus
+        return PromptLookup(self.num_tokens, self.max_ngram, eos)
+
+
+class REST(LookupSource):
+    """Retrieval from a datastore (arXiv:2311.08252), its heaviest chain.
+
+    ``corpus`` is ``earlier`` (prompts and outputs of the requests recorded before, as a
+    server's history) or a file of token sequences: JSON, one list of ids a line.
+    """
+
+    name = "rest"
+    what = "REST (arXiv:2311.08252), heaviest chain of its tree; exact for the chain"
+    signals: ClassVar[frozenset[str]] = frozenset({"token_id", "prob", "entropy", "prob_margin"})
+
+    def __init__(
+        self,
+        corpus: str = EARLIER,
+        num_tokens: int = 10,
+        max_suffix: int = 16,
+        min_suffix: int = 1,
+    ) -> None:
+        Retrieval(Datastore([]), num_tokens, max_suffix, min_suffix)
+        self.corpus, self.num_tokens = corpus, num_tokens
+        self.max_suffix, self.min_suffix = max_suffix, min_suffix
+        self._store: Datastore | None = None
+
+    def lookup(
+        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
+    ) -> Lookup:
+        """Searches the datastore; one from a file is read once."""
+        if self.corpus == EARLIER:
+            store = Datastore(corpus())
+        else:
+            if self._store is None:
+                self._store = Datastore(read_corpus(self.corpus))
+            store = self._store
+        return Retrieval(store, self.num_tokens, self.max_suffix, self.min_suffix, eos)
+
+
+class Lookahead(LookupSource):
+    """An n-gram pool after lookahead decoding (arXiv:2402.02057; see `NGramPool`)."""
+
+    name = "lookahead"
+    what = (
+        "n-gram pool after lookahead decoding (arXiv:2402.02057), of prompt and output only: the "
+        "paper's Jacobi n-grams are missing, so it accepts fewer tokens"
+    )
+    fidelity: ClassVar[Fidelity] = "approximate"
+
+    def __init__(self, ngram: int = 5, guesses: int = 5) -> None:
+        NGramPool(ngram, guesses)
+        self.ngram, self.guesses = ngram, guesses
+
+    def lookup(
+        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
+    ) -> Lookup:
+        """Pools the request's own tokens."""
+        del corpus
+        return NGramPool(self.ngram, self.guesses, eos)
+
+
+def read_corpus(path: str | Path) -> list[list[int]]:
+    """Token sequences from a file of one JSON list of ids a line; DraftsimError naming the line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DraftsimError(f"cannot read the corpus {path}: {error}") from None
+    sequences: list[list[int]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            ids = json.loads(line)
+        except json.JSONDecodeError:
+            ids = None
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+            raise DraftsimError(f"{path}:{number} is not a JSON list of token ids: write one a line")
+        sequences.append(ids)
+    return sequences

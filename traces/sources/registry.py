@@ -1,0 +1,109 @@
+"""Draft sources by name, and the named systems that combine one with a length policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from policies.spec import describe_spec, parse_spec
+from traces.sources.base import Source
+from traces.sources.early_exit import EarlyExit
+from traces.sources.lookup_sources import PLD, REST, Lookahead
+from traces.sources.starts import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
+
+DRAFT_MODEL = "draft-model"
+"""The source of `traces.replay.replay`, which is no `Source`: its drafts are the trace's own."""
+
+SOURCES: Mapping[str, type[Source]] = {
+    cls.name: cls
+    for cls in (
+        PLD, REST, Lookahead, EarlyExit, LayerSkip, Blockwise, Medusa, MedusaTree, Space, SpecDec
+    )
+}  # fmt: skip
+
+
+class System(NamedTuple):
+    """A named method: a source and a length policy, both as text."""
+
+    source: str
+    policy: str
+    what: str
+
+
+SYSTEMS: Mapping[str, System] = {
+    "specbound": System(
+        "early-exit:tau=0.7,omega=0.3,depth=0.5", "fixed:gamma=6",
+        "SpecBound (arXiv:2604.12247): annealed threshold, depth bound, width bound",
+    ),
+    "specbound-no-annealing": System(
+        "early-exit:tau=0.7,omega=0,depth=0.5", "fixed:gamma=6",
+        "SpecBound without annealing (its Figure 4)",
+    ),
+    "specbound-no-depth-bound": System(
+        "early-exit:tau=0.7,omega=0.3,depth=1", "fixed:gamma=6",
+        "SpecBound without the depth bound (its Figure 4)",
+    ),
+    "specbound-no-width-bound": System(
+        "early-exit:tau=0.7,omega=0.3,depth=0.5", "fixed:gamma=24",
+        "SpecBound without the width bound (its Figure 4), at most 24 tokens a round",
+    ),
+    "adadecode": System(
+        "early-exit:tau=0.7,omega=0,depth=1", "fixed:gamma=24",
+        "AdaDecode (arXiv:2506.03700): early exit without bounds, at most 24 tokens a round",
+    ),
+    "kangaroo": System(
+        "early-exit:tau=0,omega=0,depth=1,bonus=true", "confidence:gamma=6,confidence_threshold=0.6",
+        "Kangaroo (arXiv:2404.18911): always the first exit layer, confidence stop",
+    ),
+    "draft-and-verify-skip": System(
+        "layer-skip", "draft-and-verify",
+        "Draft & Verify (arXiv:2309.08168): layer skip with its adaptive threshold",
+    ),
+    "pld": System(
+        "pld", "fixed:gamma=10", "Prompt lookup decoding, as transformers 5.23 does it"
+    ),
+    "rest": System("rest", "fixed:gamma=10", "REST (arXiv:2311.08252), heaviest chain"),
+    "lookahead": System(
+        "lookahead", "fixed:gamma=4", "Lookahead decoding (arXiv:2402.02057), text n-grams only"
+    ),
+    "blockwise": System("blockwise", "fixed:gamma=4", "Blockwise(k) (arXiv:1811.03115)"),
+    "medusa": System("medusa", "fixed:gamma=4", "Medusa-1 (arXiv:2401.10774) as a chain"),
+    "medusa-tree": System(
+        "medusa-tree", "fixed:gamma=3", "Medusa's tree of candidates, approximate"
+    ),
+    "space": System("space", "fixed:gamma=4", "SPACE (arXiv:2402.11809), frozen target"),
+    "specdec": System("specdec", "fixed:gamma=4", "SpecDec(k) (arXiv:2203.16487), one pass"),
+}  # fmt: skip
+
+
+def source_names() -> list[str]:
+    """Names of the built-in sources, the draft model first."""
+    return [DRAFT_MODEL, *SOURCES]
+
+
+def parse_source(text: str) -> Source:
+    """The source that `text` (``name`` or ``name:key=value,...``) describes.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name or parameter (naming the nearest) or an impossible value.
+
+    >>> parse_source("pld:max_ngram=3").max_ngram
+    3
+    """
+    name, cls, given = parse_spec(text, "source", SOURCES)
+    try:
+        source: Source = cls(**given)
+        return source
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"source {name!r}: {error}") from None
+
+
+def describe_source(source: Source) -> str:
+    """The text form of `source`: its name and the parameters that differ from the defaults.
+
+    >>> describe_source(PLD(num_tokens=5))
+    'pld:num_tokens=5'
+    """
+    return describe_spec(source, source.name)

@@ -1,0 +1,68 @@
+"""Replay of a trace with another source of drafts, under any length policy."""
+
+from __future__ import annotations
+
+from policies.core import DraftPolicy, Round, speculate
+from policies.rules import ExactMatch, VerifyRule
+from traces.errors import DraftsimError, SignalError
+from traces.rounds import RoundLog
+from traces.sources.base import Recordings, Source
+from traces.sources.calls import Call, pack_calls
+from traces.trace import Trace
+
+
+def replay_source(
+    trace: Trace,
+    source: Source,
+    policy: DraftPolicy,
+    rule: VerifyRule | None = None,
+    *,
+    recordings: Recordings | None = None,
+    name: str | None = None,
+    first: int = 1,
+) -> RoundLog:
+    """Decode every request of `trace` again with `source` drafting, in recording order.
+
+    Only the target's output is taken from `trace`, and the recordings of sources that need
+    one from `recordings`.  ``first=0`` (lookups only) lets the first verification process the
+    prompt, as transformers does.
+
+    Raises
+    ------
+    SignalError
+        If the policy reads a signal that the source's tokens do not have.
+    DraftsimError
+        If what the source needs was not recorded, or the rule is lossy: only a draft
+        model's tokens were scored by the target.
+    TailError
+        If the policy drafts past what was recorded off the path.
+    """
+    if rule is not None and not isinstance(rule, ExactMatch):
+        raise DraftsimError(
+            f"{type(rule).__name__} needs the target's scores of wrong drafts, which are recorded "
+            f"for a draft model alone, not for {source.name!r}: use --verify exact"
+        )
+    check_signals(policy, source)
+    decoder_of = source.open(trace, recordings or Recordings(), first)
+    shared = policy.fresh()
+    rounds: list[list[Round]] = []
+    calls: list[list[list[Call]]] = []
+    for i in range(len(trace.requests)):
+        decoder = decoder_of(i)
+        mine = shared if policy.learns_across_requests else policy.fresh()
+        rounds.append(list(speculate(decoder, mine)))
+        calls.append(decoder.calls.rounds)
+    return RoundLog(
+        RoundLog.pack(rounds), trace.requests, name or type(policy).__name__, source=source.name,
+        fidelity=source.fidelity, reads=policy.reads, first=first, calls=pack_calls(calls),
+    )  # fmt: skip
+
+
+def check_signals(policy: DraftPolicy, source: Source) -> None:
+    """Raise SignalError where `policy` reads what tokens of `source` do not carry."""
+    if missing := [s for s in policy.reads if s not in source.signals]:
+        raise SignalError(
+            f"{type(policy).__name__} reads {', '.join(missing)}, which {source.name!r} drafts do "
+            f"not have (they have {', '.join(sorted(source.signals))}): choose a policy that "
+            "reads none, such as fixed"
+        )

@@ -1,0 +1,366 @@
+"""Drafts that depend on where the round began: recorded for every start.
+
+Parallel heads see the state behind the last verified token alone; a layer-skipping drafter
+attends to its own inexact states of this round's tokens.  Either way the draft from one
+start is one chain, whatever the length policy, so (start, offset) holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.core import SIGNALS
+from policies.parameters import whole
+from traces.errors import DraftsimError, TailError
+from traces.rounds import Fidelity
+from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
+from traces.sources.calls import CALL_KINDS, FORWARD, HEAD, LAYER
+from traces.trace import Trace
+
+HEADS = CALL_KINDS.index(("heads", "forward"))
+START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
+
+
+@dataclass(frozen=True, eq=False)
+class StartRecording:
+    """What a source drafts from every start of every request of one trace.
+
+    Parameters
+    ----------
+    token:
+        (starts, offsets) int32; one row per output position, requests in turn.  -1 where the
+        chain had ended with EOS.
+    signals:
+        `START_SIGNALS`, (starts, offsets) float32 each: of the drafter's logits at T = 1.
+    rank:
+        (starts, offsets) int32: rank of the true token under the drafter's logits, 0 = top,
+        -1 where there is none; for trees of candidates.
+    request_starts:
+        First row of each request, and the number of rows at the end.
+    meta:
+        Provenance; ``layers`` is the number of layers a layer-skipping drafter runs.
+
+    Raises
+    ------
+    DraftsimError
+        If the arrays disagree.
+    """
+
+    token: npt.NDArray[np.int32]
+    signals: Mapping[str, npt.NDArray[np.float32]]
+    rank: npt.NDArray[np.int32]
+    request_starts: tuple[int, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in {**self.signals, "rank": self.rank}.items():
+            if values.shape != self.token.shape:
+                raise DraftsimError(
+                    f"recording of drafts by start: {name} has shape {values.shape}, expected "
+                    f"{self.token.shape}: record it again"
+                )
+        if self.request_starts[-1] != len(self.token):
+            raise DraftsimError(
+                f"recording of drafts by start: {len(self.token)} rows, expected "
+                f"{self.request_starts[-1]}: record it again"
+            )
+
+    @property
+    def offsets(self) -> int:
+        """Longest draft recorded."""
+        return int(self.token.shape[1])
+
+
+class StartSource(Source):
+    """A source recorded by (start, offset)."""
+
+    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS)
+
+    @property
+    def key(self) -> str:
+        """Name of its recording."""
+        return self.name
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Needs the source's own recording of the same requests."""
+        recording = recordings.starts.get(self.key)
+        if recording is None:
+            have = ", ".join(sorted(recordings.starts)) or "none"
+            raise DraftsimError(
+                f"no recording of {self.key!r} drafts (there are: {have}): record them with "
+                f"`draftsim profile --sources {self.key}`"
+            )
+        if first < 1:
+            raise DraftsimError(f"{self.name} is recorded behind the prefill: replay with first=1")
+        if np.diff(recording.request_starts).tolist() != [r.tokens for r in trace.requests]:
+            raise DraftsimError(
+                f"the recording of {self.key!r} drafts is of other requests than the trace: "
+                "record both in one run"
+            )
+        return lambda request: self.replay(trace, request, recording, first)
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The decoder of one request."""
+        raise NotImplementedError
+
+
+class StartReplay(SourceReplay):
+    """One recorded request, drafted from (start, offset) rows.
+
+    ``width`` heads can be used; None takes all that were recorded.
+    """
+
+    def __init__(
+        self, trace: Trace, request: int, recording: StartRecording, first: int = 1,
+        width: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(trace, request, first)
+        self.recording = recording
+        self.row0 = recording.request_starts[request]
+        if width is not None and width > recording.offsets:
+            raise DraftsimError(
+                f"{width} heads were asked for and {recording.offsets} recorded: lower k, or "
+                "train and record more"
+            )
+        self.width = recording.offsets if width is None else width
+
+    def run_length(self) -> int:
+        """Leading drafts from here that are right."""
+        row = self.recording.token[self.row0 + self.position, : self.width].tolist()
+        run = 0
+        for token, true in zip(row, self.output[self.position :], strict=False):
+            if token != true:
+                break
+            run += 1
+        return run
+
+    def token(self, offset: int) -> SourceToken:
+        """The recorded draft at this offset from here."""
+        record, at = self.recording, (self.row0 + self.position, offset)
+        top1, top2, lse, entropy = (record.signals[name][at] for name in START_SIGNALS)
+        token = int(record.token[at])
+        margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
+        return SourceToken(
+            token, token in self.eos, float(np.exp(np.float64(top1 - lse))), float(entropy),
+            float(top1) - float(top2), margin,
+        )  # fmt: skip
+
+
+class HeadsReplay(StartReplay):
+    """All heads run once a round, of which the policy takes as many as it likes."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next head's token; None when the heads are used up."""
+        if not so_far:
+            self.calls.add(HEADS, 1)
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def charge(self, submitted: int) -> int:
+        """An ordinary verification over the draft and the last token."""
+        return submitted + 1
+
+
+class Heads(StartSource):
+    """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
+
+    def __init__(self, k: int | None = None) -> None:
+        whole("k", k, 1, none=True)
+        self.k = k
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """Heads over the recorded rows."""
+        return HeadsReplay(trace, request, recording, first, self.k)
+
+
+class Blockwise(Heads):
+    """Blockwise parallel decoding: a feed-forward block per offset (arXiv:1811.03115)."""
+
+    name = "blockwise"
+    what = "blockwise heads (arXiv:1811.03115) on the frozen target, greedy acceptance"
+
+
+class Medusa(Heads):
+    """Medusa-1 heads: a residual block per offset (arXiv:2401.10774), drafted as a chain."""
+
+    name = "medusa"
+    what = "Medusa-1 heads (arXiv:2401.10774) as a chain, sharing the target's output projection"
+
+
+class SpecDec(Heads):
+    """One-pass drafter that also sees the last emitted token, after Spec-Drafter.
+
+    arXiv:2203.16487 trains an independent non-autoregressive encoder-decoder; here the
+    drafter reads the target's state and the token's embedding.
+    """
+
+    name = "specdec"
+    what = "one-pass drafter after Spec-Drafter (arXiv:2203.16487), reading the target's state"
+
+
+class Space(StartSource):
+    """SPACE: mask tokens behind every candidate draft while it is verified (arXiv:2402.11809).
+
+    The paper tunes the target for it; here the target is frozen and the mask tokens'
+    embeddings alone are trained.  ``k`` is the number of masks used (None: all recorded).
+    """
+
+    name = "space"
+    what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
+
+    def __init__(self, k: int | None = None) -> None:
+        whole("k", k, 1, none=True)
+        self.k = k
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """Masks over the recorded rows."""
+        return SpaceReplay(trace, request, recording, first, self.k)
+
+
+class SpaceReplay(StartReplay):
+    """Drafts come with the verification before, which carries the masks of every candidate."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next mask's token; None when they are used up."""
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def charge(self, submitted: int) -> int:
+        """One pass over the last token, the draft, and the masks behind each of them."""
+        self.calls.add(FORWARD, (submitted + 1) * (self.width + 1), verify=True)
+        return submitted + 1
+
+
+class MedusaTree(StartSource):
+    """Medusa's tree: every combination of the `top` best candidates of each head.
+
+    Acceptance under greedy verification follows from the rank of the true token under each
+    head.  ``tops`` gives the candidates per head; the tree has as many nodes as their
+    combinations (Medusa's own trees are pruned, and cheaper).
+    """
+
+    name = "medusa-tree"
+    what = (
+        "Medusa's tree of candidates (arXiv:2401.10774): acceptance from recorded ranks, "
+        "unpruned, and without a real decoder to hold it against"
+    )
+    fidelity: ClassVar[Fidelity] = "approximate"
+
+    def __init__(self, tops: Sequence[int] = (4, 2, 1)) -> None:
+        if not tops:
+            raise ValueError("tops is empty, expected the candidates of at least one head")
+        for top in tops:
+            whole("tops", top, 1)
+        self.tops = tops
+
+    @property
+    def key(self) -> str:
+        """The heads are Medusa's."""
+        return Medusa.name
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The tree over the recorded ranks."""
+        return TreeReplay(trace, request, recording, first, self.tops)
+
+
+class TreeReplay(StartReplay):
+    """A level of the tree is one drafted token: right if the true one is among its candidates."""
+
+    def __init__(
+        self, trace: Trace, request: int, recording: StartRecording, first: int,
+        tops: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__(trace, request, recording, first, len(tops))
+        self.tops = tops
+
+    def run_length(self) -> int:
+        """Levels from here that hold the true token."""
+        run = 0
+        while run < self.width and self._held(run):
+            run += 1
+        return run
+
+    def _held(self, offset: int) -> bool:
+        at = self.position + offset
+        rank = int(self.recording.rank[self.row0 + self.position, offset])
+        return at < self.length and 0 <= rank < self.tops[offset]
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next level, standing for the true token where the tree holds it."""
+        offset = len(so_far)
+        if not offset:
+            self.calls.add(HEADS, 1)
+        if offset >= self.width:
+            return None
+        token = self.token(offset)
+        if self._held(offset):
+            token.token_id = self.output[self.position + offset]
+            token.ends = token.token_id in self.eos
+        return token
+
+    def charge(self, submitted: int) -> int:
+        """One pass over every node of the tree down to the levels submitted."""
+        nodes = 1 + int(np.cumprod(self.tops[:submitted]).sum())
+        self.calls.add(FORWARD, nodes, verify=True)
+        return submitted + 1
+
+
+class LayerSkip(StartSource):
+    """Draft & Verify: the target drafts with some layers left out (arXiv:2309.08168).
+
+    Its draft states are inexact, so a draft depends on where its round began; they are
+    recomputed by the verification.  ``skip`` names the layers left out, 1 = the first.
+    """
+
+    name = "layer-skip"
+    what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
+
+    def __init__(self, skip: Sequence[int] | None = None) -> None:
+        for layer in skip or ():
+            whole("skip", layer, 1)
+        self.skip = skip
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The chain over the recorded rows."""
+        recorded = recording.meta.get("skip")
+        if self.skip is not None and list(self.skip) != list(recorded or ()):
+            raise DraftsimError(
+                f"layers {list(self.skip)} were to be skipped and {recorded} were recorded: "
+                "record these, or leave skip out"
+            )
+        return LayerSkipReplay(trace, request, recording, first)
+
+
+class LayerSkipReplay(StartReplay):
+    """A pass through the kept layers per drafted token."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next token of the chain from here."""
+        if len(so_far) >= self.width:
+            raise TailError(
+                f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
+                f"request {self.info.id!r}, and {self.width} were recorded: lower its maximum, "
+                "or record longer drafts"
+            )
+        self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))
+        self.calls.add(HEAD, 1)
+        return self.token(len(so_far))
+
+    def charge(self, submitted: int) -> int:
+        """A full pass: nothing of the draft's states is reused."""
+        return submitted + 1
