@@ -79,7 +79,7 @@ class _Idle(Runner):
     """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
 
     def __init__(self, like: Runner) -> None:
-        self.cache, self.max_positions = like.cache, like.max_positions
+        self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions
         shape = (like.cache.batch, max(HOST_GAMMAS) + 1, like.vocab_size)
         self._rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
 

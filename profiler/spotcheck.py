@@ -8,41 +8,60 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 
 from policies.core import DraftPolicy, Round, speculate
+from policies.rule_registry import describe_rule
+from policies.rules import VerifyRule
 from profiler.decoder import ModelDecoder
 from profiler.forced import ForcedDecoder
 from profiler.loading import Pair
 from profiler.runner import Runner
 from traces.errors import DraftsimError
 from traces.measured import MEASURED_COLUMNS
+from traces.outputs import Output, RealRun
 from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.trace import Request, Trace
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy to run, under the name it is reported by."""
+    """A policy to run, under the name it is reported by; losslessly unless a rule is given."""
 
     name: str
     policy: DraftPolicy
+    rule: VerifyRule | None = None
+
+    @property
+    def label(self) -> str:
+        """What `Measured` files its rounds under: the name, and the rule if it is lossy."""
+        return self.name if self.lossy is None else f"{self.name} {describe_rule(self.lossy)}"
+
+    @property
+    def lossy(self) -> VerifyRule | None:
+        """The rule, unless it is lossless: then the decoder needs none."""
+        return None if self.rule is None or self.rule.lossless else self.rule
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs."""
+    """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
+
+    ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
+    each output at T = 1, in nats.
+    """
 
     times: pd.DataFrame
     logs: dict[str, RoundLog]
     outputs: dict[str, list[list[int]]]
+    log_likelihoods: dict[str, list[float]]
 
 
 def run_arms(
@@ -57,49 +76,126 @@ def run_arms(
     """Decode the trace's requests for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.forced`).  ``advance`` is called once per request and repeat.
+    `profiler.forced`).  ``advance`` is called once per request and repeat.  A lossy rule
+    is copied for each repeat and shared by its requests, in the order of the trace.
 
     Raises
     ------
     DraftsimError
-        If the trace has no prompts to run (and the run is not forced).
+        If the trace has no prompts to run (and the run is not forced), or a rule or policy
+        cannot run here.
     """
+    if forced and any(arm.lossy for arm in arms):
+        raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced and any(r.prompt_ids is None for r in trace.requests):
         raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
     target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
     generator = torch.Generator(pair.device)
-    verify = "exact" if trace.temperature == 0 else "rejection-sampling"
+    lossless = "exact" if trace.temperature == 0 else "rejection-sampling"
+    verify = {a.label: describe_rule(a.lossy) if a.lossy else lossless for a in arms}
     rows: list[tuple[Any, ...]] = []
-    rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in arms}
-    outputs: dict[str, list[list[int]]] = {arm.name: [] for arm in arms}
+    rounds: dict[str, list[list[Round]]] = {arm.label: [] for arm in arms}
+    ended: dict[str, list[ModelDecoder]] = {arm.label: [] for arm in arms}
+    rules: dict[str, VerifyRule | None] = {}
     for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
         # Policies that learn across requests start each sweep anew.
-        shared = {arm.name: arm.policy.fresh() for arm in arms}
+        shared = {arm.label: arm.policy.fresh() for arm in arms}
+        used = {arm.label: _prepared(arm, target, trace.temperature) for arm in arms}
+        if repeat == 0:
+            rules = used
         for i in range(len(trace.requests) if repeat >= 0 else 1):
             for k in range(len(arms)):
                 arm = arms[(k + i + repeat) % len(arms)]
                 generator.manual_seed(repeat * 7919 + i)
-                decoder = _decoder(pair, target, draft, trace, i, forced, generator)
-                mine = shared[arm.name] if arm.policy.learns_across_requests else arm.policy.fresh()
+                rule = used[arm.label]
+                decoder = _decoder(pair, target, draft, trace, i, forced, generator, rule)
+                learns = arm.policy.learns_across_requests
+                mine = shared[arm.label] if learns else arm.policy.fresh()
                 with timed(pair.device) as seconds:
-                    log = list(speculate(decoder, mine))
+                    log = _run(decoder, mine, arm)
+                if rule is not None:
+                    rule.end_request()
                 if repeat < 0:
                     continue
                 request = trace.requests[i].id
-                rows.append((arm.name, verify, 1, forced, repeat, request, seconds(), len(log)))
+                name = verify[arm.label]
+                rows.append((arm.name, name, 1, forced, repeat, request, seconds(), len(log)))
                 if repeat == 0:
-                    rounds[arm.name].append(log)
-                    outputs[arm.name].append(decoder.output)
+                    rounds[arm.label].append(log)
+                    ended[arm.label].append(decoder)
             if repeat >= 0:
                 advance()
-    logs = {
-        arm.name: RoundLog(
-            RoundLog.pack(rounds[arm.name]), trace.requests, arm.name, reads=arm.policy.reads
+    logs = {}
+    for arm in arms:
+        decoders, rule = ended[arm.label], rules[arm.label]
+        requests: Sequence[Request] = trace.requests
+        mismatched = None
+        if rule is not None:
+            requests = [
+                _emitted(r, d.output, pair.eos)
+                for r, d in zip(trace.requests, decoders, strict=True)
+            ]
+            mismatched = np.array([n for d in decoders for n in d.mismatched], dtype=np.int32)
+        logs[arm.label] = RoundLog(
+            RoundLog.pack(rounds[arm.label]), requests, arm.name, verify=verify[arm.label],
+            reads=arm.policy.reads, mismatched=mismatched, rule=rule,
+        )  # fmt: skip
+    return Measured(
+        pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs,
+        {label: [d.output for d in decoders] for label, decoders in ended.items()},
+        {arm.label: [sum(d.log_probs) for d in ended[arm.label]] for arm in arms if arm.lossy},
+    )  # fmt: skip
+
+
+def real_run(
+    pair: Pair, trace: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any]
+) -> RealRun:
+    """The rounds and outputs of an arm with a lossy rule, beside the greedy texts of `trace`."""
+    log = measured.logs[arm.label]
+    texts = (pair.tokenizer.decode(ids) for ids in measured.outputs[arm.label])
+    outputs = [
+        Output(request.id, tokens, text, pair.tokenizer.decode(output_of(trace, i)), float(nats))
+        for i, (request, tokens, text, nats) in enumerate(
+            zip(
+                log.requests, measured.outputs[arm.label], texts,
+                measured.log_likelihoods[arm.label], strict=True,
+            )
         )
-        for arm in arms
-    }
-    return Measured(pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs, outputs)
+    ]  # fmt: skip
+    table = getattr(log.rule, "table", None)
+    memory = {} if table is None else {"sizes": list(table.sizes), "evictions": table.evictions}
+    return RealRun(log, outputs, {**pair.meta, **meta, "memory": memory})
+
+
+def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Request:
+    """`request` with the length and end of an output of its own."""
+    ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
+    return replace(request, tokens=len(output), ended=ended, wall_s=None)
+
+
+def _prepared(arm: Arm, target: Runner, temperature: float) -> VerifyRule | None:
+    """The sweep's own copy of the arm's rule; None where verification is lossless."""
+    if arm.lossy is None:
+        return None
+    rule = arm.lossy.fresh()
+    try:
+        rule.begin_run(target.vocab_size, temperature)
+    except ValueError as error:
+        raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
+    return rule
+
+
+def _run(decoder: ModelDecoder, policy: DraftPolicy, arm: Arm) -> list[Round]:
+    try:
+        return list(speculate(decoder, policy))
+    except ValueError as error:
+        # `Oracle` asks how far the drafts match, which a lossy path does not know.
+        if decoder.remaining and decoder.load.run_length is None:
+            raise DraftsimError(
+                f"{arm.label} cannot be decoded for real: {error}; drop this policy"
+            ) from error
+        raise
 
 
 def rounds_differ(real: RoundLog, replayed: RoundLog) -> int:
@@ -117,17 +213,19 @@ def rounds_differ(real: RoundLog, replayed: RoundLog) -> int:
 
 def _decoder(
     pair: Pair, target: Runner, draft: Runner, trace: Trace, i: int, forced: bool,
-    generator: torch.Generator,
+    generator: torch.Generator, rule: VerifyRule | None,
 ) -> ModelDecoder:  # fmt: skip
     if forced:
         return ForcedDecoder(target, draft, trace, i)
     info = trace.requests[i]
     starts = trace.request_starts
-    runs = trace.run_lengths[starts[i] : starts[i + 1]].tolist() if trace.temperature == 0 else None
+    runs = None
+    if trace.temperature == 0 and rule is None:
+        runs = trace.run_lengths[starts[i] : starts[i + 1]].tolist()
     prompt = torch.tensor(info.prompt_ids, device=pair.device)
     return ModelDecoder(
         target, draft, prompt, info.max_new_tokens, pair.eos,
-        temperature=trace.temperature, generator=generator, run_lengths=runs,
+        temperature=trace.temperature, generator=generator, run_lengths=runs, rule=rule,
     )  # fmt: skip
 
 

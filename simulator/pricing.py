@@ -115,7 +115,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     Parameters
     ----------
     log:
-        Rounds of plain decoding or of a draft model.
+        Rounds of plain decoding, of a draft model, or of another source with its calls.
     latency:
         Target and draft latencies.  Host phases it lacks cost nothing; without prefill
         cells prefill costs nothing either, and a first pass counts as any other.
@@ -125,8 +125,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     Raises
     ------
     DraftsimError
-        If the source of the drafts is not priced here, the table lacks the forward pass
-        of a model that ran, or ``batch < 1``.
+        If the log lacks the calls of its source, the table lacks the cells of a part that
+        ran, or ``batch < 1``.
     """
     if log.calls is None and log.source not in ("draft-model", "none"):
         raise DraftsimError(
@@ -141,7 +141,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     accepted = rounds["accepted"].astype(np.int64)
     prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
     prefill_s, passes = np.zeros(len(prompts)), PassCount(0, 0, 0)
-    for model in MODELS if forwards.any() else MODELS[:1]:
+    calls = log.calls
+    for model in MODELS if forwards.any() and calls is None else MODELS[:1]:
         if latency.has(model, "prefill"):
             seconds, count = _prefill(latency, model, batch, prompts)
             prefill_s, passes = prefill_s + seconds, passes + count
@@ -156,15 +157,23 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         prompt_s, _ = _prefill(latency, "target", batch, prompt)
         verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
         passes += count
-    rest = ~prompted
-    verify_s[rest], count = _passes(latency, "target", batch, width[rest], cached[rest])
-    passes += count
+    if calls is not None and calls["verify"].any():
+        verify_s, counts = call_seconds(log, latency, batch=batch, verify=True)
+        passes += PassCount(*counts)
+    else:
+        rest = ~prompted
+        verify_s[rest], count = _passes(latency, "target", batch, width[rest], cached[rest])
+        passes += count
 
     catch_up = rounds["catch_up"].astype(np.int64)
     if latency.has("draft", "prefill"):
         # A first pass at position 0 is the draft's prefill, booked above.
         catch_up[rounds["position"] == 0] = 0
-    draft_s, count = _draft(latency, batch, forwards, catch_up, context)
+    if calls is None:
+        draft_s, count = _draft(latency, batch, forwards, catch_up, context)
+    else:
+        draft_s, counts = call_seconds(log, latency, batch=batch, verify=False)
+        count = PassCount(*counts)
     signal_s: Floats = np.zeros(len(log))
     if log.reads:
         signal_s += forwards * _host(latency, "signal", batch)
@@ -172,7 +181,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     host_s += forwards * _host(latency, "host_draft", batch)
     # The last drafted token was never fed to the draft model, so its cache holds one fewer.
     for model, rejected in zip(MODELS, (accepted < drafted, accepted < forwards - 1), strict=True):
-        if latency.has(model, "rollback"):
+        if latency.has(model, "rollback") and (calls is None or model == "target"):
             host_s += rejected * _scalar(latency, model, "rollback", batch)
     return Priced(log, draft_s, verify_s, signal_s, host_s, prefill_s, passes + count)
 

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ class Quality:
     """The target's mean log-probability of the output, nats per token at T = 1."""
     reference_log_likelihood: float
     """And of its own greedy output."""
-    relative_bleu: float
-    """BLEU against that output, 0..100 (CM-ASD, Table V)."""
+    relative_bleu: float | None
+    """BLEU against that output, 0..100 (CM-ASD, Table V); None without sacrebleu."""
 
 
 def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
@@ -71,7 +72,7 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
     Raises
     ------
     DraftsimError
-        If `trace` lacks a request or its output tokens, or sacrebleu is not installed.
+        If `trace` lacks a request or its output tokens.
     """
     places = {request.id: i for i, request in enumerate(trace.requests)}
     if missing := [o.id for o in outputs if o.id not in places]:
@@ -88,11 +89,14 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
     starts = own.request_starts
     references = [path[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
     emitted = sum(len(o.tokens) for o in outputs)
+    bleu = None
+    if find_spec("sacrebleu") is not None:
+        bleu = relative_bleu([o.text for o in outputs], [o.reference for o in outputs])
     return Quality(
         token_agreement([o.tokens for o in outputs], references),
         sum(o.log_likelihood for o in outputs) / emitted,
         output_log_likelihood(own),
-        relative_bleu([o.text for o in outputs], [o.reference for o in outputs]),
+        bleu,
     )
 
 

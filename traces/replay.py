@@ -7,7 +7,7 @@ a recording as it runs over real models.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -289,22 +289,26 @@ def replay(
     own_rule = prepared_rule(rule, trace)
     # A policy that learns across requests learns within this run, not in the caller's hands.
     shared = copy.deepcopy(policy)
-    rounds: list[list[Round]] = []
     mismatched: list[int] = []
     departed = False
-    for i in range(len(trace.requests)):
-        mine = shared.fresh()
-        if own_rule is None:
-            rounds.append(_run(ReplayDecoder(trace, i, first), mine))
-            continue
-        decoder = RuleReplayDecoder(trace, i, own_rule, first)
-        rounds.append(_run(decoder, mine))
-        own_rule.end_request()
-        mismatched += decoder.mismatched
-        departed |= decoder.departed
+
+    def decode() -> Iterator[list[Round]]:
+        nonlocal departed
+        for i in range(len(trace.requests)):
+            mine = shared.fresh()
+            if own_rule is None:
+                yield _run(ReplayDecoder(trace, i, first), mine)
+                continue
+            decoder = RuleReplayDecoder(trace, i, own_rule, first)
+            yield _run(decoder, mine)
+            own_rule.end_request()
+            mismatched.extend(decoder.mismatched)
+            departed |= decoder.departed
+
+    rounds = RoundLog.pack(decode())
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return RoundLog(
-        RoundLog.pack(rounds), trace.requests, name or type(policy).__name__,
+        rounds, trace.requests, name or type(policy).__name__,
         verify=describe_rule(rule) if rule is not None else lossless,
         fidelity="approximate" if departed else _fidelity(trace),
         reads=policy.reads, first=first,

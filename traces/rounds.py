@@ -74,14 +74,19 @@ class RoundLog:
 
     @staticmethod
     def pack(per_request: Iterable[Sequence[Round]]) -> npt.NDArray[Any]:
-        """Structured array of the rounds of each request in turn."""
-        logs = [list(rounds) for rounds in per_request]
-        total = sum(len(rounds) for rounds in logs)
-        packed = np.empty(total, dtype=ROUND_DTYPE)
-        numbers = chain.from_iterable(chain.from_iterable(logs))
-        flat = np.fromiter(numbers, dtype=np.int32, count=total * len(Round._fields))
-        flat = flat.reshape(total, len(Round._fields))
-        packed["request"] = np.repeat(np.arange(len(logs)), [len(rounds) for rounds in logs])
+        """Structured array of the rounds of each request in turn.
+
+        Requests are taken one at a time, so a generator's rounds are freed as they are
+        packed: half a million live tuples keep the garbage collector busier than replay.
+        """
+        width = len(Round._fields)
+        parts, counts = [np.empty(0, dtype=np.int32)], []
+        for rounds in per_request:
+            parts.append(np.fromiter(chain.from_iterable(rounds), np.int32, len(rounds) * width))
+            counts.append(len(rounds))
+        flat = np.concatenate(parts).reshape(-1, width)
+        packed = np.empty(len(flat), dtype=ROUND_DTYPE)
+        packed["request"] = np.repeat(np.arange(len(counts)), counts)
         for i, name in enumerate(Round._fields):
             packed[name] = flat[:, i]
         return packed

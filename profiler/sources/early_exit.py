@@ -1,0 +1,110 @@
+"""Real decoding by early exit: layers run when they are needed, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiler.decoder import ModelToken, check_prompt
+from profiler.sources.base import SourceDecoder
+from profiler.sources.heads import ExitHeads
+from profiler.sources.numbers import log_confidence
+from profiler.sources.stack import LayerRunner
+from traces.sources.calls import EXIT_HEAD, LayerLedger
+from traces.sources.early_exit import EarlyExit, verified
+from traces.sources.exits import depth_layers, log_threshold, temperature, usable_exits
+
+
+class ExitToken(ModelToken):
+    """A drafted token that knows at which layer it exited."""
+
+    __slots__ = ("exit_layer",)
+
+    def __init__(self, logits: Tensor, eos: frozenset[int], exit_layer: int) -> None:
+        super().__init__(logits.argmax(-1), logits, 0.0, eos or None)
+        self.exit_layer = exit_layer
+
+
+class EarlyExitDecoder(SourceDecoder):
+    """Decodes one prompt, drafting by early exit of the target (`policies.core.Decoder`).
+
+    The processed positions of a round keep their states at the depth they have reached.  A
+    deeper token first brings the positions before it to its own depth, in the same calls.
+
+    Parameters
+    ----------
+    target:
+        Its cache is overwritten.
+    heads:
+        Exit heads of this target.
+    source:
+        Threshold, annealing, depth bound and layers.
+    prompt, max_new_tokens, eos:
+        (prompt_tokens,) ids; output limit; ids that end the output.
+    """
+
+    def __init__(
+        self, target: LayerRunner, heads: ExitHeads, source: EarlyExit, prompt: Tensor,
+        max_new_tokens: int, eos: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
+        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
+        self._target, self._heads, self._source = target, heads, source
+        self._deepest = depth_layers(source.depth, target.layers)
+        self._threshold = log_threshold(source.tau)
+        self._exits = [
+            (at, heads.layers[at], temperature(source.omega, heads.layers[at], target.layers))
+            for at in usable_exits(heads.layers, self._deepest, source.layers)
+        ]
+        self._ledger = LayerLedger(target.layers, self.calls)
+        self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
+        self._last = target.forward(prompt, 0, keep=1).argmax(-1)  # (1,)
+        self._emit(self._last.tolist())
+
+    @torch.inference_mode()
+    def draft(self, so_far: Sequence[Any]) -> ExitToken | None:
+        """Run the last token until a head is confident; None at the depth bound."""
+        self._enter(so_far[-1].device_id if so_far else self._last)
+        for at, layer, heat in self._exits:
+            self._run(self._ledger.deepen(layer))
+            logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
+            self.calls.add(EXIT_HEAD, 1)
+            if float(log_confidence(logits, heat)) >= self._threshold:
+                return ExitToken(logits, self.eos, layer)
+        self._run(self._ledger.deepen(self._deepest))
+        return None
+
+    @torch.inference_mode()
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Run what the processed positions still lack, and compare."""
+        positions = verified(len(self._states), len(draft), self._source.bonus)
+        del self._states[positions:]
+        while len(self._states) < positions:
+            at = len(self._states)
+            self._enter(draft[at - 1].device_id if at else self._last, count=False)
+        self._run(self._ledger.finish(positions))
+        picks = self._target.logits(torch.cat(self._states)).argmax(-1)  # (positions,)
+        self._states.clear()
+        accepted, tokens = self._compare([t.device_id for t in draft], picks)
+        self._last = picks[len(tokens) - 1][None]
+        self.calls.end_round()
+        self._emit(tokens)
+        return accepted
+
+    def _enter(self, token: Tensor, *, count: bool = True) -> None:
+        self._states.append(self._target.embed(token))
+        if count:
+            self._ledger.enter()
+
+    def _run(self, segments: list[tuple[int, int, int]]) -> None:
+        """Run layers first..last - 1 over the newest `width` positions, segment by segment."""
+        base = self._prompt + len(self.output) - 1  # slot of the last true token
+        for first, last, width in segments:
+            begin = len(self._states) - width
+            hidden = self._target.run_layers(
+                torch.cat(self._states[begin:]), base + begin, range(first, last)
+            )
+            self._states[begin:] = hidden.split(1)

@@ -1,0 +1,287 @@
+"""Records what every exit head says along the target's output and behind its wrong exits.
+
+One teacher-forced pass covers the output: an exit at a layer depends on the true prefix
+alone, since skipped states are recomputed exactly.  Behind a wrong exit the draft goes on
+from the wrong token; all such continuations grow together, a level a pass, under a tree
+mask (see `traces.sources.exits`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from profiler.sources.heads import ExitHeads
+from profiler.sources.numbers import exit_columns
+from profiler.sources.stack import LayerRunner
+from traces.sources.base import prompt_tokens, true_tokens
+from traces.sources.exits import (
+    OMEGAS,
+    SIGNALS,
+    ExitRecording,
+    ExitSetting,
+    depth_layers,
+    log_threshold,
+    temperature,
+    usable_exits,
+)
+from traces.trace import Trace
+
+GROUP = 48
+"""Wrong exits (by position) whose continuations share passes: bounds the masks' size."""
+
+Columns = dict[str, "npt.NDArray[Any]"]
+
+
+@dataclass
+class _Nodes:
+    """Nodes of one request, as they grow."""
+
+    parent: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    columns: list[Columns] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def add(self, parent: Iterable[int], position: Iterable[int], token: Iterable[int],
+            columns: Columns) -> None:  # fmt: skip
+        self.parent += parent
+        self.position += position
+        self.token += token
+        self.columns.append(columns)
+
+
+class ExitRecorder:
+    """Records requests of one target with its exit heads.
+
+    Parameters
+    ----------
+    target:
+        Needs room in its cache for path and continuations: see `slots_needed`.
+    heads:
+        Exit heads of this target.
+    settings:
+        Whose wrong exits are followed beyond the first further token.
+    omegas:
+        Annealing strengths to record; must include those of the settings.
+    eos:
+        Ids that end an output and a draft.
+    """
+
+    def __init__(
+        self, target: LayerRunner, heads: ExitHeads, settings: Sequence[ExitSetting],
+        omegas: Sequence[float] = OMEGAS, eos: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.target, self.heads, self.eos = target, heads, eos
+        self.settings, self.omegas = tuple(settings), tuple(omegas)
+        self.recorded_s = 0.0
+        """Seconds the last request took, prefill of its prompt included."""
+        layers = heads.layers
+        self._temperatures = [
+            [temperature(o, layer, target.layers) for o in self.omegas] for layer in layers
+        ]
+        self._rules = []
+        for s in self.settings:
+            if s.omega not in self.omegas:
+                raise ValueError(f"omega is {s.omega}, expected one of the recorded {self.omegas}")
+            used = usable_exits(layers, depth_layers(s.depth, target.layers), s.layers)
+            column = self.omegas.index(s.omega)
+            self._rules.append((used, column, log_threshold(s.tau), s.gamma_max))
+
+    @staticmethod
+    def slots_needed(longest: int, gamma_max: int) -> int:
+        """Cache slots for a path of `longest` tokens and the continuations of a group."""
+        return longest + GROUP * (16 + 4 * gamma_max)
+
+    @torch.inference_mode()
+    def record(self, prompt: Tensor, output: Sequence[int], limit: int) -> _Nodes:
+        """Nodes of one request: `prompt` (prompt_tokens,), its greedy output, and its limit."""
+        begin = time.perf_counter()
+        count, width = len(output), int(prompt.shape[0])
+        path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
+        hidden = self.target.embed(path)
+        exits: list[Tensor] = []
+        at = 0
+        for layer in (*self.heads.layers, self.target.layers):
+            hidden = self.target.run_layers(hidden, 0, range(at, layer))
+            exits.append(hidden[width - 1 :])
+            at = layer
+        nodes = _Nodes()
+        fed = [int(path[width - 1]), *output[:-1]]
+        columns = self._columns(exits[:-1])
+        nodes.add([-1] * count, range(count), fed, columns)
+        # The last drafted token of the limit is never continued.
+        wrong = [
+            (t, token)
+            for t in range(min(count, limit - 2))
+            for token in sorted(set(columns["argmax"][t].tolist()) - {output[t]} - self.eos)
+        ]
+        chosen = [self._choose(columns, rule) for rule in self._rules]
+        for first in range(0, count, GROUP):
+            some = [(t, token) for t, token in wrong if first <= t < first + GROUP]
+            if some:
+                self._grow(nodes, some, chosen, width, int(path.shape[0]), limit)
+        self.recorded_s = time.perf_counter() - begin
+        return nodes
+
+    def _columns(self, states: Sequence[Tensor]) -> Columns:
+        """Node columns from the states behind each exit layer, (tokens, hidden) each."""
+        parts = [
+            exit_columns(self.target.project(self.heads.states(i, h)), self._temperatures[i])
+            for i, h in enumerate(states)
+        ]
+        return {
+            name: torch.stack([part[name] for part in parts], 1).cpu().numpy() for name in parts[0]
+        }
+
+    def _choose(
+        self, columns: Columns, rule: tuple[list[int], int, float, int]
+    ) -> npt.NDArray[np.int64]:
+        """The token each row drafts under a setting, -1 where it reaches the bound; (rows,)."""
+        used, column, threshold, _ = rule
+        drafts = np.full(len(columns["argmax"]), -1, dtype=np.int64)
+        for at in reversed(used):
+            exits = columns["log_confidence"][:, at, column] >= threshold
+            drafts = np.where(exits, columns["argmax"][:, at], drafts)
+        return drafts
+
+    def _grow(
+        self, nodes: _Nodes, wrong: list[tuple[int, int]], chosen: list[npt.NDArray[np.int64]],
+        width: int, path: int, limit: int,
+    ) -> None:  # fmt: skip
+        """Add the continuations behind some wrong exits of the path."""
+        first = len(nodes)
+        parents = [t for t, _ in wrong]
+        tokens = [token for _, token in wrong]
+        # Settings under which the node is reached, as bits.
+        reached = [
+            sum(1 << s for s, drafts in enumerate(chosen)
+                if drafts[t] == token and self._rules[s][3] > 1)
+            for t, token in wrong
+        ]  # fmt: skip
+        roots = list(parents)  # the path position each node's wrong exit is at
+        sees = np.zeros((0, 0), dtype=bool)  # (tree nodes, tree nodes)
+        level = 1
+        while parents:
+            positions = [nodes.position[p] + 1 for p in parents]
+            sees = _extended(sees, [p - first for p in parents])
+            columns = self._level(tokens, roots, positions, sees, width, path)
+            base = len(nodes)
+            nodes.add(parents, positions, tokens, columns)
+            level += 1
+            drafts = [self._choose(columns, rule) for rule in self._rules]
+            children: dict[tuple[int, int], int] = {}
+            for i, bits in enumerate(reached):
+                if positions[i] >= limit - 2:
+                    continue
+                for s in range(len(self._rules)):
+                    token = int(drafts[s][i])
+                    if not bits >> s & 1 or token < 0 or token in self.eos:
+                        continue
+                    if level < self._rules[s][3]:
+                        children[i, token] = children.get((i, token), 0) | 1 << s
+            roots = [roots[i] for i, _ in children]
+            parents = [base + i for i, _ in children]
+            tokens = [token for _, token in children]
+            reached = list(children.values())
+
+    def _level(
+        self, tokens: list[int], roots: list[int], positions: list[int], sees: npt.NDArray[np.bool_],
+        width: int, path: int,
+    ) -> Columns:  # fmt: skip
+        """One tree-masked pass over the newest level, as deep as the last exit."""
+        device = self.target.device
+        count = len(tokens)
+        ends = torch.tensor(roots, device=device) + width
+        on_path = torch.arange(path, device=device)[None] < ends[:, None]  # (count, path)
+        mask = torch.cat([on_path, torch.from_numpy(sees[-count:]).to(device)], 1)
+        hidden = self.target.embed(torch.tensor(tokens, device=device))
+        # A node at output position t is fed the token of position t - 1.
+        where = torch.tensor(positions, device=device) + (width - 1)
+        start = path + len(sees) - count
+        states, at = [], 0
+        for layer in self.heads.layers:
+            hidden = self.target.run_layers(
+                hidden, start, range(at, layer), mask=mask, positions=where
+            )
+            states.append(hidden)
+            at = layer
+        return self._columns(states)
+
+
+def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np.bool_]:
+    """`sees` with a row per new node: itself and what its parent sees (negative: no parent)."""
+    old, new = len(sees), len(parents)
+    grown = np.zeros((old + new, old + new), dtype=bool)
+    grown[:old, :old] = sees
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            grown[old + i, :old] = sees[parent]
+        grown[old + i, old + i] = True
+    return grown
+
+
+def record_exits(
+    recorder: ExitRecorder, trace: Trace, requests: Iterable[int] | None = None
+) -> ExitRecording:
+    """The early-exit recording of the requests of `trace`, whose greedy output it follows.
+
+    Raises DraftsimError if the trace was sampled or holds no prompts.
+    """
+    return assemble(recorder, trace, (nodes for nodes, _ in recorded(recorder, trace)))
+
+
+def recorded(recorder: ExitRecorder, trace: Trace) -> Iterator[tuple[_Nodes, float]]:
+    """Nodes and recording seconds of each request in turn."""
+    output, starts = true_tokens(trace), trace.request_starts
+    for i, info in enumerate(trace.requests):
+        prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
+        mine = output[int(starts[i]) : int(starts[i + 1])]
+        nodes = recorder.record(prompt, mine, info.max_new_tokens)
+        yield nodes, recorder.recorded_s
+
+
+def assemble(recorder: ExitRecorder, trace: Trace, requests: Iterable[_Nodes]) -> ExitRecording:
+    """One recording: all path nodes first, then the continuations, request by request."""
+    counts = [r.tokens for r in trace.requests]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
+    total, branches = int(starts[-1]), []
+    parts: list[tuple[npt.NDArray[np.int64], Columns]] = []
+    for i, nodes in enumerate(requests):
+        own = len(nodes) - counts[i]
+        number = np.concatenate(
+            [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
+        )
+        total += own
+        parent = np.array(nodes.parent)
+        values: Columns = {
+            "request": np.full(len(nodes), i),
+            "parent": np.where(parent < 0, -1, number[parent]),
+            "position": np.array(nodes.position),
+            "token": np.array(nodes.token),
+        }
+        for name in nodes.columns[0]:
+            values[name] = np.concatenate([c[name] for c in nodes.columns])
+        parts.append((number, values))
+        branches.append(own)
+    order = np.concatenate([number for number, _ in parts])
+    merged = {
+        name: np.concatenate([values[name] for _, values in parts])[np.argsort(order)]
+        for name in parts[0][1]
+    }
+    nodes32 = {n: merged[n].astype(np.int32) for n in ("request", "parent", "position", "token")}
+    return ExitRecording(
+        nodes32, merged["argmax"].astype(np.int32), merged["log_confidence"].astype(np.float32),
+        {name: merged[name].astype(np.float32) for name in SIGNALS},
+        recorder.heads.layers, recorder.target.layers, recorder.omegas, recorder.settings,
+        tuple(starts.tolist()), {"off_path_nodes": int(sum(branches))},
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""Another acceptance rate for a recorded trace: its signals kept, its matches tilted.
+
+What would the same pair do if the draft were better or worse?  The chance of a match at
+every position, calibrated on the recording (`MatchModel`), is shifted on the logit scale
+until the mean is the alpha asked for, and the matches are drawn again.  Position follows
+position, since the chance depends on the matches before it, the new ones.
+
+Two ways to draw:
+
+* ``coupled`` (default): the recorded outcome stays wherever the shift does not reverse
+  it.  Every outcome is thought of as a uniform number lying below the chance of a match
+  or not; the recording tells on which side, a fresh draw where on that side; the shifted
+  chance is compared with the same number.  Each new outcome has the shifted chance, what
+  the model does not explain stays in place, shift 0 gives the recording back, and more
+  shift never less matches than the history's weights allow.
+* ``redraw``: fresh uniform numbers.  All dependence then comes from the model; at shift 0
+  this tests it.
+
+A match that becomes a mismatch gets the wrong token and the off-path tail of a recorded
+mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
+holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
+refuse it, and its replays have fidelity ``approximate``.  How far off they are is
+measured by `simulator.whatif.fidelity`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.whatif.matchmodel import Bools, Floats, MatchModel
+from simulator.whatif.rebuild import Rebuilder
+from traces.errors import DraftsimError
+from traces.trace import Trace
+
+Method = Literal["coupled", "redraw"]
+METHODS: tuple[Method, ...] = ("coupled", "redraw")
+LARGEST_SHIFT = 40.0
+"""Log-odds beyond which no recorded chance is left undecided."""
+_HALVINGS = 40
+
+
+class Tilter:
+    """Tilts one recording to any number of acceptance rates.
+
+    Parameters
+    ----------
+    trace:
+        A recording without unknown matches; any lossless sampling.
+    method:
+        ``coupled`` or ``redraw``, see above.
+    seed:
+        Of the uniform numbers; the same ones serve every alpha, so that two rates differ
+        by the shift alone.
+
+    Raises
+    ------
+    DraftsimError
+        If the trace has unknown matches, one outcome alone, or no mismatch with a whole
+        off-path tail to lend.
+    """
+
+    def __init__(self, trace: Trace, method: Method = "coupled", seed: int = 0) -> None:
+        if method not in METHODS:
+            raise DraftsimError(f"method is {method!r}, expected one of {', '.join(METHODS)}")
+        self.trace = trace
+        self.method = method
+        self.seed = seed
+        self.model = MatchModel(trace)
+        self._rebuild = Rebuilder(trace, seed)
+
+    @property
+    def alpha(self) -> float:
+        """Share of recorded drafts that match."""
+        return self.model.alpha
+
+    def shifted(self, shift: float) -> Trace:
+        """The trace with every chance of a match shifted by `shift` on the logit scale."""
+        if not np.isfinite(shift):
+            raise DraftsimError(f"shift is {shift}, expected a finite number")
+        return self._trace(self._draw(np.array([shift]))[0], shift, None)
+
+    def to(self, alpha: float) -> Trace:
+        """The trace whose share of matches is as near to `alpha` as one more draft can be."""
+        return self.to_each([alpha])[0]
+
+    def to_each(self, alphas: Sequence[float]) -> list[Trace]:
+        """`to` for several rates, whose shifts are searched together."""
+        shifts = self.shifts(alphas)
+        matches = self._draw(shifts)
+        return [
+            self._trace(m, float(s), float(a))
+            for m, s, a in zip(matches, shifts, alphas, strict=True)
+        ]
+
+    def shifts(self, alphas: Sequence[float]) -> Floats:
+        """The shift for each rate, shape (alphas,)."""
+        wanted = np.asarray(alphas, dtype=np.float64)
+        for value in wanted:
+            if not 0 < value < 1:
+                raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
+        low = np.full(wanted.shape, -LARGEST_SHIFT)
+        high = -low
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            above = self._draw(middle).mean(axis=1) >= wanted
+            high, low = np.where(above, middle, high), np.where(above, low, middle)
+        # Of the two neighbours of the jump, the nearer to the rate asked for.
+        both = np.stack([low, high])
+        miss = np.abs(np.stack([self._draw(s).mean(axis=1) for s in both]) - wanted)
+        return np.where(np.abs(self.alpha - wanted) < 1e-12, 0.0, both[miss.argmin(axis=0), np.arange(len(wanted))])
+
+    @cached_property
+    def _uniform(self) -> Floats:
+        """The number behind each outcome, shape (positions,)."""
+        drawn = np.random.default_rng(self.seed).random(len(self.trace.on_path))
+        if self.method == "redraw":
+            return drawn
+        match = self._recorded
+        chance = _sigmoid(self.model.logit(match))
+        return np.where(match, chance * drawn, chance + (1 - chance) * drawn)
+
+    @cached_property
+    def _recorded(self) -> Bools:
+        return np.asarray(self.trace.columns["match"][self.trace.on_path] == 1)
+
+    def _draw(self, shifts: Floats) -> Bools:
+        """Matches under each shift, shape (shifts, positions)."""
+        model, padded = self.model, self.model.padded
+        # Outcomes are compared as log-odds: a sigmoid per step and shift would cost most.
+        with np.errstate(divide="ignore"):
+            bar = np.log(self._uniform) - np.log1p(-self._uniform)
+        margins = padded.table(model.signal_logit - bar)  # (longest, requests)
+        state = model.start((len(shifts), padded.requests))
+        matches = np.empty((padded.longest, len(shifts), padded.requests), dtype=bool)
+        for step, margin in enumerate(margins):
+            matches[step] = margin + model.history_logit(state) + shifts[:, None] > 0
+            state = state.after(matches[step])
+        return padded.flat(matches)
+
+    def _trace(self, match: Bools, shift: float, asked: float | None) -> Trace:
+        tilt: dict[str, Any] = {
+            "method": self.method, "seed": self.seed, "shift": shift, "asked": asked,
+            "alpha": float(match.mean()), "recorded_alpha": self.alpha,
+        }  # fmt: skip
+        return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"})
+
+
+def tilt_to(
+    trace: Trace, alpha: float, *, method: Method = "coupled", seed: int = 0
+) -> Trace:
+    """`trace` with its acceptance tilted to `alpha`; see `Tilter`, which does several at once."""
+    return Tilter(trace, method, seed).to(alpha)
+
+
+def iid_like(trace: Trace, alpha: float, seed: int = 0) -> Trace:
+    """The textbook baseline: matches drawn independently with chance `alpha` everywhere.
+
+    The signals stay and tell nothing any more.  It is what formulas with a single alpha
+    assume, offered to show what they miss and marked ``iid`` in ``meta["tilt"]``.
+
+    Raises
+    ------
+    DraftsimError
+        If `alpha` is no probability, or the trace cannot be rebuilt (see `Tilter`).
+    """
+    if not 0 <= alpha <= 1:
+        raise DraftsimError(f"alpha is {alpha:g}, expected between 0 and 1")
+    match = np.random.default_rng(seed).random(len(trace.on_path)) < alpha
+    tilt = {"method": "iid", "seed": seed, "asked": alpha, "alpha": float(match.mean())}
+    return Rebuilder(trace, seed)(match, {"tilt": tilt, "fidelity": "approximate"})
+
+
+def acceptance(trace: Trace) -> float:
+    """Share of on-path drafts that match."""
+    match: npt.NDArray[Any] = trace.columns["match"][trace.on_path]
+    return float((match == 1).mean())
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(0.5 * (1 + np.tanh(0.5 * x)))
