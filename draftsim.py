@@ -7,7 +7,19 @@ from typing import NoReturn
 
 import typer
 
-from commands import check, imports, profile, simulate, validate
+from commands import (
+    calibrate,
+    check,
+    imports,
+    papers,
+    profile,
+    report,
+    serve,
+    simulate,
+    sweep,
+    tune,
+    validate,
+)
 from traces.errors import DraftsimError
 
 # typer carries its own copy of click, whose errors it exports only in part.
@@ -25,6 +37,12 @@ app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
 app.command("validate")(validate.validate)
 app.command("check")(check.check)
+app.command("calibrate")(calibrate.calibrate)
+app.command("serve")(serve.serve)
+app.command("sweep")(sweep.sweep)
+app.command("tune")(tune.tune)
+app.command("report")(report.report)
+app.command("papers")(papers.papers)
 app.command("list")(simulate.list_recordings)
 app.add_typer(imports.app, name="import")
 

@@ -84,9 +84,7 @@ def main() -> None:
         run = simulate(long, latency, Fixed(4), scenario)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        print(
-            f"{run.recorder.iterations:6d} iterations: peak {peak / 1e6:.2f} MB allocated by the run"
-        )
+        print(f"{run.recorder.iterations:6d} iterations: peak {peak / 1e6:.2f} MB of its own")
     if CONVERSATIONS.exists():
         base = ArrivalFile(CONVERSATIONS)
         simulate(trace, latency, Fixed(4), Scenario(base, requests=100))

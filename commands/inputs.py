@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
+    from policies.rules import VerifyRule
     from traces.latency import LatencyTable
     from traces.rounds import RoundLog
     from traces.trace import Trace
@@ -37,6 +39,21 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         "--policy", metavar="P", help="name[:key=value,...]; repeatable; all = every policy."
+    ),
+]
+
+VerifyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--verify",
+        metavar="RULE",
+        help="Verify rule, name[:key=value,...]; lossless where none is named.",
+    ),
+]
+MemoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory", metavar="FILE", help="Correction memory of `draftsim calibrate`, for csd."
     ),
 ]
 
@@ -95,10 +112,86 @@ def load_policies(
     return chosen
 
 
+def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> VerifyRule | None:
+    """The rule `text` describes, for the pair of `trace`; None where none is named.
+
+    ``memory`` is the file of a calibrated memory.  Raises DraftsimError naming what is wrong.
+    """
+    from policies.memory import OnlineCorrectionMemory
+    from policies.rule_registry import parse_rule
+    from policies.rules_context import CSD
+
+    if text is None:
+        if memory is not None:
+            raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+        return None
+    vocab = (trace.meta.get("target") or {}).get("vocab_size")
+    try:
+        table = None if memory is None else OnlineCorrectionMemory.load(memory)
+        rule = parse_rule(text, vocab_size=vocab, memory=table)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    if memory is not None and not isinstance(rule, CSD):
+        raise DraftsimError(f"--memory belongs to a rule that has one, not {text!r}: --verify csd")
+    return rule
+
+
+def load_method(
+    name: str, trace: Trace, memory: Path | None = None
+) -> tuple[str, DraftPolicy, VerifyRule | None]:
+    """(policy's text, policy, rule) of a named method that drafts with a draft model."""
+    from policies.registry import describe
+    from traces.methods import method
+    from traces.sources.registry import DRAFT_MODEL
+
+    chosen = method(name)
+    if chosen.source not in (DRAFT_MODEL, "none"):
+        raise DraftsimError(
+            f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
+        )
+    [(_, policy)] = load_policies([chosen.policy], trace)
+    learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
+    return describe(policy), policy, load_rule(chosen.rule, trace, memory if learns else None)
+
+
 def replay_all(
-    trace: Trace, policies: Sequence[tuple[str, DraftPolicy]], first: int = 1
+    trace: Trace,
+    policies: Sequence[tuple[str, DraftPolicy]],
+    first: int = 1,
+    rule: VerifyRule | None = None,
 ) -> list[RoundLog]:
     """Replay every policy over the trace."""
     from traces.replay import replay
 
-    return [replay(trace, policy, name=name, first=first) for name, policy in policies]
+    return [replay(trace, policy, rule, name=name, first=first) for name, policy in policies]
+
+
+def say_memory(logs: Sequence[RoundLog]) -> None:
+    """Note how a learning rule's memory grew over the requests, in their order."""
+    from commands.output import note
+
+    for log in logs:
+        table = getattr(log.rule, "table", None)
+        if table is not None and table.sizes and table.sizes[-1]:
+            note(
+                f"{log.policy} / {log.verify}: memory of {table.sizes[0]} pairs after the first "
+                f"request, {table.sizes[-1]} after {len(table.sizes)}, {table.evictions} evicted"
+            )
+
+
+def batch_sizes(option: str, text: str) -> list[int]:
+    """The whole numbers of `text`, commas between; DraftsimError naming `option` if it is none."""
+    return [int(size) for size in positive_numbers(option, text, int)]
+
+
+def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
+    """The positive numbers of `text`, commas between; DraftsimError naming `option` if not so."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise DraftsimError(f"{option} is {text!r}, expected {what} with commas between") from None
+    for value in values:
+        if not 0 < value < float("inf"):
+            raise DraftsimError(f"{option} holds {value}, expected positive finite numbers")
+    return [float(v) for v in values]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commands.inputs import MemoryOption, PolicyOption, VerifyOption, batch_sizes
 from commands.output import note
+from commands.redecode import decode_again, jobs
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -42,22 +44,75 @@ def profile(
         int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed repeats of every latency cell.")] = 25,
+    batches: Annotated[
+        str,
+        typer.Option(metavar="B,...", help="Batch sizes whose latencies are measured, 1 included."),
+    ] = "1",
     threads: Annotated[
         int, typer.Option(min=1, help="CPU threads; 1 gives the steadiest times.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="Of sampled outputs.")] = 0,
+    verify: VerifyOption = None,
+    policy: PolicyOption = None,
+    memory: MemoryOption = None,
+    split: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Calibrate csd's memory on this share of the prompts of each category, and "
+            "decode only the others under --verify or --method.",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="Also decode under this named method with a lossy rule; repeatable."),
+    ] = None,
+    papers: Annotated[
+        bool,
+        typer.Option("--papers", help="Also decode for real what `draftsim papers` compares."),
+    ] = False,
 ) -> None:
     """Profile a pair: its latency table and acceptance trace, written into a run folder.
 
     A stopped profile goes on where it stopped when the command is repeated.
+
+    With --verify, --method or --papers the prompts are decoded again under the lossy rule and each
+    --policy, and the rounds and outputs are kept in the folder; a folder that is already
+    complete keeps its recordings, and only those are added.
     """
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import RunInfo
 
-    settings = Settings(max_new_tokens, max_gamma, temperature, seed, Grid(repeats=repeats))
+    grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batches", batches)}))
+    settings = Settings(max_new_tokens, max_gamma, temperature, seed, grid)
     info = RunInfo(_kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None)
-    run_profile(info, prompts, out, settings, limit)
+    again = jobs(verify, policy, method or [], split, papers)
+    if policy and not verify:
+        raise DraftsimError("--policy says how to decode under --verify: name a rule")
+    if not again and (memory or split is not None):
+        raise DraftsimError("--memory and --split say how to decode under --verify: name a rule")
+    if memory and split is not None:
+        raise DraftsimError("--memory and --split both give the rule a memory: choose one")
+    if not (again and is_complete(info, out)):
+        run_profile(info, prompts, out, settings, limit)
+    if again:
+        decode_again(info, out, again, memory, settings.temperature > 0)
+
+
+def is_complete(info: RunInfo, out: Path) -> bool:
+    """Whether the folder holds a finished profile of this pair."""
+    from profiler.run import read_run
+
+    if not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
+        return False
+    if read_run(out) != info:
+        raise DraftsimError(
+            f"{out} holds the run of another pair, device or dtype: name another --out"
+        )
+    note(f"{out} is complete: its trace and latencies are kept")
+    return True
 
 
 def run_profile(

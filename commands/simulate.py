@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.inputs import (
     BUNDLED,
     LatencyOption,
+    MemoryOption,
     PolicyOption,
     TraceOption,
+    VerifyOption,
     load_latency,
+    load_method,
     load_policies,
+    load_rule,
     load_trace,
     replay_all,
+    say_memory,
 )
 from commands.output import JsonOption, emit, note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from traces.latency import LatencyTable
+    from traces.rounds import RoundLog
+    from traces.trace import Trace
 
 SHOWN = (
     "policy", "tokens", "rounds", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
@@ -29,6 +41,16 @@ def simulate(
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
     policy: PolicyOption = None,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    rounds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of replaying: price the rounds that `profile --verify` recorded; "
+            "a round log, or a run folder for all of its own.",
+        ),
+    ] = None,
     by_category: Annotated[
         bool, typer.Option("--by-category", help="One row per policy and prompt category.")
     ] = False,
@@ -47,9 +69,25 @@ def simulate(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Predict every policy's speedup from a recorded trace and measured latencies."""
+    """Predict every policy's speedup from a recorded trace and measured latencies.
+
+    A lossy --verify rule changes the text, which a recording cannot follow: its rows are
+    labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
+    and price those --rounds.
+    """
     from simulator.summary import summarize, summarize_by_category, to_rows
 
+    summary = summarize_by_category if by_category else summarize
+    shown = [*(["category"] if by_category else []), *SHOWN[:1], "verify", *SHOWN[1:]]
+    if rounds is not None:
+        logs, table = recorded_rounds(rounds, latency, trace)
+        rows = [
+            row
+            for group in same_requests(logs)
+            for row in to_rows(summary(group, table, resamples=resamples, prefill=prefill))
+        ]
+        emit("simulate", rows, json, show=shown)
+        return
     recorded = load_trace(trace)
     table = load_latency(latency, trace)
     if robustness:
@@ -62,15 +100,66 @@ def simulate(
         return
     chosen = load_policies(policy, recorded, table)
     # Plain decoding is the first row of every summary already.
-    logs = replay_all(recorded, [c for c in chosen if c[0] != "autoregressive"] or chosen)
-    summary = summarize_by_category if by_category else summarize
-    frame = summary(logs, table, resamples=resamples, prefill=prefill)
-    emit("simulate", to_rows(frame), json, show=[*(["category"] if by_category else []), *SHOWN])
+    chosen = [c for c in chosen if c[0] != "autoregressive"] or chosen
+    logs = replay_all(recorded, chosen, rule=load_rule(verify, recorded, memory))
+    # What the papers call by a name is listed with everything else.
+    more = replay_methods(recorded) if verify is None and "all" in (policy or ["all"]) else []
+    frame = summary([*logs, *more], table, resamples=resamples, prefill=prefill)
+    emit("simulate", to_rows(frame), json, show=shown)
+    say_memory([*logs, *more])
     if plots is not None:
         from commands.figures import save_all
 
         for path in save_all(recorded, table, logs, plots):
             note(f"wrote {path}")
+
+
+def recorded_rounds(
+    path: Path, latency: str | None, trace: str
+) -> tuple[list[RoundLog], LatencyTable]:
+    """The recorded round logs at `path`, and by default the latencies of their run folder."""
+    from traces.files import read_rounds
+    from traces.outputs import find_runs
+
+    files = find_runs(path)
+    if not files:
+        raise DraftsimError(
+            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
+        )
+    own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
+    table = load_latency(latency, trace if own is None else str(own))
+    return [read_rounds(file) for file in files], table
+
+
+def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:
+    """The logs, grouped by the requests they decoded: only those can be compared."""
+    groups: dict[tuple[str, ...], list[RoundLog]] = {}
+    for log in logs:
+        groups.setdefault(tuple(r.id for r in log.requests), []).append(log)
+    return list(groups.values())
+
+
+def _has_latency(folder: Path) -> bool:
+    return folder.is_dir() and (folder / "latency.parquet").is_file()
+
+
+def replay_methods(trace: Trace) -> list[RoundLog]:
+    """The papers' lossy methods with a draft model, as far as the trace can tell of them."""
+    from traces.errors import SignalError
+    from traces.methods import METHODS
+    from traces.sources.registry import DRAFT_MODEL
+
+    logs: dict[tuple[str, str], RoundLog] = {}
+    for name, chosen in METHODS.items():
+        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
+            continue
+        text, policy, rule = load_method(name, trace)
+        try:
+            [log] = replay_all(trace, [(text, policy)], rule=rule)
+        except SignalError:
+            continue
+        logs.setdefault((log.policy, log.verify), log)
+    return list(logs.values())
 
 
 def list_recordings(json: JsonOption = None) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 
-from commands.inputs import PolicyOption, load_policies, replay_all
+from commands.inputs import MemoryOption, PolicyOption, VerifyOption, load_policies, replay_all
 from commands.output import JsonOption, emit, note, print_table
+from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.loading import Pair
@@ -53,10 +54,39 @@ def validate(
     assisted: Annotated[
         bool, typer.Option(help="Also run transformers' own assisted generation.")
     ] = True,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="B,...", help="Decode static batches of these sizes instead."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Run policies for real, interleaved, and compare with what was predicted."""
-    rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted)
+    """Run policies for real, interleaved, and compare with what was predicted.
+
+    With a lossy --verify rule the predicted seconds price the rounds really decoded; what
+    replay along the recorded text would have said instead, and the quality of the output,
+    stand in further columns.
+
+    With --batch the prompts are decoded in groups, each until its slowest has ended, and
+    compared with the simulator's static batches; profile with the same --batches first.
+    """
+    if batch is not None:
+        from commands.batched import batch_check
+
+        if verify is not None or memory is not None or sampled:
+            raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
+        rows = batch_check(run, policy, batch, forced, repeats, limit)
+    elif verify is not None:
+        from commands.lossy import lossy_check
+
+        if forced:
+            raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
+        rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit)
+    elif memory is not None:
+        raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+    else:
+        rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted)
     emit("validate", rows, json)
     if json is None:
         say_verdict(rows)

@@ -14,6 +14,7 @@ from policies.draft_and_verify import DraftAndVerify
 from policies.entropy import SVIP, AdaEDL
 from policies.estimators import (
     AcceptanceEstimator,
+    ConstantAcceptance,
     DraftProbability,
     IsotonicAcceptance,
     LogisticAcceptance,
@@ -21,6 +22,7 @@ from policies.estimators import (
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.goodput import Goodput, TurboSpec
 from policies.huggingface import Confidence, HFHeuristic
+from policies.rate_optimal import RateOptimal
 from policies.registry import (
     POLICIES,
     capped,
@@ -45,6 +47,7 @@ __all__ = [
     "BiLDFallback",
     "Confidence",
     "ConfidenceFreeze",
+    "ConstantAcceptance",
     "DisableByBatchSize",
     "Disco",
     "DraftAndVerify",
@@ -63,6 +66,7 @@ __all__ = [
     "LogisticAcceptance",
     "Oracle",
     "PolicyError",
+    "RateOptimal",
     "Round",
     "SGLangAdaptive",
     "SingleStream",

@@ -38,6 +38,21 @@ class DraftProbability:
         return float(token.prob)
 
 
+class ConstantAcceptance:
+    """The same chance for every token: all that a recording without signals can tell."""
+
+    reads: tuple[str, ...] = ()
+
+    def __init__(self, chance: float = 0.7) -> None:
+        if not 0 <= chance <= 1:
+            raise ValueError(f"chance is {chance}, expected between 0 and 1")
+        self.chance = float(chance)
+
+    def __call__(self, token: Any, offset: int) -> float:
+        del token, offset
+        return self.chance
+
+
 class IsotonicAcceptance:
     """A monotone step function of one signal, fitted by pooling adjacent violators.
 

@@ -21,6 +21,7 @@ from policies.entropy import SVIP, AdaEDL
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.goodput import Goodput, TurboSpec
 from policies.huggingface import Confidence, HFHeuristic
+from policies.rate_optimal import RateOptimal
 from policies.sglang import SGLangAdaptive
 from policies.spec import describe_spec, parameters, parse_spec
 from policies.specdec_pp import Disco, SpecDecPP
@@ -44,6 +45,7 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "bild": BiLDFallback,
     "ucb": UCBSpec,
     "exp3": EXP3Spec,
+    "rate-optimal": RateOptimal,
     "batch-table": BatchTable,
     "disable-by-batch-size": DisableByBatchSize,
     "goodput": Goodput,

@@ -91,6 +91,11 @@ class CSD(TokenRule):
         elif not use_gate:
             self.needs = ("match", "token")
 
+    def with_memory(self, memory: OnlineCorrectionMemory) -> CSD:
+        """The same rule, starting from `memory`."""
+        names = ("threshold", "tau", "use_memory", "use_gate", "count_first", "count_rescued")
+        return CSD(**{name: getattr(self, name) for name in names}, memory=memory)
+
     def accepts(self, token: Any, score: Any) -> bool:
         """Whether the token matches, or its mismatch is rescued; counts what it must."""
         if score.match:

@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from policies.basic import Fixed
-from profiler.batched import BatchedDecoder, enter, speculate_batch
+from profiler.batched import enter, speculate_batch
+from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_stream import BatchToken, DraftStep, Stream
 from profiler.batched_styles import PerRequest
-from profiler.latency import HOST_GAMMAS, Grid, Step, Stopwatch
+from profiler.latency import HOST_GAMMAS, Grid, Step, Stopwatch, draft_passes
 from profiler.runner import Runner
 from traces.latency import CELL_COLUMNS
-
-DRAFT_WIDTHS = (1, 2)
-"""Tokens a draft pass processes: one, or two where somebody's last draft was accepted whole."""
 
 
 def batch_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
@@ -32,24 +30,28 @@ def batch_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
     ``target`` and ``draft`` have room for ``max(grid.batches)`` sequences.
     """
     steps: list[Step] = []
-    batches = [b for b in grid.batches if b > 1]
-    for name, runner in (("target", target), ("draft", draft)):
+    context = min(grid.contexts)
+    for runner in (target, draft):
         _fill(runner)
-        widths = grid.batch_widths if name == "target" else DRAFT_WIDTHS
-        for batch in batches:
+    for batch in [b for b in grid.batches if b > 1]:
+        plain, drafting = (_pass(runner, batch, 1, context, 1) for runner in (target, draft))
+        logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
+        steps.append(Step("draft", "signal", 1, 0, _signals(logits), batch, drafting))
+        for name, runner in (("target", target), ("draft", draft)):
             for length in grid.prompts:
                 if length <= runner.cache.slots:
                     run = _pass(runner, batch, length, 0, 1)
                     steps.append(Step(name, "prefill", length, 0, run, batch))
-            for width in widths:
-                keep = 0 if name == "target" else 1
-                for context in grid.contexts:
-                    if context + width <= runner.cache.slots:
-                        run = _pass(runner, batch, width, context, keep)
-                        steps.append(Step(name, "forward", width, context, run, batch))
-    for batch in batches:
-        logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
-        steps.append(Step("draft", "signal", 1, 0, _signals(logits), batch))
+        for context in grid.contexts:
+            if context + max(grid.batch_widths) > target.cache.slots:
+                continue
+            for width in grid.batch_widths:
+                run = _pass(target, batch, width, context, 0)
+                before = plain if width == 1 else drafting
+                steps.append(Step("target", "forward", width, context, run, batch, before))
+            for phase, width, before in draft_passes(plain, drafting):
+                run = _pass(draft, batch, width, context, 1)
+                steps.append(Step("draft", phase, width, context, run, batch, before))
     return steps
 
 
@@ -80,8 +82,10 @@ class _Idle(Runner):
 
     def __init__(self, like: Runner) -> None:
         self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions
-        shape = (like.cache.batch, max(HOST_GAMMAS) + 1, like.vocab_size)
-        self._rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
+        shape = (1, max(HOST_GAMMAS) + 1, like.vocab_size)
+        rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
+        # Alike for all sequences: they then accept alike and end together.
+        self._rows = rows.repeat(like.cache.batch, 1, 1)
 
     def forward_batch(
         self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0

@@ -8,22 +8,25 @@ rotated order, every batch size within every repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any
 
 import pandas as pd
 import torch
 
-from policies.core import DraftPolicy, Round
-from profiler.batched import BatchedDecoder, enter, speculate_batch
+from policies.core import Round
+from profiler.batched import enter, speculate_batch
+from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_forced import ForcedStream
 from profiler.batched_stream import Stream
-from profiler.batched_styles import Policy, Style, Synchronise, style_of
+from profiler.batched_styles import Policy, Synchronise, style_of
 from profiler.loading import Pair
 from profiler.runner import Runner
-from profiler.spotcheck import MEASURED_COLUMNS, timed
+from profiler.spotcheck import timed
 from traces.errors import DraftsimError
+from traces.measured import MEASURED_COLUMNS
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
@@ -42,7 +45,7 @@ class MeasuredBatches:
     """Times of every group, and each arm's rounds and outputs at each batch size.
 
     ``times`` has a row (`MEASURED_COLUMNS`) per arm, batch, repeat and group: ``request``
-    is the first of the group's requests, ``wall_s`` the seconds from the end of the
+    is the id of the group's first request, ``wall_s`` the seconds from the end of the
     group's prefill to its last token, ``rounds`` its iterations.  ``logs`` and ``outputs``
     are keyed by (arm, batch).  Round k of a request ran in iteration k of its group.
     """
@@ -93,50 +96,46 @@ def run_batches(
         )
     count = len(trace.requests)
     slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    verify = "exact" if trace.temperature == 0 else "rejection-sampling"
     rows: list[tuple[Any, ...]] = []
     keys = [(arm.name, batch) for batch in batches for arm in arms]
     rounds: dict[tuple[str, int], list[list[Round]]] = {k: [[] for _ in range(count)] for k in keys}
     outputs: dict[tuple[str, int], list[list[int]]] = {k: [[] for _ in range(count)] for k in keys}
-    runners = {
-        batch: (Runner(pair.target, slots, batch), Runner(pair.draft, slots, batch))
-        for batch in batches
-    }
-    for repeat in range(-1, repeats):  # the sweep before the first warms up, on one group
-        for batch in batches:
-            decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
-            # Policies that learn across requests start each sweep anew.
-            styles = [style_of(arm.policy, arm.synchronise) for arm in arms]
-            for g, group in enumerate(groups_of(count, batch)):
-                for k in range(len(arms)):
-                    at = (k + g + repeat) % len(arms)
-                    streams = [_stream(pair, trace, i, forced) for i in group]
-                    enter(decoder, styles[at], streams)
-                    with timed(pair.device) as seconds:
-                        log = list(speculate_batch(decoder, styles[at]))
-                    if repeat < 0:
-                        continue
-                    key = (arms[at].name, batch)
-                    rows.append((arms[at].name, "exact", batch, forced, repeat, group[0], seconds(), len(log)))
-                    if repeat == 0:
-                        for stream, outcome in _flat(log):
-                            rounds[key][stream.request].append(outcome)
-                        for stream in streams:
-                            outputs[key][stream.request] = stream.output
-                if repeat < 0:
-                    break
+    runners = {b: (Runner(pair.target, slots, b), Runner(pair.draft, slots, b)) for b in batches}
+    for repeat, batch in product(range(-1, repeats), batches):
+        decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
+        # Policies that learn across requests start each sweep anew.
+        styles = [style_of(arm.policy, arm.synchronise) for arm in arms]
+        groups = groups_of(count, batch)
+        # The sweep before the first warms up, on one group.
+        for g, group in enumerate(groups if repeat >= 0 else groups[:1]):
+            for k in range(len(arms)):
+                at = (k + g + repeat) % len(arms)
+                streams = [_stream(pair, trace, i, forced) for i in group]
+                enter(decoder, styles[at], streams)
+                with timed(pair.device) as seconds:
+                    log = list(speculate_batch(decoder, styles[at]))
+                name, first = arms[at].name, trace.requests[group[0]].id
+                if repeat >= 0:
+                    rows.append((name, verify, batch, forced, repeat, first, seconds(), len(log)))
+                if repeat == 0:
+                    for stream, outcome in chain.from_iterable(log):
+                        rounds[name, batch][stream.request].append(outcome)
+                    for stream in streams:
+                        outputs[name, batch][stream.request] = stream.output
+            if repeat >= 0:
                 advance()
     logs = {
         (arm.name, batch): RoundLog(
-            RoundLog.pack(rounds[arm.name, batch]), trace.requests, arm.name, reads=arm.policy.reads
+            RoundLog.pack(rounds[arm.name, batch]),
+            trace.requests,
+            arm.name,
+            verify=verify,
+            reads=arm.policy.reads,
         )
-        for batch in batches for arm in arms
-    }  # fmt: skip
+        for batch, arm in product(batches, arms)
+    }
     return MeasuredBatches(pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs, outputs)
-
-
-def _flat(log: Sequence[list[tuple[Stream, Round]]]) -> Iterator[tuple[Stream, Round]]:
-    for iteration in log:
-        yield from iteration
 
 
 def _stream(pair: Pair, trace: Trace, i: int, forced: bool) -> Stream:

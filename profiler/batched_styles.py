@@ -22,7 +22,7 @@ Synchronise = Literal["ragged", "minimum", "mean"]
 
 
 class Batch(Protocol):
-    """What a style drafts with (`profiler.batched.BatchedDecoder`)."""
+    """What a style drafts with (`profiler.batched_decoder.BatchedDecoder`)."""
 
     streams: list[Stream]
 
@@ -32,7 +32,7 @@ class Batch(Protocol):
 
 
 class Accepted(Protocol):
-    """A sequence's verdict (`profiler.batched.Verdict`)."""
+    """A sequence's verdict (`profiler.batched_decoder.Verdict`)."""
 
     @property
     def accepted(self) -> int:

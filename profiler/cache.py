@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -28,10 +27,9 @@ class SlotLayer(CacheLayerMixin):
         """Allocate both buffers once, from the first states seen."""
         heads, width = key_states.shape[1], key_states.shape[-1]
         batch, slots = self._cache.batch, self._cache.slots + 1
-        options = {"dtype": key_states.dtype, "device": key_states.device}
         # Zeros, not empty: a masked slot still enters 0 x value, which NaN would poison.
-        self.keys = torch.zeros(batch, heads, slots, width, **options)
-        self.values = torch.zeros(batch, heads, slots, value_states.shape[-1], **options)
+        self.keys = key_states.new_zeros(batch, heads, slots, width)
+        self.values = value_states.new_zeros(batch, heads, slots, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
@@ -40,7 +38,8 @@ class SlotLayer(CacheLayerMixin):
         """Write this pass's states to its slots; return what the mask refers to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         cache = self._cache
         if cache.scatter is None:
             stop = cache.start + key_states.shape[2]
@@ -52,6 +51,12 @@ class SlotLayer(CacheLayerMixin):
         keys[rows, :, slots] = key_states.transpose(1, 2)
         values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, : cache.visible], values[:, :, : cache.visible]
+
+    def copy_row(self, source: int, destination: int) -> None:
+        """Make sequence ``destination`` hold what ``source`` holds."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[destination] = buffer[source]
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
         """(key length, offset); only asked for when no 4-D mask is given."""
@@ -108,7 +113,5 @@ class SlotCache(Cache):
     def copy_row(self, source: int, destination: int) -> None:
         """Make sequence ``destination`` hold what ``source`` holds."""
         for layer in self.layers:
-            if layer.is_initialized:
-                assert layer.keys is not None and layer.values is not None
-                layer.keys[destination] = layer.keys[source]
-                layer.values[destination] = layer.values[source]
+            if isinstance(layer, SlotLayer):
+                layer.copy_row(source, destination)

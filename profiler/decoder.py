@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,77 +12,11 @@ from policies.core import Load
 from policies.rules import VerifyRule
 from profiler.ruled import judge
 from profiler.runner import Runner
-from profiler.signals import log_probs_at, signals
+from profiler.signals import log_probs_at
+from profiler.tokens import ModelToken
 from traces.errors import DraftsimError
 
-
-class ModelToken:
-    """A token just drafted; its signals come to the host only when somebody reads one."""
-
-    __slots__ = ("_eos", "_id", "_logits", "_temperature", "_values", "device_id")
-
-    def __init__(
-        self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int] | None
-    ) -> None:
-        self.device_id = device_id  # (1,)
-        self._logits = logits  # (1, vocab)
-        self._temperature = temperature
-        self._eos = eos
-        self._values: tuple[float, ...] | None = None
-        self._id: int | None = None
-
-    def fill(self, token_id: int, values: tuple[float, ...]) -> None:
-        """Take what a shared transfer brought: the id, and the signals unless empty."""
-        self._id = token_id
-        self._values = self._values or values or None
-
-    @property
-    def logits(self) -> Tensor:
-        """Raw draft logits, (1, vocab)."""
-        return self._logits
-
-    def _fetch(self) -> tuple[float, ...]:
-        # One transfer for all signals: the wait costs more than the numbers.
-        if self._values is None:
-            log_prob = log_probs_at(self._logits, self.device_id, self._temperature)
-            parts = [signals(self._logits).stack()[0], log_prob]
-            self._values = tuple(torch.cat(parts).tolist())
-        return self._values
-
-    @property
-    def token_id(self) -> int:
-        """Vocabulary id."""
-        if self._id is None:
-            self._id = int(self.device_id)
-        return self._id
-
-    @property
-    def prob(self) -> float:
-        """Probability the draft gave the token, at the sampling temperature."""
-        # exp in float64 of a float32, exactly as Trace.signal derives it.
-        return math.exp(self._fetch()[4])
-
-    @property
-    def entropy(self) -> float:
-        """Entropy at T = 1, nats."""
-        return self._fetch()[3]
-
-    @property
-    def logit_margin(self) -> float:
-        """Top-1 minus top-2 raw logit."""
-        top1, top2, *_ = self._fetch()
-        return top1 - top2
-
-    @property
-    def prob_margin(self) -> float:
-        """Top-1 minus top-2 probability at T = 1."""
-        top1, top2, lse, *_ = self._fetch()
-        return math.exp(top1 - lse) - math.exp(top2 - lse)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the draft proposed EOS (never, where nobody watches for it)."""
-        return self._eos is not None and self.token_id in self._eos
+__all__ = ["ModelDecoder", "ModelToken", "check_prompt", "greedy"]
 
 
 class ModelDecoder:
@@ -225,12 +158,23 @@ class ModelDecoder:
         if self._rule is not None:
             return self._judge(self._rule, draft, drafted, logits)
         if self._temperature > 0:
-            target, proposal, coins = self._coins(draft, drafted, logits)
-            accepted = int(coins.long().cumprod(0).sum())
-            own = self._replacement(target, proposal, accepted, accepted < len(draft))
-            emitted = torch.cat([drafted[:accepted], own])
-            return accepted, emitted, emitted.tolist()
+            return self._reject(*self._coins(draft, drafted, logits), drafted)
         return self._compare(drafted, logits)
+
+    def _reject(
+        self, target: Tensor, proposal: Tensor, coins: Tensor, drafted: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """Rejection sampling without asking the host how many were accepted."""
+        count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)
+        # Behind a full match there is nothing to subtract: the residual is the target's row.
+        taken = torch.cat([proposal, torch.zeros_like(target[:1])])
+        # index_select, not []: indexing by a device scalar would bring it to the host.
+        left = target.index_select(0, count) - taken.index_select(0, count)
+        own = self._sample(left[0].clamp(min=0))
+        # One transfer per round: the verdict and the tokens together.
+        accepted, *tokens = torch.cat([count, drafted, own]).tolist()
+        emitted = torch.cat([drafted[:accepted], own])
+        return accepted, emitted, [*tokens[:accepted], tokens[-1]]
 
     def _judge(
         self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor

@@ -29,6 +29,11 @@ HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
 """Draft lengths over which the host's time per round and per drafted token is fitted."""
 
 
+FIRST_WIDTHS = (1, 2, 4)
+"""Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
+more after rounds that drafted nothing."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """The points to measure: tokens fed, tokens in the cache, sequences decoded together.
@@ -47,7 +52,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class Step:
-    """One cell and the call that takes its time."""
+    """One cell, the call that takes its time, and the call that comes before it in decoding.
+
+    What ran just before decides what the processor's caches hold, which is worth up to a
+    third of a small model's pass: a draft pass after another one is not a draft pass after
+    the target's.
+    """
 
     model: str
     phase: str
@@ -55,6 +65,7 @@ class Step:
     context: int
     run: Callable[[], object]
     batch: int = 1
+    before: Callable[[], object] = lambda: None
 
 
 class Stopwatch:
@@ -106,6 +117,7 @@ def measure_steps(
     while len(samples) < repeats:
         sweep = np.empty(len(steps))
         for i in rng.permutation(len(steps)):
+            steps[i].before()
             sweep[i] = watch.time(steps[i].run)
         samples = np.vstack([samples, sweep])
         if checkpoint:
@@ -130,24 +142,44 @@ def measure_steps(
 
 def pass_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
     """Prefill and forward passes of both models over the grid, and the signals' cost."""
-    steps: list[Step] = []
+    ids = {"target": _random_ids(target, target.cache.slots)}
+    ids["draft"] = ids["target"][: draft.cache.slots] % draft.vocab_size
     for name, runner in (("target", target), ("draft", draft)):
-        ids = _random_ids(runner, runner.cache.slots)
-        contexts = [c for c in grid.contexts if c + max(grid.widths) <= runner.cache.slots]
-        runner.forward(ids, 0, keep=1)  # real keys and values in every slot
+        runner.forward(ids[name], 0, keep=1)  # real keys and values in every slot
+    context = min(c for c in grid.contexts)
+    plain = _pass(target, ids["target"][:1], context, 1)
+    drafting = _pass(draft, ids["draft"][:1], context, 1)
+    logits = draft.forward(ids["draft"][:1], 0, keep=1)
+    token = logits.argmax(-1)
+    steps = [
+        Step(
+            "draft", "signal", 1, 0, lambda: ModelToken(token, logits, 0.0, None).prob, 1, drafting
+        )
+    ]
+    for name, runner in (("target", target), ("draft", draft)):
         for length in grid.prompts:
             if length <= runner.cache.slots:
-                steps.append(Step(name, "prefill", length, 0, _pass(runner, ids[:length], 0, 1)))
-        widths = grid.widths if name == "target" else (1, 2)
-        for width in widths:
-            keep = width if name == "target" else 1
-            for context in contexts:
-                run = _pass(runner, ids[:width], context, keep)
-                steps.append(Step(name, "forward", width, context, run))
-    logits = draft.forward(_random_ids(draft, 1), 0, keep=1)
-    token = logits.argmax(-1)
-    steps.append(Step("draft", "signal", 1, 0, lambda: ModelToken(token, logits, 0.0, None).prob))
+                run = _pass(runner, ids[name][:length], 0, 1)
+                steps.append(Step(name, "prefill", length, 0, run))
+    for context in grid.contexts:
+        if context + max(grid.widths) > target.cache.slots:
+            continue
+        for width in grid.widths:
+            run = _pass(target, ids["target"][:width], context, width)
+            before = plain if width == 1 else drafting
+            steps.append(Step("target", "forward", width, context, run, 1, before))
+        for phase, width, before in draft_passes(plain, drafting):
+            run = _pass(draft, ids["draft"][:width], context, 1)
+            steps.append(Step("draft", phase, width, context, run, 1, before))
     return steps
+
+
+def draft_passes(
+    target: Callable[[], object], draft: Callable[[], object]
+) -> list[tuple[str, int, Callable[[], object]]]:
+    """(phase, tokens fed, what runs before) of the draft passes that occur in decoding."""
+    later = [("forward", width, draft) for width in (1, 2)]
+    return later + [("catch_up", width, target) for width in FIRST_WIDTHS]
 
 
 def _pass(runner: Runner, ids: Tensor, context: int, keep: int) -> Callable[[], object]:

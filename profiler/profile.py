@@ -149,7 +149,7 @@ def _assemble(
 
 def _context_limit(pair: Pair, wanted: int) -> int:
     limits = [m.config.get_text_config().max_position_embeddings for m in (pair.target, pair.draft)]
-    return min([wanted, *limits])
+    return int(min([wanted, *limits]))
 
 
 def _check_context(

@@ -35,6 +35,8 @@ class Runner:
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.cache = SlotCache(self.layers, slots, batch)
+        # A lone token sees every slot shown; on a GPU attention without a mask is the fastest.
+        self._maskless = self.device.type == "cuda"
         # One causal matrix, sliced per pass: building a mask costs more than a small layer.
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
         self._positions = torch.arange(slots, device=self.device)[None]
@@ -73,11 +75,11 @@ class Runner:
         if stop > self.cache.slots:
             raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
         self.cache.place(start)
-        if mask is None:
+        if mask is None and not (self._maskless and tokens.shape[0] == 1):
             mask = self._causal[start:stop, :stop]
         out = self.model(
             input_ids=tokens[None],
-            attention_mask=mask[None, None],
+            attention_mask=None if mask is None else mask[None, None],
             position_ids=self._positions[:, start:stop] if positions is None else positions[None],
             past_key_values=self.cache,
             use_cache=True,

@@ -149,18 +149,23 @@ def run_arms(
 
 
 def real_run(
-    pair: Pair, trace: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any]
+    pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any]
 ) -> RealRun:
-    """The rounds and outputs of an arm with a lossy rule, beside the greedy texts of `trace`."""
+    """The rounds and outputs of an arm with a lossy rule.
+
+    ``greedy`` is the recording of the target's own outputs, which may hold more requests.
+    """
+    place = {request.id: i for i, request in enumerate(greedy.requests)}
     log = measured.logs[arm.label]
     texts = (pair.tokenizer.decode(ids) for ids in measured.outputs[arm.label])
     outputs = [
-        Output(request.id, tokens, text, pair.tokenizer.decode(output_of(trace, i)), float(nats))
-        for i, (request, tokens, text, nats) in enumerate(
-            zip(
-                log.requests, measured.outputs[arm.label], texts,
-                measured.log_likelihoods[arm.label], strict=True,
-            )
+        Output(
+            request.id, tokens, text,
+            pair.tokenizer.decode(output_of(greedy, place[request.id])), float(nats),
+        )
+        for request, tokens, text, nats in zip(
+            log.requests, measured.outputs[arm.label], texts,
+            measured.log_likelihoods[arm.label], strict=True,
         )
     ]  # fmt: skip
     table = getattr(log.rule, "table", None)

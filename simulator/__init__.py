@@ -16,7 +16,6 @@ from simulator.summary import (
     to_rows,
 )
 from simulator.validation import (
-    MEASURED_COLUMNS,
     VALIDATE_COLUMNS,
     Verdict,
     compare,
@@ -26,7 +25,6 @@ from simulator.validation import (
 
 __all__ = [
     "INITIAL_GAMMAS",
-    "MEASURED_COLUMNS",
     "SUMMARY_COLUMNS",
     "VALIDATE_COLUMNS",
     "Check",

@@ -37,9 +37,13 @@ def call_seconds(
     for kind in np.unique(calls["kind"]).tolist():
         mine = calls[calls["kind"] == kind]
         model, phase = _cells(latency, *CALL_KINDS[kind])
-        # A lookup and the heads were measured at one size: their cost is taken as constant.
-        one_size = model not in ("target", "draft", "exit")
-        at = np.zeros(len(mine), dtype=np.int64) if one_size else context[mine["round"]]
+        at = context[mine["round"]]
+        if (model, phase) not in ((model, "layer"), ("target", "forward")):
+            # Nothing else attends to the context: it is read where it was measured.
+            own = latency.cells[
+                (latency.cells["model"] == model) & (latency.cells["phase"] == phase)
+            ]
+            at = np.clip(at, own["context"].min(), own["context"].max())
         read = latency.estimate(
             model, phase, batch=batch, new_tokens=mine["new_tokens"], context=at
         )

@@ -193,7 +193,8 @@ def _draft(
     seconds = np.zeros(len(forwards))
     ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
     before = np.maximum(context[ran] - catch_up[ran], 0)
-    seconds[ran], first = _passes(latency, "draft", batch, catch_up[ran], before)
+    phase = latency.first_draft_phase
+    seconds[ran], first = _passes(latency, "draft", batch, catch_up[ran], before, phase)
     ran = np.flatnonzero(forwards > 1)
     start, count = context[ran], forwards[ran] - 1
     if not len(ran):
@@ -216,15 +217,16 @@ def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
 
 
 def _passes(
-    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints
-) -> tuple[Floats, PassCount]:
+    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints,
+    phase: str = "forward",
+) -> tuple[Floats, PassCount]:  # fmt: skip
     """Seconds of one pass per element; equal (width, context) pairs are read once."""
     if not len(width):
         return np.zeros(0), PassCount(0, 0, 0)
     scale = int(context.max()) + 1
     keys, inverse = _distinct(width * scale + context)
     read = latency.estimate(
-        model, "forward", batch=batch, new_tokens=keys // scale, context=keys % scale
+        model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
     )
     return read.seconds[inverse], _count(read.origin[inverse])
 

@@ -29,9 +29,10 @@ from simulator.plots import (
     plot_validation,
     save,
 )
-from simulator.validation import MEASURED_COLUMNS, predictions
+from simulator.validation import predictions
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
+from traces.measured import MEASURED_COLUMNS
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.synthetic import synthetic_trace

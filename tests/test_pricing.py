@@ -210,3 +210,16 @@ def test_simulator_imports_no_torch() -> None:
     )
     root = Path(__file__).resolve().parents[1]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
+
+
+def test_a_rounds_first_draft_pass_has_cells_of_its_own() -> None:
+    """After a target pass a draft pass costs more: `catch_up` cells price it where they exist."""
+    dearer = {
+        (model, "catch_up", *key): value + 1e-3
+        for (model, phase, *key), value in CELLS.items()
+        if (model, phase) == ("draft", "forward")
+    }
+    log = random_log(5)
+    plain, own = (price(log, table({**CELLS, **more})) for more in ({}, dearer))
+    drafting = log.rounds["draft_forwards"] > 0
+    np.testing.assert_allclose(own.draft_s - plain.draft_s, 1e-3 * drafting, atol=1e-12)

@@ -47,6 +47,7 @@ from simulator.serving import (
     sweep,
 )
 from simulator.serving.metrics import Histogram, Series
+from simulator.serving.policy_cost import TableCost
 from simulator.serving.reader import PassReader
 from simulator.serving.scheduler import Continuous
 from tests.test_serving_theory import GRID, bernoulli, table
@@ -670,3 +671,11 @@ def test_built_in_batch_policies_serve():
     for name, runs in serve(trace, GRID, policies, scenario).runs.items():
         assert (runs[0].requests["tokens"] == 50).all(), name
         assert runs[0].recorder.drafted <= runs[0].recorder.draft_forwards
+
+
+@given(st.integers(1, 8), st.integers(0, 6), st.integers(0, 200))
+def test_policies_are_told_the_engine_s_own_cost(batch, gamma, context):
+    told = TableCost(GRID)(batch, gamma, batch * (gamma + 1), context)
+    drafts = GRID.seconds("draft", "forward", batch=batch, context=context + np.arange(gamma))
+    verify = GRID.seconds("target", "forward", batch=batch, new_tokens=gamma + 1, context=context)
+    assert told == pytest.approx(drafts.sum() + float(verify) + 7e-4 + gamma * 3e-4)

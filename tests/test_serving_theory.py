@@ -131,6 +131,12 @@ GRID = table(
         for m, s in (("target", 1), ("draft", 0.2))
         for n in (8, 99)
     ]
+    + [
+        ("draft", "catch_up", b, n, c, 0.002 + 1e-5 * b * n + 1e-7 * b * c)
+        for b in (1, 2, 8)
+        for n in (1, 2, 4)
+        for c in (0, 50, 300)
+    ]
     + [("target", "host_round", 1, 1, 0, 7e-4), ("target", "host_draft", 1, 1, 0, 3e-4)]
     + [("target", "rollback", 1, 1, 0, 2e-4), ("draft", "rollback", 1, 1, 0, 1e-4)]
 )

@@ -8,7 +8,6 @@ import pytest
 
 from policies.basic import Fixed
 from simulator import (
-    MEASURED_COLUMNS,
     VALIDATE_COLUMNS,
     autoregressive,
     compare,
@@ -19,6 +18,7 @@ from simulator import (
 from simulator.pricing import Priced
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
+from traces.measured import MEASURED_COLUMNS
 from traces.replay import replay
 from traces.synthetic import synthetic_trace
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from traces.errors import SignalError
+from itertools import pairwise
+
+import numpy as np
+
+from policies.core import DraftPolicy
+from policies.memory import OnlineCorrectionMemory
+from traces.errors import DraftsimError, SignalError
+from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
@@ -35,3 +42,46 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
         trace.columns["draft_token"][rows], trace.columns["target_token"][rows], strict=True
     )
     return [(int(draft_token), int(target_token)) for draft_token, target_token in pairs]
+
+
+def calibrated(
+    trace: Trace, policy: DraftPolicy, memory: OnlineCorrectionMemory | None = None
+) -> OnlineCorrectionMemory:
+    """A memory that has counted every rejection of `policy` over `trace`, in its order.
+
+    `memory` is counted on and returned; by default a new one without a bound.  Its
+    ``sizes`` then show its growth, request by request.
+
+    Raises what `rejected_pairs` and `traces.replay.replay` raise.
+    """
+    memory = OnlineCorrectionMemory() if memory is None else memory
+    log = replay(trace, policy)
+    pairs = rejected_pairs(trace, log)
+    rejected = log.rounds["accepted"] < log.rounds["drafted"]
+    counts = np.bincount(log.rounds["request"][rejected], minlength=len(trace.requests))
+    for begin, end in pairwise([0, *np.cumsum(counts).tolist()]):
+        memory.calibrate(pairs[begin:end])
+        memory.end_request()
+    return memory
+
+
+def split_requests(trace: Trace, share: float) -> tuple[list[int], list[int]]:
+    """Indices of a training part, `share` of the requests, and of the rest.
+
+    Both are spread evenly over the categories, and keep the order of the trace.
+
+    Raises
+    ------
+    DraftsimError
+        If `share` is not above 0 and at most 1, or so small that no request is left to
+        train on.
+    """
+    if not 0 < share <= 1:
+        raise DraftsimError(f"share is {share}, expected above 0 and at most 1")
+    order = sorted(range(len(trace.requests)), key=lambda i: trace.requests[i].category)
+    train = {i for n, i in enumerate(order) if int((n + 1) * share) > int(n * share)}
+    if not train:
+        raise DraftsimError(
+            f"share {share:g} of {len(trace.requests)} requests leaves none to calibrate on"
+        )
+    return sorted(train), [i for i in range(len(trace.requests)) if i not in train]

@@ -44,6 +44,7 @@ CELL_COLUMNS: dict[str, tuple[str, str]] = {
 PHASES: dict[str, str] = {
     "prefill": "the prompt in one pass (new_tokens = prompt length, context = 0)",
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
+    "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
     "layer": "one transformer layer of that pass",
     "head": "final norm, output projection and argmax",
     "signal": "computing one drafted token's signals and bringing them to the host",
@@ -124,6 +125,11 @@ class LatencyTable:
     def has(self, model: str, phase: str) -> bool:
         """Whether the table holds any cell of this model and phase."""
         return (model, phase) in self._grids
+
+    @property
+    def first_draft_phase(self) -> str:
+        """Phase that prices a round's first draft pass: its own, where it was measured."""
+        return "catch_up" if self.has("draft", "catch_up") else "forward"
 
     def scaled(self, factors: Mapping[str, float], note: str) -> LatencyTable:
         """The table with each model's times multiplied, marked as scaled with `note`."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
         raise DraftsimError("this trace lacks the column token: record it with `draftsim profile`")
     path = np.asarray(own.columns["token"])[own.on_path].tolist()
     starts = own.request_starts
-    references = [path[a:b] for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    references = [path[a:b] for a, b in pairwise(starts)]
     emitted = sum(len(o.tokens) for o in outputs)
     bleu = None
     if find_spec("sacrebleu") is not None:

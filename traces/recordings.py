@@ -63,6 +63,12 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
     return read_latency(_find(name_or_path, "latency", folder))
 
 
+def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:
+    """The folder of a bundled recording or run; None for a single file."""
+    path = _find(name_or_path, "trace", folder)
+    return path.parent if path.parent != Path(name_or_path).parent else None
+
+
 def parse_latency(text: str) -> LatencyTable:
     """The table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from policies.core import Load
+from policies.core import DraftToken, Load
 from traces.sources.calls import CallCounter
 
 
-class SourceDecoder:
+class SourceDecoder(ABC):
     """A sequence that is being decoded greedily, and the calls it took.
 
     ``prompt_tokens``: length of the prompt; the output is limited to `max_new_tokens`.
@@ -40,6 +42,14 @@ class SourceDecoder:
         """A single stream."""
         return Load(1, self._prompt + len(self.output), None)
 
+    @abstractmethod
+    def draft(self, so_far: Sequence[Any]) -> DraftToken | None:
+        """The proposal after the output so far and `so_far`; None where there is none."""
+
+    @abstractmethod
+    def verify(self, draft: Sequence[Any]) -> int:
+        """Check `draft`, extend the output, and return how many tokens were accepted."""
+
     def _emit(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.output.append(token)
@@ -53,7 +63,7 @@ class SourceDecoder:
         ``picks`` (positions,): the target's own tokens; with no position behind the last
         drafted token, a full match emits the draft alone.
         """
-        count = len(drafted)
+        count = sum(part.shape[0] for part in drafted)
         both = torch.cat([*drafted, picks]).tolist()
         tokens: list[int] = both[count:]
         accepted = 0

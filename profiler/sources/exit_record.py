@@ -111,13 +111,13 @@ class ExitRecorder:
         hidden = self.target.embed(path)
         exits: list[Tensor] = []
         at = 0
-        for layer in (*self.heads.layers, self.target.layers):
+        for layer in self.heads.layers:  # nothing needs the layers behind the last head
             hidden = self.target.run_layers(hidden, 0, range(at, layer))
             exits.append(hidden[width - 1 :])
             at = layer
         nodes = _Nodes()
         fed = [int(path[width - 1]), *output[:-1]]
-        columns = self._columns(exits[:-1])
+        columns = self._columns(exits)
         nodes.add([-1] * count, range(count), fed, columns)
         # The last drafted token of the limit is never continued.
         wrong = [
@@ -195,8 +195,8 @@ class ExitRecorder:
             reached = list(children.values())
 
     def _level(
-        self, tokens: list[int], roots: list[int], positions: list[int], sees: npt.NDArray[np.bool_],
-        width: int, path: int,
+        self, tokens: list[int], roots: list[int], positions: list[int],
+        sees: npt.NDArray[np.bool_], width: int, path: int,
     ) -> Columns:  # fmt: skip
         """One tree-masked pass over the newest level, as deep as the last exit."""
         device = self.target.device

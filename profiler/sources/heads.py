@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import safe_open, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from traces.errors import DraftsimError
@@ -33,6 +33,21 @@ class ResidualBlock(nn.Module):
         return out
 
 
+class MedusaBlock(nn.Module):
+    """``x + silu(W x)``, W starting at zero (Medusa, arXiv:2401.10774, sec. 2.1.1)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.inner.weight)
+
+    def forward(self, states: Tensor, seen: Tensor | None = None) -> Tensor:
+        """(..., width) -> (..., width)."""
+        del seen
+        out: Tensor = states + nn.functional.silu(self.inner(states))
+        return out
+
+
 class ExitHeads(nn.Module):
     """A head per exit layer: low-rank residual, RMS norm, then the target's output projection.
 
@@ -51,7 +66,8 @@ class ExitHeads(nn.Module):
         """Input of the output projection from exit `at`: (tokens, width) -> (tokens, width)."""
         raw: Tensor = self.blocks[at](hidden.float())
         scaled = raw * torch.rsqrt(raw.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return scaled * self.norms[at]
+        out: Tensor = scaled * self.norms[at]
+        return out
 
     def start_from(self, norm: Tensor) -> ExitHeads:
         """Set every norm to the target's final one, (width,)."""
@@ -63,8 +79,9 @@ class ExitHeads(nn.Module):
 class ParallelHeads(nn.Module):
     """`k` heads that each predict one further token from the target's last (normed) state.
 
-    ``kind`` is ``blockwise`` (a wide feed-forward block), ``medusa`` (a full-rank residual
-    block) or ``specdec`` (a block that also reads the embedding of the last emitted token).
+    ``kind`` is ``blockwise`` (a feed-forward block with `rank` hidden units), ``medusa``
+    (`MedusaBlock`) or ``specdec`` (a feed-forward block that also reads the embedding of the
+    last emitted token).  All share the target's output projection.
     """
 
     KINDS = ("blockwise", "medusa", "specdec")
@@ -75,7 +92,10 @@ class ParallelHeads(nn.Module):
             raise ValueError(f"kind is {kind!r}, expected one of {', '.join(self.KINDS)}")
         self.kind, self.k, self.width, self.rank = kind, k, width, rank
         inputs = 2 * width if kind == "specdec" else width
-        self.blocks = nn.ModuleList(ResidualBlock(width, rank, inputs) for _ in range(k))
+        self.blocks = nn.ModuleList(
+            MedusaBlock(width) if kind == "medusa" else ResidualBlock(width, rank, inputs)
+            for _ in range(k)
+        )
 
     def states(self, normed: Tensor, embedded: Tensor) -> Tensor:
         """(starts, width) state and last token's embedding -> (starts, k, width)."""
@@ -125,7 +145,9 @@ def load_module(
             weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
         settings = json.loads(header["settings"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DraftsimError(f"cannot load trained heads from {path}: {error}: train them again") from None
+        raise DraftsimError(
+            f"cannot load trained heads from {path}: {error}: train them again"
+        ) from None
     if header.get("target") != fingerprint(target):
         raise DraftsimError(f"{path} was trained for another target: train heads for this one")
     if "layers" in settings:

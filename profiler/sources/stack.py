@@ -53,8 +53,9 @@ class LayerRunner(Runner):
         error = float((self.logits(hidden) - whole).abs().max() / whole.abs().max())
         if not error < 1e-2:
             raise DraftsimError(
-                f"{type(self.model).__name__} run layer by layer differs from its own forward pass "
-                f"(by {error:.2g} of the largest logit): early exit and heads cannot be used with it"
+                f"{type(self.model).__name__} run layer by layer differs from its own forward "
+                f"pass (by {error:.2g} of the largest logit): early exit and heads do not work "
+                "with it"
             )
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from simulator.serving.arrivals import (
     Poisson,
 )
 from simulator.serving.overlap import Devices
+from simulator.serving.policy_cost import TableCost
 from simulator.serving.report import Run, ServeResult
 from simulator.serving.results import Results, ResultsFile, read_results
 from simulator.serving.run import serve, simulate
@@ -37,6 +38,7 @@ __all__ = [
     "Run",
     "Scenario",
     "ServeResult",
+    "TableCost",
     "Timeline",
     "break_even_load",
     "over_batches",

@@ -58,6 +58,10 @@ class IterationCost:
     draft_batch:
         ``padded``: every draft pass runs over the whole decoding batch, as under CUDA
         graphs; ``active``: sequences that stopped drafting leave the batch.
+    passes:
+        ``ragged``: sizes at their means, as with kernels for sequences of any length;
+        ``padded``: every decode pass is the rectangle of its widest sequence and longest
+        context, as `profiler.batched` runs it.
 
     Notes
     -----
@@ -72,15 +76,22 @@ class IterationCost:
         reads: bool = False,
         speculates: bool = True,
         draft_batch: Literal["padded", "active"] = "padded",
+        passes: Literal["ragged", "padded"] = "ragged",
     ) -> None:
         if draft_batch not in ("padded", "active"):
             raise DraftsimError(f"draft_batch is {draft_batch!r}, expected 'padded' or 'active'")
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
+        if passes not in ("ragged", "padded"):
+            raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.draft_batch = draft_batch
+        self.passes = passes
         self._target = PassReader(latency, "target")
         self._draft = PassReader(latency, "draft") if speculates else None
+        first = latency.first_draft_phase
+        own_first = speculates and first != "forward"
+        self._first = PassReader(latency, "draft", first) if own_first else self._draft
         self._prefill = {
             m: PassReader(latency, m, "prefill")
             for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
@@ -104,7 +115,8 @@ class IterationCost:
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
-        readers = [self._target, *([self._draft] if self._draft else []), *self._prefill.values()]
+        drafts = dict.fromkeys(r for r in (self._draft, self._first) if r)
+        readers = [self._target, *drafts, *self._prefill.values()]
         return [row for reader in readers for row in reader.coverage]
 
     @property
@@ -135,9 +147,11 @@ class IterationCost:
         return draft_s, host_s
 
     def _draft_passes(self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int) -> float:
-        read = self._draft
-        if read is None:
+        read, read_first = self._draft, self._first
+        if read is None or read_first is None:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
+        if self.passes == "padded":
+            return self._draft_rectangles(slots, rounds, longest)
         catch_up = context = drafting = 0
         for slot, r in zip(slots, rounds, strict=True):
             if r.draft_forwards:
@@ -147,7 +161,7 @@ class IterationCost:
         width, mean = catch_up / drafting, context / drafting
         padded = self.draft_batch == "padded"
         batch = len(rounds) if padded else drafting
-        seconds = read(batch, width, max(mean - width, 0.0))
+        seconds = read_first(batch, width, max(mean - width, 0.0))
         for step in range(1, longest):
             if not padded:
                 still = [
@@ -157,6 +171,27 @@ class IterationCost:
             seconds += read(batch, 1.0, mean + step - 1)
         return seconds
 
+    def _draft_rectangles(
+        self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int
+    ) -> float:
+        read, read_first = self._draft, self._first
+        assert read is not None
+        assert read_first is not None
+        sizes = [
+            (r.draft_forwards, r.catch_up, slot.context)
+            for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
+        ]  # fmt: skip
+        width = max(catch_up for _, catch_up, _ in sizes)
+        seconds = 0.0
+        for step in range(longest):
+            active = [context for forwards, _, context in sizes if forwards > step]
+            batch = len(active) if self.draft_batch == "active" else len(rounds)
+            # What a pass sees when it ends: every known token and the drafts so far.
+            pass_s = read if step else read_first
+            seconds += pass_s(batch, width, max(max(active) + step - width, 0))
+            width = 1
+        return seconds
+
     def _target_pass(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
     ) -> float:
@@ -164,6 +199,10 @@ class IterationCost:
             chunks = ()
         if not rounds:
             return self._prompts("target", self._target, chunks)
+        if self.passes == "padded" and not chunks:
+            width = max(r.drafted for r in rounds) + 1
+            seen = max(s.context + r.drafted for s, r in zip(slots, rounds, strict=True))
+            return self._target(len(rounds), width, max(seen - width, 0))
         batch = len(rounds) + len(chunks)
         tokens = sum([r.drafted for r in rounds]) + len(rounds)
         # The last token emitted is in no cache yet: it is the first this pass processes.

@@ -31,6 +31,7 @@ class Dsi(Overlapped):
         env, decoder = self.env, slot.decoder
         servers = simpy.Resource(env, self.devices.target_servers or 1 << 30)
         self._slowed = 1 + self.devices.interference
+        self._busy: set[int] = set()
         while not decoder.ended:
             left = decoder.segment_left - 1
             run = decoder.judge([None] * left)
@@ -63,7 +64,9 @@ class Dsi(Overlapped):
         try:
             while True:
                 block = self.block(slot, ahead, min(self.lookahead, left - ahead))
+                began = env.now
                 yield env.timeout(self.passes_s(slot.context + ahead, len(block)) * self._slowed)
+                self._draw(1, "draft model", began, "draft", drafted=len(block))
                 start, ahead = ahead, ahead + len(block)
                 decisive = run < ahead or ahead >= left or not block
                 segment.drafted, segment.block = ahead, block
@@ -84,15 +87,23 @@ class Dsi(Overlapped):
                 yield server
                 start = self.env.now
                 seconds = self.verify_s(tokens + 1, slot.context + ahead) * self._slowed
-                yield self.env.timeout(seconds)
-                if self.timeline is not None:
-                    self.timeline.device(
-                        0, "target model", start, seconds, "verify", drafted=tokens
-                    )
+                track = min(set(range(len(self._busy) + 1)) - self._busy)
+                self._busy.add(track)
+                label = "cancelled"
+                try:
+                    yield self.env.timeout(seconds)
+                    label = "verify"
+                finally:
+                    self._busy.discard(track)
+                    self._draw(2 + track, f"target server {track}", start, label, drafted=tokens)
         except simpy.Interrupt:
             return
         if decisive and not segment.verdict.triggered:
             segment.verdict.succeed()
+
+    def _draw(self, track: int, name: str, start: float, label: str, **args: int) -> None:
+        if self.timeline is not None and self.env.now > start:
+            self.timeline.device(track, name, start, self.env.now - start, label, **args)
 
     def _plain(self, slot: Slot, tokens: int) -> Process:
         seconds = sum(self.verify_s(1, slot.context + i) for i in range(tokens))

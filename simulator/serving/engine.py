@@ -92,7 +92,7 @@ class Engine:
             self._account(start, plan, rounds, cost)
             self._decoded(start, plan.decode, rounds)
             for chunk in plan.chunks:
-                self._prefilled(start, chunk)
+                self._prefilled(chunk)
 
     def _account(self, start: float, plan: Iteration, rounds: list[Round], cost: Seconds) -> None:
         recorder, now = self.recorder, self.env.now
@@ -133,14 +133,10 @@ class Engine:
             if slot.decoder.ended:
                 self._leave(slot)
 
-    def _prefilled(self, start: float, chunk: Chunk) -> None:
+    def _prefilled(self, chunk: Chunk) -> None:
         slot, now = chunk.slot, self.env.now
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
-        waited = start - slot.arrival_s
-        fresh = not slot.preemptions and slot.prefilled == chunk.tokens
-        if self.timeline is not None and fresh and waited > 0:
-            self.timeline.request(slot.index, slot.arrival_s, waited, "waiting")
         if slot.prefill_left or slot.first_s >= 0:
             return
         # The pass that ends the prompt emits the first token.
@@ -182,4 +178,9 @@ def _draw(
             drafted=r.drafted, accepted=r.accepted, emitted=r.emitted, wasted=wasted,
         )  # fmt: skip
     for slot, tokens in plan.chunks:
+        if not slot.prefilled:
+            since = slot.last_s if slot.preemptions and slot.last_s >= 0 else slot.arrival_s
+            label = "pre-empted" if slot.preemptions else "waiting"
+            if start > since:
+                timeline.request(slot.index, since, start - since, label)
         timeline.request(slot.index, start, cost.total_s, "prefill", tokens=tokens)

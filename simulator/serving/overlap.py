@@ -127,6 +127,12 @@ class Overlapped(ABC):
                 yield env.timeout(
                     max(self.devices.together(*prefill)) if prefill[1:] else prefill[0]
                 )
+            if self.timeline is not None:
+                if start > slot.arrival_s:
+                    waited = start - slot.arrival_s
+                    self.timeline.request(slot.index, slot.arrival_s, waited, "waiting")
+                if env.now > start:
+                    self.timeline.request(slot.index, start, env.now - start, "prefill")
             slot.first_s = slot.last_s = env.now
             slot.tokens = 1
             slot.context += 1

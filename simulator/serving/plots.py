@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
@@ -47,6 +48,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
     axes.set_xlabel(f"throughput (tokens/s; numbers: batch size of {first})")
     axes.set_ylabel(f"{_NAMES[latency]} (ms)")
     axes.set_xscale("log")
+    _plain_logarithm(axes.xaxis)
     axes.set_ylim(bottom=0)
     _finish(figure, axes)
     return figure
@@ -78,15 +80,18 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         if np.isfinite(load):
             axes.axvline(load, color=look["color"], linestyle=(0, (1, 2)), linewidth=1)
             axes.annotate(
-                f"{load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
-                xytext=(2, -9 - 10 * i), textcoords="offset points", fontsize=7, color=look["color"],
-            )  # fmt: skip
+                f"{load:.2g}/s",
+                (load, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, -9 - 10 * i),
+                textcoords="offset points",
+                fontsize=7,
+                color=look["color"],
+            )
     axes.set_xlabel(f"offered load (requests/s; dotted: break-even with {baseline})")
     axes.set_ylabel(f"{_NAMES[latency]} (s)")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter(minor_thresholds=(2, 1)))
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
-    axes.tick_params(which="minor", labelsize=8)
+    _plain_logarithm(axes.yaxis)
     axes.set_xlim(left=0)
     _finish(figure, axes)
     return figure
@@ -150,6 +155,13 @@ def _look(index: int) -> dict[str, Any]:
         "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)],
         "linestyle": DASHES[index % len(DASHES)], "markersize": 4, "linewidth": 1.3,
     }  # fmt: skip
+
+
+def _plain_logarithm(axis: Axis) -> None:
+    """Tick labels as plain numbers instead of powers, minor ones where they fit."""
+    axis.set_major_formatter(LogFormatter(minor_thresholds=(2, 1)))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
+    axis.set_tick_params(which="minor", labelsize=8)
 
 
 def _finish(figure: Figure, axes: Axes) -> None:

@@ -88,7 +88,8 @@ class Run:
         queued = r.arrived - r.rejected - begun - scenario.limits.max_batch
         return {
             "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
-            "rate": offered, "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
+            "rate": offered, "scale": getattr(scenario.arrivals, "scale", None),
+            "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
             "throughput_tok_s": tokens / span if span > 0 else float("nan"),
             **{
                 name: summary(kept[name].dropna().to_numpy(float))
@@ -104,7 +105,7 @@ class Run:
             "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
             "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
             "preemptions": int(frame["preemptions"].sum()),
-"overloaded": offered is not None and queued > 0.1 * r.arrived,
+            "overloaded": offered is not None and queued > 0.1 * r.arrived,
             "interpolated": self._passes("interpolated"),
             "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
             "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 
 from traces.errors import FileError
+from traces.parquet import write_file
 
 SCHEMA = 1
 
@@ -114,6 +117,26 @@ def read_results(path: str | Path) -> Results:
         bool(last.get("complete")) and last.get("rows") == len(rows),
         parsed[0].get("meta", {}),
     )
+
+
+def write_table(
+    rows: Sequence[Mapping[str, Any]],
+    path: str | Path,
+    meta: Mapping[str, Any] | None = None,
+    complete: bool = True,
+) -> None:
+    """Write rows as a Parquet table, whole or not at all: ``ttft_s_mean``, ``ttft_s_p50``, ...
+
+    The header says whether the run that made them came to its end.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be written there.
+    """
+    flat = [{**plain(row), "unpriced": ", ".join(row.get("unpriced", ()))} for row in rows]
+    table = pa.Table.from_pandas(pd.json_normalize(flat, sep="_"), preserve_index=False)
+    write_file(path, "serve", table, {"complete": complete, "meta": dict(meta or {})})
 
 
 def plain(value: Any) -> Any:

@@ -79,12 +79,14 @@ def simulate(
     replication: int = 0,
     timeline: Timeline | None = None,
     audit: Callable[[Engine], None] | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> Run:
     """One replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
     all requests, as in `traces.replay.replay`; overlapped modes take none.  `audit` is
-    called with the engine at the end of a run of continuous or static batches.
+    called with the engine at the end of a run of continuous or static batches, `advance`
+    whenever a request leaves.
 
     Raises
     ------
@@ -110,7 +112,7 @@ def simulate(
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
     env = simpy.Environment()
-    source = Source(env, jobs, scenario.arrivals.concurrency, scenario.arrivals.think_s)
+    source = Source(env, jobs, scenario.arrivals.concurrency, scenario.arrivals.think_s, advance)
     recorder = Recorder(skip=int(scenario.warmup * expected), expected=expected)
     server: Engine | Overlapped
     unpriced: list[str] = []
@@ -127,7 +129,9 @@ def simulate(
         )  # fmt: skip
     else:
         kind = Continuous if scenario.mode == "continuous" else StaticBatches
-        cost = IterationCost(latency, bool(policy.reads), lookahead > 0, scenario.draft_batch)
+        cost = IterationCost(
+            latency, bool(policy.reads), lookahead > 0, scenario.draft_batch, scenario.passes
+        )
         unpriced = cost.unpriced
         speculation = _speculation(policy, scenario.mode)
         server = Engine(
@@ -191,11 +195,12 @@ def serve(
     rule: VerifyRule | None = None,
     progress: Callable[[str, int], None] | None = None,
     timeline: Timeline | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> ServeResult:
     """Serve `scenario` under every policy, replication by replication.
 
     `progress` is called with the policy's name and the replication before each run;
-    `timeline` records the first run.
+    `timeline` records the first run; `advance` is called whenever a request leaves.
     """
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     for replication in range(scenario.replications):
@@ -204,7 +209,7 @@ def serve(
                 progress(name, replication)
             run = simulate(
                 trace, latency, policy, scenario, name=name, rule=rule, replication=replication,
-                timeline=timeline,
+                timeline=timeline, advance=advance,
             )  # fmt: skip
             timeline = None
             runs[name].append(run)

@@ -32,8 +32,8 @@ class Scenario:
         and ``dsi`` overlap drafting and verification of one stream.
     devices:
         Of the overlapped modes.
-    draft_batch:
-        See `IterationCost`.
+    draft_batch, passes:
+        See `simulator.serving.cost.IterationCost`.
     warmup:
         Share of the requests, first to arrive, that no statistic counts (`Recorder`).
     max_time_s, max_tokens:
@@ -55,6 +55,7 @@ class Scenario:
     mode: Mode = "continuous"
     devices: Devices = field(default_factory=Devices)
     draft_batch: Literal["padded", "active"] = "padded"
+    passes: Literal["ragged", "padded"] = "ragged"
     warmup: float = 0.1
     max_time_s: float | None = None
     max_tokens: int | None = None

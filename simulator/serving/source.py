@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 import simpy
@@ -25,12 +25,17 @@ class Server(Protocol):
 
 
 class Source:
-    """Feeds requests to a queue: at their times, or as completions allow."""
+    """Feeds requests to a queue: at their times, or as completions allow.
+
+    `advance` is called whenever a request leaves.
+    """
 
     def __init__(
-        self, env: simpy.Environment, jobs: Iterator[Job], concurrency: int | None, think_s: float
-    ) -> None:
+        self, env: simpy.Environment, jobs: Iterator[Job], concurrency: int | None, think_s: float,
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.env = env
+        self.advance = advance
         self.exhausted = False
         self._jobs = jobs
         self._concurrency = concurrency
@@ -48,6 +53,7 @@ class Source:
 
     def completed(self) -> None:
         """A request left: a closed loop sends another."""
+        self.advance()
         if self._concurrency is None:
             return
         if self._think_s > 0:

@@ -31,19 +31,38 @@ class Speculation(ABC):
 
 
 class PerRequest(Speculation):
-    """A single-stream policy, copied per request; acceptance is ragged."""
+    """A single-stream policy, copied per request; acceptance is ragged.
+
+    A policy that learns across requests has one copy per place in the batch, shared by
+    the requests that take that place in turn, as in `profiler.batched_styles`: requests
+    decoded side by side cannot learn from each other's unfinished rounds.
+    """
 
     def __init__(self, policy: DraftPolicy) -> None:
         self.policy = copy.deepcopy(policy)
         self.reads = policy.reads
+        self._seats: list[tuple[DraftPolicy, Slot | None]] = []
 
     def join(self, slot: Slot) -> None:
-        """Give the request its own copy of the policy."""
-        slot.rounds = speculate(slot.decoder, self.policy.fresh())
+        """Give the request its own copy of the policy, or its seat's."""
+        if not self.policy.learns_across_requests:
+            slot.rounds = speculate(slot.decoder, self.policy.fresh())
+            return
+        seat = next((i for i, (_, taken) in enumerate(self._seats) if taken is None), None)
+        if seat is None:
+            seat = len(self._seats)
+            self._seats.append((copy.deepcopy(self.policy), slot))
+        policy = self._seats[seat][0]
+        self._seats[seat] = policy, slot
+        slot.rounds = speculate(slot.decoder, policy)
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Each request's next round."""
-        return [next(slot.rounds) for slot in slots]
+        rounds = [next(slot.rounds) for slot in slots]
+        for i, (policy, slot) in enumerate(self._seats):
+            if slot is not None and slot.decoder.ended:
+                self._seats[i] = policy, None
+        return rounds
 
 
 class Jointly(Speculation):

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from policies.basic import Autoregressive
 from policies.rules import VerifyRule
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
 from simulator.serving.results import ResultsFile
 from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
+from simulator.serving.timeline import Timeline
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
@@ -68,18 +70,32 @@ def sweep(
     *,
     rule: VerifyRule | None = None,
     path: str | Path | None = None,
+    meta: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    advance: Callable[[], None] = lambda: None,
+    timeline: Timeline | None = None,
+    rows: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Serve every scenario under every policy; returns one row per pair.
 
-    With `path`, each row is written as soon as it is finished (see `ResultsFile`).
+    With `path`, each row is written as soon as it is finished, after a header with `meta`
+    (see `ResultsFile`).  `advance` is called whenever a request leaves.  `timeline` records
+    the first scenario under the first policy that is not plain decoding.  Rows go to the
+    list `rows` where one is given, so that an interrupted caller still has them.
     """
-    rows: list[dict[str, Any]] = []
+    rows = [] if rows is None else rows
     total = len(policies) * len(scenarios)
-    with ResultsFile(path) if path is not None else nullcontext() as out:
+    drawn = next((n for n, p in policies.items() if not isinstance(p, Autoregressive)), None)
+    with ResultsFile(path, meta) if path is not None else nullcontext() as out:
         for scenario in scenarios:
             for name, policy in policies.items():
-                row = serve(trace, latency, {name: policy}, scenario, rule=rule).rows()[0]
+                here = timeline if name == (drawn or name) else None
+                row = serve(
+                    trace, latency, {name: policy}, scenario, rule=rule, timeline=here,
+                    advance=advance,
+                ).rows()[0]  # fmt: skip
+                if here is not None:
+                    timeline = None
                 rows.append(row)
                 if out is not None:
                     out.add(row)

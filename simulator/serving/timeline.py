@@ -12,22 +12,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from traces.errors import FileError
+
 DEVICES, REQUESTS = 1, 2
 
 
 class Timeline:
     """Writes one track per device and one per request; use it as a context manager.
 
-    Times are given in seconds; the format holds microseconds.
+    Times are given in seconds; the format holds microseconds.  Slices of one track come in
+    order and never overlap.
+
+    Raises
+    ------
+    FileError
+        On entering, if the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
-        self._named: set[tuple[int, int]] = set()
+        self._ends_ns: dict[tuple[int, int], int] = {}
 
     def __enter__(self) -> Timeline:
-        self._file = self.path.open("w", encoding="utf-8")
+        try:
+            self._file = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"timeline {self.path} cannot be written: {error.strerror}") from None
         self._file.write("[\n")
         for pid, name in ((DEVICES, "devices"), (REQUESTS, "requests")):
             self._emit(name="process_name", ph="M", pid=pid, args={"name": name})
@@ -40,7 +51,9 @@ class Timeline:
         tb: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file.write('{"name": "end", "ph": "M", "pid": 1, "args": {}}\n]\n')
+            # A last element without a comma, which the JSON array needs.
+            last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES}
+            self._file.write(json.dumps({**last, "args": {"sort_index": 0}}) + "\n]\n")
             self._file.close()
             self._file = None
 
@@ -63,19 +76,18 @@ class Timeline:
         self, pid: int, tid: int, track: str, start_s: float, seconds: float, label: str,
         args: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        if (pid, tid) not in self._named:
-            self._named.add((pid, tid))
+        if (pid, tid) not in self._ends_ns:
             self._emit(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": track})
             self._emit(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
+        # Viewers round start and duration to nanoseconds each, and drop slices that then
+        # overlap: whole nanoseconds leave them nothing to round.
+        start_ns = max(round(start_s * 1e9), self._ends_ns.get((pid, tid), 0))
+        end_ns = max(round((start_s + seconds) * 1e9), start_ns)
+        self._ends_ns[pid, tid] = end_ns
         self._emit(
-            name=label,
-            ph="X",
-            ts=start_s * 1e6,
-            dur=seconds * 1e6,
-            pid=pid,
-            tid=tid,
+            name=label, ph="X", ts=start_ns / 1e3, dur=(end_ns - start_ns) / 1e3, pid=pid, tid=tid,
             args=dict(args),
-        )
+        )  # fmt: skip
 
     def _emit(self, **event: Any) -> None:
         if self._file is not None:

@@ -83,7 +83,7 @@ class MatchModel:
         with warnings.catch_warnings():
             # A column that never varies takes no weight; saying so helps nobody.
             warnings.simplefilter("ignore")
-            fitted: Any = LogisticRegression(C=ridge, max_iter=500).fit(features, match)
+            fitted: Any = LogisticRegression(C=ridge, solver="newton-cholesky").fit(features, match)
         weights = np.asarray(fitted.coef_[0], dtype=np.float64)
         split = signals.shape[1]
         self.signal_logit: Floats = signals @ weights[:split] + float(fitted.intercept_[0])
@@ -104,7 +104,7 @@ class MatchModel:
         """The history before each on-path position, given all matches; shape (positions,)."""
         state = self.start((self.padded.requests,))
         runs, shares = [], []
-        for column in self.padded.columns(match):
+        for column in self.padded.table(match):
             runs.append(state.run)
             shares.append(state.share)
             state = state.after(column)
@@ -132,9 +132,6 @@ class _Padded:
         """`values` (..., positions) as (longest, ..., requests); beyond a request, anything."""
         return np.moveaxis(values[..., self.index], -2, 0)
 
-    def columns(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return self.table(values)
-
     def flat(self, table: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A (longest, ..., requests) table as (..., positions)."""
         inner = np.moveaxis(table, 0, -2)[..., self.inside]
@@ -145,12 +142,13 @@ def _spline_features(trace: Trace) -> Floats:
     """Cubic B-splines of each signal at the on-path positions, shape (positions, features)."""
     from sklearn.preprocessing import SplineTransformer
 
+    make: Any = SplineTransformer
     columns = signal_table(trace)[trace.on_path]
     parts = [np.zeros((len(columns), 0))]
     for values in columns.T:
         if np.ptp(values) == 0:
             continue
-        spline = SplineTransformer(n_knots=6, degree=3, knots="quantile", include_bias=False)
+        spline = make(n_knots=6, degree=3, knots="quantile", include_bias=False)
         parts.append(np.asarray(spline.fit_transform(values[:, None]), dtype=np.float64))
     return np.column_stack(parts)
 
@@ -162,9 +160,13 @@ _SCALE: dict[str, Callable[[Floats], Floats]] = {
 """Signals brought to a scale on which distances mean alike everywhere."""
 
 
+def _as_is(values: Floats) -> Floats:
+    return values
+
+
 def signal_table(trace: Trace) -> Floats:
     """The numeric signals of every row, rescaled, shape (rows, signals)."""
-    parts = [_SCALE.get(n, lambda v: v)(trace.signal(n)) for n in NUMERIC if n in trace.signals]
+    parts = [_SCALE.get(n, _as_is)(trace.signal(n)) for n in NUMERIC if n in trace.signals]
     return np.column_stack(parts) if parts else np.zeros((len(trace), 0))
 
 

@@ -59,7 +59,9 @@ class Rebuilder:
             return Trace({**self._kept, "match": outcome}, trace.requests, None, meta)
         recorded = trace.columns["match"][trace.on_path]
         source = np.where(recorded == MISMATCH, np.arange(len(match)), self._lender)
-        lengths = np.where(recorded == MISMATCH, self._tails, np.minimum(self._needed, self._tails[source]))
+        lengths = np.where(
+            recorded == MISMATCH, self._tails, np.minimum(self._needed, self._tails[source])
+        )
         lengths[match] = 0
         # Each position's own row, then the rows of the tail it has or borrows.
         counts = lengths + 1
@@ -88,11 +90,16 @@ class Rebuilder:
     def _lenders(self, mismatches: Ints) -> Ints:
         """Per position the recorded mismatch that would lend its tail, shape (positions,)."""
         trace = self.trace
-        whole = self._tails[mismatches] >= min(trace.max_gamma or 1, int(self._needed.max(initial=0)) + 1) - 1
+        whole = (
+            self._tails[mismatches]
+            >= min(trace.max_gamma or 1, int(self._needed.max(initial=0)) + 1) - 1
+        )
         if "draft_token" in trace.columns:
             # A tail that the draft ended with EOS is whole, however short.
             last = trace.on_path[mismatches] + self._tails[mismatches]
-            whole |= np.isin(trace.columns["draft_token"][last], trace.meta.get("eos_token_ids") or [])
+            whole |= np.isin(
+                trace.columns["draft_token"][last], trace.meta.get("eos_token_ids") or []
+            )
         pool = mismatches[whole]
         if not len(pool):
             raise DraftsimError(

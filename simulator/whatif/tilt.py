@@ -11,8 +11,8 @@ Two ways to draw:
   it.  Every outcome is thought of as a uniform number lying below the chance of a match
   or not; the recording tells on which side, a fresh draw where on that side; the shifted
   chance is compared with the same number.  Each new outcome has the shifted chance, what
-  the model does not explain stays in place, shift 0 gives the recording back, and more
-  shift never less matches than the history's weights allow.
+  the model does not explain stays in place, shift 0 gives the recording back, and and
+  neighbouring rates differ in few outcomes.
 * ``redraw``: fresh uniform numbers.  All dependence then comes from the model; at shift 0
   this tests it.
 
@@ -41,7 +41,7 @@ Method = Literal["coupled", "redraw"]
 METHODS: tuple[Method, ...] = ("coupled", "redraw")
 LARGEST_SHIFT = 40.0
 """Log-odds beyond which no recorded chance is left undecided."""
-_HALVINGS = 40
+_HALVINGS = 32
 
 
 class Tilter:
@@ -82,23 +82,19 @@ class Tilter:
         """The trace with every chance of a match shifted by `shift` on the logit scale."""
         if not np.isfinite(shift):
             raise DraftsimError(f"shift is {shift}, expected a finite number")
-        return self._trace(self._draw(np.array([shift]))[0], shift, None)
+        match = self._draw(np.array([shift]))[0]
+        tilt: dict[str, Any] = {
+            "method": self.method, "seed": self.seed, "shift": shift,
+            "alpha": float(match.mean()), "recorded_alpha": self.alpha,
+        }  # fmt: skip
+        return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"})
 
     def to(self, alpha: float) -> Trace:
         """The trace whose share of matches is as near to `alpha` as one more draft can be."""
-        return self.to_each([alpha])[0]
-
-    def to_each(self, alphas: Sequence[float]) -> list[Trace]:
-        """`to` for several rates, whose shifts are searched together."""
-        shifts = self.shifts(alphas)
-        matches = self._draw(shifts)
-        return [
-            self._trace(m, float(s), float(a))
-            for m, s, a in zip(matches, shifts, alphas, strict=True)
-        ]
+        return self.shifted(float(self.shifts([alpha])[0]))
 
     def shifts(self, alphas: Sequence[float]) -> Floats:
-        """The shift for each rate, shape (alphas,)."""
+        """The shift that leads to each rate, shape (alphas,); they are searched together."""
         wanted = np.asarray(alphas, dtype=np.float64)
         for value in wanted:
             if not 0 < value < 1:
@@ -112,7 +108,9 @@ class Tilter:
         # Of the two neighbours of the jump, the nearer to the rate asked for.
         both = np.stack([low, high])
         miss = np.abs(np.stack([self._draw(s).mean(axis=1) for s in both]) - wanted)
-        return np.where(np.abs(self.alpha - wanted) < 1e-12, 0.0, both[miss.argmin(axis=0), np.arange(len(wanted))])
+        nearest = both[miss.argmin(axis=0), np.arange(len(wanted))]
+        unmoved = (np.abs(self.alpha - wanted) < 1e-12) & (self.method == "coupled")
+        return np.where(unmoved, 0.0, nearest)
 
     @cached_property
     def _uniform(self) -> Floats:
@@ -142,17 +140,8 @@ class Tilter:
             state = state.after(matches[step])
         return padded.flat(matches)
 
-    def _trace(self, match: Bools, shift: float, asked: float | None) -> Trace:
-        tilt: dict[str, Any] = {
-            "method": self.method, "seed": self.seed, "shift": shift, "asked": asked,
-            "alpha": float(match.mean()), "recorded_alpha": self.alpha,
-        }  # fmt: skip
-        return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"})
 
-
-def tilt_to(
-    trace: Trace, alpha: float, *, method: Method = "coupled", seed: int = 0
-) -> Trace:
+def tilt_to(trace: Trace, alpha: float, *, method: Method = "coupled", seed: int = 0) -> Trace:
     """`trace` with its acceptance tilted to `alpha`; see `Tilter`, which does several at once."""
     return Tilter(trace, method, seed).to(alpha)
 

@@ -3,7 +3,14 @@
 from traces.sources.base import Recordings, Source, SourceToken
 from traces.sources.early_exit import EarlyExit
 from traces.sources.exits import ExitRecording, ExitSetting
-from traces.sources.files import read_exits, read_starts, write_exits, write_starts
+from traces.sources.files import (
+    read_exits,
+    read_recordings,
+    read_starts,
+    write_exits,
+    write_recordings,
+    write_starts,
+)
 from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.registry import (
     SOURCES,
@@ -47,9 +54,11 @@ __all__ = [
     "describe_source",
     "parse_source",
     "read_exits",
+    "read_recordings",
     "read_starts",
     "replay_source",
     "source_names",
     "write_exits",
+    "write_recordings",
     "write_starts",
 ]

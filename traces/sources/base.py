@@ -38,10 +38,10 @@ class SourceToken:
         self,
         token_id: int,
         ends: bool = False,
-        prob: float | None = None,
-        entropy: float | None = None,
-        logit_margin: float | None = None,
-        prob_margin: float | None = None,
+        prob: Any = None,
+        entropy: Any = None,
+        logit_margin: Any = None,
+        prob_margin: Any = None,
         exit_layer: int | None = None,
     ) -> None:
         self.token_id = token_id

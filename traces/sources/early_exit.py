@@ -48,7 +48,7 @@ class EarlyExit(Source):
 
     def __init__(
         self,
-        tau: float = 0.7,
+        tau: float = 0.5,
         omega: float = 0.3,
         depth: float = 0.5,
         layers: Sequence[int] | None = None,

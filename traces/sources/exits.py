@@ -47,7 +47,7 @@ class ExitSetting(NamedTuple):
 
 
 def temperature(omega: float, layer: int, layers: int) -> float:
-    """Adaptive confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq. 1)."""
+    """Confidence temperature 1 + omega (1 - l / L) (SpecBound, arXiv:2604.12247, eq. 1)."""
     return 1.0 + omega * (1.0 - layer / layers)
 
 
@@ -121,7 +121,7 @@ class ExitRecording:
                     "record it again"
                 )
         if sorted(set(self.exit_layers)) != list(self.exit_layers) or not (
-            self.exit_layers and 1 <= self.exit_layers[0] and self.exit_layers[-1] < self.layers
+            self.exit_layers and self.exit_layers[0] >= 1 and self.exit_layers[-1] < self.layers
         ):
             raise DraftsimError(
                 f"early-exit recording: exit layers {list(self.exit_layers)} are not ascending "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pyarrow as pa
 from traces.errors import DraftsimError, FileError
 from traces.files import PathLike
 from traces.parquet import file_error, read_file, write_file
+from traces.sources.base import Recordings
 from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits import SIGNALS as EXIT_SIGNALS
 from traces.sources.starts import START_SIGNALS, StartRecording
 
 EXITS, STARTS = "exits", "starts"
+STARTS_OF = ("blockwise", "medusa", "specdec", "space", "layer-skip")
 
 
 def write_exits(recording: ExitRecording, path: PathLike) -> None:
@@ -33,7 +36,7 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
 
 
 def read_exits(path: PathLike) -> ExitRecording:
-    """The early-exit recording at `path`; FileError if it is missing, damaged or of another kind."""
+    """The early-exit recording at `path`; FileError if it is missing or damaged."""
     header, table = _read(path, EXITS)
     try:
         exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
@@ -79,6 +82,24 @@ def read_starts(path: PathLike) -> StartRecording:
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, DraftsimError) as error:
         raise _contradiction(path, error) from error
+
+
+def write_recordings(recordings: Recordings, folder: Path) -> None:
+    """Write what was recorded to ``exits.parquet`` and ``starts-<source>.parquet``."""
+    if recordings.exits is not None:
+        write_exits(recordings.exits, folder / "exits.parquet")
+    for name, recording in recordings.starts.items():
+        write_starts(recording, folder / f"starts-{name}.parquet")
+
+
+def read_recordings(folder: Path) -> Recordings:
+    """What `write_recordings` left in `folder`, as far as it is there."""
+    exits = folder / "exits.parquet"
+    paths = {name: folder / f"starts-{name}.parquet" for name in STARTS_OF}
+    return Recordings(
+        read_exits(exits) if exits.exists() else None,
+        {name: read_starts(path) for name, path in paths.items() if path.exists()},
+    )
 
 
 def _read(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:

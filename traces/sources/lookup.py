@@ -151,7 +151,8 @@ class Retrieval(Lookup):
     def propose(self) -> list[Proposal]:
         """The heaviest chain; ties go to the smallest token id."""
         at = self._matches()
-        ids, chosen = self.store.ids, []
+        ids = self.store.ids
+        chosen: list[Proposal] = []
         while len(chosen) < self.num_tokens and len(at):
             following = ids[at]
             found, counts = np.unique(following[following >= 0], return_counts=True)

@@ -192,6 +192,8 @@ def read_corpus(path: str | Path) -> list[list[int]]:
         except json.JSONDecodeError:
             ids = None
         if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
-            raise DraftsimError(f"{path}:{number} is not a JSON list of token ids: write one a line")
+            raise DraftsimError(
+                f"{path}:{number} is not a JSON list of token ids: write one a line"
+            )
         sequences.append(ids)
     return sequences

@@ -32,27 +32,28 @@ class System(NamedTuple):
 
 SYSTEMS: Mapping[str, System] = {
     "specbound": System(
-        "early-exit:tau=0.7,omega=0.3,depth=0.5", "fixed:gamma=6",
+        "early-exit:tau=0.5,omega=0.3,depth=0.5", "fixed:gamma=6",
         "SpecBound (arXiv:2604.12247): annealed threshold, depth bound, width bound",
     ),
     "specbound-no-annealing": System(
-        "early-exit:tau=0.7,omega=0,depth=0.5", "fixed:gamma=6",
+        "early-exit:tau=0.5,omega=0,depth=0.5", "fixed:gamma=6",
         "SpecBound without annealing (its Figure 4)",
     ),
     "specbound-no-depth-bound": System(
-        "early-exit:tau=0.7,omega=0.3,depth=1", "fixed:gamma=6",
+        "early-exit:tau=0.5,omega=0.3,depth=1", "fixed:gamma=6",
         "SpecBound without the depth bound (its Figure 4)",
     ),
     "specbound-no-width-bound": System(
-        "early-exit:tau=0.7,omega=0.3,depth=0.5", "fixed:gamma=24",
+        "early-exit:tau=0.5,omega=0.3,depth=0.5", "fixed:gamma=24",
         "SpecBound without the width bound (its Figure 4), at most 24 tokens a round",
     ),
     "adadecode": System(
-        "early-exit:tau=0.7,omega=0,depth=1", "fixed:gamma=24",
+        "early-exit:tau=0.5,omega=0,depth=1", "fixed:gamma=24",
         "AdaDecode (arXiv:2506.03700): early exit without bounds, at most 24 tokens a round",
     ),
     "kangaroo": System(
-        "early-exit:tau=0,omega=0,depth=1,bonus=true", "confidence:gamma=6,confidence_threshold=0.6",
+        "early-exit:tau=0,omega=0,depth=1,bonus=true",
+        "confidence:gamma=6,confidence_threshold=0.6",
         "Kangaroo (arXiv:2404.18911): always the first exit layer, confidence stop",
     ),
     "draft-and-verify-skip": System(

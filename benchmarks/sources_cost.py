@@ -1,0 +1,132 @@
+"""Sources of drafts on the device: predicted against measured time, and what recording costs.
+
+    python -m benchmarks.sources_cost [--heads FOLDER] [--prompts 8] [--tokens 64] [--repeats 3]
+
+``--heads`` is a folder that ``python -m profiler.sources.train`` wrote for the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from policies.registry import parse_policy
+from profiler.decoder import greedy
+from profiler.latency import Grid, measure_host, measure_steps, pass_steps, table
+from profiler.loading import load_pair, read_prompts
+from profiler.runner import Runner
+from profiler.sources.latency import measure_sources
+from profiler.sources.modules import load_modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.stack import LayerRunner
+from simulator.pricing import autoregressive, price
+from traces.errors import DraftsimError
+from traces.sources import SYSTEMS, EarlyExit, parse_source, replay_source
+from traces.sources.base import Source
+from traces.trace import Request, Trace
+
+BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
+
+
+def main() -> None:
+    """Record, replay, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default=BUNDLED / "target")
+    parser.add_argument("--draft", default=BUNDLED / "draft")
+    parser.add_argument("--heads", type=Path, default=BUNDLED / "exit_heads")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    pair = load_pair(given.target, given.draft)
+    prompts = read_prompts(BUNDLED / "prompts.jsonl", given.prompts)
+    encoded = [pair.encode(p.text) for p in prompts]
+    runner = Runner(pair.target, 512)
+    greedy(runner, encoded[0], 8, pair.eos)
+    plain_s, outputs = [], []
+    for ids in encoded:
+        begin = time.perf_counter()
+        outputs.append(greedy(runner, ids, given.tokens, pair.eos))
+        plain_s.append(time.perf_counter() - begin)
+    lengths = [len(o) for o in outputs]
+    requests = [
+        Request(p.id, p.category, len(ids), len(o), given.tokens,
+                "eos" if o[-1] in pair.eos else "length", tuple(ids.tolist()))
+        for p, ids, o in zip(prompts, encoded, outputs, strict=True)
+    ]  # fmt: skip
+    columns = {
+        "request": np.repeat(np.arange(len(outputs)), lengths),
+        "position": np.concatenate([np.arange(n) for n in lengths]),
+        "offset": np.zeros(sum(lengths), int),
+        "match": np.zeros(sum(lengths), int),
+        "token": np.concatenate(outputs),
+    }
+    trace = Trace(columns, requests, None, {"eos_token_ids": sorted(pair.eos)})
+    modules = load_modules(given.heads, pair.target)
+    systems: dict[str, Source] = {n: parse_source(s.source) for n, s in SYSTEMS.items()}
+    policies = {n: parse_policy(s.policy) for n, s in SYSTEMS.items()}
+    settings = [
+        source.setting(getattr(policies[n], "gamma", 8))
+        for n, source in systems.items()
+        if isinstance(source, EarlyExit)
+    ]
+    begin = time.perf_counter()
+    spent: dict[str, float] = {}
+
+    def done(name: str) -> None:
+        nonlocal begin
+        spent[name] = time.perf_counter() - begin
+        begin = time.perf_counter()
+
+    recordings = record_sources(pair.target, trace, modules, settings, advance=done)
+    print(f"plain decoding {sum(plain_s):.2f} s; recording, as a share of it:")
+    for name, seconds in spent.items():
+        print(f"  {name:14s} {seconds / sum(plain_s):6.2f}")
+    layered = LayerRunner(pair.target, 384)
+    grid = Grid(widths=(1, 2, 3, 5, 9, 13), contexts=(32, 128, 256), prompts=(64,), repeats=15)
+    steps = pass_steps(Runner(pair.target, 320), Runner(pair.draft, 320), grid)
+    latency = table(
+        [
+            measure_steps(steps, pair.device, repeats=grid.repeats),
+            measure_host(Runner(pair.target, 320), Runner(pair.draft, 320)),
+            measure_sources(layered, modules, trace),
+        ],
+        {"kind": "measured"},
+    )
+    real = SourceRunner(pair.target, trace, modules)
+    print(f"{'system':26s} {'diff':>6s} {'tok/round':>9s} {'predicted':>9s} {'measured':>9s} err")
+    base = None
+    for name, source in systems.items():
+        policy = policies[name]
+        try:
+            log = replay_source(trace, source, policy, recordings=recordings, name=name)
+        except DraftsimError as error:
+            print(f"{name:26s} {error}")
+            continue
+        predicted = price(log, latency).total_s
+        if base is None:
+            base = price(autoregressive(log), latency).total_s
+            print(f"{'autoregressive':26s} {'':6s} {1:9.2f} {base:9.3f} {sum(plain_s):9.3f}")
+        tokens = log.rounds["emitted"].mean()
+        try:
+            runs = [real.run(source, policy) for _ in range(given.repeats)]
+        except DraftsimError:
+            print(f"{name:26s} {'-':>6s} {tokens:9.2f} {predicted:9.3f} {'-':>9s}")
+            continue
+        measured = float(np.median([run.wall_s.sum() for run in runs]))
+        mine = runs[0].log.rounds
+        differ = (
+            int((mine != log.rounds).sum()) if len(mine) == len(log) else abs(len(mine) - len(log))
+        )
+        assert runs[0].outputs == outputs
+        off = predicted / measured - 1
+        print(f"{name:26s} {differ:6d} {tokens:9.2f} {predicted:9.3f} {measured:9.3f} {off:+.1%}")
+
+
+if __name__ == "__main__":
+    main()

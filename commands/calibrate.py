@@ -1,0 +1,51 @@
+"""``draftsim calibrate``: a correction memory for CSD from recorded disagreements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.inputs import BUNDLED, TraceOption, load_policies, load_trace
+from commands.output import note
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Memory file to write (.npz).")],
+    trace: TraceOption = BUNDLED,
+    policy: Annotated[
+        str, typer.Option(metavar="P", help="Length policy whose rejections are counted.")
+    ] = "fixed:gamma=6",
+    split: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of the prompts of each category to calibrate on."
+        ),
+    ] = 1.0,
+    rest: Annotated[
+        Path | None, typer.Option(metavar="T", help="Write the other prompts' trace there.")
+    ] = None,
+    capacity: Annotated[
+        int | None, typer.Option(min=1, help="Bound on the pairs kept; default none.")
+    ] = None,
+) -> None:
+    """Count the corrections of a recorded run, for the rule csd (`--verify csd --memory FILE`).
+
+    The order of the prompts is that of the trace, and decides which pairs a bounded memory
+    keeps.  With --split below 1 the memory can be tried on prompts it has not seen.
+    """
+    from policies.memory import OnlineCorrectionMemory
+    from traces.corrections import calibrated, split_requests
+    from traces.files import write_trace
+
+    recorded = load_trace(trace)
+    train, others = split_requests(recorded, split)
+    [(name, chosen)] = load_policies([policy], recorded)
+    memory = calibrated(recorded.select(train), chosen, OnlineCorrectionMemory(capacity))
+    memory.save(out)
+    growth = f"{memory.sizes[0]} pairs after the first, {memory.sizes[-1]} after all"
+    note(f"wrote {out}: {len(train)} prompts under {name}, {growth}, {memory.evictions} evicted")
+    if rest is not None:
+        write_trace(recorded.select(others), rest)
+        note(f"wrote {rest}: the other {len(others)} prompts")

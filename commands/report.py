@@ -1,0 +1,63 @@
+"""``draftsim report``: everything a run shows, as one self-contained page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.inputs import (
+    BUNDLED,
+    PolicyOption,
+    load_latency,
+    load_policies,
+    load_trace,
+    replay_all,
+)
+from commands.output import note
+
+
+def report(
+    run: Annotated[
+        str,
+        typer.Option(
+            "--run", metavar="RUN", help="Run folder of `draftsim profile`, or bundled recording."
+        ),
+    ] = BUNDLED,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    policy: PolicyOption = None,
+    serve: Annotated[
+        bool, typer.Option(help="Also serve batches in simulated time, where they were measured.")
+    ] = True,
+    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
+) -> None:
+    """Write one HTML page to hand on: no network, sliders that recompute in the page."""
+    from simulator.report import build_report, write_report
+
+    from traces.measured import read_measured
+
+    trace, latency = load_trace(run), load_latency(None, run)
+    chosen = load_policies(policy, trace, latency)
+    logs = replay_all(trace, [c for c in chosen if c[0] != "autoregressive"] or chosen)
+    file = measured_file(run)
+    measured = None if file is None else read_measured(file)
+    page = build_report(
+        trace, latency, logs, measured=measured, title=Path(run).name, serve=serve,
+        resamples=resamples,
+    )  # fmt: skip
+    write_report(page, out)
+    note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
+
+
+def measured_file(run: str) -> Path | None:
+    """Measured times beside the trace of a run folder or bundled recording, if there are any."""
+    from traces.recordings import BUNDLED as FOLDER
+
+    for folder in (FOLDER / run, Path(run)):
+        if (folder / "trace.parquet").is_file():
+            file = folder / "measured.parquet"
+            return file if file.is_file() else None
+    return None

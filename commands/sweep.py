@@ -1,0 +1,275 @@
+"""``draftsim sweep``: what-if grids, break-even maps and the ladder of policies."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.inputs import BUNDLED, TraceOption, load_latency, load_policies, load_trace
+from commands.output import JsonOption, emit, note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from simulator.whatif.executors import Executor
+    from simulator.whatif.sweep import Sweep
+    from traces.latency import LatencyTable
+    from traces.trace import Trace
+
+SHOWN = (
+    "policy", "points", "mean_speedup", "pays", "surely_pays", "below_1", "least_alpha",
+    "largest_c", "regret_fixed", "regret_oracle", "tilt_error",
+)  # fmt: skip
+RUNGS = (
+    "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
+    "lost_draft", "lost_verify", "lost_signal", "lost_host",
+)  # fmt: skip
+DEFAULT_POLICIES = ("fixed:gamma={1..12}", "oracle")
+AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
+
+
+class Tilting(StrEnum):
+    """How an acceptance rate other than the recorded one is made."""
+
+    COUPLED = "coupled"
+    REDRAW = "redraw"
+    IID = "iid"
+
+
+def sweep(
+    trace: TraceOption = BUNDLED,
+    latency: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--latency",
+            metavar="L",
+            help="Latency file, run folder, bundled recording's name, or const:...; repeatable, "
+            "one device each. Default: the trace's own, unless --c is given.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="P",
+            help="name[:key=value,...], a value {1..12} or {0.3,0.5} standing for each; "
+            "repeatable; all = every policy. Default: fixed:gamma={1..12} and oracle.",
+        ),
+    ] = None,
+    c: Annotated[
+        str | None,
+        typer.Option("--c", metavar="AXIS", help=f"Cost ratios T_draft / T_target: {AXIS}."),
+    ] = None,
+    alpha: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Acceptance rates to tilt to. Default: as recorded."),
+    ] = None,
+    gamma: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Draft lengths of every policy with a gamma."),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="AXIS", help="Sequences decoded together.")] = "1",
+    context: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
+    ] = None,
+    verify: Annotated[
+        float, typer.Option(help="With --c: target passes that a verification costs.")
+    ] = 1.0,
+    tilt: Annotated[
+        Tilting, typer.Option(help="How to change alpha; iid is the textbook baseline.")
+    ] = Tilting.COUPLED,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the table as Parquet; an interrupted sweep goes on where it was.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Run on a Dask cluster instead.")
+    ] = None,
+    resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder",
+            help="Instead: policies from plain decoding to the oracle, on held-out prompts.",
+        ),
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw the maps as PNG files.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device."""
+    from simulator.whatif.breakeven import overview
+    from simulator.whatif.sweep import Sweep
+
+    recorded = load_trace(trace)
+    ratios = _axis(c, "c", low=0.0)
+    tables = _latencies(latency, trace, bool(ratios))
+    if ladder:
+        _ladder(
+            recorded, tables or _latencies(None, trace, False), policy, resamples, seed, plots, json
+        )
+        return
+    study = Sweep(
+        recorded,
+        _policies(policy, gamma, recorded),
+        _prices(ratios, tables, context, verify),
+        _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
+        [int(b) for b in _axis(batch, "batch", low=1, whole=True)],
+        method=tilt.value, resamples=resamples, seed=seed,
+    )  # fmt: skip
+    _say_tilt(study)
+    frame = _run(study, _executor(jobs, cluster), out, json)
+    if out is not None:
+        note(f"wrote {len(frame)} rows to {out}")
+    emit("sweep", overview(frame), json, show=SHOWN)
+    if plots is not None:
+        for path in _draw(frame, plots):
+            note(f"wrote {path}")
+
+
+def _axis(
+    text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
+) -> tuple[float, ...]:
+    from simulator.whatif.grid import parse_axis
+
+    return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
+
+
+def _latencies(names: list[str] | None, trace_name: str, priced: bool) -> dict[str, LatencyTable]:
+    if names:
+        return {name: load_latency(name, trace_name) for name in names}
+    return {} if priced else {trace_name: load_latency(None, trace_name)}
+
+
+def _prices(
+    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None, verify: float
+) -> Any:
+    from simulator.whatif.cells import Prices
+
+    contexts: list[int | None] = [None]
+    if context is not None:
+        if not tables:
+            raise DraftsimError("--context needs a latency table: add --latency")
+        contexts = [int(k) for k in _axis(context, "context", low=0, whole=True)]
+    return Prices(ratios, tables, contexts, verify)
+
+
+def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
+    from simulator.whatif.grid import expand, with_gammas
+
+    names = expand(texts or DEFAULT_POLICIES)
+    if gamma is not None:
+        lengths = [int(g) for g in _axis(gamma, "gamma", low=0, whole=True)]
+        if "all" in names:
+            names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
+        names = with_gammas(names, lengths)
+    return dict(load_policies(names, trace))
+
+
+def _executor(jobs: int | None, cluster: str | None) -> Executor:
+    from simulator.whatif.executors import Cluster, Local
+
+    if cluster is not None:
+        if jobs is not None:
+            raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
+        return Cluster(cluster)
+    return Local(jobs)
+
+
+def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left(),
+        console=Console(stderr=True), disable=json == "-",
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
+        return study.run(
+            executor, out=out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+
+def _say_tilt(study: Sweep) -> None:
+    error = study.error
+    if error is None:
+        return
+    if not error.comparisons:
+        note(
+            "alpha is tilted; the error of that could not be measured, since no two groups of "
+            "these prompts differ enough in acceptance"
+        )
+        return
+    note(
+        f"alpha is tilted (approximate): speedups were off by {error.median:.1%} in the median, "
+        f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between prompt groups "
+        f"(i.i.d.: {error.iid_median:.1%}), {error.per_logit:.1%} per unit of logit(alpha)"
+    )
+
+
+def _ladder(
+    trace: Trace, tables: dict[str, LatencyTable], policy: list[str] | None, resamples: int,
+    seed: int, plots: Path | None, json: str | None,
+) -> None:  # fmt: skip
+    from simulator.plots import save
+    from simulator.whatif.grid import expand
+    from simulator.whatif.ladder import ladder as climb
+    from simulator.whatif.plots import plot_ladder
+
+    if len(tables) != 1:
+        raise DraftsimError(f"--ladder takes one latency table, got {len(tables)}")
+    chosen = dict(load_policies(expand(policy), trace)) if policy else None
+    rungs = climb(
+        trace, next(iter(tables.values())), policies=chosen, resamples=max(resamples, 1), seed=seed
+    )
+    emit("sweep", rungs, json, show=RUNGS)
+    if plots is not None:
+        note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")
+
+
+def _draw(frame: Any, folder: Path) -> list[Path]:
+    """Every map that the grid's axes allow."""
+    from simulator.plots import save
+    from simulator.whatif import plots
+
+    drawn = []
+    rates = frame["alpha_asked"].notna().all()
+    first = frame[frame["batch"] == frame["batch"].iloc[0]]
+    by_ratio = first[first["latency"] == "ratio"]
+    if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
+        drawn += [
+            ("break_even_c", plots.plot_break_even(by_ratio)),
+            ("map_c_alpha", plots.plot_maps(by_ratio)),
+        ]
+        if {"fixed", "oracle"} <= set(by_ratio["family"]):
+            drawn.append(("adapting", plots.plot_adapting(by_ratio)))
+    tables = [n for n in dict.fromkeys(frame["latency"]) if n != "ratio"]
+    for i, name in enumerate(tables):
+        part = frame[frame["latency"] == name]
+        part = part[part["alpha"] == part["alpha"].iloc[0]]
+        suffix = f"_{i + 1}" if len(tables) > 1 else ""
+        if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
+            drawn.append((f"map_context_batch{suffix}", plots.plot_maps(part, "context", "batch")))
+        contexts = part["context"].fillna(-1)
+        at = part[contexts == contexts.iloc[0]]
+        if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
+            drawn.append((f"map_batch_gamma{suffix}", plots.plot_maps(at, "batch", "gamma")))
+    if not drawn:
+        note("nothing to map: give two values or more of c and alpha, batch and gamma, or "
+             "batch and context")  # fmt: skip
+    return [save(figure, folder / f"{name}.png") for name, figure in drawn]

@@ -1,0 +1,185 @@
+"""``draftsim tune``: settings a serving engine reads, searched offline."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
+from commands.output import JsonOption, emit, note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.tune import Slo, Tuned
+    from traces.latency import LatencyTable
+    from traces.trace import Trace
+
+SHOWN = (
+    "batch", "context", "setting", "throughput_tok_s", "default", "gain", "gain_lo", "gain_hi",
+)  # fmt: skip
+
+
+class Engine(StrEnum):
+    """Engines whose settings can be written."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    HF = "hf"
+
+
+def tune(
+    engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
+    trace: TraceOption = BUNDLED,
+    latency: LatencyOption = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft=S,tpot=S", help="Targets in seconds: only requests within them count."
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(metavar="B,B,...", help="Batch sizes searched. Default: those measured."),
+    ] = None,
+    by_context: Annotated[
+        bool, typer.Option("--by-context", help="vLLM's batch x context form.")
+    ] = False,
+    contexts: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="With --by-context. Default: those measured."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what the engine reads.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Also serve the setting against off and K = 1, 3, 5 at every batch, in "
+            "simulated time.",
+        ),
+    ] = False,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            min=4, help="Resamples over prompts. Default: 1000; 12 for sglang, each served."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap and of --check.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """Search the draft lengths that pay, and write them as the engine's configuration."""
+    from simulator.tune import write_settings
+
+    recorded, table = load_trace(trace), load_latency(latency, trace)
+    if engine is not Engine.VLLM and (by_context or contexts):
+        raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
+    sizes = _numbers("--batches", batches)
+    if engine is Engine.HF and sizes not in (None, [1]):
+        raise DraftsimError("assisted generation of hf decodes one request: leave out --batches")
+    targets = parse_slo(slo)
+    common: dict[str, Any] = {"slo": targets, "seed": seed}
+    if draws is not None:
+        common["draws"] = draws
+    tuned = _search(engine, recorded, table, sizes, by_context, contexts, common)
+    rows = [dict(row) for row in tuned.rows]
+    shown = [c for c in SHOWN if c != "context" or by_context]
+    if targets is not None:
+        shown.append("within_slo")
+    if check:
+        _served(recorded, table, tuned, rows, seed)
+        shown += ["served_tok_s", "rival", "rival_tok_s", "not_worse"]
+    emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}")
+    for warning in tuned.warnings:
+        note(f"warning: {warning}")
+    if out is not None:
+        write_settings(tuned, out)
+        note(f"wrote {out}")
+    elif json is None:
+        from json import dumps
+
+        note(dumps(tuned.document))
+
+
+def _search(
+    engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
+    by_context: bool, contexts: str | None, common: dict[str, Any],
+) -> Tuned:  # fmt: skip
+    from simulator.tune import tune_huggingface, tune_sglang, tune_vllm
+
+    if engine is Engine.HF:
+        return tune_huggingface(trace, latency, **common)
+    if engine is Engine.SGLANG:
+        return tune_sglang(trace, latency, batches, **common)
+    return tune_vllm(
+        trace, latency, batches, by_context=by_context or contexts is not None,
+        contexts=_numbers("--contexts", contexts), **common,
+    )  # fmt: skip
+
+
+def _served(
+    trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]], seed: int
+) -> None:
+    """Add to each row what serving at its batch size in a closed loop gave."""
+    from simulator.serving import ClosedLoop, Limits, Scenario
+    from simulator.tune import compare_served
+
+    batches = sorted({row["batch"] for row in rows})
+    loads = [
+        Scenario(
+            ClosedLoop(b), Limits(max_batch=b), seed=seed,
+            requests=max(len(trace.requests), 4 * b),
+        ) for b in batches
+    ]  # fmt: skip
+    found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
+    at = {int(r["batch"]): r for r in found.to_dict("records")}
+    for row in rows:
+        served = at[row["batch"]]
+        row["served_tok_s"], row["rival"] = served["tuned"], served["rival"]
+        row["rival_tok_s"], row["not_worse"] = served["rival_value"], served["not_worse"]
+        row["margin_lo"], row["margin_hi"] = served["margin_lo"], served["margin_hi"]
+    if worse := [b for b in batches if not at[b]["not_worse"]]:
+        note(f"served at batch {', '.join(map(str, worse))}, a fixed length was faster")
+
+
+def parse_slo(text: str | None) -> Slo | None:
+    """Targets written ``ttft=0.2,tpot=0.05``, seconds.
+
+    Raises
+    ------
+    DraftsimError
+        If the text is anything else.
+    """
+    from simulator.tune import Slo
+
+    if text is None:
+        return None
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = (s.strip() for s in part.partition("="))
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = float("nan")
+        if name not in ("ttft", "tpot") or f"{name}_s" in given or not seconds > 0:
+            raise DraftsimError(
+                f"--slo {text!r} has the part {part!r}: expected ttft=SECONDS,tpot=SECONDS, "
+                "each at most once"
+            )
+        given[f"{name}_s"] = seconds
+    return Slo(**given)
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise DraftsimError(f"{option} is {text!r}, expected whole numbers >= 1 as in 1,4,16")
+    return values

@@ -1,0 +1,189 @@
+"""The stopping rule that maximises tokens per second, from calibrated estimates and costs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from policies.batch import IterationCost, TextbookCost
+from policies.batch_confidence import CONTEXT_BUCKET
+from policies.core import DraftPolicy, Load, Round
+from policies.estimators import AcceptanceEstimator, DraftProbability
+from policies.parameters import flag, whole, within
+
+
+class RateOptimal(DraftPolicy):
+    """Drafts on while the next token earns more than the rate achieved would in its time.
+
+    A round that drafts n tokens and has A accepted emits 1 + A tokens and takes C(n)
+    seconds.  Rounds are the renewals of a reward process, so tokens per second are
+    ``E[1 + A] / E[C(n)]``, and the largest rate over all stopping rules is the number
+    lambda at which the best rule for the reward ``1 + A - lambda C(n)`` earns exactly
+    nothing (Ferguson, "Optimal Stopping and Applications", ch. 6; the semi-Markov case of
+    Dinkelbach 1967).  With S_k the chance, given what the draft's signals told so far, that
+    all k tokens drafted are accepted, and e the expected acceptance of the next, one more
+    token is worth ``S_k e`` and costs ``lambda (C(k + 1) - C(k))``.  Hence the rule ::
+
+        draft on while  S_k e > lambda (C(k + 1) - C(k))
+
+    It is optimal where, once it says stop, it would go on saying so (the monotone case:
+    S_k never rises, so a steady e and costs that never grow more slowly suffice).  Costs
+    that jump, as a target pass does between one token and two, are met by looking
+    further: drafting goes on where some number j of further tokens would pay together.
+    What it leaves out is the worth of seeing a signal before deciding on: where e follows
+    the last signal, a surprise may make drafting worthwhile again.
+
+    The signals of a token are known only once it is drafted: e comes from `following`,
+    read at the last token, or is `acceptance`.  Tokens that turn out not to be worth
+    their verification are not sent to it.  Nothing here reads a clock: `rate` is found
+    offline, as the fixed point, by `simulator.whatif.rate.fit_rate_optimal`.
+
+    Parameters
+    ----------
+    rate:
+        lambda, tokens per second and sequence (per target pass with the default cost);
+        or rows ``[[batch, rate], ...]``, of which the last whose batch is not larger than
+        the engine's holds.
+    gamma_max:
+        Longest draft.
+    acceptance:
+        Estimate for a token not drafted yet: the first, and the others without `following`.
+    trim:
+        Whether drafted tokens may be left unverified.
+    recalibrate:
+        Step of online re-calibration: a correction on the logit scale, moved after every
+        round by this times (outcome - estimate) for every token whose outcome was seen.
+    estimator:
+        Acceptance of a drafted token (`policies.estimators`); default the draft's own
+        probability.
+    following:
+        Acceptance of the token after it, read at the last drafted token.
+    cost:
+        Seconds of an iteration, C above (`policies.batch.IterationCost`).
+    """
+
+    reads = ("prob",)
+
+    def __init__(
+        self,
+        rate: float | list[list[float]] = 1.5,
+        gamma_max: int = 20,
+        acceptance: float = 0.7,
+        trim: bool = True,
+        recalibrate: float = 0.0,
+        estimator: AcceptanceEstimator | None = None,
+        following: AcceptanceEstimator | None = None,
+        cost: IterationCost | None = None,
+    ) -> None:
+        for value in [row[1] for row in rate] if isinstance(rate, list) else [rate]:
+            within("rate", value, 0)
+        if isinstance(rate, list) and (
+            not rate or [r[0] for r in rate] != sorted(r[0] for r in rate)
+        ):
+            raise ValueError(f"rate is {rate}, expected rows [batch, rate] of rising batch")
+        whole("gamma_max", gamma_max, 1)
+        within("acceptance", acceptance, 0, 1)
+        flag("trim", trim)
+        within("recalibrate", recalibrate, 0, 1)
+        self.rate = rate
+        self.gamma_max = gamma_max
+        self.acceptance = acceptance
+        self.trim = trim
+        self.recalibrate = recalibrate
+        self.estimator = estimator
+        self.following = following
+        self.cost = cost
+        self._estimate = estimator or DraftProbability()
+        self._cost = cost or TextbookCost()
+        read = (*self._estimate.reads, *(following.reads if following else ()))
+        vars(self)["reads"] = tuple(dict.fromkeys(read))
+        self._prices: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        self._correction = 0.0
+        self._survival = [1.0]
+        self._drafting, self._verifying = self._priced(Load(1, 0))
+
+    def fresh(self) -> RateOptimal:
+        # Estimators, costs and prices never change, so that the copies of a run share them.
+        shared = (self.estimator, self.following, self.cost, self._prices)
+        return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
+
+    def begin_round(self, load: Load) -> None:
+        self._drafting, self._verifying = self._priced(load)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        n = len(draft)
+        survival = self._survival
+        if n == 0:
+            survival[:] = [1.0]
+            ahead = self._corrected(self.acceptance)
+        else:
+            last = draft[-1]
+            survival.append(survival[-1] * self._corrected(self._estimate(last, n - 1)))
+            following = self.acceptance
+            if self.following is not None:
+                following = self.following(last, n - 1)
+            ahead = self._corrected(following)
+        if n >= self.gamma_max:
+            return False
+        price, now = self._drafting, self._drafting[n]
+        chance = survival[-1]
+        worth = 0.0
+        for ahead_price in price[n + 1 :]:
+            chance *= ahead
+            worth += chance
+            if worth > ahead_price - now:
+                return True
+            if chance <= _NOTHING:
+                break
+        return False
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        n = len(draft)
+        if not self.trim or n == 0:
+            return n
+        if len(self._survival) == n:  # drafting ended before this rule was asked again
+            last = self._corrected(self._estimate(draft[-1], n - 1))
+            self._survival.append(self._survival[-1] * last)
+        best, worth, most = 0, 0.0, 0.0
+        for k in range(1, n + 1):
+            worth += self._survival[k]
+            gain = worth - (self._verifying[k] - self._verifying[0])
+            if gain >= most:
+                best, most = k, gain
+        return best
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        if not self.recalibrate:
+            return
+        for i, token in enumerate(draft[: outcome.accepted + 1]):
+            error = (i < outcome.accepted) - self._corrected(self._estimate(token, i))
+            self._correction += self.recalibrate * error
+
+    def _corrected(self, chance: float) -> float:
+        if not self._correction or not 0 < chance < 1:
+            return chance
+        odds = math.log(chance / (1 - chance)) + self._correction
+        return 0.5 * (1 + math.tanh(0.5 * odds))
+
+    def _priced(self, load: Load) -> tuple[list[float], list[float]]:
+        """What n drafts, and verifying n, cost in tokens foregone; n = 0 ... gamma_max."""
+        key = (load.batch, load.context // CONTEXT_BUCKET)
+        if key not in self._prices:
+            batch, context = load.batch, (key[1] + 0.5) * CONTEXT_BUCKET
+            rate, lengths = self._rate_at(batch), range(self.gamma_max + 1)
+            drafting = [rate * self._cost(batch, n, batch * (n + 1), context) for n in lengths]
+            verifying = [rate * self._cost(batch, 0, batch * (n + 1), context) for n in lengths]
+            self._prices[key] = drafting, verifying
+        return self._prices[key]
+
+    def _rate_at(self, batch: int) -> float:
+        if not isinstance(self.rate, list):
+            return float(self.rate)
+        known = [rate for least, rate in self.rate if least <= batch]
+        return float(known[-1] if known else self.rate[0][1])
+
+
+_NOTHING = 1e-9
+"""A chance below which no further token can change a decision."""

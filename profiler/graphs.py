@@ -1,0 +1,182 @@
+"""Passes of fixed shapes, captured once as CUDA graphs and then replayed.
+
+A pass of a small model launches hundreds of kernels that each run for microseconds, so the
+host, not the device, sets its time.  A captured pass is launched as a whole.  That asks for
+shapes that do not change: the visible context is rounded up and the rest hidden by the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from profiler.attention import grouped_mask, grouped_queries
+from profiler.runner import Runner
+from traces.errors import DraftsimError
+
+WIDEST = 32
+"""Tokens per sequence up to which a pass is captured; wider ones (prompts) run eagerly."""
+
+
+class Shape(NamedTuple):
+    """What makes two passes the same graph."""
+
+    batch: int
+    width: int
+    visible: int
+    keep: int
+
+
+class _Pass:
+    """One shape's input buffers, and once captured its graph and output."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        size = (shape.batch, shape.width)
+        self.shape = shape
+        self.tokens = torch.zeros(size, dtype=torch.long, device=device)
+        self.positions = torch.zeros(size, dtype=torch.long, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+
+class GraphRunner(Runner):
+    """A `Runner` whose narrow causal passes have static shapes, one CUDA graph each.
+
+    A graph belongs to a (batch, width, visible context, kept logits); it is captured when
+    its shape first occurs, or ahead of time by `prepare`.  Tree passes, prompts and rows
+    that do not begin at the first run eagerly over the same cache.  On a CPU the same
+    static code runs without capture.
+
+    Parameters
+    ----------
+    model, slots, batch:
+        As for `Runner`; slots are rounded up to a multiple of `granularity`.
+    granularity:
+        Visible contexts are multiples of it (at long contexts, of a sixteenth of their
+        magnitude), so that few graphs serve all contexts.
+    """
+
+    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
+        if granularity < 1:
+            raise DraftsimError(f"granularity is {granularity}, expected at least 1 slot")
+        self.granularity = granularity
+        super().__init__(model, -(-slots // granularity) * granularity, batch)
+        config = model.config.get_text_config()
+        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._dtype = next(model.parameters()).dtype
+        self._passes: dict[Shape, _Pass] = {}
+        # One pool for all graphs: only one runs at a time, so they share their scratch memory.
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    @property
+    def captured(self) -> int:
+        """Shapes seen so far, each a graph on a GPU."""
+        return len(self._passes)
+
+    def bucket(self, stop: int) -> int:
+        """Slots shown to a pass that needs the first `stop`."""
+        step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
+        return min(self.cache.slots, -(-stop // step) * step)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        start: int,
+        *,
+        keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """As `Runner.forward`; the logits returned are the caller's to keep."""
+        width = tokens.shape[0]
+        stop = start + width
+        if mask is not None or positions is not None or width > WIDEST or stop > self.cache.slots:
+            return super().forward(tokens, start, keep=keep, mask=mask, positions=positions)
+        shape = Shape(1, width, self.bucket(stop), min(keep, width) or width)
+        return self._replay(shape, tokens[None], self._positions[:, start:stop])[0]
+
+    @torch.inference_mode()
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """As `Runner.forward_batch`; the logits returned are the caller's to keep."""
+        batch, width = tokens.shape
+        fits = visible <= self.cache.slots and batch <= self.cache.batch
+        if first or width > WIDEST or not fits:
+            return super().forward_batch(tokens, positions, visible, first=first, keep=keep)
+        shape = Shape(batch, width, self.bucket(visible), min(keep, width) or width)
+        return self._replay(shape, tokens, positions)
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Capture `shapes` now, so that no capture falls into a timed run.
+
+        ``visible`` is rounded up as a pass would; what the cache holds is left alone.
+        """
+        for shape in shapes:
+            own = shape._replace(visible=self.bucket(shape.visible))
+            if own not in self._passes:
+                scratch = torch.full((own.batch, own.width), -1, device=self.device)
+                self._replay(own, torch.zeros_like(scratch), scratch)
+
+    @torch.inference_mode()
+    def _replay(self, shape: Shape, tokens: Tensor, positions: Tensor) -> Tensor:
+        held = self._passes.get(shape)
+        if held is None:
+            held = self._passes[shape] = _Pass(shape, self.device)
+        held.tokens.copy_(tokens)
+        held.positions.copy_(positions)
+        if self._pool is None:
+            held.logits = self._static(held)
+        elif held.graph is None:
+            self._capture(held)
+        if held.graph is not None:
+            held.graph.replay()
+        assert held.logits is not None
+        # The next replay of this shape overwrites the output, and callers keep logits.
+        return held.logits.clone()
+
+    def _capture(self, held: _Pass) -> None:
+        """Record the pass as a graph.
+
+        The warm-up computes what the replay will, so what it writes to the cache is right.
+        It runs beside the current stream, as captures must, and makes every allocation that
+        must not happen during one: the cache itself, library handles and workspaces.
+        """
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._static(held)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                held.logits = self._static(held)
+        except torch.OutOfMemoryError:
+            del self._passes[held.shape]
+            raise
+        held.graph = graph
+
+    def _static(self, held: _Pass) -> Tensor:
+        """The pass on its buffers: no host value but the shape enters."""
+        batch, _, visible, keep = held.shape
+        cache = self.cache
+        slots = torch.where(held.positions < 0, cache.scratch, held.positions)
+        cache.place_ragged(self._rows[:batch], slots, visible)
+        places = held.positions.clamp(min=0)
+        seen = self._positions[0, :visible] <= places[:, :, None]  # (batch, width, visible)
+        with grouped_queries(self.model):
+            out = self.model(
+                input_ids=held.tokens,
+                attention_mask=grouped_mask(seen, self._group, self._dtype),
+                position_ids=places,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        logits: Tensor = out.logits
+        return logits

@@ -1,0 +1,114 @@
+"""The trained modules of one target, kept in a folder, and what can be recorded with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiler.sources.exit_record import ExitRecorder, record_exits
+from profiler.sources.heads import ExitHeads, MaskEmbeddings, ParallelHeads, load_module
+from profiler.sources.stack import LayerRunner
+from profiler.sources.start_record import (
+    HeadsRecorder,
+    MasksRecorder,
+    SkipRecorder,
+    StartRecorder,
+    record_starts,
+)
+from profiler.sources.train import FILES
+from traces.errors import DraftsimError
+from traces.sources.base import Recordings
+from traces.sources.exits import ExitSetting
+from traces.sources.starts import StartRecording
+from traces.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Modules:
+    """What was trained for a target; a part that was not is None or absent."""
+
+    exits: ExitHeads | None = None
+    parallel: Mapping[str, ParallelHeads] = field(default_factory=dict)
+    masks: MaskEmbeddings | None = None
+
+    def heads(self, kind: str) -> ParallelHeads:
+        """Parallel heads of a kind; DraftsimError if there are none."""
+        if kind not in self.parallel:
+            raise DraftsimError(f"no {kind!r} heads for this target: train some first")
+        return self.parallel[kind]
+
+
+def load_modules(folder: Path, target: Any) -> Modules:
+    """The modules kept in `folder` for the model `target`, as far as there are any.
+
+    Raises
+    ------
+    DraftsimError
+        If a file is damaged or belongs to another target.
+    """
+
+    def load(name: str, factory: type[Any]) -> Any:
+        path = folder / FILES[name]
+        return load_module(path, target, factory) if path.exists() else None
+
+    parallel = {kind: load(kind, ParallelHeads) for kind in ParallelHeads.KINDS}
+    return Modules(
+        load("exit", ExitHeads),
+        {kind: heads for kind, heads in parallel.items() if heads is not None},
+        load("space", MaskEmbeddings),
+    )
+
+
+def record_sources(
+    target: Any,
+    trace: Trace,
+    modules: Modules,
+    settings: Sequence[ExitSetting] = (),
+    *,
+    skip: Sequence[int] | None = None,
+    skip_offsets: int = 8,
+    only: Sequence[str] | None = None,
+    advance: Callable[[str], None] = lambda name: None,
+) -> Recordings:
+    """Record every source that `modules` has parts for, and layer skip, along `trace`.
+
+    Parameters
+    ----------
+    target:
+        The model whose greedy output `trace` holds.
+    settings:
+        Exit settings whose wrong exits are followed (see `EarlyExit.setting`).
+    skip, skip_offsets:
+        Layers left out by layer skip (None: every second), and its longest draft.
+    only:
+        Names of sources to record: ``early-exit`` and `traces.sources.files.STARTS_OF`;
+        None: all.
+    advance:
+        Called with each source's name once it is recorded.
+    """
+    longest = max(r.prompt_length + r.tokens for r in trace.requests)
+    exits = None
+    if modules.exits is not None and (only is None or "early-exit" in only):
+        gamma = max((s.gamma_max for s in settings), default=1)
+        runner = LayerRunner(target, ExitRecorder.slots_needed(longest, gamma))
+        eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        exits = record_exits(ExitRecorder(runner, modules.exits, settings, eos=eos), trace)
+        advance("early-exit")
+    makers: dict[str, Callable[[LayerRunner], StartRecorder]] = {
+        kind: lambda runner, heads=heads: HeadsRecorder(runner, heads)  # type: ignore[misc]
+        for kind, heads in modules.parallel.items()
+    }
+    if (masks := modules.masks) is not None:
+        makers["space"] = lambda runner: MasksRecorder(runner, masks)
+    chosen = None if skip is None else list(skip)
+    makers["layer-skip"] = lambda runner: SkipRecorder(runner, chosen, skip_offsets)
+    starts: dict[str, StartRecording] = {}
+    for name, make in makers.items():
+        if only is None or name in only:
+            small = make(LayerRunner(target, longest))
+            recorder = make(LayerRunner(target, small.slots_needed(longest)))
+            starts[name] = record_starts(recorder, trace)
+            advance(name)
+    return Recordings(exits, starts)

@@ -1,0 +1,125 @@
+"""Full runs of a source on the device, to hold replays and predictions against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from policies.core import DraftPolicy, Round, speculate
+from profiler.sources.base import SourceDecoder
+from profiler.sources.drafters import default_skip
+from profiler.sources.early_exit import EarlyExitDecoder
+from profiler.sources.modules import Modules
+from profiler.sources.stack import LayerRunner
+from profiler.sources.start_decoders import (
+    HeadsDecoder,
+    LayerSkipDecoder,
+    LookupDecoder,
+    SpaceDecoder,
+)
+from traces.errors import DraftsimError
+from traces.rounds import RoundLog
+from traces.sources.base import Source, prompt_tokens
+from traces.sources.calls import CALL_KINDS, Call, pack_calls
+from traces.sources.early_exit import EarlyExit
+from traces.sources.lookup_sources import LookupSource, served_before
+from traces.sources.replay import check_signals
+from traces.sources.starts import Heads, LayerSkip, Space
+from traces.trace import Trace
+
+
+class SourceRun(NamedTuple):
+    """Rounds, outputs and decode seconds (after prefill) per request, shape (requests,)."""
+
+    log: RoundLog
+    outputs: list[list[int]]
+    wall_s: npt.NDArray[np.float64]
+
+
+class SourceRunner:
+    """Really decodes the requests of a trace with any source.
+
+    Parameters
+    ----------
+    target:
+        The model whose greedy output `trace` holds.
+    trace:
+        Its prompts are decoded again; its outputs serve as the datastore of retrieval.
+    modules:
+        Trained modules of this target.
+    """
+
+    def __init__(self, target: Any, trace: Trace, modules: Modules | None = None) -> None:
+        longest = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+        wide = 25 * (1 + (modules.masks.k if modules and modules.masks else 0))
+        self.target = LayerRunner(target, longest + wide)
+        self.trace, self.modules = trace, modules or Modules()
+        self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
+
+    def decoder(self, source: Source, request: int) -> SourceDecoder:
+        """A decoder behind the prefill of one request.
+
+        Raises
+        ------
+        DraftsimError
+            If the source has no real decoder, or its heads were not trained.
+        """
+        limit = self.trace.requests[request].max_new_tokens
+        prompt = torch.tensor(prompt_tokens(self.trace, request), device=self.target.device)
+        begin = (prompt, limit, self._eos)
+        if isinstance(source, LookupSource):
+            kind = CALL_KINDS.index((source.name, "forward"))
+            lookup = source.lookup(self._eos, lambda: served_before(self.trace, request))
+            return LookupDecoder(self.target, lookup, kind, *begin)
+        if isinstance(source, EarlyExit):
+            if self.modules.exits is None:
+                raise DraftsimError("no exit heads for this target: train some first")
+            return EarlyExitDecoder(self.target, self.modules.exits, source, *begin)
+        if isinstance(source, Heads):
+            heads = self.modules.heads(source.name)
+            return HeadsDecoder(self.target, heads, *begin, k=source.k)
+        if isinstance(source, Space):
+            if self.modules.masks is None:
+                raise DraftsimError("no mask embeddings for this target: train some first")
+            return SpaceDecoder(self.target, self.modules.masks, *begin, k=source.k)
+        if isinstance(source, LayerSkip):
+            skip = default_skip(self.target.layers) if source.skip is None else source.skip
+            return LayerSkipDecoder(self.target, skip, *begin)
+        raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
+
+    def run(
+        self, source: Source, policy: DraftPolicy, requests: Sequence[int] | None = None
+    ) -> SourceRun:
+        """Decode requests (None: all) with `source` under `policy`, in recording order."""
+        check_signals(policy, source)
+        chosen = range(len(self.trace.requests)) if requests is None else requests
+        shared = policy.fresh()
+        rounds: list[list[Round]] = []
+        calls: list[list[list[Call]]] = []
+        outputs: list[list[int]] = []
+        wall_s = np.zeros(len(chosen))
+        for k, i in enumerate(chosen):
+            decoder = self.decoder(source, i)
+            mine = shared if policy.learns_across_requests else policy.fresh()
+            self._wait()
+            begin = time.perf_counter()
+            rounds.append(list(speculate(decoder, mine)))
+            self._wait()
+            wall_s[k] = time.perf_counter() - begin
+            calls.append(decoder.calls.rounds)
+            outputs.append(decoder.output)
+        log = RoundLog(
+            RoundLog.pack(rounds), [self.trace.requests[i] for i in chosen],
+            type(policy).__name__, source=source.name, reads=policy.reads,
+            calls=pack_calls(calls),
+        )  # fmt: skip
+        return SourceRun(log, outputs, wall_s)
+
+    def _wait(self) -> None:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)

@@ -1,0 +1,239 @@
+"""Real decoding with lookups, parallel heads, mask tokens and skipped layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiler.decoder import ModelToken, check_prompt
+from profiler.runner import Runner
+from profiler.sources.base import SourceDecoder
+from profiler.sources.drafters import head_logits, kept_layers, mask_states
+from profiler.sources.heads import MaskEmbeddings, ParallelHeads
+from profiler.sources.stack import LayerRunner
+from traces.sources.base import SourceToken
+from traces.sources.calls import FORWARD, HEAD, LAYER
+from traces.sources.lookup import Lookup, Proposal
+from traces.sources.starts import HEADS
+
+
+class LookupDecoder(SourceDecoder):
+    """Decodes one prompt with drafts from a lookup.
+
+    ``lookup`` must be new.  ``kind``: index of the lookup's own calls in
+    `traces.sources.calls.CALL_KINDS`.  ``first=0`` begins with the verification of the
+    prompt, as transformers does.
+    """
+
+    def __init__(
+        self, target: Runner, lookup: Lookup, kind: int, prompt: Tensor, max_new_tokens: int,
+        eos: frozenset[int] = frozenset(), first: int = 1,
+    ) -> None:  # fmt: skip
+        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
+        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
+        self._target, self._lookup, self._kind = target, lookup, kind
+        self._pending = prompt  # true tokens that the target has not seen
+        self._in_target = 0
+        self._proposals: list[Proposal] = []
+        lookup.extend(prompt.tolist())
+        if first:
+            self._verify([])
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next token of this round's proposal; None at its end."""
+        if not so_far:
+            self.calls.add(self._kind, 1)
+            self._proposals = self._lookup.propose()
+        if len(so_far) >= len(self._proposals):
+            return None
+        token, prob, entropy, margin = self._proposals[len(so_far)]
+        return SourceToken(token, False, prob, entropy, None, margin)
+
+    def verify(self, draft: Sequence[Any]) -> int:
+        """One target pass over the last token and the draft."""
+        self.calls.end_round()
+        return self._verify([t.token_id for t in draft])
+
+    def _verify(self, draft: list[int]) -> int:
+        drafted = self._pending.new_tensor(draft)
+        logits = self._target.forward(
+            torch.cat([self._pending, drafted]), self._in_target, keep=len(draft) + 1
+        )
+        picks = logits.argmax(-1)
+        accepted, tokens = self._compare([drafted], picks)
+        self._in_target += self._pending.shape[0] + len(tokens) - 1
+        self._pending = picks[len(tokens) - 1][None]
+        self._lookup.extend(tokens)
+        self._emit(tokens)
+        return accepted
+
+
+class _StateDecoder(SourceDecoder):
+    """Verifies by the target's layers, keeping the state behind the last accepted token."""
+
+    def __init__(
+        self, target: LayerRunner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]
+    ) -> None:
+        check_prompt(int(prompt.shape[0]), max_new_tokens, target)
+        super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
+        self._target = target
+
+    @property
+    def _slot(self) -> int:
+        """Slot of the last true token, which no pass has processed yet."""
+        return self._prompt + len(self.output) - 1
+
+    def _whole(self, tokens: Tensor, start: int) -> Tensor:
+        """Normed last states of `tokens`: (tokens, hidden)."""
+        hidden = self._target.embed(tokens)
+        return self._target.normed(
+            self._target.run_layers(hidden, start, range(self._target.layers))
+        )
+
+
+class HeadsDecoder(_StateDecoder):
+    """Drafts with parallel heads, of which the first `k` (None: all) are used."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, target: LayerRunner, heads: ParallelHeads, prompt: Tensor, max_new_tokens: int,
+        eos: frozenset[int] = frozenset(), k: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, prompt, max_new_tokens, eos)
+        self._heads, self._k = heads, heads.k if k is None else min(k, heads.k)
+        self._state = self._whole(prompt, 0)[-1:]  # (1, hidden)
+        self._last = target.project(self._state).argmax(-1)  # (1,)
+        self._logits = self._state  # (1, k, vocab) once a round drafts
+        self._emit(self._last.tolist())
+
+    @torch.inference_mode()
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
+        """The next head's token; all heads run before the first."""
+        at = len(so_far)
+        if not at:
+            self.calls.add(HEADS, 1)
+            self._logits = head_logits(self._target, self._heads, self._state, self._last)
+        if at >= self._k:
+            return None
+        logits = self._logits[:, at]
+        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+
+    @torch.inference_mode()
+    def verify(self, draft: Sequence[Any]) -> int:
+        """One pass over the last token and the draft; the accepted state serves the heads."""
+        drafted = [t.device_id for t in draft]
+        states = self._whole(torch.cat([self._last, *drafted]), self._slot)
+        picks = self._target.project(states).argmax(-1)
+        accepted, tokens = self._compare(drafted, picks)
+        self._state = states[len(tokens) - 1][None]
+        self._last = picks[len(tokens) - 1][None]
+        self.calls.end_round()
+        self._emit(tokens)
+        return accepted
+
+
+class SpaceDecoder(_StateDecoder):
+    """Verifies the draft and drafts behind every candidate in the same pass (SPACE)."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, target: LayerRunner, masks: MaskEmbeddings, prompt: Tensor, max_new_tokens: int,
+        eos: frozenset[int] = frozenset(), k: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, prompt, max_new_tokens, eos)
+        self._masks, self._k = masks, masks.k if k is None else min(k, masks.k)
+        if prompt.shape[0] > 1:
+            self._whole(prompt[:-1], 0)
+        self._last = prompt[-1:]
+        self._drafts = self._last.float()  # (k, vocab) once a pass has run
+        _, tokens, _ = self._pass([], int(prompt.shape[0]) - 1)
+        self._emit(tokens)
+
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
+        """The next mask's token."""
+        if len(so_far) >= self._k:
+            return None
+        logits = self._drafts[len(so_far)][None]
+        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+
+    @torch.inference_mode()
+    def verify(self, draft: Sequence[Any]) -> int:
+        """One pass over the last token, the draft, and the masks behind each of them."""
+        accepted, tokens, width = self._pass([t.device_id for t in draft], self._slot)
+        self.calls.add(FORWARD, width, verify=True)
+        self.calls.end_round()
+        self._emit(tokens)
+        return accepted
+
+    def _pass(self, drafted: list[Tensor], start: int) -> tuple[int, list[int], int]:
+        """Accepted drafts, tokens to emit, and the width of the pass."""
+        feed = torch.cat([self._last, *drafted])
+        count, k, device = int(feed.shape[0]), self._k, feed.device
+        width = count * (k + 1)
+        masks = mask_states(self._target, self._masks, 1)[:k].repeat(count, 1)
+        hidden = torch.cat([self._target.embed(feed), masks])
+        inner = torch.zeros(width, width, dtype=torch.bool, device=device)
+        causal = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+        inner[:count, :count] = causal
+        inner[count:, :count] = causal.repeat_interleave(k, 0)
+        group = torch.ones(k, k, dtype=torch.bool, device=device).tril()
+        inner[count:, count:] = torch.block_diag(*[group] * count)
+        before = torch.ones(width, start, dtype=torch.bool, device=device)
+        at = torch.arange(start, start + count, device=device)
+        ahead = at[:, None] + 1 + torch.arange(k, device=device)
+        hidden = self._target.run_layers(
+            hidden, start, range(self._target.layers), mask=torch.cat([before, inner], 1),
+            positions=torch.cat([at, ahead.flatten()]),
+        )  # fmt: skip
+        logits = self._target.logits(hidden)
+        picks = logits[:count].argmax(-1)
+        accepted, tokens = self._compare(drafted, picks)
+        chosen = len(tokens) - 1
+        self._last = picks[chosen][None]
+        self._drafts = logits[count + chosen * k : count + (chosen + 1) * k]
+        return accepted, tokens, width
+
+
+class LayerSkipDecoder(_StateDecoder):
+    """Drafts with some of the target's layers left out (Draft & Verify).
+
+    Draft states stay in the cache for the rest of the round and are then overwritten by the
+    verification, which runs every layer.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, target: LayerRunner, skip: Sequence[int], prompt: Tensor, max_new_tokens: int,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        super().__init__(target, prompt, max_new_tokens, eos)
+        self._kept = kept_layers(target.layers, list(skip))
+        self._last = target.forward(prompt, 0, keep=1).argmax(-1)
+        self._emit(self._last.tolist())
+
+    @torch.inference_mode()
+    def draft(self, so_far: Sequence[Any]) -> ModelToken:
+        """One pass through the kept layers."""
+        feed = so_far[-1].device_id if so_far else self._last
+        hidden = self._target.run_layers(
+            self._target.embed(feed), self._slot + len(so_far), self._kept
+        )
+        logits = self._target.logits(hidden)
+        self.calls.add(LAYER, 1, len(self._kept))
+        self.calls.add(HEAD, 1)
+        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+
+    @torch.inference_mode()
+    def verify(self, draft: Sequence[Any]) -> int:
+        """One full pass over the last token and the draft."""
+        drafted = [t.device_id for t in draft]
+        feed = torch.cat([self._last, *drafted])
+        picks = self._target.forward(feed, self._slot).argmax(-1)
+        accepted, tokens = self._compare(drafted, picks)
+        self._last = picks[len(tokens) - 1][None]
+        self.calls.end_round()
+        self._emit(tokens)
+        return accepted

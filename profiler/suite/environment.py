@@ -1,0 +1,173 @@
+"""What the suite runs on: device, clocks, memory, time left, and where it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from profiler.architectures import PairShape
+from profiler.checkpoint import Checkpoint
+from profiler.loading import choose_device, choose_dtype, describe_device
+from traces.errors import DraftsimError
+from traces.parquet import write_atomically
+
+CLOCKS = (
+    "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit",
+    "pstate", "driver_version",
+)  # fmt: skip
+RESERVE = 2 << 30
+"""Bytes of device memory left to libraries, graphs and activations."""
+
+
+@dataclass
+class Workplace:
+    """Where a stage runs and writes, and until when.
+
+    ``quick`` shrinks every model and grid so that a CPU runs the stage in seconds.
+    """
+
+    out: Path
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float
+    quick: bool = False
+    console: Console = field(default_factory=lambda: Console(stderr=True))
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds of the stage's time that are left."""
+        return self.seconds - (time.monotonic() - self.begin)
+
+    def say(self, text: str) -> None:
+        """A line of progress, with the time spent."""
+        self.console.print(f"[{self.seconds - self.left:6.1f} s] {text}", highlight=False)
+
+    @property
+    def work(self) -> Path:
+        """Folder of unfinished work, beside what the stage leaves in `out`."""
+        mark = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"draftsim-suite-{mark}"
+
+    def meta(self) -> dict[str, Any]:
+        """Provenance of everything measured here."""
+        return {
+            **describe_device(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quick": self.quick,
+        }
+
+    def free_bytes(self) -> int:
+        """Device memory that models and caches may still take."""
+        if self.device.type != "cuda":
+            return 8 << 30
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(0, free - RESERVE)
+
+    def release(self) -> None:
+        """Hand freed memory back, so that the next pair finds it."""
+        import gc
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def lacks_memory(self, pair: PairShape) -> str | None:
+        """Why a pair's weights do not fit, and what does; None if they do."""
+        needed, free = pair.parameters * self.dtype.itemsize, self.free_bytes()
+        if needed <= 0.95 * free:
+            return None
+        return (
+            f"{pair.name} needs {needed / 2**30:.1f} GiB for its weights and this device has "
+            f"{free / 2**30:.1f} GiB free: left out; the smaller pairs are measured, "
+            "or name one with --pairs vicuna-7b+68m"
+        )
+
+
+def open_workplace(
+    device: str, out: Path, *, seconds: float, quick: bool = False, dtype: str | None = None
+) -> Workplace:
+    """The place a stage runs at.
+
+    Raises
+    ------
+    DraftsimError
+        If the device is not there, has no such dtype, or the folder cannot be made.
+    """
+    where = choose_device(device)
+    if where.type == "cuda":
+        # Its plans are made per shape, which neither capture nor short timings can pay for.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.cuda.set_device(where)
+    kind = choose_dtype(dtype, where)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DraftsimError(f"cannot make the folder {out}: {error.strerror}") from None
+    place = Workplace(out, where, kind, seconds, quick)
+    if where.type == "cuda" and kind is torch.float16 and dtype is None:
+        place.say("this GPU has no bfloat16: everything is measured in float16 instead")
+    return place
+
+
+def clocks(device: torch.device) -> dict[str, str]:
+    """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return {}
+    index = device.index or 0
+    command = [
+        "nvidia-smi", f"--id={index}", f"--query-gpu={','.join(CLOCKS)}",
+        "--format=csv,noheader,nounits",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = [part.strip() for part in done.stdout.strip().split(",")]
+    return dict(zip(CLOCKS, values, strict=False))
+
+
+class Ledger:
+    """Finished units of a stage, so that a stopped one goes on with the next.
+
+    Raises DraftsimError if the folder holds a stopped run with other settings.
+    """
+
+    def __init__(self, place: Workplace, stage: str, settings: Mapping[str, Any]) -> None:
+        self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
+        self.units: dict[str, dict[str, Any]] = {}
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """What a unit left when it was finished before, or None."""
+        kept = self._kept.get(name)
+        if kept is not None:
+            self.units[name] = json.loads(str(kept["unit"]))
+        return self.units.get(name)
+
+    def put(self, name: str, unit: dict[str, Any]) -> None:
+        """Keep a finished unit."""
+        self.units[name] = unit
+        self._kept.put(name, {"unit": np.array(json.dumps(unit))})
+
+    def close(self) -> None:
+        """The stage is done: forget its pieces."""
+        self._kept.close()
+
+
+def write_results(path: Path, results: Mapping[str, Any]) -> None:
+    """Write a stage's results as JSON, atomically."""
+    write_atomically(path, json.dumps(results, indent=1, default=float).encode())

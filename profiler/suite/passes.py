@@ -1,0 +1,149 @@
+"""Times single passes as the decoder runs them, and parts of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from profiler.decoder import ModelToken
+from profiler.graphs import GraphRunner
+from profiler.latency import Stopwatch
+from profiler.runner import Runner
+
+EAGER, GRAPH = "eager", "graph"
+MODES = (EAGER, GRAPH)
+MOST = 16
+"""Passes in one timing at most."""
+
+
+class Sample(NamedTuple):
+    """Median and half the interquartile range of some repeats, seconds."""
+
+    median_s: float
+    spread_s: float
+    repeats: int
+
+
+def make_runner(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:
+    """The runner of a mode: what Hugging Face users get, or what an engine does."""
+    return (GraphRunner if mode == GRAPH else Runner)(model, slots, batch)
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls in the middle of a stream of them.
+
+    Calls follow each other without waiting, as passes within a round do: the host prepares
+    one while the device still runs the last.  What waiting adds is measured in whole rounds
+    (`profiler.suite.rounds`).
+
+    Parameters
+    ----------
+    repeats:
+        Timings of a call.
+    enough_s:
+        A timing holds so many calls that it lasts this long, three to MOST of them.
+    """
+
+    device: torch.device
+    repeats: int = 5
+    enough_s: float = 0.008
+
+    def time(self, run: Callable[[], object], alone: bool = False) -> Sample:
+        """Seconds of one call; ``alone`` waits around each, as prefill does."""
+        watch = Stopwatch(self.device)
+        run()
+        first = watch.time(run)
+        count = 1 if alone else int(np.clip(np.ceil(self.enough_s / max(first, 1e-7)), 3, MOST))
+
+        def several() -> None:
+            for _ in range(count):
+                run()
+
+        samples = np.array([watch.time(several) / count for _ in range(self.repeats)])
+        low, median, high = np.quantile(samples, [0.25, 0.5, 0.75])
+        return Sample(float(median), float(high - low) / 2, self.repeats)
+
+
+def fill(runner: Runner) -> None:
+    """Random keys and values in every slot: zeros would draw less power than text does."""
+    runner.forward_batch(
+        torch.zeros(1, 1, dtype=torch.long, device=runner.device),
+        torch.zeros(1, 1, dtype=torch.long, device=runner.device), 1,
+    )  # fmt: skip
+    with torch.inference_mode():
+        for layer in runner.cache.layers:
+            for states in (layer.keys, layer.values):  # type: ignore[union-attr]
+                assert states is not None
+                states.normal_()
+
+
+def random_ids(runner: Runner, *shape: int) -> Tensor:
+    """Token ids on the runner's device, the same every time."""
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(runner.vocab_size, shape, generator=seeded).to(runner.device)
+
+
+def forward_call(
+    runner: Runner, batch: int, width: int, context: int, *, drafts: bool
+) -> Callable[[], object]:
+    """One pass with the choice of tokens behind it, as target or as draft."""
+    if batch == 1:
+        ids = random_ids(runner, width)
+        keep = 1 if drafts else width
+        return lambda: runner.forward(ids, context, keep=keep).argmax(-1)
+    many = random_ids(runner, batch, width)
+    places = torch.arange(context, context + width, device=runner.device).expand(batch, width)
+    keep = 1 if drafts else 0
+    return lambda: runner.forward_batch(many, places, context + width, keep=keep).argmax(-1)
+
+
+def cell(model: str, phase: str, batch: int, width: int, context: int, s: Sample) -> list[Any]:
+    """A row of `traces.latency.CELL_COLUMNS`."""
+    return [model, phase, batch, width, context, s.median_s, s.spread_s, s.repeats]
+
+
+def prefill_cells(
+    runner: Runner, model: str, lengths: Sequence[int], timer: Timer
+) -> list[list[Any]]:
+    """Cells of whole prompts, each waited for."""
+    rows = []
+    for length in lengths:
+        ids = random_ids(runner, length)
+
+        def run(ids: Tensor = ids) -> object:
+            return runner.forward(ids, 0, keep=1)
+
+        sample = timer.time(run, alone=True)
+        rows.append(cell(model, "prefill", 1, length, 0, sample))
+    return rows
+
+
+def choice_parts(runner: Runner, timer: Timer) -> list[dict[str, Any]]:
+    """Times of what happens to logits: argmax, a draw at T = 1, copying, a draft's signals."""
+    device, dtype = runner.device, runner.model.dtype
+    rows = torch.randn(8, runner.vocab_size, device=device, dtype=dtype)
+    one = rows[:1]
+    token = one.argmax(-1)
+
+    def draw() -> Tensor:
+        weights = torch.softmax(one.float(), -1)
+        return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
+
+    # A new token each time: one keeps what it has fetched.
+    calls: dict[str, Callable[[], object]] = {
+        "argmax of 1 row": lambda: one.argmax(-1),
+        "argmax of 8 rows": lambda: rows.argmax(-1),
+        "draw of 1 row at T = 1": draw,
+        "copy of 1 row of logits": one.clone,
+        "signals of 1 row, fetched": lambda: ModelToken(token, one, 0.0, None).prob,
+        "rollback (cache placement)": lambda: runner.cache.place(0),
+    }
+    with torch.inference_mode():
+        samples = {name: timer.time(run) for name, run in calls.items()}
+    return [{"part": name, **sample._asdict()} for name, sample in samples.items()]

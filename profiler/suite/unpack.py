@@ -1,0 +1,107 @@
+"""Sorts what the stages left into a folder per pair and mode, as recordings are bundled."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from traces.errors import DraftsimError
+from traces.files import read_latency, write_latency
+from traces.latency import LatencyTable
+from traces.measured import MeasuredRuns, read_measured, write_measured
+from traces.parquet import write_atomically
+
+STAGES = {
+    "latency": ("latency.parquet", None, None),
+    "forced": (None, "forced-measured.parquet", "forced-trace.parquet"),
+    "trained": ("trained-latency.parquet", "trained-measured.parquet", "trained-trace.parquet"),
+}
+"""Per stage its latency table, its measured runs, and the trace they belong to."""
+
+EXTRAS = {"trained": ("trained-sampled.parquet", "trained-exits.parquet")}
+
+
+def unpack(out: Path, into: Path) -> list[Path]:
+    """Write ``<into>/<device>-<pair>-<mode>/`` with latency, trace, measured and provenance.
+
+    `out` holds the files of one stage or more, or a folder per stage.  Returns the folders.
+
+    Raises
+    ------
+    DraftsimError
+        If there is nothing of the suite in `out`, or a file is damaged.
+    """
+    found = [
+        (stage, folder, json.loads((folder / f"{stage}.json").read_text()))
+        for folder in (out, *sorted(p for p in out.glob("*") if p.is_dir()))
+        for stage in STAGES if (folder / f"{stage}.json").is_file()
+    ]  # fmt: skip
+    if not found:
+        raise DraftsimError(
+            f"{out} holds no results of profiler.suite: run a stage with --out {out}"
+        )
+    made: dict[str, Path] = {}
+    for stage, folder, results in found:
+        latency, measured, trace = STAGES[stage]
+        device = device_name(results["meta"])
+        if latency and (folder / latency).is_file():
+            table = read_latency(folder / latency)
+            for pair, mode in sorted({tuple(m.split("/")[:2]) for m in table.cells["model"]}):
+                place = _folder(into, device, pair, mode, made)
+                write_latency(tables_of(table, pair, mode), place / "latency.parquet")
+                _provenance(place, stage, results, f"{pair}.{mode}")
+        if measured and trace and (folder / measured).is_file():
+            runs = read_measured(folder / measured)
+            for (pair, mode), part in runs.times.groupby(["pair", "mode"]):
+                place = _folder(into, device, str(pair), str(mode), made)
+                times = part.drop(columns=["pair", "mode"]).reset_index(drop=True)
+                write_measured(MeasuredRuns(times, runs.meta), place / "measured.parquet")
+                shutil.copyfile(folder / trace, place / "trace.parquet")
+                _provenance(place, stage, results, f"{pair}.{mode}")
+                for extra in EXTRAS.get(stage, ()):
+                    if (folder / extra).is_file():
+                        name = extra.removeprefix(f"{stage}-")
+                        shutil.copyfile(folder / extra, place / name)
+    return list(made.values())
+
+
+def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
+    """One pair's table of a mode, its models named as usual."""
+    prefix = f"{pair}/{mode}/"
+    own = table.cells[table.cells["model"].str.startswith(prefix)].copy()
+    own["model"] = own["model"].str.removeprefix(prefix)
+    shapes = table.meta.get("shapes", {}).get(pair, {})
+    meta = {**table.meta, "pair": pair, "mode": mode, "shapes": shapes}
+    return LatencyTable(own.reset_index(drop=True), meta)
+
+
+def device_name(meta: dict[str, Any]) -> str:
+    """A short name for file paths: "NVIDIA H200" -> "h200".
+
+    >>> device_name({"device": "NVIDIA A100-SXM4-80GB"})
+    'a100-sxm4-80gb'
+    """
+    text = str(meta.get("device", "device")).lower().removeprefix("nvidia ")
+    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")[:24]
+
+
+def _folder(into: Path, device: str, pair: str, mode: str, made: dict[str, Path]) -> Path:
+    name = f"{device}-{pair}-{mode}"
+    if name not in made:
+        made[name] = into / name
+        made[name].mkdir(parents=True, exist_ok=True)
+    return made[name]
+
+
+def _provenance(place: Path, stage: str, results: dict[str, Any], unit: str) -> None:
+    """Add a stage's account of the unit to ``provenance.json``."""
+    path = place / "provenance.json"
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    units = results.get("units", {})
+    own = {name: value for name, value in units.items() if name.startswith(unit)}
+    shared = {k: v for k, v in results.items() if k != "units"}
+    kept[stage] = {**shared, "units": own}
+    write_atomically(path, json.dumps(kept, indent=1).encode())

@@ -1,0 +1,79 @@
+"""A token drafted by a real model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from profiler.signals import log_probs_at, signals
+
+
+class ModelToken:
+    """A token just drafted; its signals come to the host only when somebody reads one."""
+
+    __slots__ = ("_eos", "_id", "_logits", "_temperature", "_values", "device_id")
+
+    def __init__(
+        self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int] | None
+    ) -> None:
+        self.device_id = device_id  # (1,)
+        self._logits = logits  # (1, vocab)
+        self._temperature = temperature
+        self._eos = eos
+        self._values: tuple[float, ...] | None = None
+        self._id: int | None = None
+
+    def fill(self, token_id: int, values: tuple[float, ...]) -> None:
+        """Take what a shared transfer brought: the id, and the signals unless empty."""
+        self._id = token_id
+        self._values = self._values or values or None
+
+    @property
+    def logits(self) -> Tensor:
+        """Raw draft logits, (1, vocab)."""
+        return self._logits
+
+    def _fetch(self) -> tuple[float, ...]:
+        # One transfer for all signals: the wait costs more than the numbers.
+        if self._values is None:
+            log_prob = log_probs_at(self._logits, self.device_id, self._temperature)
+            parts = [signals(self._logits).stack()[0], log_prob]
+            self._values = tuple(torch.cat(parts).tolist())
+        return self._values
+
+    @property
+    def token_id(self) -> int:
+        """Vocabulary id."""
+        if self._id is None:
+            self._id = int(self.device_id)
+        return self._id
+
+    @property
+    def prob(self) -> float:
+        """Probability the draft gave the token, at the sampling temperature."""
+        # exp in float64 of a float32, exactly as Trace.signal derives it.
+        return math.exp(self._fetch()[4])
+
+    @property
+    def entropy(self) -> float:
+        """Entropy at T = 1, nats."""
+        return self._fetch()[3]
+
+    @property
+    def logit_margin(self) -> float:
+        """Top-1 minus top-2 raw logit."""
+        top1, top2, *_ = self._fetch()
+        return top1 - top2
+
+    @property
+    def prob_margin(self) -> float:
+        """Top-1 minus top-2 probability at T = 1."""
+        top1, top2, lse, *_ = self._fetch()
+        return math.exp(top1 - lse) - math.exp(top2 - lse)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the draft proposed EOS (never, where nobody watches for it)."""
+        return self._eos is not None and self.token_id in self._eos

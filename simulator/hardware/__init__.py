@@ -1,0 +1,22 @@
+"""Another GPU than the one measured: data sheets, a cost model, and its error."""
+
+from simulator.hardware.devices import DEVICES, Device, find_device
+from simulator.hardware.measured import check_recording
+from simulator.hardware.published import check_published
+from simulator.hardware.roofline import Observation, Roofline, observations
+from simulator.hardware.scaling import carry_over
+from simulator.hardware.shapes import SHAPES, ModelShape
+
+__all__ = [
+    "DEVICES",
+    "SHAPES",
+    "Device",
+    "ModelShape",
+    "Observation",
+    "Roofline",
+    "carry_over",
+    "check_published",
+    "check_recording",
+    "find_device",
+    "observations",
+]

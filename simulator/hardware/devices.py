@@ -1,0 +1,77 @@
+"""GPUs as their data sheets describe them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from traces.errors import DraftsimError
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU's peak rates.
+
+    ``bandwidth``: memory, bytes/s.  ``flops``: dense bf16 with fp32 accumulation, 1/s
+    (no sparsity).  ``memory``: bytes.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    memory: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops", "memory"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise DraftsimError(f"{name} of {self.name!r} is {value}, expected > 0")
+
+
+_AMPERE = "NVIDIA A100 Tensor Core GPU data sheet (2021)"
+_HOPPER = "NVIDIA H100 Tensor Core GPU data sheet, SXM (1,979 TFLOP/s with sparsity, halved)"
+_H800 = "NVIDIA H800 Tensor Core GPU data sheet, SXM: memory and bf16 as the H100's"
+
+_ALL = (
+    Device("a100-40gb", 1555e9, 312e12, 40e9, f"{_AMPERE}, SXM 40 GB"),
+    Device("a100-80gb", 2039e9, 312e12, 80e9, f"{_AMPERE}, SXM 80 GB"),
+    Device("h100", 3350e9, 989.5e12, 80e9, _HOPPER),
+    Device("h200", 4800e9, 989.5e12, 141e9, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
+    Device("h800", 3350e9, 989.5e12, 80e9, _H800),
+    Device(
+        "rtx-3090", 936e9, 71e12, 24e9,
+        "NVIDIA Ampere GA102 GPU Architecture white paper, tables 2 and 9 (bf16, fp32 accumulate)",
+    ),
+)  # fmt: skip
+
+DEVICES: Mapping[str, Device] = {d.name: d for d in _ALL}
+
+_ALIASES = {
+    "a100": "a100-80gb", "3090": "rtx-3090", "rtx3090": "rtx-3090",
+}  # fmt: skip
+
+
+def find_device(name: str) -> Device:
+    """The device called `name`, as in `DEVICES` or as torch names it ("NVIDIA H200").
+
+    Raises DraftsimError with the nearest name.
+
+    >>> find_device("NVIDIA H100 80GB HBM3").name
+    'h100'
+    """
+    text = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-")
+    text = _ALIASES.get(text, text)
+    if text in DEVICES:
+        return DEVICES[text]
+    if text.startswith("a100") and "40gb" in text:
+        return DEVICES["a100-40gb"]
+    for key in ("h200", "h100", "h800", "a100", "rtx-3090"):
+        if text.startswith(key) and "nvl" not in text and "pcie" not in text:
+            return DEVICES[_ALIASES.get(key, key)]
+    close = difflib.get_close_matches(text, DEVICES, n=1, cutoff=0.3)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise DraftsimError(
+        f"device {name!r} has no data-sheet entry{hint}: the known ones are {', '.join(DEVICES)}"
+    )

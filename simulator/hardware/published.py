@@ -1,0 +1,107 @@
+"""The cost model against published latencies, its error printed and not hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from simulator.hardware.devices import DEVICES
+from simulator.hardware.roofline import Observation, Roofline
+from simulator.hardware.shapes import SHAPES
+
+GAMMATUNE_1: Mapping[str, float] = {
+    "meta-llama/Llama-3.2-1B-Instruct": 8.87,
+    "meta-llama/Llama-3.1-8B": 16.65,
+    "meta-llama/Llama-3.1-70B": 925.05,
+    "double7/vicuna-68m": 1.76,
+    "double7/vicuna-160m": 5.61,
+    "lmsys/vicuna-7b-v1.5": 14.29,
+    "lmsys/vicuna-13b-v1.5": 20.15,
+}
+"""Milliseconds a token on one H100 (GammaTune, arXiv:2504.00030, Table 1)."""
+
+QUANTISED = ("meta-llama/Llama-3.1-70B",)
+"""int4 by the table, int8 by the text: its kernels are not those of the others."""
+
+SPECBOUND_3_AR_MS = 17.5
+"""Vicuna-7B, plain decoding, batch 1, H800 (SpecBound, arXiv:2604.12247, Table 3)."""
+
+SPECBOUND_4: Mapping[str, tuple[float, float]] = {
+    "Math": (1.89, 1.81), "Multi-turn": (1.65, 1.58), "QA": (2.16, 2.12), "RAG": (2.31, 2.13),
+    "Summary": (1.95, 1.92), "Translation": (2.94, 2.69), "Overall": (2.15, 2.01),
+}  # fmt: skip
+"""SpecBound's speedup on H800 and on RTX 3090, Vicuna-7B (Table 4)."""
+
+CONTEXT = 512
+"""Tokens in the cache that the published means are read at; none of the papers says."""
+
+LAUNCHES = ("fixed_s", "layer_s")
+
+COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
+
+
+def check_published(
+    fitted: Roofline | None = None, *, depth: float = 0.3, width: int = 4
+) -> pd.DataFrame:
+    """Published latencies and speedups beside the model's; ``error`` is ours / published - 1.
+
+    Parameters
+    ----------
+    fitted:
+        An eager model fitted to a measured table, carried over to each paper's device
+        (kind ``scaled``).  Without one the launches are fitted to GammaTune's other
+        unquantised models (kind ``left out``: the row itself never enters its own fit) and
+        all of them serve the SpecBound rows (kind ``fitted elsewhere``).
+    depth, width:
+        SpecBound's draft phase as a share of the layers, and positions a round: the two
+        devices' speedups differ by what a pass of that width costs on each.
+
+    Notes
+    -----
+    Times are milliseconds (GammaTune 1, SpecBound 3); SpecBound 4 gives the speedup on the
+    RTX 3090 over that on the H800.
+    """
+    rows: list[tuple[object, ...]] = []
+    h100 = DEVICES["h100"]
+    plain = [name for name in GAMMATUNE_1 if name not in QUANTISED]
+    for name, published in GAMMATUNE_1.items():
+        others = [n for n in plain if n != name]
+        model = fitted.on(h100) if fitted else _launches(others)
+        ours = 1e3 * float(model.seconds(SHAPES[name], context=CONTEXT))
+        kind = "scaled" if fitted else "left out"
+        if name in QUANTISED:
+            kind += ", quantised"
+        rows.append(_row("GammaTune 1, ms", name, "h100", published, ours, kind))
+    everyone = fitted or _launches(plain)
+    kind = "scaled" if fitted else "fitted elsewhere"
+    vicuna = SHAPES["lmsys/vicuna-7b-v1.5"]
+    h800, rtx = everyone.on(DEVICES["h800"]), everyone.on(DEVICES["rtx-3090"])
+    ours = 1e3 * float(h800.seconds(vicuna, context=CONTEXT))
+    rows.append(_row("SpecBound 3, ms", "AR", "h800", SPECBOUND_3_AR_MS, ours, kind))
+
+    def round_cost(model: Roofline) -> float:
+        """A round over a plain step (SpecBound, eq. 3, with the measured cost of a width)."""
+        one, wide = (
+            float(model.seconds(vicuna, new_tokens=n, context=CONTEXT)) for n in (1, width)
+        )
+        return width * depth + (1 - depth) * wide / one
+
+    ratio = round_cost(h800) / round_cost(rtx)
+    rows += [
+        _row("SpecBound 4, 3090/H800", task, "rtx-3090", slow / fast, ratio, kind)
+        for task, (fast, slow) in SPECBOUND_4.items()
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _launches(names: Sequence[str]) -> Roofline:
+    """Launch times of eager decoding, from published single-token latencies."""
+    observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_1[n] / 1e3) for n in names]
+    return Roofline(DEVICES["h100"], "eager").fitted(observed, LAUNCHES)
+
+
+def _row(
+    table: str, row: str, device: str, published: float, ours: float, kind: str
+) -> tuple[object, ...]:
+    return table, row, device, published, ours, ours / published - 1, kind

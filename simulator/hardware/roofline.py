@@ -1,0 +1,164 @@
+"""A transformer pass as bytes, operations and launches, fitted to measured cells.
+
+    roof   = max(bytes / (memory_share x bandwidth), operations / (compute_share x flops))
+    eager  = fixed + max(layers x layer_s, roof)     the host launches while the device runs
+    graph  = fixed + layers x layer_s + roof         what is left between a graph's kernels
+
+bytes: the weights once, and every sequence's cache; operations: two per weight and token,
+and four per cached position, token and hidden unit of every layer (the roofline model of
+Williams et al. 2009, with launches as in LLM inference in eager mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+
+from simulator.hardware.devices import Device
+from simulator.hardware.shapes import ModelShape
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+
+Mode = Literal["eager", "graph"]
+Floats = npt.NDArray[np.float64]
+
+FREE = ("fixed_s", "layer_s", "memory_share", "compute_share")
+_BOUNDS = {
+    "fixed_s": (1e-9, 1.0), "layer_s": (1e-9, 1e-1),
+    "memory_share": (1e-3, 1.0), "compute_share": (1e-3, 1.0),
+}  # fmt: skip
+
+
+class Observation(NamedTuple):
+    """One measured pass."""
+
+    shape: ModelShape
+    batch: int
+    new_tokens: int
+    context: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of a pass on a device; the defaults are guesses until fitted.
+
+    Parameters
+    ----------
+    device:
+        Peak rates.
+    mode:
+        ``eager`` or ``graph``.
+    fixed_s, layer_s:
+        Seconds per pass and per layer that no rate explains: launches and gaps.
+    memory_share, compute_share:
+        Shares of the peak rates that are reached.
+    """
+
+    device: Device
+    mode: Mode = "eager"
+    fixed_s: float = 1e-4
+    layer_s: float = 4e-4
+    memory_share: float = 0.75
+    compute_share: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("eager", "graph"):
+            raise DraftsimError(f"mode is {self.mode!r}, expected 'eager' or 'graph'")
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not 0 <= value <= high:
+                raise DraftsimError(f"{name} is {value}, expected 0..{high}")
+            if value == 0 and name.endswith("share"):
+                raise DraftsimError(f"{name} is 0, expected at least {low}")
+
+    def roof_s(
+        self, shape: ModelShape, batch: npt.ArrayLike = 1, new_tokens: npt.ArrayLike = 1,
+        context: npt.ArrayLike = 0,
+    ) -> Floats:  # fmt: skip
+        """Seconds by memory and arithmetic alone; sizes broadcast."""
+        b, n, c = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
+        moved = shape.weights * shape.weight_bytes + b * (c + n) * shape.kv_values * shape.kv_bytes
+        done = 2 * b * n * shape.weights + 4 * b * n * (c + n) * shape.layers * shape.hidden
+        memory = moved / (self.memory_share * self.device.bandwidth)
+        return np.asarray(np.maximum(memory, done / (self.compute_share * self.device.flops)))
+
+    def seconds(
+        self, shape: ModelShape, batch: npt.ArrayLike = 1, new_tokens: npt.ArrayLike = 1,
+        context: npt.ArrayLike = 0,
+    ) -> Floats:  # fmt: skip
+        """Seconds of a pass; sizes broadcast."""
+        roof = self.roof_s(shape, batch, new_tokens, context)
+        launches = shape.layers * self.layer_s
+        if self.mode == "eager":
+            return np.asarray(self.fixed_s + np.maximum(launches, roof))
+        return np.asarray(self.fixed_s + launches + roof)
+
+    def on(self, device: Device) -> Roofline:
+        """The same launches and shares of the peak rates on another device."""
+        return replace(self, device=device)
+
+    def fitted(self, observed: Sequence[Observation], free: Sequence[str] = FREE) -> Roofline:
+        """The parameters in `free` fitted to relative errors, the others as they are.
+
+        Raises
+        ------
+        DraftsimError
+            If there are fewer observations than free parameters, or a name is unknown.
+        """
+        if unknown := [name for name in free if name not in FREE]:
+            raise DraftsimError(f"{unknown[0]!r} is no parameter, expected of {', '.join(FREE)}")
+        if len(observed) < len(free):
+            raise DraftsimError(
+                f"{len(observed)} observation(s) cannot fit {len(free)} parameters: measure more "
+                "passes or fix some parameters"
+            )
+        measured = np.log([o.seconds for o in observed])
+        groups: dict[ModelShape, list[int]] = {}
+        for i, o in enumerate(observed):
+            groups.setdefault(o.shape, []).append(i)
+        sizes = np.array([(o.batch, o.new_tokens, o.context) for o in observed], dtype=float)
+
+        def made(x: Floats) -> Roofline:
+            return replace(self, **dict(zip(free, np.exp(x).tolist(), strict=True)))
+
+        def errors(x: Floats) -> Floats:
+            model, out = made(x), np.empty(len(observed))
+            for shape, rows in groups.items():
+                out[rows] = np.log(model.seconds(shape, *sizes[rows].T))
+            return out - measured
+
+        low, high = (np.log([_BOUNDS[name][side] for name in free]) for side in (0, 1))
+        best = None
+        # The maximum has kinks: a few starts, the best of them.
+        for scale in (1.0, 0.3, 0.05):
+            start = [getattr(self, n) * (scale if n.endswith("_s") else 1.0) for n in free]
+            x0 = np.clip(np.log(np.maximum(start, 1e-9)), low + 1e-6, high - 1e-6)
+            found = least_squares(errors, x0, bounds=(low, high), loss="soft_l1", f_scale=0.1)
+            if best is None or found.cost < best.cost:
+                best = found
+        assert best is not None
+        return made(np.minimum(best.x, high))
+
+    def errors(self, observed: Sequence[Observation]) -> Floats:
+        """Relative error of every observation, positive where the model is too slow."""
+        own = [float(self.seconds(o.shape, o.batch, o.new_tokens, o.context)) for o in observed]
+        return np.array(own) / np.array([o.seconds for o in observed]) - 1
+
+
+def observations(table: LatencyTable, shapes: Mapping[str, ModelShape]) -> list[Observation]:
+    """The forward passes of a table, of the models whose shapes are given."""
+    cells = table.cells[table.cells["phase"] == "forward"]
+    return [
+        Observation(shapes[str(m)], int(b), int(n), int(c), float(t))
+        for m, b, n, c, t in zip(
+            cells["model"], cells["batch"], cells["new_tokens"], cells["context"],
+            cells["median_s"], strict=True,
+        )
+        if m in shapes and t > 0
+    ]  # fmt: skip

@@ -1,0 +1,22 @@
+"""The four papers' published tables beside ours: SpecBound, CM-ASD, CSD and GammaTune.
+
+Every published cell is a row, marked with how ours relates to it (`rows.Kind`).  The papers
+contradict themselves in places; `notes.CONTRADICTIONS` lists where.
+"""
+
+from simulator.papers.compare import side_by_side
+from simulator.papers.notes import CONTRADICTIONS, notes_on
+from simulator.papers.ours import Ours
+from simulator.papers.quantities import quantity_rows
+from simulator.papers.rows import Kind, PaperTable, Row
+
+__all__ = [
+    "CONTRADICTIONS",
+    "Kind",
+    "Ours",
+    "PaperTable",
+    "Row",
+    "notes_on",
+    "quantity_rows",
+    "side_by_side",
+]

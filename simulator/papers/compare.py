@@ -1,0 +1,82 @@
+"""All rows of the comparison, table by table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from policies.gammatune import GammaTune
+from simulator.papers import published
+from simulator.papers.early_exit import early_exit_rows
+from simulator.papers.experiments import (
+    cmasd_rows,
+    csd_rows,
+    distribution_rows,
+    gammatune_rows,
+)
+from simulator.papers.ours import Ours, outcome
+from simulator.papers.quantities import SPECBOUND, quantity_rows
+from simulator.papers.rows import EXPERIMENT, WEIGHTS, PaperTable, Row
+from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
+from traces.errors import SignalError, TailError
+
+TABLES: tuple[PaperTable, ...] = (
+    published.CMASD_1, published.CMASD_2, published.CMASD_3, published.CMASD_4,
+    published.CMASD_5, published.CSD_MAIN, published.CSD_ABLATION, published.GAMMATUNE_1,
+    published.GAMMATUNE_2, published.SPECBOUND_2, published.SPECBOUND_3, published.SPECBOUND_4,
+    published.SPECBOUND_5,
+)  # fmt: skip
+
+
+def side_by_side(ours: Ours) -> list[Row]:
+    """One row per published cell, and per number of ours that has none, sorted by table.
+
+    An experiment that the recording cannot support (no target scores, no signals) is left
+    to the rows that need the papers' weights, with one row saying why.
+    """
+    experiments: dict[str, Callable[[Ours], list[Row]]] = {
+        published.GAMMATUNE_2.name: gammatune_rows,
+        published.CMASD_3.name: cmasd_rows,
+        published.CSD_ABLATION.name: csd_rows,
+        SPECBOUND: early_exit_rows,
+    }
+    done = quantity_rows()
+    for name, experiment in experiments.items():
+        try:
+            done += experiment(ours)
+        except (SignalError, TailError) as error:
+            done.append(Row(name, "our pair", "all", None, None, EXPERIMENT, str(error)))
+    if not any(row.table == published.SPECBOUND_5.name for row in done):
+        done += _draft_model_distribution(ours)
+    done += _specbound_missing(done)
+    for table in TABLES:
+        done += table.missing(done)
+    order = {name: i for i, name in enumerate(dict.fromkeys([t.name for t in TABLES]))}
+    return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
+
+
+def _draft_model_distribution(ours: Ours) -> list[Row]:
+    gamma = min(ours.trace.max_gamma or 24, 24)
+    try:
+        log = outcome(ours, GammaTune(gamma=min(4, gamma), gamma_max=gamma)).log
+        return distribution_rows(
+            log, ours, "GammaTune with a draft model: no early exits were recorded"
+        )
+    except SignalError as error:
+        name = published.SPECBOUND_5.name
+        return [Row(name, "our pair", "percent", None, None, EXPERIMENT, str(error))]
+
+
+def _specbound_missing(done: list[Row]) -> list[Row]:
+    """Table 1's cells that no row compares."""
+    compared = {(row.row, row.column) for row in done if row.table == SPECBOUND}
+    cells = [
+        (f"{model} {method}", f"{task} {column}", value)
+        for (model, method), line in SPECBOUND_1.items()
+        for column, values in (("CR", line.compression), ("SD", line.speedup))
+        for task, value in zip(TASKS, values, strict=True)
+    ]
+    return [
+        Row(SPECBOUND, row, column, value, None, WEIGHTS)
+        for row, column, value in cells
+        if (row, column) not in compared
+    ]

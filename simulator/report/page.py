@@ -1,0 +1,123 @@
+"""Renders the page: one HTML file with its style, script and data inside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from simulator.plots import COLOURS
+from simulator.report.data import report_data
+from traces.errors import DraftsimError, FileError
+from traces.latency import LatencyTable
+from traces.measured import MeasuredRuns
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+
+def build_report(
+    trace: Trace,
+    latency: LatencyTable,
+    logs: Sequence[RoundLog],
+    *,
+    measured: MeasuredRuns | None = None,
+    title: str = "run",
+    serve: bool = True,
+    resamples: int = 2000,
+) -> str:
+    """The page about a recording, as HTML that needs nothing else.
+
+    Parameters
+    ----------
+    trace, latency:
+        The recording and its costs.
+    logs:
+        Replays of `trace` to rank, one per policy.
+    measured:
+        Real runs to hold predictions against.
+    title:
+        What the run is called.
+    serve:
+        Whether to serve batches in simulated time, where the table has measured some.
+    resamples:
+        Of the bootstrap over prompts.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no log, or as of the computations behind the page.
+    """
+    if not logs:
+        raise DraftsimError("no round log was given: name at least one policy")
+    data = report_data(trace, latency, logs, measured=measured, serve=serve, resamples=resamples)
+    return render(data, title)
+
+
+def render(data: dict[str, Any], title: str) -> str:
+    """The HTML of `simulator.report.data.report_data`."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+                              lstrip_blocks=True)  # fmt: skip
+    environment.filters.update(
+        speedup=_speedup, percent=_percent, signed=_signed, figure=_figure, named=_named
+    )
+    return environment.from_string(_asset("page.html")).render(
+        title=title,
+        data=data,
+        style=Markup(_asset("page.css")),
+        script=Markup(_asset("charts.js") + _asset("page.js").replace('"use strict";\n', "", 1)),
+        # "</script>" inside a name must not end the element.
+        json=Markup(
+            json.dumps({**data, "colours": COLOURS}, allow_nan=False, separators=(",", ":"))
+            .replace("<", "\\u003c")
+        ),
+    )  # fmt: skip
+
+
+def write_report(page: str, path: str | os.PathLike[str]) -> None:
+    """Write the page: whole, or not at all; `FileError` says why not."""
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise FileError(f"cannot write {target}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(page)
+        os.chmod(name, 0o644)
+        os.replace(name, target)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True)
+        raise FileError(f"cannot write {target}: {error.strerror}") from None
+
+
+def _asset(name: str) -> str:
+    return files("simulator.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _speedup(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{100 * value:.{digits}f}\u00a0%"
+
+
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:+.1f}\u00a0%"
+
+
+def _named(policy: str) -> Markup:
+    """A policy's name that may break after its colon and commas, and nowhere else."""
+    return Markup(re.sub(r"([:,])", r"\1<wbr>", str(escape(policy))))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,47 @@
+"""Offline search for what a serving engine reads, with the gain it should bring.
+
+>>> from simulator.tune import check_vllm
+>>> check_vllm(
+...     {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 8, 3]]}
+... )
+"""
+
+from simulator.tune.choice import Choice, Objective, choose, cross_fitted
+from simulator.tune.costs import Grid, Slo, default_batches, fixed_logs, price_grid
+from simulator.tune.formats import (
+    SettingsError,
+    check_huggingface,
+    check_settings,
+    check_sglang,
+    check_vllm,
+)
+from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.served import compare_served
+from simulator.tune.settings import ENGINES, TUNE_COLUMNS, Tuned, write_settings
+from simulator.tune.sglang import tune_sglang
+from simulator.tune.vllm import tune_vllm
+
+__all__ = [
+    "ENGINES",
+    "TUNE_COLUMNS",
+    "Choice",
+    "Grid",
+    "Objective",
+    "SettingsError",
+    "Slo",
+    "Tuned",
+    "check_huggingface",
+    "check_settings",
+    "check_sglang",
+    "check_vllm",
+    "choose",
+    "compare_served",
+    "cross_fitted",
+    "default_batches",
+    "fixed_logs",
+    "price_grid",
+    "tune_huggingface",
+    "tune_sglang",
+    "tune_vllm",
+    "write_settings",
+]

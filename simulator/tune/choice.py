@@ -1,0 +1,165 @@
+"""Choosing among settings by recorded prompts, with prompts as the unit of evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """Tokens per second of several options over the same prompts.
+
+    Parameters
+    ----------
+    tokens, seconds:
+        Tokens that count and seconds spent, per option and prompt: shape (options,
+        prompts).  Options stand in order of preference between equals, the one that
+        drafts least first.
+    weights:
+        How often each prompt counts in each bootstrap resample, shape (resamples,
+        prompts); of all prompts or of a part.
+    """
+
+    tokens: Floats
+    seconds: Floats
+    weights: Floats
+
+    @cached_property
+    def rates(self) -> Floats:
+        """Tokens per second of each option over all prompts, shape (options,)."""
+        return np.asarray(self.tokens.sum(axis=1) / self.seconds.sum(axis=1))
+
+    def on(self, prompts: Bools) -> Objective:
+        """The same options on some of the prompts, resampled among themselves."""
+        weights = self.weights[:, prompts]
+        return Objective(self.tokens[:, prompts], self.seconds[:, prompts], weights)
+
+    @property
+    def admissible(self) -> Bools:
+        """Options that the best does not beat beyond the interval, shape (options,).
+
+        The interval is the paired percentile bootstrap over prompts of the ratio of
+        their rates; a single prompt has none, and only the best is admissible.
+        """
+        best = int(np.argmax(self.rates))
+        equal = self.rates >= self.rates[best] * (1 - 1e-12)
+        if self.tokens.shape[1] < 2:
+            return np.asarray(equal)
+        tokens, seconds = self.tokens @ self.weights.T, self.seconds @ self.weights.T
+        drawn = ratio(tokens[best] * seconds, tokens * seconds[best])
+        # An option without tokens that count is beaten by any that has them.
+        drawn[np.isnan(drawn)] = np.inf
+        low = np.percentile(drawn, 50 * (1 - CONFIDENCE), axis=1, method="lower")
+        return np.asarray(equal | (low <= 1))
+
+
+class Choice(NamedTuple):
+    """An option and what it brings over a default, as a ratio of tokens per second."""
+
+    option: int
+    gain: float
+    lo: float
+    hi: float
+
+
+def choose(objective: Objective) -> int:
+    """The first admissible option: the one that drafts least of those as good as the best."""
+    return int(np.flatnonzero(objective.admissible)[0])
+
+
+def resamples(prompts: int, count: int, seed: int) -> Floats:
+    """Weights of `count` bootstrap resamples of the prompts, shape (count, prompts)."""
+    if count < 1:
+        raise DraftsimError(f"resamples is {count}, expected at least 1")
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(prompts, np.full(prompts, 1 / prompts), count).astype(float)
+
+
+def folds(categories: Sequence[str]) -> Bools:
+    """Every second prompt of each category: True where it belongs to the second half."""
+    seen: dict[str, int] = {}
+    second: Bools = np.zeros(len(categories), dtype=bool)
+    for i, category in enumerate(categories):
+        seen[category] = seen.get(category, 0) + 1
+        second[i] = seen[category] % 2 == 0
+    # Categories of one prompt each would all land in the first half.
+    return second if 4 * second.sum() >= len(second) else np.arange(len(second)) % 2 == 1
+
+
+def can_hold_back(second: Bools) -> bool:
+    """Whether both halves have two prompts or more, the fewest that can be resampled."""
+    return bool(min(second.sum(), (~second).sum()) >= 2)
+
+
+def cross_fitted(
+    objective: Objective,
+    second: Bools,
+    default: tuple[Floats, Floats],
+    option: int,
+    halves: tuple[int, int] | None = None,
+    default_option: int | None = None,
+) -> Choice:
+    """What choosing gains over `default` on prompts the choice was not made on.
+
+    Each half of the prompts is run under the option chosen on the other half; the gain
+    is that of both together, with its percentile bootstrap interval.
+
+    Parameters
+    ----------
+    objective, second:
+        The options, and which prompts form the second half (`folds`).
+    default:
+        Tokens and seconds of the default per prompt, each of shape (prompts,).
+    option:
+        What was chosen on all prompts, and is reported.
+    halves:
+        What is chosen on the first and on the second half.  None: too few prompts to
+        hold some back, the gain is that of `option` on the prompts that chose it.
+    default_option:
+        The default among the options, if it is one: choosing it gains nothing, exactly.
+    """
+    if option == default_option:
+        return Choice(option, 1.0, 1.0, 1.0)
+    chosen = np.full(len(second), option)
+    if halves is not None:
+        chosen = np.where(second, halves[0], halves[1])
+    prompt = np.arange(len(second))
+    own = np.stack([objective.tokens[chosen, prompt], objective.seconds[chosen, prompt]])
+    return Choice(option, *gain(own, np.stack(default), objective.weights))
+
+
+def gain(own: Floats, default: Floats, weights: Floats) -> tuple[float, float, float]:
+    """Ratio of tokens per second with its interval; leading axis (tokens, seconds)."""
+    total, base = own.sum(axis=1), default.sum(axis=1)
+    value = float(ratio(total[0] * base[1], base[0] * total[1]))
+    if own.shape[1] < 2:
+        return value, float("nan"), float("nan")
+    drawn_own, drawn_base = own @ weights.T, default @ weights.T
+    drawn = ratio(drawn_own[0] * drawn_base[1], drawn_base[0] * drawn_own[1])
+    drawn = drawn[np.isfinite(drawn)]
+    if not len(drawn):
+        return value, float("nan"), float("nan")
+    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
+    lo, hi = np.percentile(drawn, tails)
+    return value, float(lo), float(hi)
+
+
+def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
+    """Element-wise ratio, NaN where nothing stands below."""
+    a, b = np.broadcast_arrays(np.asarray(over, float), np.asarray(under, float))
+    out = np.full(a.shape, np.nan)
+    np.divide(a, b, out=out, where=b > 0)
+    return out

@@ -1,0 +1,159 @@
+"""Seconds of every fixed draft length at every batch and context, prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.basic import Fixed
+from simulator.pricing import Priced, autoregressive, price
+from traces.errors import DraftsimError
+from traces.latency import EXTRAPOLATED, LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+Floats = npt.NDArray[np.float64]
+
+DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Targets that a request must meet for its tokens to count, seconds.
+
+    ``ttft_s`` bounds the time to the first token, taken as the prompt's prefill after one
+    iteration of the running batch (queueing apart); ``tpot_s`` the time per output token.
+    """
+
+    ttft_s: float = float("inf")
+    tpot_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tpot_s"):
+            if not getattr(self, name) > 0:
+                raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Options priced at one batch and context.
+
+    ``tokens`` (those that count) and ``seconds`` per option and prompt, shape (options,
+    prompts); ``within``, the share of prompts that meet the targets, and ``outside``, the
+    share of passes read outside the measured cells, per option.
+    """
+
+    batch: int
+    context: int | None
+    tokens: Floats
+    seconds: Floats
+    within: Floats
+    outside: Floats
+
+
+def fixed_logs(trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS) -> dict[int, RoundLog]:
+    """The trace replayed at each fixed draft length that it can be; 0 is plain decoding.
+
+    Raises
+    ------
+    DraftsimError
+        If a length is negative or none remains, or the outputs are too short for a round.
+    """
+    most = trace.max_gamma
+    kept = sorted({k for k in lengths if most is None or k <= most})
+    if not kept or kept[0] < 0:
+        raise DraftsimError(f"draft lengths are {list(lengths)}, expected 0 to {most}")
+    logs = {k: replay(trace, Fixed(k), name=f"fixed:gamma={k}") for k in kept if k}
+    first = next(iter(logs.values())) if logs else replay(trace, Fixed(1))
+    if not len(first):
+        raise DraftsimError("no output is longer than its first token: nothing to tune on")
+    return {k: logs[k] if k else autoregressive(first) for k in kept}
+
+
+def default_batches(latency: LatencyTable) -> list[int]:
+    """Powers of two up to the largest batch that both models' passes were measured at."""
+    if latency.is_constant:
+        return [1]
+    cells = latency.cells[latency.cells["phase"] == "forward"]
+    largest = min((int(part["batch"].max()) for _, part in cells.groupby("model")), default=1)
+    return sorted({b for b in POWERS if b <= largest} | {largest})
+
+
+def default_contexts(latency: LatencyTable, longest: int) -> list[int]:
+    """The contexts that the target's passes were measured at.
+
+    The outermost are moved inwards, so that a round of `longest` drafts stays between them.
+    """
+    cells = latency.cells
+    own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
+    low, high = int(own["context"].min()), int(own["context"].max())
+    inside = (low + 2, max(high - longest - 2, low + 2))
+    return sorted({int(np.clip(c, *inside)) for c in own["context"]})
+
+
+def price_grid(
+    logs: Sequence[RoundLog],
+    latency: LatencyTable,
+    batch: int = 1,
+    context: int | None = None,
+    slo: Slo | None = None,
+) -> Grid:
+    """Price every log at one batch; `context` holds every round at that many cached tokens.
+
+    Raises
+    ------
+    DraftsimError
+        As of `simulator.pricing.price`.
+    """
+    runs = [price(_held_at(log, context), latency, batch=batch) for log in logs]
+    seconds = np.stack([run.decode_s for run in runs])
+    emitted = np.stack([run.log.per_request(run.log.rounds["emitted"]) for run in runs])
+    meets = np.stack([_meets(run, slo) for run in runs])
+    return Grid(
+        batch, context, emitted * meets, seconds,
+        np.array([m[e > 0].mean() if (e > 0).any() else 1.0
+                  for m, e in zip(meets, emitted, strict=True)]),
+        np.array([_outside(run, latency, batch, slo) for run in runs]),
+    )  # fmt: skip
+
+
+def _outside(run: Priced, latency: LatencyTable, batch: int, slo: Slo | None) -> float:
+    """Share of passes read outside the measured cells; prefill counts where TTFT does."""
+    passes, outside = run.passes.passes, run.passes.extrapolated
+    if slo is None or slo.ttft_s == float("inf"):
+        prompts = [r.prompt_length for r in run.log.requests]
+        models = ("target", "draft") if run.log.rounds["draft_forwards"].any() else ("target",)
+        for model in models:
+            if latency.has(model, "prefill"):
+                read = latency.estimate(model, "prefill", batch=batch, new_tokens=prompts)
+                passes -= len(prompts)
+                outside -= int((read.origin == EXTRAPOLATED).sum())
+    return max(outside, 0) / max(passes, 1)
+
+
+def _held_at(log: RoundLog, context: int | None) -> RoundLog:
+    """The log with every round at `context` tokens in the target's cache."""
+    if context is None:
+        return log
+    rounds = log.rounds.copy()
+    # Position 0 would mean that the round processes the prompt.
+    rounds["position"] = 1
+    requests = [
+        replace(r, prompt_length=max(context - 1, 0), prompt_ids=None) for r in log.requests
+    ]
+    return replace(log, rounds=rounds, requests=requests)
+
+
+def _meets(run: Priced, slo: Slo | None) -> Floats:
+    emitted = run.log.per_request(run.log.rounds["emitted"])
+    if slo is None:
+        return np.ones(len(emitted))
+    count = np.maximum(run.log.per_request(np.ones(len(run.log))), 1)
+    first_s = run.prefill_s + run.decode_s / count
+    late = (first_s > slo.ttft_s) | (run.decode_s > slo.tpot_s * emitted)
+    return np.asarray(~late, dtype=np.float64)

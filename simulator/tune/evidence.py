@@ -1,0 +1,96 @@
+"""Where the evidence behind a setting is thin, said in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from traces.latency import LatencyTable
+from traces.trace import Trace
+
+FEW_PROMPTS = 30
+"""Below this many prompts a bootstrap interval is itself a rough guess."""
+NOISY = 0.1
+"""Relative spread of repeated timings beyond which a cell's median is uncertain."""
+WIDE = 0.25
+"""Width of a gain's interval, relative to the gain, beyond which it is a rough guess."""
+ENOUGH = 0.95
+"""Share of prompts that should meet the targets."""
+GAP = 4
+"""Ratio of neighbouring batch sizes beyond which what lies between is a guess."""
+
+
+def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
+    """What the recording and the latency table leave uncertain."""
+    found = []
+    if len(trace.requests) < FEW_PROMPTS:
+        found.append(
+            f"only {len(trace.requests)} prompts were recorded: intervals are rough below "
+            f"{FEW_PROMPTS}"
+        )
+    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
+        found.append("the trace is approximate: positions that were not observed were filled in")
+    if "scaled" in latency.meta:
+        found.append(f"latencies were carried over, not measured here: {latency.meta['scaled']}")
+    if latency.is_constant:
+        found.append("constant latencies do not depend on batch or context: measure them")
+        return found
+    cells = latency.cells[latency.cells["phase"] == "forward"]
+    timed = cells[(cells["repeats"] > 1) & (cells["median_s"] > 0)]
+    if len(timed):
+        spread = float(np.median(timed["spread_s"] / timed["median_s"]))
+        if spread > NOISY:
+            found.append(
+                f"timings scatter by {spread:.0%} of their median from repeat to repeat, which "
+                "the intervals do not cover: profile on an idle device"
+            )
+    return found
+
+
+def about_row(row: Mapping[str, Any]) -> list[str]:
+    """What one searched batch and context leaves uncertain, without saying which."""
+    found = []
+    if row["outside"] > 0:
+        found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
+    lo, hi = row["gain_lo"], row["gain_hi"]
+    if not np.isfinite([lo, hi]).all():
+        found.append("the gain has no interval")
+    else:
+        if hi - lo > WIDE * row["gain"]:
+            found.append(f"the gain's interval is wide ({lo:.2f} to {hi:.2f})")
+        if lo <= 1 <= hi and lo < hi:
+            found.append("the gain is not told from none")
+        if hi < 1:
+            found.append("on the prompts held back it is slower than the default")
+    if not row["held_out"]:
+        found.append("too few prompts to hold some back: the gain is that of the choosing prompts")
+    if row["within_slo"] < ENOUGH:
+        found.append(f"{row['within_slo']:.0%} of prompts meet the targets")
+    return found
+
+
+def about_batches(batches: Sequence[int]) -> list[str]:
+    """Gaps between the batch sizes searched that a range has to bridge by guessing."""
+    return [
+        f"no batch between {low} and {high} was searched: a range there follows its neighbours"
+        for low, high in pairwise(batches)
+        if high > GAP * low
+    ]
+
+
+def summed_up(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The warnings of all rows, each said once with the places it holds for."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        where = f"batch {row['batch']}"
+        if row["context"] is not None:
+            where += f" at context {row['context']}"
+        for text in row["warnings"]:
+            places.setdefault(text, []).append(where)
+    return [
+        text if len(where) == len(rows) > 1 else f"{', '.join(where)}: {text}"
+        for text, where in places.items()
+    ]

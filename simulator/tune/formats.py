@@ -1,0 +1,188 @@
+"""What each engine accepts: the rules of its file, checked before anything is written.
+
+Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
+(``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
+srt/speculative/adaptive_spec_params.py, transformers 5.23
+generation/candidate_generator.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from traces.errors import DraftsimError
+
+CONTEXT_END = 2**31 - 1
+"""The end of vLLM's last context range, which it reads as no end."""
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
+
+_SGLANG_NUMBERS = {
+    "ema_alpha": (0.0, 1.0),
+    "up_hysteresis": (-math.inf, math.inf),
+    "down_hysteresis": (-math.inf, math.inf),
+    "ceiling_coeff": (0.0, math.inf),
+}
+_SGLANG_COUNTS = {"update_interval": 1, "warmup_batches": 0}
+
+
+class SettingsError(DraftsimError):
+    """A settings file that its engine would refuse or misread."""
+
+
+def check_vllm(document: Mapping[str, Any]) -> None:
+    """The two Dynamic SD keys of vLLM's ``--speculative-config``.
+
+    Rows are all ``[lo, hi, K]`` or all ``[lo, hi, context_lo, context_hi, K]``; batch
+    ranges are positive, ascend from 1 and do not overlap; contexts start at 1 without
+    gaps, and every batch range has the same ones; K is 0 to ``num_speculative_tokens``,
+    which is at least 1.
+
+    Raises
+    ------
+    SettingsError
+        Naming the row and the rule.
+    """
+    name = "num_speculative_tokens_per_batch_size"
+    most = document.get("num_speculative_tokens")
+    if not _whole(most, 1):
+        _fail("num_speculative_tokens", most, "expected a whole number >= 1")
+    table = document.get(name)
+    if not isinstance(table, list) or not table:
+        _fail(name, table, "expected a list of rows [lo, hi, K]")
+    widths = set()
+    for row in table:
+        if not isinstance(row, list | tuple) or len(row) not in (3, 5):
+            _fail(name, row, "expected [lo, hi, K] or [lo, hi, context_lo, context_hi, K]")
+        widths.add(len(row))
+        for low, high in [row[:2]] + ([row[2:4]] if len(row) == 5 else []):
+            if not (_whole(low, 1) and _whole(high, 1)):
+                _fail(name, row, "its ranges must be whole numbers >= 1")
+            if low > high:
+                _fail(name, row, f"the range {low}..{high} is empty")
+        if not _whole(row[-1], 0) or row[-1] > most:
+            _fail(name, row, f"K must be 0 to num_speculative_tokens = {most}")
+    if len(widths) > 1:
+        _fail(name, table, "rows of three and of five cannot be mixed")
+    batches = sorted({(row[0], row[1]) for row in table})
+    if batches[0][0] != 1:
+        _fail(name, batches[0], "the first batch range must start at 1")
+    for before, after in pairwise(batches):
+        if after[0] <= before[1]:
+            _fail(name, after, f"overlaps the batch range {before[0]}..{before[1]}")
+    contexts = sorted({(r[2], r[3]) for r in table}) if widths == {5} else [(1, CONTEXT_END)]
+    cells = {tuple(row[:-1]) for row in table}
+    if len(cells) != len(table) or len(table) != len(batches) * len(contexts):
+        _fail(name, table, "every batch range needs the same contexts, each once")
+    if contexts[0][0] != 1:
+        _fail(name, contexts[0], "the first context range must start at 1")
+    for before, after in pairwise(contexts):
+        if after[0] != before[1] + 1:
+            _fail(name, after, f"does not continue the context range {before[0]}..{before[1]}")
+
+
+def check_sglang(document: Mapping[str, Any]) -> None:
+    """SGLang's ``--speculative-adaptive-config``: candidate steps per batch-size slot.
+
+    Keys are batch sizes as digits, each with ``candidate_steps`` (whole numbers >= 0),
+    and settings, for all slots or within one.  A slot serves batches from its size on, so
+    without one for 1 the smallest would serve batches it was not meant for.
+
+    Raises
+    ------
+    SettingsError
+        Naming the slot and the rule.
+    """
+    slots = {key: value for key, value in document.items() if str(key).isdigit()}
+    if not slots:
+        _fail("config", sorted(document), 'expected a slot such as {"1": {"candidate_steps": [1]}}')
+    if "1" not in slots:
+        _fail("config", sorted(slots), "expected a slot for batch size 1")
+    common = {k: v for k, v in document.items() if k not in slots}
+    for place, settings in [("", common), *((f"slot {key}: ", v) for key, v in slots.items())]:
+        if not isinstance(settings, Mapping):
+            _fail(place.rstrip(": "), settings, "expected an object with candidate_steps")
+        for key, value in settings.items():
+            if place and key == "candidate_steps":
+                continue
+            _sglang_setting(place, str(key), value)
+        if not place:
+            continue
+        steps = settings.get("candidate_steps")
+        if not isinstance(steps, list) or not steps or not all(_whole(s, 0) for s in steps):
+            _fail(f"{place}candidate_steps", steps, "expected a list of whole numbers >= 0")
+        if steps != sorted(set(steps)):
+            _fail(f"{place}candidate_steps", steps, "expected them to rise, each once")
+
+
+def _sglang_setting(place: str, key: str, value: Any) -> None:
+    if key == "strategy":
+        if value != "ema":
+            _fail(f"{place}strategy", value, "expected 'ema', the strategy these slots are for")
+    elif key in _SGLANG_COUNTS:
+        if not _whole(value, _SGLANG_COUNTS[key]):
+            _fail(f"{place}{key}", value, f"expected a whole number >= {_SGLANG_COUNTS[key]}")
+    elif key in _SGLANG_NUMBERS:
+        low, high = _SGLANG_NUMBERS[key]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            _fail(f"{place}{key}", value, "expected a number")
+        if not low <= value <= high or not math.isfinite(value):
+            _fail(f"{place}{key}", value, f"expected {low:g} to {high:g}")
+    else:
+        _fail(f"{place}key", key, "neither a batch size nor a setting SGLang reads")
+
+
+def check_huggingface(document: Mapping[str, Any]) -> None:
+    """transformers' assisted-generation keys of the draft's ``generation_config.json``.
+
+    Raises
+    ------
+    SettingsError
+        Naming the key and the rule.
+    """
+    keys = (
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    )
+    if set(document) != set(keys):
+        _fail("keys", sorted(document), f"expected {', '.join(keys)}")
+    if not _whole(document[keys[0]], 1):
+        _fail(keys[0], document[keys[0]], "expected a whole number >= 1")
+    if document[keys[1]] not in SCHEDULES:
+        _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
+    threshold = document[keys[2]]
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        _fail(keys[2], threshold, "expected a number")
+    if not 0 <= threshold <= 1:
+        _fail(keys[2], threshold, "expected a probability, 0 to 1; 0 switches the test off")
+
+
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "vllm": check_vllm,
+    "sglang": check_sglang,
+    "hf": check_huggingface,
+}
+
+
+def check_settings(engine: str, document: Mapping[str, Any]) -> None:
+    """The rules of `engine`; see `check_vllm`, `check_sglang`, `check_huggingface`.
+
+    Raises
+    ------
+    SettingsError
+        For an unknown engine, or what it would refuse.
+    """
+    if engine not in CHECKS:
+        _fail("engine", engine, f"expected one of {', '.join(CHECKS)}")
+    CHECKS[engine](document)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _fail(where: str, value: Sequence[Any] | object, rule: str) -> NoReturn:
+    raise SettingsError(f"{where} is {value!r}: {rule}")

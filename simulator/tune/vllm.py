@@ -1,0 +1,185 @@
+"""vLLM's table of draft lengths by batch size, and by batch size and context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.batch_tables import BatchTable
+from simulator.tune.choice import Objective, can_hold_back, cross_fitted, folds, resamples
+from simulator.tune.costs import (
+    DEFAULT_LENGTHS,
+    Grid,
+    Slo,
+    default_batches,
+    default_contexts,
+    fixed_logs,
+    price_grid,
+)
+from simulator.tune.evidence import about_batches, about_recording, about_row, summed_up
+from simulator.tune.formats import CONTEXT_END
+from simulator.tune.settings import Tuned
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.trace import Trace
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+def tune_vllm(
+    trace: Trace,
+    latency: LatencyTable,
+    batches: Sequence[int] | None = None,
+    *,
+    by_context: bool = False,
+    contexts: Sequence[int] | None = None,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    slo: Slo | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Tuned:
+    """``num_speculative_tokens_per_batch_size``: K by batch size, 0 where it does not pay.
+
+    At every batch (and context) the recorded rounds of each fixed K are priced and the
+    smallest K is taken that the best does not beat beyond the paired bootstrap interval
+    over prompts.  Neighbours that some K serves alike share a range.  A range ends at the
+    geometric middle between two searched batches, and at the middle between contexts.
+
+    The default that gains are held against is vLLM's own: no speculation.
+
+    Parameters
+    ----------
+    batches:
+        Batch sizes searched; by default powers of two up to the largest measured.
+    by_context:
+        Search the batch x context form.
+    contexts:
+        Cached tokens per sequence searched then; by default those measured.
+    lengths:
+        Draft lengths tried.
+    slo:
+        Targets; only tokens of prompts that meet them count.
+    draws, seed:
+        Of the bootstrap.
+
+    Raises
+    ------
+    DraftsimError
+        For impossible batches or contexts, or an empty recording.
+    """
+    where: list[int | None] = [None]
+    if by_context:
+        where = list(_rising("contexts", contexts or default_contexts(latency, max(lengths))))
+    sizes = _rising("batches", batches or default_batches(latency))
+    logs = fixed_logs(trace, sorted({0, *lengths}))
+    grids = [[price_grid(list(logs.values()), latency, b, c, slo) for c in where] for b in sizes]
+    options = list(logs)
+    weights = resamples(len(trace.requests), draws, seed)
+    second = folds([r.category for r in trace.requests])
+    objectives = [[Objective(g.tokens, g.seconds, weights) for g in row] for row in grids]
+    table = _choose(objectives)
+    held_out = can_hold_back(second)
+    halves = [
+        _choose([[o.on(half) for o in row] for row in objectives]) for half in (~second, second)
+    ] if held_out else None  # fmt: skip
+    rows = []
+    for i, j in np.ndindex(*table.shape):
+        o, option = objectives[i][j], int(table[i, j])
+        chosen = cross_fitted(
+            o, second, (o.tokens[0], o.seconds[0]), option,
+            None if halves is None else (int(halves[0][i, j]), int(halves[1][i, j])),
+            default_option=0,
+        )  # fmt: skip
+        rows.append(_row(grids[i][j], o, options, chosen, held_out))
+    ranges = _rows(table, sizes, where, options)
+    document = {
+        # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
+        "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
+        "num_speculative_tokens_per_batch_size": ranges,
+    }
+    warnings = [*about_recording(trace, latency), *about_batches(sizes), *summed_up(rows)]
+    if not table.any():
+        warnings.append("speculation pays at no batch searched: leave it off")
+    elif table[-1].any():
+        warnings.append(
+            f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
+            "search on, or limit max_num_seqs"
+        )
+    return Tuned("vllm", document, BatchTable(ranges), rows, warnings)
+
+
+def _row(
+    grid: Grid, objective: Objective, options: Sequence[int], chosen: Any, held_out: bool
+) -> Mapping[str, Any]:
+    row: dict[str, Any] = {
+        "engine": "vllm", "batch": grid.batch, "context": grid.context,
+        "setting": f"K={options[chosen.option]}",
+        "throughput_tok_s": grid.batch * float(objective.rates[chosen.option]),
+        "default": "off", "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
+        "within_slo": float(grid.within[chosen.option]),
+        "outside": float(max(grid.outside[chosen.option], grid.outside[0])),
+        "held_out": held_out,
+    }  # fmt: skip
+    return {**row, "warnings": about_row(row)}
+
+
+def _choose(objectives: Sequence[Sequence[Objective]]) -> Ints:
+    """Option of every batch and context, the same over ranges that one serves alike."""
+    allowed = np.array([[o.admissible for o in row] for row in objectives])
+    by_batch = _merged(allowed)
+    by_context = _merged(np.swapaxes(by_batch, 0, 1))
+    return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
+
+
+def _merged(allowed: Bools) -> Bools:
+    """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
+
+    Runs are as long as every place along the second axis still has a shared option, which
+    gives the fewest runs.
+    """
+    out = allowed.copy()
+    start, common = 0, allowed[0]
+    for i in range(1, len(allowed) + 1):
+        both = common & allowed[i] if i < len(allowed) else np.zeros_like(common)
+        if both.any(axis=1).all():
+            common = both
+            continue
+        out[start:i] = common
+        if i < len(allowed):
+            start, common = i, allowed[i]
+    return out
+
+
+def _rows(
+    table: Ints, batches: Sequence[int], contexts: Sequence[int | None], options: Sequence[int]
+) -> list[list[int]]:
+    """Rows [lo, hi, K], or [lo, hi, context_lo, context_hi, K] on a rectangular grid."""
+    batch_ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + [batches[-1]]
+    firsts = [i for i in range(len(table)) if i == 0 or (table[i] != table[i - 1]).any()]
+    ranges = []
+    for first, after in zip(firsts, [*firsts[1:], len(table)], strict=True):
+        ranges.append((batch_ends[first - 1] + 1 if first else 1, batch_ends[after - 1], first))
+    if contexts == [None]:
+        return [[low, high, options[table[i, 0]]] for low, high, i in ranges]
+    at = [c for c in contexts if c is not None]
+    context_ends = [(a + b) // 2 for a, b in pairwise(at)] + [CONTEXT_END]
+    cuts = [j for j in range(len(at)) if j == 0 or (table[:, j] != table[:, j - 1]).any()]
+    rows = []
+    for low, high, i in ranges:
+        for j, after in zip(cuts, [*cuts[1:], len(at)], strict=True):
+            context_low = context_ends[j - 1] + 1 if j else 1
+            rows.append([low, high, context_low, context_ends[after - 1], options[table[i, j]]])
+    return rows
+
+
+def _rising(name: str, values: Sequence[int]) -> list[int]:
+    out = sorted(set(values))
+    if out[0] < 1:
+        raise DraftsimError(f"{name} holds {out[0]}, expected whole numbers >= 1")
+    return out

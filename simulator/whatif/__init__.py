@@ -1,0 +1,52 @@
+"""What if the draft were better, the device another, the batch larger?
+
+Acceptance tilted, grids swept, break-even found, and the bound that no policy passes.
+Figures live in `simulator.whatif.plots`.
+"""
+
+from simulator.whatif.breakeven import break_even, crossing, overview, regret, select, surface
+from simulator.whatif.cells import COLUMNS, Prices
+from simulator.whatif.cost import LatencyCost
+from simulator.whatif.executors import Cluster, Local
+from simulator.whatif.fidelity import TiltError, compare_groups, compare_tilt, tilt_error
+from simulator.whatif.grid import expand, parse_axis
+from simulator.whatif.ladder import best_fixed, ladder, split_prompts
+from simulator.whatif.rate import RateFit, fit_rate_optimal
+from simulator.whatif.sweep import Sweep
+from simulator.whatif.sweep_file import read_sweep, write_sweep
+from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
+from simulator.whatif.tuning import Tuning, tune
+
+__all__ = [
+    "COLUMNS",
+    "Cluster",
+    "LatencyCost",
+    "Local",
+    "Prices",
+    "RateFit",
+    "Sweep",
+    "TiltError",
+    "Tilter",
+    "Tuning",
+    "acceptance",
+    "best_fixed",
+    "break_even",
+    "compare_groups",
+    "compare_tilt",
+    "crossing",
+    "expand",
+    "fit_rate_optimal",
+    "iid_like",
+    "ladder",
+    "overview",
+    "parse_axis",
+    "read_sweep",
+    "regret",
+    "select",
+    "split_prompts",
+    "surface",
+    "tilt_error",
+    "tilt_to",
+    "tune",
+    "write_sweep",
+]

@@ -1,0 +1,210 @@
+"""Where speculation stops paying, and what adapting the draft length is worth.
+
+Everything here reads the table of a sweep (`simulator.whatif.sweep`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+POINT = ("alpha_asked", "alpha", "source", "c", "latency", "batch", "context")
+"""Columns that name one point of the grid, the policies apart."""
+BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
+
+
+class Surface(NamedTuple):
+    """Values over two axes; `values` has shape (y, x), the bounds likewise."""
+
+    x: Floats
+    y: Floats
+    values: Floats
+    low: Floats
+    high: Floats
+
+
+def select(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
+    """The rows whose columns have these values; NaN selects NaN.
+
+    Raises
+    ------
+    DraftsimError
+        If a column is unknown or no row is left, with the values there are.
+    """
+    part = frame
+    for name, value in where.items():
+        if name not in part.columns:
+            raise DraftsimError(f"a sweep has no column {name!r}: {', '.join(frame.columns)}")
+        column = part[name]
+        missing = isinstance(value, float) and np.isnan(value)
+        kept = part[column.isna() if missing else column == value]
+        if kept.empty:
+            there = ", ".join(str(v) for v in pd.unique(column)[:12])
+            raise DraftsimError(f"the sweep has no row with {name} = {value}: it has {there}")
+        part = kept
+    return part
+
+
+def surface(rows: pd.DataFrame, x: str, y: str) -> Surface:
+    """Speedup of `rows` over the columns x and y, which must name one row a point.
+
+    Raises
+    ------
+    DraftsimError
+        If rows are missing or several share a point: select a policy and one value of
+        every other axis first.
+    """
+    columns = [_axis(rows, x), _axis(rows, y)]
+    names = [f"{x} ", f" {y}"]  # told apart even where x is y
+    keyed = rows.assign(**dict(zip(names, columns, strict=True)))
+    if keyed.duplicated(names).any():
+        raise DraftsimError(
+            f"several rows share a point of ({x}, {y}): select one policy and one value of the "
+            "other axes"
+        )
+    grids = [keyed.pivot(index=names[1], columns=names[0], values=v) for v in BOUNDS]
+    first = grids[0]
+    if first.isna().to_numpy().any():
+        raise DraftsimError(f"the grid over ({x}, {y}) has holes: select full axes")
+    values, low, high = (g.to_numpy(float) for g in grids)
+    return Surface(first.columns.to_numpy(float), first.index.to_numpy(float), values, low, high)
+
+
+def _axis(rows: pd.DataFrame, name: str) -> Floats:
+    """The column, alpha as it was asked for: the one replayed is near it, not on a grid."""
+    if name == "alpha" and rows["alpha_asked"].notna().all():
+        name = "alpha_asked"
+    return rows[name].to_numpy(float)
+
+
+def crossing(x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, log: bool = False) -> float:
+    """Where a speedup crosses 1 along rising `x`, linear (or in log x) between the points.
+
+    `falling`: the largest x at which it still pays, infinity if it pays up to the last
+    and NaN if nowhere.  Otherwise: the smallest x from which it pays on, minus infinity if
+    from the first on and NaN if not even at the last.
+    """
+    at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
+    if len(at) != len(value) or not len(at):
+        raise DraftsimError(f"{len(at)} points and {len(value)} speedups: expected as many, >= 1")
+    pays = value >= 1
+    if falling:
+        if not pays.any():
+            return float("nan")
+        last = int(np.flatnonzero(pays)[-1])
+        if last == len(at) - 1:
+            return float("inf")
+        i, j = last, last + 1
+    else:
+        if not pays[-1]:
+            return float("nan")
+        fails = np.flatnonzero(~pays)
+        if not len(fails):
+            return float("-inf")
+        i, j = int(fails[-1]), int(fails[-1]) + 1
+    share = (1 - value[i]) / (value[j] - value[i])
+    if log:
+        return float(at[i] * (at[j] / at[i]) ** share)
+    return float(at[i] + share * (at[j] - at[i]))
+
+
+def break_even(
+    frame: pd.DataFrame, along: str = "c", *, side: Literal["largest", "smallest"] | None = None
+) -> pd.DataFrame:
+    """Per policy and point of the other axes, the value of `along` at which speedup is 1.
+
+    Columns: the policy and the axes that vary, then ``break_even`` with ``_lo`` and
+    ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts).  The
+    ``largest`` value that pays is the default for c, batch, context and gamma, the
+    ``smallest`` for alpha; see `crossing` for infinities and NaN.
+    """
+    if along not in ("c", "alpha", "batch", "context", "gamma"):
+        raise DraftsimError(f"cannot break even along {along!r}: c, alpha, batch, context, gamma")
+    falling = (side or ("smallest" if along == "alpha" else "largest")) == "largest"
+    key = "alpha_asked" if along == "alpha" else along
+    rows = frame[frame[key].notna()]
+    if rows.empty:
+        raise DraftsimError(f"the sweep has no axis {along!r}: give it one")
+    group = [n for n in ("policy", *POINT) if n != key and n not in ("alpha",)]
+    if along == "gamma":
+        group = ["family", *group[1:]]
+    found = []
+    for values, part in rows.groupby(group, sort=False, observed=True, dropna=False):
+        ordered = part.sort_values(key)
+        x = ordered[key].to_numpy(float)
+        log = along in ("c", "batch", "context") and bool((x > 0).all())
+        mid, low, high = (crossing(x, ordered[b], falling, log) for b in BOUNDS)
+        # What surely pays ends sooner; what may pay, later.
+        bounds = (low, high) if falling else (high, low)
+        found.append((*values, mid, *bounds))
+    names = [*group, "break_even", "break_even_lo", "break_even_hi"]
+    return pd.DataFrame(found, columns=names)
+
+
+def regret(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with what the best fixed length and the oracle do at the same point.
+
+    New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
+    ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and
+    ``adapting``: the oracle's speedup less the best fixed length's, all that adapting the
+    draft length could bring.  NaN where the sweep holds no such policy.  The best fixed
+    length is chosen at each point in hindsight, from the lengths swept.
+    """
+    point = list(POINT)
+    keys = frame[point].copy()
+    for name in point:
+        if keys[name].dtype.kind == "f":
+            keys[name] = keys[name].fillna(-1.0)
+    number = keys.groupby(point, sort=False, observed=True).ngroup().to_numpy()
+    count = int(number.max(initial=-1)) + 1
+    family, value = frame["family"].astype(str).to_numpy(), frame["speedup"].to_numpy(float)
+    fixed = family == "fixed"
+    best = np.full(count, 1.0 if fixed.any() else np.nan)
+    np.fmax.at(best, number[fixed], value[fixed])
+    gamma = np.zeros(count)
+    hit = fixed & (value == best[number])
+    gamma[number[hit]] = frame["gamma"].to_numpy(float)[hit]
+    oracle = np.full(count, np.nan)
+    knows = family == "oracle"
+    np.fmax.at(oracle, number[knows], value[knows])
+    return frame.assign(
+        best_fixed=best[number], best_gamma=gamma[number], oracle=oracle[number],
+        regret_fixed=1 - value / best[number], regret_oracle=1 - value / oracle[number],
+        adapting=(oracle - best)[number],
+    )  # fmt: skip
+
+
+def overview(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per policy over the whole grid, by falling mean speedup.
+
+    ``points``; ``pays``, ``surely_pays`` and ``surely_loses``: shares of the points with
+    speedup, lower bound above 1, upper bound below it; ``below_1``: mean share of prompts
+    slower than plain decoding; ``least_alpha`` and ``largest_c`` that pay anywhere on the
+    grid; mean regrets against the best fixed length and the oracle; ``tilt_error``: the
+    largest error to expect from tilting.
+    """
+    rows = regret(frame)
+    rates = "alpha_asked" if frame["alpha_asked"].notna().all() else "alpha"
+    found = []
+    for name, part in rows.groupby("policy", sort=False, observed=True):
+        pays = part["speedup"] > 1
+        found.append(
+            {
+                "policy": str(name), "points": len(part), "mean_speedup": part["speedup"].mean(),
+                "pays": pays.mean(), "surely_pays": (part["speedup_lo"] > 1).mean(),
+                "surely_loses": (part["speedup_hi"] < 1).mean(), "below_1": part["below_1"].mean(),
+                "least_alpha": part.loc[pays, rates].min(), "largest_c": part.loc[pays, "c"].max(),
+                "regret_fixed": part["regret_fixed"].mean(),
+                "regret_oracle": part["regret_oracle"].mean(),
+                "tilt_error": part["tilt_error"].max(),
+            }
+        )  # fmt: skip
+    table = pd.DataFrame(found)
+    return table.sort_values("mean_speedup", ascending=False, kind="stable", ignore_index=True)

@@ -1,0 +1,244 @@
+"""One part of a sweep: some policies at one acceptance rate and batch, at every price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.core import DraftPolicy
+from simulator.pricing import autoregressive, price
+from simulator.whatif.batching import InBatches
+from simulator.whatif.rate import in_batch
+from simulator.whatif.tilt import Tilter, acceptance, iid_like
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.trace import Trace
+
+Floats = npt.NDArray[np.float64]
+
+COLUMNS = (
+    "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
+    "context", "tokens", "rounds", "drafted", "accepted", "draft_forwards", "block_efficiency",
+    "acceptance_rate", "wall_s", "speedup", "speedup_lo", "speedup_hi", "below_1",
+    "tilt_error", "tilt_tried", "fidelity",
+)  # fmt: skip
+"""Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
+
+``alpha`` is the share of matches replayed and ``alpha_asked`` the one asked for (NaN: as
+recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN where a latency table
+prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
+``wall_s`` is decode seconds, or target passes under a ratio; NaN in a batch.  ``below_1``
+is the share of prompts slower than plain decoding.  ``tilt_error`` is the relative error
+to expect of a speedup from tilting, and ``tilt_tried`` says whether it was measured at a
+shift as large.
+"""
+TEXT = ("policy", "family", "source", "latency", "fidelity")
+
+
+@dataclass(frozen=True)
+class Prices:
+    """At what costs every round log is priced.
+
+    Parameters
+    ----------
+    ratios:
+        Cost ratios c = T_draft / T_target, with verification at `verify` target passes.
+    latencies:
+        Tables by name, each read at every context of `contexts` (None: as recorded).
+    """
+
+    ratios: Sequence[float] = ()
+    latencies: Mapping[str, LatencyTable] = field(default_factory=dict)
+    contexts: Sequence[int | None] = (None,)
+    verify: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not len(self.ratios) and not self.latencies:
+            raise DraftsimError("nothing to price with: give cost ratios or a latency table")
+        for c in self.ratios:
+            if not 0 <= c < np.inf:
+                raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
+        if not 0 < self.verify < np.inf:
+            raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes")
+
+    @property
+    def count(self) -> int:
+        """Rows of every log priced."""
+        return len(self.ratios) + len(self.latencies) * len(self.contexts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Replays that share a trace: the unit that is computed, kept and, if need be, lost.
+
+    Parameters
+    ----------
+    alpha:
+        Acceptance to tilt to; None leaves the recording as it is.
+    batch:
+        Sequences decoded together.
+    policies:
+        Names, of those the study holds.
+    """
+
+    alpha: float | None
+    batch: int
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Everything a part needs, sent once to whoever computes it."""
+
+    trace: Trace
+    policies: Mapping[str, DraftPolicy]
+    prices: Prices
+    tilter: Tilter | None = None
+    """None: i.i.d., or nothing tilted."""
+    shifts: Mapping[float, float] = field(default_factory=dict)
+    """Of the tilter, by acceptance rate."""
+    iid: bool = False
+    resamples: int = 200
+    confidence: float = 0.95
+    seed: int = 0
+
+    def run(self, part: Part) -> dict[str, npt.NDArray[Any]]:
+        """The rows of `part` as columns, without the two on the tilt's error.
+
+        Raises what `traces.replay.replay` and `simulator.pricing.price` raise.
+        """
+        trace, source = self.trace, "recorded"
+        if part.alpha is not None:
+            if self.tilter is not None:
+                trace, source = self.tilter.shifted(self.shifts[part.alpha]), "tilted"
+            elif self.iid:
+                trace, source = iid_like(trace, part.alpha, self.seed), "iid"
+        blocks = []
+        for name in part.policies:
+            policy = self.policies[name]
+            log = replay(trace, in_batch(policy, part.batch), name=name)
+            counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
+                      ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
+            gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
+            fixed = {
+                "policy": name, "family": name.partition(":")[0],
+                "gamma": float("nan") if gamma is None else float(gamma),
+                "alpha": acceptance(trace),
+                "alpha_asked": float("nan") if part.alpha is None else part.alpha,
+                "source": source, "batch": part.batch, "tokens": counts["emitted"],
+                "rounds": len(log), "drafted": counts["drafted"], "accepted": counts["accepted"],
+                "draft_forwards": counts["draft_forwards"],
+                "block_efficiency": counts["emitted"] / len(log),
+                "acceptance_rate": counts["accepted"] / counts["drafted"]
+                if counts["drafted"] else float("nan"),
+                "fidelity": log.fidelity,
+            }  # fmt: skip
+            priced = self._priced(log, part.batch)
+            blocks.append(
+                {
+                    **{k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()},
+                    **priced,
+                }
+            )
+        return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
+
+    def _priced(self, log: RoundLog, batch: int) -> dict[str, npt.NDArray[Any]]:
+        prices = self.prices
+        pieces: list[dict[str, Any]] = []
+        batches = None
+        if batch > 1:
+            resamples = min(self.resamples, 30)
+            batches = InBatches(log, batch, resamples, self.confidence, self.seed)
+        if len(prices.ratios):
+            c = np.asarray(prices.ratios, dtype=np.float64)
+            piece = self._in_batch(batches.at_ratios(c, prices.verify)) if batches else None
+            pieces.append({"c": c, **(piece or self._ratios(log, c))})
+        for context in prices.contexts:
+            seen = log if context is None else _at_context(log, context)
+            for table in prices.latencies.values():
+                if batches is not None:
+                    piece = self._in_batch(batches.at_latency(table, context))
+                else:
+                    ours, plain = price(seen, table), price(autoregressive(seen), table)
+                    piece = self._bootstrap(plain.decode_s, ours.decode_s)
+                pieces.append({"c": np.array([np.nan]), **piece})
+        names = [*["ratio"] * len(prices.ratios),
+                 *(n for _ in prices.contexts for n in prices.latencies)]  # fmt: skip
+        contexts = [*[np.nan] * len(prices.ratios),
+                    *(np.nan if k is None else float(k)
+                      for k in prices.contexts for _ in prices.latencies)]  # fmt: skip
+        columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
+        return {**columns, "latency": np.array(names, dtype=object), "context": np.array(contexts)}
+
+    def _ratios(self, log: RoundLog, c: Floats) -> dict[str, Any]:
+        # Two sums per prompt price every ratio: its draft passes, and its target passes.
+        drafts = log.rounds["drafted"] > 0
+        passes = log.per_request(np.where(drafts, self.prices.verify, 1.0))
+        forwards = log.per_request(log.rounds["draft_forwards"])
+        plain = log.per_request(log.rounds["emitted"])
+        total = passes.sum() + c * forwards.sum()
+        low = high = np.full(len(c), np.nan)
+        if (weights := self._weights(len(plain))) is not None:
+            drawn = (weights @ passes)[:, None] + c * (weights @ forwards)[:, None]
+            low, high = self._tails((weights @ plain)[:, None] / drawn)
+        # A prompt breaks even where c takes what its rounds saved; rounding is no loss.
+        counted = plain > 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            limit = (plain[counted] * (1 + 1e-12) - passes[counted]) / forwards[counted]
+        limit = np.where(np.isnan(limit), np.inf, limit)
+        below = np.searchsorted(np.sort(limit), c, side="left") / max(len(limit), 1)
+        return {
+            "wall_s": total, "speedup": plain.sum() / total, "speedup_lo": low,
+            "speedup_hi": high, "below_1": below,
+        }  # fmt: skip
+
+    def _bootstrap(self, plain: Floats, ours: Floats) -> dict[str, Any]:
+        """Speedup of costs `ours` over `plain`, both (prompts,), as columns of one row."""
+        low = high = np.full(1, np.nan)
+        if (weights := self._weights(len(plain))) is not None:
+            low, high = self._tails(((weights @ plain) / (weights @ ours))[:, None])
+        counted = plain > 0
+        slower = (ours[counted] > plain[counted] * (1 + 1e-12)).mean()
+        total = ours.sum()
+        return {
+            "wall_s": np.array([total]), "speedup": np.array([plain.sum() / total]),
+            "speedup_lo": low, "speedup_hi": high, "below_1": np.array([slower]),
+        }  # fmt: skip
+
+    def _weights(self, prompts: int) -> Floats | None:
+        """How often each prompt is drawn, shape (resamples, prompts); None: no interval."""
+        if not self.resamples or prompts < 2:
+            return None
+        rng = np.random.default_rng(self.seed)
+        even = np.full(prompts, 1 / prompts)
+        return rng.multinomial(prompts, even, self.resamples).astype(np.float64)
+
+    def _tails(self, drawn: Floats) -> tuple[Floats, Floats]:
+        """Percentile interval of each column of (resamples, prices)."""
+        ordered = np.sort(drawn, axis=0)
+        places = (len(ordered) - 1) * np.array([1 - self.confidence, 1 + self.confidence]) / 2
+        below = np.floor(places).astype(int)
+        above = np.minimum(below + 1, len(ordered) - 1)
+        part = (places - below)[:, None]
+        low, high = ordered[below] * (1 - part) + ordered[above] * part
+        return low, high
+
+    @staticmethod
+    def _in_batch(found: Any) -> dict[str, Any]:
+        nothing = np.full(len(found.speedup), np.nan)
+        return {
+            "wall_s": nothing, "speedup": found.speedup, "speedup_lo": found.low,
+            "speedup_hi": found.high, "below_1": nothing,
+        }  # fmt: skip
+
+
+def _at_context(log: RoundLog, context: int) -> RoundLog:
+    """The rounds as if every prompt had `context` tokens."""
+    requests = [replace(r, prompt_length=context, prompt_ids=None) for r in log.requests]
+    return replace(log, requests=requests)

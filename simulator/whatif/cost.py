@@ -1,0 +1,83 @@
+"""Seconds of an iteration from a latency table, in the form a cost-aware policy takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import isotonic_regression
+
+from simulator.pricing import MODELS
+from traces.latency import LatencyTable
+
+Floats = npt.NDArray[np.float64]
+
+
+class LatencyCost:
+    """A `policies.batch.IterationCost` read from measured or assumed latencies.
+
+    Parameters
+    ----------
+    latency:
+        The table; host phases it lacks cost nothing.
+    signals:
+        Whether the policy that asks reads draft signals, which then cost a `signal` phase
+        per drafted token.
+    longest:
+        Draft length up to which the target's pass is smoothed.
+
+    Notes
+    -----
+    A wider pass of the target is taken to cost no less than a narrower one: the isotonic
+    fit over the widths 1 to ``longest + 1``.  Differences between neighbouring widths
+    decide, and measured ones are mostly noise.
+    """
+
+    def __init__(self, latency: LatencyTable, signals: bool = True, longest: int = 24) -> None:
+        self.latency = latency
+        self.signals = signals
+        self.longest = longest
+        self._widths: dict[tuple[int, float], Floats] = {}
+        self._steps: dict[tuple[int, float], float] = {}
+        self._host: dict[tuple[str, int], float] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LatencyCost:
+        return self  # a table of measurements, which nothing changes
+
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        """Seconds; sizes are rounded to whole tokens per sequence."""
+        key = (batch, context)
+        if key not in self._widths:
+            width = np.arange(1, self.longest + 2)
+            raw = self.latency.seconds(
+                "target", "forward", batch=batch, new_tokens=width, context=context
+            )
+            self._widths[key] = np.asarray(isotonic_regression(raw).x)
+            one = self.latency.seconds("draft", "forward", batch=batch, context=context)
+            step = float(one) + self._hosts("host_draft", batch)
+            self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
+        per_sequence = verify_tokens / batch
+        at = np.arange(1, self.longest + 2)
+        verify = float(np.interp(per_sequence, at, self._widths[key]))
+        return self._hosts("host_round", batch) + draft_length * self._steps[key] + verify
+
+    def _hosts(self, phase: str, batch: int) -> float:
+        if (phase, batch) not in self._host:
+            self._host[phase, batch] = host_seconds(self.latency, phase, batch)
+        return self._host[phase, batch]
+
+
+def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
+    """Seconds of a phase measured at one size, under whichever models it was stored; else 0."""
+    cells, total = latency.cells, 0.0
+    for model in MODELS:
+        if latency.has(model, phase):
+            own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
+            # Read at the size it was measured at, whatever the context.
+            new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
+            nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
+            total += float(
+                latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
+            )
+    return total

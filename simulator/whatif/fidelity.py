@@ -1,0 +1,206 @@
+"""How wrong a tilted trace is: tilted to the rate of another recording, held against it.
+
+Two recordings of different acceptance are needed: two pairs, or two kinds of prompts of
+one recording.  The one is tilted to the other's rate and both are replayed; what differs
+is the error of tilting, since the pair at that rate was really recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from policies.basic import Fixed
+from policies.core import DraftPolicy
+from policies.entropy import SVIP
+from simulator.estimate import Estimate, ratio
+from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.trace import Trace
+
+GAMMAS = (1, 2, 4, 8)
+RATIO = 0.1
+"""Cost ratio c of the speedups compared."""
+FEWEST_TOKENS = 200
+"""A group of prompts with fewer output tokens says too little about acceptance."""
+LEAST_SHIFT = 0.05
+"""Groups nearer than this on the logit scale ask nothing of a tilt."""
+
+
+@dataclass(frozen=True)
+class TiltError:
+    """What tilting was measured to be off by, and how far that was tried.
+
+    Attributes
+    ----------
+    per_logit:
+        Root mean square relative error of a speedup per unit of shift in logit(alpha).
+    largest:
+        Largest difference of logit(alpha) it was measured at.
+    median, worst:
+        Of the absolute relative errors behind it.
+    iid_median:
+        The same with an i.i.d. process of the right alpha in the place of the tilt.
+    comparisons:
+        How many there were.
+    """
+
+    per_logit: float
+    largest: float
+    median: float
+    worst: float
+    iid_median: float
+    comparisons: int
+
+    def at(self, alpha: float, recorded: float) -> float:
+        """Relative error to expect of a speedup at `alpha`, tilted from `recorded`."""
+        return self.per_logit * abs(_logit(alpha) - _logit(recorded))
+
+    def tried(self, alpha: float, recorded: float) -> bool:
+        """Whether a shift as large was among those measured."""
+        return abs(_logit(alpha) - _logit(recorded)) <= self.largest + 1e-9
+
+
+_NAN = float("nan")
+UNKNOWN_ERROR = TiltError(_NAN, _NAN, _NAN, _NAN, _NAN, 0)
+"""Of a recording whose prompts are too few or too alike to measure it."""
+
+
+def compare_tilt(
+    source: Trace, reference: Trace, *, method: Method = "coupled", seed: int = 0,
+    policies: Mapping[str, DraftPolicy] | None = None, label: str = "",
+) -> pd.DataFrame:  # fmt: skip
+    """Tilt `source` to the acceptance of `reference` and hold replays of both together.
+
+    Returns one row per policy and metric (``block_efficiency``; ``speedup`` at c = 0.1):
+    ``recorded`` (the reference), ``tilted``, ``iid``, the relative errors ``error`` and
+    ``iid_error``, and ``spread``, the standard error that the two recordings' prompts
+    alone give ``error``.  ``untilted`` is the source as it is.
+    """
+    return _compare(Tilter(source, method, seed), reference, policies, label)
+
+
+def _compare(
+    tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None, label: str
+) -> pd.DataFrame:
+    source, alpha = tilter.trace, acceptance(reference)
+    tilted = tilter.to(alpha)
+    iid = iid_like(source, alpha, tilter.seed)
+    chosen = policies or default_policies(source, reference)
+    rows = []
+    for name, policy in chosen.items():
+        runs = [_metrics(t, policy) for t in (reference, tilted, iid, source)]
+        for metric in runs[0]:
+            true, ours, textbook, raw = (r[metric] for r in runs)
+            relative = np.hypot(true.standard_error / true.value, ours.standard_error / ours.value)
+            rows.append(
+                {
+                    "pair": label, "policy": name, "metric": metric,
+                    "from_alpha": acceptance(source), "alpha": alpha,
+                    "shift": _logit(alpha) - _logit(acceptance(source)),
+                    "recorded": true.value, "tilted": ours.value, "iid": textbook.value,
+                    "untilted": raw.value, "error": ours.value / true.value - 1,
+                    "iid_error": textbook.value / true.value - 1, "spread": float(relative),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> pd.DataFrame:
+    """`compare_tilt` between the prompt groups of one recording, every ordered pair.
+
+    Groups are the categories large enough, and the thirds of all prompts by acceptance,
+    which lie further apart.
+
+    Raises
+    ------
+    DraftsimError
+        If no two groups differ.
+    """
+    parts: list[pd.DataFrame] = []
+    for groups in _groupings(trace):
+        traces = {name: trace.select(keep) for name, keep in groups.items()}
+        # A group of one outcome alone has no chance to calibrate.
+        rates = {n: r for n, t in traces.items() if 0 < (r := acceptance(t)) < 1}
+        for source, own in rates.items():
+            others = [n for n, r in rates.items() if abs(_logit(r) - _logit(own)) >= LEAST_SHIFT]
+            if not others:
+                continue
+            tilter = Tilter(traces[source], method, seed)
+            parts += [_compare(tilter, traces[n], None, f"{source} -> {n}") for n in others]
+    if not parts:
+        raise DraftsimError(
+            f"no two groups of prompts with {FEWEST_TOKENS} tokens differ in acceptance: the error "
+            "of tilting this recording cannot be measured; compare it with another recording"
+        )
+    return pd.concat(parts, ignore_index=True)
+
+
+def summarize_error(rows: pd.DataFrame) -> TiltError:
+    """The error of `compare_tilt` rows, over their speedups."""
+    part = rows[rows["metric"] == "speedup"]
+    error, shift = part["error"].to_numpy(float), part["shift"].to_numpy(float)
+    return TiltError(
+        float(np.sqrt((error**2).sum() / (shift**2).sum())), float(np.abs(shift).max()),
+        float(np.median(np.abs(error))), float(np.abs(error).max()),
+        float(np.median(np.abs(part["iid_error"]))), len(part),
+    )  # fmt: skip
+
+
+def tilt_error(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltError:
+    """The error of tilting `trace`, from its own prompt groups; NaN where they are too alike."""
+    try:
+        return summarize_error(compare_groups(trace, method=method, seed=seed))
+    except DraftsimError:
+        return UNKNOWN_ERROR
+
+
+def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
+    """Fixed lengths, and a policy that follows the signals where all `traces` hold them."""
+    bounds = [t.max_gamma for t in traces if t.max_gamma is not None]
+    longest = min(bounds, default=max(GAMMAS))
+    chosen: dict[str, DraftPolicy] = {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= longest}
+    svip = SVIP(gamma_max=longest)
+    if all(set(svip.reads) <= t.signals for t in traces):
+        chosen["svip"] = svip
+    return chosen
+
+
+def _metrics(trace: Trace, policy: DraftPolicy) -> dict[str, Estimate]:
+    log = replay(trace, policy)
+    emitted = log.per_request(log.rounds["emitted"])
+    rounds = log.per_request(np.ones(len(log)))
+    return {
+        "block_efficiency": ratio(emitted, rounds),
+        "speedup": ratio(emitted, rounds + RATIO * log.per_request(log.rounds["draft_forwards"])),
+    }
+
+
+def _groupings(trace: Trace) -> list[dict[str, Sequence[int]]]:
+    match = trace.columns["match"][trace.on_path] == 1
+    starts = trace.request_starts
+    tokens = np.diff(starts)
+    share = np.add.reduceat(match.astype(float), starts[:-1]) / tokens
+    categories: dict[str, list[int]] = {}
+    for i, request in enumerate(trace.requests):
+        categories.setdefault(request.category, []).append(i)
+    order = np.argsort(share, kind="stable")
+    thirds = {
+        name: sorted(part.tolist())
+        for name, part in zip(("hard", "middle", "easy"), np.array_split(order, 3), strict=True)
+    }
+    groupings: list[dict[str, Any]] = [categories, thirds]
+    return [
+        {k: v for k, v in g.items() if tokens[np.array(v, dtype=int)].sum() >= FEWEST_TOKENS}
+        for g in groupings
+    ]
+
+
+def _logit(alpha: float) -> float:
+    with np.errstate(divide="ignore"):
+        return float(np.log(alpha) - np.log1p(-alpha))

@@ -1,0 +1,156 @@
+"""How much of what is possible each policy gets, on prompts it was not fitted to.
+
+The rungs: plain decoding, the best fixed length, each policy as its paper has it, the
+rate-optimal rule, and the oracle, which knows every outcome and wastes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from policies.basic import Fixed, Oracle
+from policies.core import DraftPolicy
+from policies.registry import parse_policy, policy_names
+from simulator.pricing import Priced, autoregressive, price
+from simulator.summary import summarize
+from simulator.whatif.rate import fit_rate_optimal
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.trace import Trace
+
+GAMMAS = tuple(range(1, 13))
+PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
+"""What a round's seconds go to: passes of accepted drafts, of rejected ones, and the rest."""
+
+
+def split_prompts(trace: Trace, seed: int = 0, share: float = 0.5) -> tuple[list[int], list[int]]:
+    """Prompt indices to train on and to hold out, drawn within each category.
+
+    Raises
+    ------
+    DraftsimError
+        If either side would be empty.
+    """
+    if not 0 < share < 1:
+        raise DraftsimError(f"share is {share}, expected between 0 and 1")
+    if len(trace.requests) < 2:
+        raise DraftsimError("one prompt cannot be split: record two or more")
+    rng = np.random.default_rng(seed)
+    groups: dict[str, list[int]] = {}
+    for i, request in enumerate(trace.requests):
+        groups.setdefault(request.category, []).append(i)
+    # Shuffled within a category, dealt across them, so that small ones land on both sides.
+    order = [int(i) for group in groups.values() for i in rng.permutation(group)]
+    places = np.arange(len(order))
+    chosen = np.floor((places + 1) * share) > np.floor(places * share)
+    train = sorted(np.array(order)[chosen].tolist())
+    if not train or len(train) == len(order):
+        train = sorted(order[: max(1, min(len(order) - 1, round(share * len(order))))])
+    held_out = sorted(set(order) - set(train))
+    return train, held_out
+
+
+def ladder(
+    trace: Trace,
+    latency: LatencyTable,
+    train: Sequence[int] | None = None,
+    held_out: Sequence[int] | None = None,
+    *,
+    policies: Mapping[str, DraftPolicy] | None = None,
+    gammas: Sequence[int] = GAMMAS,
+    seed: int = 0,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """One row per policy over the held-out prompts, by rising speedup.
+
+    Columns: ``rung`` (``autoregressive``, ``best-fixed``, ``policy``, ``rate-optimal``,
+    ``oracle``), ``policy``, ``speedup``, ``speedup_lo``, ``speedup_hi``, ``share`` of the
+    oracle's gain over plain decoding that is reached, ``block_efficiency``,
+    ``acceptance_rate``; ``time_<part>`` for each of `PARTS`, as shares of plain decoding's
+    time, which add up to ``1 / speedup``; and ``lost_draft`` (useful and wasted),
+    ``lost_verify``, ``lost_signal``, ``lost_host``: the same less the oracle's.
+
+    Best fixed length and rate-optimal rule are fitted on `train`; the other policies
+    (default: all single-stream ones whose signals the trace holds) have no say in the
+    split.  Defaults of `train` and `held_out`: `split_prompts`.
+
+    Raises
+    ------
+    DraftsimError
+        If a split is empty or shares prompts, or the latency table lacks a model.
+    """
+    if train is None or held_out is None:
+        train, held_out = split_prompts(trace, seed)
+    if not train or not held_out:
+        raise DraftsimError("the ladder needs prompts to train on and prompts held out")
+    if shared := set(train) & set(held_out):
+        raise DraftsimError(f"prompts {sorted(shared)[:5]} are both trained on and held out")
+    learned, tested = trace.select(train), trace.select(held_out)
+    gamma, fit = best_fixed(learned, latency, gammas), fit_rate_optimal(learned, latency)
+    arms: dict[str, tuple[str, DraftPolicy]] = {
+        f"fixed:gamma={gamma}": ("best-fixed" if gamma else "autoregressive", Fixed(gamma))
+    }
+    for name, policy in (policies if policies is not None else paper_policies(trace)).items():
+        arms.setdefault(name, ("policy", policy))
+    arms["rate-optimal"] = ("rate-optimal", fit.policy)
+    arms["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
+    logs = [replay(tested, policy, name=name) for name, (_, policy) in arms.items()]
+    plain = autoregressive(logs[0])
+    table = summarize(logs, latency, resamples=resamples, seed=seed)
+    table["rung"] = ["autoregressive", *(rung for rung, _ in arms.values())]
+    whole = price(plain, latency).total_s
+    parts = pd.DataFrame([_parts(price(log, latency), whole) for log in (plain, *logs)])
+    table = pd.concat([table, parts], axis=1)
+    best = table[table["rung"] == "oracle"].iloc[0]
+    gain = float(best["speedup"]) - 1
+    table["share"] = (table["speedup"] - 1) / gain if gain > 0 else np.nan
+    drafts = table["time_useful_draft"] + table["time_wasted_draft"]
+    table["lost_draft"] = drafts - (best["time_useful_draft"] + best["time_wasted_draft"])
+    for part in ("verify", "signal", "host"):
+        table[f"lost_{part}"] = table[f"time_{part}"] - best[f"time_{part}"]
+    columns = [
+        "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
+        "acceptance_rate", *(f"time_{p}" for p in PARTS),
+        "lost_draft", "lost_verify", "lost_signal", "lost_host", "fidelity",
+    ]  # fmt: skip
+    return table[columns].sort_values("speedup", kind="stable", ignore_index=True)
+
+
+def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMMAS) -> int:
+    """The draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
+    logs = {g: replay(trace, Fixed(g)) for g in gammas if g <= (trace.max_gamma or g)}
+    if not logs:
+        raise DraftsimError(f"no draft length of {list(gammas)} fits max_gamma={trace.max_gamma}")
+    seconds = {g: price(log, latency).total_s for g, log in logs.items()}
+    seconds[0] = price(autoregressive(next(iter(logs.values()))), latency).total_s
+    return min(sorted(seconds), key=lambda g: seconds[g])
+
+
+def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
+    """Every single-stream policy with its defaults whose signals the trace holds."""
+    skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
+    vocabulary = (trace.meta.get("target") or {}).get("vocab_size")
+    chosen = {
+        name: parse_policy(name, max_gamma=trace.max_gamma, vocab_size=vocabulary)
+        for name in policy_names("single") if name not in skipped
+    }  # fmt: skip
+    return {name: p for name, p in chosen.items() if set(p.reads) <= trace.signals}
+
+
+def _parts(run: Priced, whole_s: float) -> dict[str, float]:
+    """Shares of `whole_s` seconds, one per entry of `PARTS`."""
+    forwards = run.log.rounds["draft_forwards"]
+    kept: npt.NDArray[Any] = run.log.rounds["accepted"] / np.maximum(forwards, 1)
+    seconds = {
+        "useful_draft": float((run.draft_s * kept).sum()),
+        "wasted_draft": float((run.draft_s * (1 - kept)).sum()),
+        "verify": float(run.verify_s.sum()), "signal": float(run.signal_s.sum()),
+        "host": float(run.host_s.sum()),
+    }  # fmt: skip
+    return {f"time_{name}": value / whole_s for name, value in seconds.items()}

@@ -1,0 +1,278 @@
+"""The rate-optimal policy of a recording: its estimates fitted, its rate found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.basic import Autoregressive
+from policies.batch import IterationCost
+from policies.core import DraftPolicy, Load, Round
+from policies.estimators import (
+    AcceptanceEstimator,
+    ConstantAcceptance,
+    IsotonicAcceptance,
+    LogisticAcceptance,
+)
+from policies.rate_optimal import RateOptimal
+from simulator.pricing import price
+from simulator.whatif.cost import LatencyCost
+from simulator.whatif.matchmodel import NUMERIC
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+from traces.schema import MATCH
+from traces.trace import Trace
+
+Ints = npt.NDArray[np.int64]
+
+Estimates = Literal["auto", "isotonic", "logistic", "none"]
+KINDS: tuple[Estimates, ...] = ("none", "isotonic", "logistic")
+DEFAULT_GAMMA = 20
+_ITERATIONS = 30
+FRACTIONS = (0.6, 0.7, 0.8, 0.9, 0.95, 1.05)
+"""Of the fixed point, tried where the estimates turn out not to be exact."""
+
+
+@dataclass(frozen=True, eq=False)
+class RateFit:
+    """A fitted policy and how its rate was reached.
+
+    Attributes
+    ----------
+    policy:
+        `RateOptimal` with everything filled in.
+    estimates:
+        The estimates it reads: ``isotonic``, ``logistic`` or ``none``.
+    rates:
+        Tokens per second on the training prompts after each iteration at the first batch.
+    achieved:
+        Tokens per second there of the policy returned, at the first batch.
+    converged:
+        Whether the rate put into the policy was, within a thousandth, the rate achieved;
+        where estimates are not exact, another may do better and is then taken.
+    """
+
+    policy: RateOptimal
+    estimates: str
+    rates: tuple[float, ...]
+    achieved: float
+    converged: bool
+
+
+def fit_rate_optimal(
+    trace: Trace,
+    latency: LatencyTable,
+    train: Sequence[int] | None = None,
+    *,
+    estimates: Estimates = "auto",
+    gamma_max: int | None = None,
+    recalibrate: float = 0.0,
+    batches: Sequence[int] = (1,),
+    cost: IterationCost | None = None,
+    tolerance: float = 1e-6,
+) -> RateFit:
+    """Fit `policies.rate_optimal.RateOptimal` on the prompts `train` (default: all).
+
+    ``estimates``: ``isotonic`` reads the draft's probability, monotone; ``logistic``
+    every signal recorded and the place in the draft; ``none`` takes one chance for every
+    token, also where the trace holds no signals; ``auto`` keeps what does best on the
+    training prompts, since reading signals has a price.  The estimate of the token to
+    come is fitted likewise to the signals of the one before it, the first one's to the
+    share of rounds whose first draft was right.
+
+    The rate is Dinkelbach's fixed point: replay with the rate, price, take the rate
+    achieved.  Estimates that are not exact move the best rate away from it, so that some
+    fractions of it are tried too, and the one of most tokens per second is taken.
+    ``batches`` beyond 1 are priced in step (`simulator.pricing.price`) and give rows of
+    ``rate``.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no training prompt, the estimates are unknown, or the table lacks a
+        model.
+    """
+    learned = trace if train is None else trace.select(train)
+    if not len(learned.requests):
+        raise DraftsimError("no prompt to train on: give at least one index")
+    longest = gamma_max or min(DEFAULT_GAMMA, trace.max_gamma or DEFAULT_GAMMA)
+    kinds: tuple[str, ...] = (estimates,)
+    if estimates == "auto":
+        kinds = KINDS if set(NUMERIC) & trace.signals else ("none",)
+    fits = []
+    for kind in kinds:
+        now, following, first = fit_estimates(learned, kind, longest)
+        priced = cost or LatencyCost(latency, signals=bool(now.reads), longest=longest)
+
+        def made(
+            rate: float | list[list[float]], first: float = first,
+            now: AcceptanceEstimator = now, following: AcceptanceEstimator | None = following,
+            priced: IterationCost = priced,
+        ) -> RateOptimal:  # fmt: skip
+            return RateOptimal(rate, longest, first, True, recalibrate, now, following, priced)
+
+        found = [_best_rate(learned, latency, made, batch, tolerance) for batch in batches]
+        table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
+        rate: float | list[list[float]] = table[0][1] if list(batches) == [1] else table
+        fits.append(
+            RateFit(
+                made(rate), kind, found[0].history, found[0].achieved,
+                all(abs(f.achieved / f.rate - 1) < 1e-3 for f in found),
+            )
+        )  # fmt: skip
+    return max(fits, key=lambda fit: fit.achieved)
+
+
+def fit_estimates(
+    trace: Trace, estimates: str, gamma: int
+) -> tuple[AcceptanceEstimator, AcceptanceEstimator | None, float]:
+    """(acceptance of a drafted token, of the one after it, of a round's first) from `trace`."""
+    if estimates not in ("isotonic", "logistic", "none"):
+        raise DraftsimError(f"estimates is {estimates!r}, expected isotonic, logistic or none")
+    match = trace.columns["match"][trace.on_path] == MATCH
+    starts = trace.request_starts
+    names = tuple(n for n in NUMERIC if n in trace.signals)
+    first = _first_acceptance(trace, match)
+    if estimates == "none" or not names:
+        chance = float(match.mean())
+        # One chance for all: what a round's start tells would be another, unknown signal.
+        return ConstantAcceptance(chance), None, chance
+    last = np.zeros(len(match), dtype=bool)
+    last[starts[1:] - 1] = True
+    before = np.flatnonzero(match & ~last)
+    if len(before) == 0:
+        before = np.flatnonzero(~last)
+    if estimates == "isotonic":
+        signal = "prob" if "prob" in names else names[0]
+        rising = signal != "entropy"
+        values = trace.signal(signal)[trace.on_path]
+        return (
+            IsotonicAcceptance.fit(signal, values, _smoothed(values, match, rising), rising),
+            IsotonicAcceptance.fit(
+                signal, values[before], _smoothed(values[before], match[before + 1], rising), rising
+            ) if len(before) else None,
+            first,
+        )  # fmt: skip
+    values = np.column_stack([trace.signal(n)[trace.on_path] for n in names])
+    rows, offset = _drafts_of_rounds(trace, gamma)
+    seen = rows[match[rows] & ~last[rows]], offset[match[rows] & ~last[rows]]
+    return (
+        LogisticAcceptance.fit(names, values[rows], offset, match[rows]),
+        LogisticAcceptance.fit(names, values[seen[0]], seen[1], match[seen[0] + 1])
+        if len(seen[0]) else None,
+        first,
+    )  # fmt: skip
+
+
+def _smoothed(
+    values: npt.NDArray[np.float64], match: npt.NDArray[np.bool_], rising: bool
+) -> npt.NDArray[np.float64]:
+    """Outcomes with the ends pooled: a first or last step of few samples claims certainty."""
+    result = match.astype(np.float64)
+    order = np.argsort(values, kind="stable")
+    pool = max(1, min(len(order) // 20, 25))
+    for ends in (order[:pool], order[-pool:]):
+        result[ends] = (match[ends].sum() + 0.5) / (len(ends) + 1)
+    return result
+
+
+def _first_acceptance(trace: Trace, match: npt.NDArray[np.bool_]) -> float:
+    """Share of matches right after a mismatch's position or at a request's begin."""
+    fresh = np.zeros(len(match), dtype=bool)
+    fresh[trace.request_starts[:-1]] = True
+    fresh[1:] |= ~match[:-1]
+    return float((match[fresh].sum() + 0.5) / (fresh.sum() + 1))
+
+
+def _drafts_of_rounds(trace: Trace, gamma: int) -> tuple[Ints, Ints]:
+    """On-path indices of tokens drafted by rounds of `gamma`, and their places in the draft.
+
+    A draft counts up to its first mismatch: what follows has no outcome of its own.
+    """
+    starts, runs = trace.request_starts, trace.run_lengths
+    begins: list[int] = []
+    lengths: list[int] = []
+    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        at = a
+        while at < b:
+            begins.append(at)
+            lengths.append(min(int(runs[at]) + 1, gamma, b - at))
+            at += min(int(runs[at]), gamma) + 1
+    counts = np.array(lengths)
+    offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(np.array(begins), counts) + offset, offset
+
+
+class _Found(NamedTuple):
+    rate: float
+    achieved: float
+    history: tuple[float, ...]
+
+
+def _best_rate(
+    trace: Trace, latency: LatencyTable, made: Callable[[float], RateOptimal], batch: int,
+    tolerance: float,
+) -> _Found:  # fmt: skip
+    """The fixed point, from plain decoding's rate on, or a fraction of it that does better."""
+
+    def achieved(policy: DraftPolicy) -> float:
+        return tokens_per_second(replay(trace, in_batch(policy, batch)), latency, batch)
+
+    rate = achieved(Autoregressive())
+    history = [rate]
+    tried: dict[float, float] = {}
+    for _ in range(_ITERATIONS):
+        rate = history[-1]
+        tried[rate] = achieved(made(rate))
+        history.append(tried[rate])
+        if tried[rate] <= rate * (1 + tolerance):
+            break
+    if tried[rate] < rate * (1 - tolerance) or len(tried) == _ITERATIONS:
+        for fraction in FRACTIONS:
+            tried[fraction * rate] = achieved(made(fraction * rate))
+    most = max(tried.values())
+    best = rate if tried[rate] >= most * (1 - tolerance) else max(tried, key=lambda r: tried[r])
+    return _Found(best, tried[best], tuple(history))
+
+
+def in_batch(policy: DraftPolicy, batch: int) -> DraftPolicy:
+    """`policy` as it acts where `batch` sequences decode together."""
+    return policy if batch == 1 else InBatch(policy, batch)
+
+
+class InBatch(DraftPolicy):
+    """A policy told that `batch` sequences decode together, whatever the decoder says."""
+
+    def __init__(self, policy: DraftPolicy, batch: int = 1) -> None:
+        self.policy = policy
+        self.batch = batch
+        vars(self)["reads"] = policy.reads
+        vars(self)["learns_across_requests"] = policy.learns_across_requests
+
+    def fresh(self) -> InBatch:
+        return InBatch(self.policy.fresh(), self.batch)
+
+    def begin_round(self, load: Load) -> None:
+        self.policy.begin_round(load._replace(batch=self.batch))
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return self.policy.keep_drafting(draft)
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return self.policy.submit(draft)
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        self.policy.observe(outcome, draft)
+
+
+def tokens_per_second(log: RoundLog, latency: LatencyTable, batch: int = 1) -> float:
+    """Tokens per second and sequence of a log's decoding."""
+    return (
+        float(log.rounds["emitted"].sum(dtype=np.int64)) / price(log, latency, batch=batch).total_s
+    )

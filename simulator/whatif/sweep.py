@@ -1,0 +1,220 @@
+"""Any grid of what-if questions, in parallel, resumable, as one tidy table.
+
+A sweep is cut into parts (`simulator.whatif.cells.Part`): policies that share an
+acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
+every cost ratio, latency table and context, which costs next to nothing beside it.
+Parts are kept as files as they finish; the same sweep begun again computes only what is
+missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas as pd
+
+from policies.core import DraftPolicy
+from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part, Prices
+from simulator.whatif.executors import Executor, Local, Lost
+from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltError, tilt_error
+from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
+from simulator.whatif.tilt import METHODS, Method, Tilter
+from traces.errors import DraftsimError
+from traces.trace import Trace
+
+Progress = Callable[[int, int], None]
+"""Called with the parts finished and their total."""
+
+POLICIES_A_PART = 24
+
+
+class Sweep:
+    """A grid of policies, acceptance rates, batches and prices over one recording.
+
+    Parameters
+    ----------
+    trace:
+        The recording.
+    policies:
+        Prototypes by name.
+    prices:
+        Cost ratios, latency tables and contexts.
+    alphas:
+        Acceptance rates to tilt to; none leaves the recording as it is.
+    batches:
+        Sequences decoded together.
+    method:
+        How to tilt (`simulator.whatif.tilt`), or ``iid``, the textbook baseline.
+    resamples, confidence, seed:
+        Of the bootstrap over prompts, and of all that is drawn.
+    measure_tilt:
+        Whether to measure the error of tilting on this recording's own prompt groups.
+
+    Raises
+    ------
+    DraftsimError
+        If an axis is empty or impossible, or the trace cannot be tilted.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        policies: Mapping[str, DraftPolicy],
+        prices: Prices,
+        alphas: Sequence[float] = (),
+        batches: Sequence[int] = (1,),
+        *,
+        method: Method | str = "coupled",
+        resamples: int = 200,
+        confidence: float = 0.95,
+        seed: int = 0,
+        measure_tilt: bool = True,
+    ) -> None:
+        if not policies:
+            raise DraftsimError("no policy to sweep over: name at least one")
+        if method not in (*METHODS, "iid"):
+            raise DraftsimError(f"method is {method!r}, expected {', '.join(METHODS)} or iid")
+        if not batches or min(batches) < 1:
+            raise DraftsimError(f"batches are {list(batches)}, expected at least 1 each")
+        if resamples < 0:
+            raise DraftsimError(f"resamples is {resamples}, expected >= 0")
+        if not 0 < confidence < 1:
+            raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
+        for alpha in alphas:
+            if not 0 < alpha < 1:
+                raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
+        for name, policy in policies.items():
+            if missing := [s for s in policy.reads if s not in trace.signals]:
+                raise DraftsimError(
+                    f"policy {name} reads {', '.join(missing)}, which the trace does not hold: "
+                    "record one with `draftsim profile`, or leave the policy out"
+                )
+        self.alphas = tuple(alphas)
+        self.batches = tuple(batches)
+        self.method = method
+        tilter, shifts = None, dict[float, float]()
+        self.error: TiltError | None = None
+        if alphas and method != "iid":
+            kind: Method = "redraw" if method == "redraw" else "coupled"
+            tilter = Tilter(trace, kind, seed)
+            self.error = (
+                tilt_error(trace, method=kind, seed=seed) if measure_tilt else UNKNOWN_ERROR
+            )
+            # Searched together here, so that a part need not.
+            shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
+        self.bench = Bench(
+            trace, dict(policies), prices, tilter, shifts, bool(alphas) and method == "iid",
+            resamples, confidence, seed,
+        )  # fmt: skip
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of the grid, in the order of its rows."""
+        names = tuple(self.bench.policies)
+        blocks = [names[i : i + POLICIES_A_PART] for i in range(0, len(names), POLICIES_A_PART)]
+        rates: tuple[float | None, ...] = self.alphas or (None,)
+        return [Part(a, b, block) for a in rates for b in self.batches for block in blocks]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole table."""
+        return sum(len(p.policies) for p in self.parts) * self.bench.prices.count
+
+    def run(
+        self,
+        executor: Executor | None = None,
+        *,
+        out: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> pd.DataFrame:
+        """Compute what is missing and return the table; with `out`, also as a Parquet file.
+
+        Finished parts lie in the folder ``<out>.parts`` until all are there.
+
+        Raises
+        ------
+        DraftsimError
+            If a part fails (its parts so far are kept), or workers were lost and with them
+            parts: begun again, the sweep computes those alone.
+        """
+        parts = self.parts
+        folder = None if out is None else Path(f"{out}.parts")
+        kept = KeptParts(folder, self._key())
+        done: dict[int, Columns] = dict(kept.read(parts))
+        missing = [i for i in range(len(parts)) if i not in done]
+        if progress is not None:
+            progress(len(done), len(parts))
+        lost = 0
+        for place, result in (executor or Local()).run(self.bench, [parts[i] for i in missing]):
+            if isinstance(result, Lost):
+                lost += 1
+                continue
+            index = missing[place]
+            done[index] = result
+            kept.write(parts[index], result)
+            if progress is not None:
+                progress(len(done), len(parts))
+        if lost:
+            again = "run the same command again for those alone" if out else "give --out to keep it"
+            raise DraftsimError(
+                f"{lost} of {len(parts)} parts were lost with their workers, the others are "
+                f"done: {again}"
+            )
+        frame = self._table([done[i] for i in range(len(parts))])
+        if out is not None:
+            write_sweep(frame, out, self.description)
+            kept.clear()
+        return frame
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the table was made from, for the file's header."""
+        bench = self.bench
+        return {
+            "policies": list(bench.policies), "alphas": list(self.alphas),
+            "batches": list(self.batches), "ratios": list(bench.prices.ratios),
+            "verify": bench.prices.verify, "contexts": list(bench.prices.contexts),
+            "latencies": {n: dict(t.meta) for n, t in bench.prices.latencies.items()},
+            "method": self.method, "resamples": bench.resamples, "seed": bench.seed,
+            "confidence": bench.confidence,
+            "tilt_error": None if self.error is None else asdict(self.error),
+            "trace": {
+                k: bench.trace.meta[k] for k in ("target", "draft", "device", "kind", "sampling")
+                if k in bench.trace.meta
+            },
+        }  # fmt: skip
+
+    def _table(self, blocks: Sequence[Columns]) -> pd.DataFrame:
+        columns = {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
+        rates = columns["alpha"]
+        columns["tilt_error"] = np.where(columns["source"] == "tilted", np.nan, 0.0)
+        columns["tilt_tried"] = columns["source"] == "recorded"
+        columns["tilt_error"][columns["source"] == "iid"] = np.nan
+        if self.error is not None and self.bench.tilter is not None:
+            recorded = self.bench.tilter.alpha
+            known = {a: (self.error.at(a, recorded), self.error.tried(a, recorded))
+                     for a in np.unique(rates).tolist()}  # fmt: skip
+            columns["tilt_error"] = np.array([known[a][0] for a in rates.tolist()])
+            columns["tilt_tried"] = np.array([known[a][1] for a in rates.tolist()])
+        values = {
+            k: pd.Categorical(columns[k].astype(object)) if k in TEXT else columns[k]
+            for k in COLUMNS
+        }
+        return pd.DataFrame(values)
+
+    def _key(self) -> str:
+        """A digest of everything a part's rows depend on."""
+        bench = self.bench
+        content: list[Any] = [
+            SCHEMA, dict(bench.trace.columns), [asdict(r) for r in bench.trace.requests],
+            bench.trace.max_gamma, dict(bench.policies), list(bench.prices.ratios),
+            bench.prices.verify, list(bench.prices.contexts),
+            {n: t.cells.to_dict("list") for n, t in bench.prices.latencies.items()},
+            self.method, bench.resamples, bench.confidence, bench.seed,
+        ]  # fmt: skip
+        return str(joblib.hash(content))

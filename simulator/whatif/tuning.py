@@ -1,0 +1,125 @@
+"""A policy's own parameters, searched on some prompts and judged on others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import joblib
+import numpy as np
+import pandas as pd
+
+from policies.core import DraftPolicy
+from policies.registry import describe, parse_policy
+from simulator.pricing import autoregressive, price
+from simulator.summary import summarize
+from simulator.whatif.ladder import split_prompts
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """What a search found.
+
+    Attributes
+    ----------
+    best:
+        The policy with the parameters of most tokens per second in training.
+    text:
+        Its text form.
+    tried:
+        Every setting by falling training speedup: its parameters, ``train_speedup``.
+    held_out:
+        Rows of `simulator.summary.summarize` on the prompts held out: plain decoding, the
+        policy as it was given, and tuned.
+    """
+
+    best: DraftPolicy
+    text: str
+    tried: pd.DataFrame
+    held_out: pd.DataFrame
+
+
+def tune(
+    trace: Trace,
+    latency: LatencyTable,
+    policy: str,
+    space: Mapping[str, Sequence[Any]],
+    *,
+    trials: int | None = None,
+    train: Sequence[int] | None = None,
+    held_out: Sequence[int] | None = None,
+    seed: int = 0,
+    jobs: int = 1,
+    resamples: int = 1000,
+) -> Tuning:
+    """Search the parameters of `policy` (its text form) over `space`, name -> values.
+
+    All combinations are tried, or `trials` of them drawn at random without repetition;
+    combinations that the policy refuses are left out.  The setting the policy comes with
+    is always among those tried, so that tuning cannot lose in training.  `train` and
+    `held_out` default to `split_prompts`.
+
+    Raises
+    ------
+    DraftsimError
+        If the space is empty, a parameter is unknown, or no combination is possible.
+    """
+    if not space or any(len(values) == 0 for values in space.values()):
+        raise DraftsimError("the space to search is empty: give every parameter some values")
+    if train is None or held_out is None:
+        train, held_out = split_prompts(trace, seed)
+    grid = [dict(zip(space, values, strict=True)) for values in product(*space.values())]
+    if trials is not None and trials < len(grid):
+        if trials < 1:
+            raise DraftsimError(f"trials is {trials}, expected at least 1")
+        drawn = np.random.default_rng(seed).choice(len(grid), trials, replace=False)
+        grid = [grid[i] for i in sorted(drawn.tolist())]
+    made: list[tuple[dict[str, Any], DraftPolicy]] = [({}, _make(policy, {}, trace))]
+    refused = ""
+    for setting in grid:
+        try:
+            made.append((setting, _make(policy, setting, trace)))
+        except DraftsimError as error:
+            refused = str(error)
+    if len(made) == 1:
+        raise DraftsimError(f"no combination of the space is possible: {refused}")
+    learned, tested = trace.select(train), trace.select(held_out)
+    plain = price(autoregressive(replay(learned, made[0][1])), latency).total_s
+    seconds: Any = joblib.Parallel(n_jobs=jobs)(
+        joblib.delayed(_seconds)(learned, latency, candidate) for _, candidate in made
+    )
+    speedups = [plain / s for s in seconds]
+    best = int(np.argmax(speedups))
+    tried = pd.DataFrame(
+        [{**{n: s.get(n) for n in space}, "train_speedup": v}
+         for (s, _), v in zip(made, speedups, strict=True)]
+    ).sort_values("train_speedup", ascending=False, kind="stable", ignore_index=True)  # fmt: skip
+    tuned = made[best][1]
+    arms = {describe(made[0][1]): made[0][1], describe(tuned): tuned}
+    logs = [replay(tested, p, name=name) for name, p in arms.items()]
+    judged = summarize(logs, latency, resamples=resamples, seed=seed)
+    return Tuning(tuned, describe(tuned), tried, judged)
+
+
+def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
+    given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
+    text = policy + ("," if ":" in policy and given else ":" if given else "") + given
+    vocabulary = (trace.meta.get("target") or {}).get("vocab_size")
+    try:
+        return parse_policy(text, max_gamma=trace.max_gamma, vocab_size=vocabulary)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _seconds(trace: Trace, latency: LatencyTable, policy: DraftPolicy) -> float:
+    return price(replay(trace, policy), latency).total_s

@@ -1,0 +1,248 @@
+"""Parallel heads, mask tokens and skipped layers: trained, recorded, replayed, and real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from policies.basic import Fixed
+from policies.core import DraftPolicy
+from policies.huggingface import Confidence
+from simulator.pricing import price
+from traces.errors import DraftsimError, TailError
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.rounds import RoundLog
+from traces.sources import (
+    SYSTEMS,
+    Blockwise,
+    LayerSkip,
+    Medusa,
+    MedusaTree,
+    Recordings,
+    Source,
+    Space,
+    SpecDec,
+    StartRecording,
+    describe_source,
+    parse_source,
+    read_recordings,
+    replay_source,
+    write_recordings,
+)
+from traces.sources.calls import CALL_KINDS
+from traces.sources.starts import START_SIGNALS
+from traces.trace import Request, Trace
+
+
+def trace_of(outputs: list[list[int]], limit: int, prompts: list[Any], eos: list[int]) -> Trace:
+    """A trace of prompts and outputs alone."""
+    lengths = [len(o) for o in outputs]
+    columns = {
+        "request": np.repeat(np.arange(len(outputs)), lengths),
+        "position": np.concatenate([np.arange(n) for n in lengths]),
+        "offset": np.zeros(sum(lengths), int),
+        "match": np.zeros(sum(lengths), int),
+        "token": np.concatenate(outputs),
+    }
+    requests = [
+        Request(str(i), "all", len(prompts[i]), n, limit,
+                "eos" if outputs[i][-1] in eos else "length", tuple(prompts[i]))
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    return Trace(columns, requests, None, {"eos_token_ids": eos})
+
+
+class Case:
+    """The bundled target with modules trained for a moment on its own output."""
+
+    limit = 40
+
+    def __init__(self) -> None:
+        torch = pytest.importorskip("torch")
+        from profiler.decoder import greedy
+        from profiler.loading import load_pair, read_prompts
+        from profiler.sources.modules import Modules, record_sources
+        from profiler.sources.run import SourceRunner
+        from profiler.sources.stack import LayerRunner
+        from profiler.sources.train import train_exit_heads, train_masks, train_parallel_heads
+
+        torch.set_num_threads(1)
+        folder = Path(__file__).parents[1] / "profiler" / "bundled"
+        pair = load_pair(folder / "target", folder / "draft")
+        prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:4]]
+        target = LayerRunner(pair.target, 256)
+        self.outputs = [greedy(target, ids, self.limit, pair.eos) for ids in prompts]
+        self.target = target
+        text = torch.full((4, 200), -1)
+        for i, (ids, output) in enumerate(zip(prompts, self.outputs, strict=True)):
+            whole = torch.cat([ids, torch.tensor(output)])
+            text[i, : len(whole)] = whole
+        short = {"steps": 8, "seconds": 3.0, "batch": 96}
+        self.modules = Modules(
+            train_exit_heads(target, text, (4,), rank=4, **short),  # type: ignore[arg-type]
+            {
+                kind: train_parallel_heads(target, text, kind, 3, rank=16, **short)  # type: ignore[arg-type]
+                for kind in ("blockwise", "medusa", "specdec")
+            },
+            train_masks(target, text, 2, steps=2, batch=1, starts=6),
+        )
+        self.trace = trace_of(
+            self.outputs, self.limit, [ids.tolist() for ids in prompts], sorted(pair.eos)
+        )
+        skip = [3, 5, 6]
+        self.recordings = record_sources(
+            pair.target, self.trace, self.modules, skip=skip, skip_offsets=6
+        )
+        self.runner = SourceRunner(pair.target, self.trace, self.modules)
+        self.skip = LayerSkip(skip)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+SOURCES: list[tuple[Source, DraftPolicy]] = [
+    (Blockwise(), Fixed(3)),
+    (Blockwise(2), Fixed(3)),
+    (Medusa(), Confidence(3, 0.2)),
+    (SpecDec(), Fixed(2)),
+    (Space(), Fixed(2)),
+    (Space(1), Fixed(3)),
+    (LayerSkip(), Fixed(5)),
+    (LayerSkip(), Confidence(6, 0.2)),
+]
+
+
+@pytest.mark.parametrize(("source", "policy"), SOURCES)
+def test_replayed_rounds_are_the_real_ones(case: Case, source: Source, policy: DraftPolicy) -> None:
+    source = case.skip if isinstance(source, LayerSkip) else source
+    real = case.runner.run(source, policy)
+    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+    assert real.outputs == case.outputs
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    assert real.log.calls is not None
+    assert log.calls is not None
+    np.testing.assert_array_equal(real.log.calls, log.calls)
+    assert log.rounds["drafted"].max() > 0
+    assert log.fidelity == "exact"
+
+
+def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
+    write_recordings(case.recordings, tmp_path)
+    again = read_recordings(tmp_path)
+    assert set(again.starts) == {"blockwise", "medusa", "specdec", "space", "layer-skip"}
+    assert again.exits is not None
+    for source, policy in ((Medusa(), Fixed(3)), (case.skip, Fixed(4))):
+        ours = replay_source(case.trace, source, policy, recordings=case.recordings)
+        theirs = replay_source(case.trace, source, policy, recordings=again)
+        np.testing.assert_array_equal(ours.rounds, theirs.rounds)
+
+
+def test_modules_survive_their_files_and_know_their_target(case: Case, tmp_path: Path) -> None:
+    import torch
+
+    from profiler.sources.heads import ExitHeads, load_module, save_module
+
+    exits = case.modules.exits
+    assert exits is not None
+    path = tmp_path / "exit.safetensors"
+    settings = {"layers": exits.layers, "width": exits.width, "rank": exits.rank}
+    save_module(exits, settings, case.target.model, path)
+    again = load_module(path, case.target.model, ExitHeads)
+    for name, weights in exits.state_dict().items():
+        assert torch.allclose(again.state_dict()[name], weights, atol=1e-3, rtol=1e-2)
+    weight = case.target.model.model.norm.weight
+    before = weight.data.clone()
+    weight.data += 1
+    try:
+        with pytest.raises(DraftsimError, match="was trained for another target"):
+            load_module(path, case.target.model, ExitHeads)
+    finally:
+        weight.data.copy_(before)
+    path.write_bytes(b"broken")
+    with pytest.raises(DraftsimError, match="train them again"):
+        load_module(path, case.target.model, ExitHeads)
+
+
+def starts(tokens: list[list[int]], ranks: list[list[int]]) -> StartRecording:
+    """A recording of one request."""
+    shape = np.shape(tokens)
+    signals = dict.fromkeys(START_SIGNALS, np.zeros(shape, np.float32))
+    return StartRecording(
+        np.array(tokens, np.int32), signals, np.array(ranks, np.int32), (0, len(tokens))
+    )
+
+
+def test_a_tree_level_is_right_where_it_holds_the_true_token() -> None:
+    trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
+    tokens, ranks = [[7, 7]] * 6, [[9, 9], [1, 1], [9, 9], [9, 9], [2, 0], [9, 9]]
+    held = Recordings(starts={"medusa": starts(tokens, ranks)})
+    log = replay_source(trace, MedusaTree(tops=[2, 2]), Fixed(2), recordings=held)
+    # From 1 both levels hold the true token, from 4 the first level does not.
+    assert log.rounds["position"].tolist() == [1, 4, 5]
+    assert log.rounds["emitted"].tolist() == [3, 1, 1]
+    assert log.fidelity == "approximate"
+    assert log.calls is not None
+    verify = log.calls[log.calls["verify"]]
+    assert verify["new_tokens"].tolist() == [1 + 2 + 4, 1 + 2, 1]
+
+
+def test_drafting_past_the_recorded_chain_is_an_error() -> None:
+    trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
+    record = starts([[7, 7]] * 6, [[9, 9]] * 6)
+    record = StartRecording(
+        record.token, record.signals, record.rank, record.request_starts, {"layers": 4, "skip": [2]}
+    )
+    held = Recordings(starts={"layer-skip": record})
+    with pytest.raises(TailError, match="and 2 were recorded"):
+        replay_source(trace, LayerSkip(), Fixed(3), recordings=held)
+    with pytest.raises(DraftsimError, match=r"layers \[3\] were to be skipped"):
+        replay_source(trace, LayerSkip([3]), Fixed(2), recordings=held)
+    with pytest.raises(DraftsimError, match="no recording of 'medusa' drafts"):
+        replay_source(trace, Medusa(), Fixed(2), recordings=held)
+    with pytest.raises(DraftsimError, match="3 heads were asked for and 2 recorded"):
+        replay_source(
+            trace, Medusa(3), Fixed(2), recordings=Recordings(starts={"medusa": record})
+        )
+
+
+def cells(*rows: tuple[str, str, int, float]) -> LatencyTable:
+    """A table of (model, phase, new tokens, seconds), the same at two contexts."""
+    frame = [(m, p, 1, n, c, s, 0.0, 1) for m, p, n, s in rows for c in (0, 500)]
+    return LatencyTable(pd.DataFrame(frame, columns=list(CELL_COLUMNS)))
+
+
+def test_rounds_cost_their_calls() -> None:
+    trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
+    held = Recordings(starts={"medusa": starts([[7, 7]] * 6, [[9, 9]] * 6)})
+    log = replay_source(trace, Medusa(), Fixed(2), recordings=held)
+    table = cells(
+        ("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0), ("heads", "forward", 1, 0.25)
+    )
+    priced = price(log, table)
+    drafted = log.rounds["drafted"]
+    np.testing.assert_allclose(priced.draft_s, np.where(drafted > 0, 0.25, 0.0))
+    np.testing.assert_allclose(priced.verify_s, 1.0 + 0.5 * drafted)
+    with pytest.raises(DraftsimError, match="no 'forward' cells of 'heads'"):
+        price(log, cells(("target", "forward", 1, 1.0)))
+    bare = RoundLog(log.rounds, log.requests, "x", source="medusa")
+    with pytest.raises(DraftsimError, match="does not hold their calls"):
+        price(bare, table)
+
+
+def test_every_named_system_parses_and_sources_describe_themselves() -> None:
+    from policies.registry import parse_policy
+
+    for system in SYSTEMS.values():
+        source, policy = parse_source(system.source), parse_policy(system.policy)
+        assert set(policy.reads) <= source.signals
+        assert describe_source(parse_source(describe_source(source))) == describe_source(source)
+        kinds = {model for model, _ in CALL_KINDS}
+        assert kinds >= {"target", "exit", "heads"}
+    for text in ("medusa-tree:tops=[3,2]", "layer-skip:skip=[2,4]", "early-exit:layers=[2]"):
+        assert describe_source(parse_source(text)) == text

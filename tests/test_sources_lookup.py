@@ -1,0 +1,207 @@
+"""Lookup drafts: against transformers' own, against brute force, and replayed against real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.basic import Fixed, Oracle
+from policies.registry import parse_policy
+from policies.rules_threshold import TypicalAcceptance
+from traces.errors import DraftsimError, SignalError
+from traces.sources import PLD, REST, Lookahead, parse_source, replay_source
+from traces.sources.lookup import Datastore, NGramPool, PromptLookup, Retrieval
+from traces.sources.lookup_sources import read_corpus
+from traces.trace import Request, Trace
+
+IDS = st.lists(st.integers(1, 4), min_size=1, max_size=40)
+
+
+def trace_of(
+    sequences: list[tuple[list[int], list[int]]], limit: int, eos: tuple[int, ...] = ()
+) -> Trace:
+    """A trace that holds prompts and outputs alone."""
+    names = ("request", "position", "offset", "match", "token")
+    columns: dict[str, list[int]] = {name: [] for name in names}
+    requests = []
+    for i, (prompt, output) in enumerate(sequences):
+        n = len(output)
+        requests.append(
+            Request(
+                str(i), "all", len(prompt), n, limit,
+                "eos" if output[-1] in eos else "length", tuple(prompt),
+            )
+        )  # fmt: skip
+        columns["request"] += [i] * n
+        columns["position"] += range(n)
+        columns["offset"] += [0] * n
+        columns["match"] += [0] * n
+        columns["token"] += output
+    arrays = {name: np.array(values) for name, values in columns.items()}
+    return Trace(arrays, requests, None, {"eos_token_ids": list(eos)})
+
+
+@settings(max_examples=150, deadline=None)
+@given(IDS, st.integers(1, 4), st.integers(1, 6))
+def test_prompt_lookup_is_transformers(ids: list[int], max_ngram: int, num_tokens: int) -> None:
+    torch = pytest.importorskip("torch")
+    generator = pytest.importorskip("transformers.generation.candidate_generator")
+    theirs = generator.PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([4]), num_output_tokens=num_tokens,
+        max_matching_ngram_size=max_ngram, max_length=1000,
+    )  # fmt: skip
+    wanted = theirs.get_candidates(torch.tensor([ids]))[0][0, len(ids) :].tolist()
+    lookup = PromptLookup(num_tokens, max_ngram, frozenset({4}))
+    for token in ids:  # grown token by token, as decoding grows it
+        lookup.extend([token])
+    assert [p.token_id for p in lookup.propose()] == wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(IDS, max_size=4), IDS, st.integers(1, 5), st.integers(1, 3))
+def test_retrieval_is_brute_force(
+    corpus: list[list[int]], ids: list[int], max_suffix: int, min_suffix: int
+) -> None:
+    max_suffix = max(max_suffix, min_suffix)
+    lookup = Retrieval(Datastore(corpus), 4, max_suffix, min_suffix)
+    lookup.extend(ids)
+    following: list[list[int]] = []
+    for n in range(min(max_suffix, len(ids)), 0, -1):
+        following = [
+            s[i + n :] for s in corpus for i in range(len(s) - n + 1) if s[i : i + n] == ids[-n:]
+        ]
+        if following:
+            following = following if n >= min_suffix else []
+            break
+    wanted = []
+    for _ in range(4):
+        heads = [f[0] for f in following if f]
+        if not heads:
+            break
+        best = min(set(heads), key=lambda t: (-heads.count(t), t))
+        wanted.append((best, heads.count(best) / len(heads)))
+        following = [f[1:] for f in following if f and f[0] == best]
+    assert [(p.token_id, p.prob) for p in lookup.propose()] == wanted
+
+
+def test_pool_drafts_the_newest_ngram_and_forgets_the_oldest() -> None:
+    pool = NGramPool(ngram=3, guesses=2)
+    pool.extend([1, 2, 3, 1, 4, 5, 1])
+    assert [p.token_id for p in pool.propose()] == [4, 5]
+    pool.extend([2, 3, 1])  # (1; 2, 3) again: now the newest
+    assert [p.token_id for p in pool.propose()] == [2, 3]
+    pool.extend([6, 7, 1, 8, 9, 1])
+    assert len(pool._pool[1]) == 2
+
+
+def test_repeating_output_is_copied_and_the_oracle_sees_the_run() -> None:
+    period = [5, 6, 7, 8]
+    trace = trace_of([(period * 2, period * 5)], 20)
+    fixed = replay_source(trace, PLD(num_tokens=10), Fixed(4))
+    assert fixed.rounds["accepted"].tolist() == [4, 4, 4, 3]
+    assert fixed.rounds["emitted"].sum() == 19  # the first token is the prefill's
+    oracle = replay_source(trace, PLD(num_tokens=3), Oracle())
+    assert (oracle.rounds["drafted"] == oracle.rounds["accepted"]).all()
+    assert fixed.calls is not None
+    assert fixed.calls["count"].sum() == len(fixed)  # one lookup a round
+
+
+def test_rounds_without_a_match_are_plain_steps() -> None:
+    trace = trace_of([([1, 2, 3], [4, 5, 6, 7])], 4)
+    log = replay_source(trace, PLD(), Fixed(10))
+    assert log.rounds["drafted"].tolist() == [0, 0, 0]
+    assert log.rounds["emitted"].tolist() == [1, 1, 1]
+
+
+def test_retrieval_serves_from_earlier_requests_only() -> None:
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+    trace = trace_of([(text[:2], text[2:]), (text[:2], text[2:])], 6)
+    log = replay_source(trace, REST(), Fixed(6))
+    by_request = [log.rounds["accepted"][log.rounds["request"] == i].sum() for i in (0, 1)]
+    assert by_request == [0, 4]
+
+
+def test_signals_and_rules_that_a_lookup_cannot_serve_are_refused() -> None:
+    trace = trace_of([([1, 2], [1, 2, 1, 2])], 4)
+    with pytest.raises(SignalError, match=r"reads prob.*'pld' drafts do not have"):
+        replay_source(trace, PLD(), parse_policy("confidence"))
+    replay_source(trace, REST(), parse_policy("confidence"))
+    with pytest.raises(DraftsimError, match="use --verify exact"):
+        replay_source(trace, PLD(), Fixed(1), TypicalAcceptance())
+    with pytest.raises(ValueError, match="did you mean 'max_ngram'"):
+        parse_source("pld:max_ngrams=3")
+    assert replay_source(trace, Lookahead(), Fixed(1)).fidelity == "approximate"
+
+
+def test_corpus_file(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("[1, 2, 3]\n\n[4]\n")
+    assert read_corpus(path) == [[1, 2, 3], [4]]
+    path.write_text("[1, 2]\n[1, -2]\n")
+    with pytest.raises(DraftsimError, match=r"corpus.jsonl:2 is not a JSON list"):
+        read_corpus(path)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Any:
+    pytest.importorskip("torch")
+    from profiler.loading import load_pair, read_prompts
+
+    folder = Path(__file__).parents[1] / "profiler" / "bundled"
+    pair = load_pair(folder / "target", folder / "draft")
+    return pair, read_prompts(folder / "prompts.jsonl")[:5]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 10])
+def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
+    bundled: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    from policies.core import speculate
+    from profiler.decoder import greedy
+    from profiler.runner import Runner
+    from profiler.sources.start_decoders import LookupDecoder
+
+    torch.set_num_threads(1)
+    pair, prompts = bundled
+    limit = 40
+    runner = Runner(pair.target, 256)
+    encoded = [pair.encode(p.text) for p in prompts]
+    outputs = [greedy(runner, ids, limit, pair.eos) for ids in encoded]
+    trace = trace_of(
+        [(i.tolist(), o) for i, o in zip(encoded, outputs, strict=True)], limit, tuple(pair.eos)
+    )
+    log = replay_source(trace, PLD(num_tokens), Fixed(num_tokens), first=0)
+    sent: list[int] = []
+    original = PromptLookupCandidateGenerator.get_candidates
+
+    def spy(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        found = original(self, input_ids, **kwargs)
+        sent.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", spy)
+    for i, ids in enumerate(encoded):
+        decoder = LookupDecoder(
+            runner, PromptLookup(num_tokens, 2, pair.eos), 5, ids, limit, pair.eos, first=0
+        )
+        real = list(speculate(decoder, Fixed(num_tokens)))
+        mine = log.rounds[log.rounds["request"] == i]
+        assert decoder.output == outputs[i]
+        assert [tuple(r) for r in real] == [tuple(row)[1:] for row in mine]
+        sent.clear()
+        theirs = pair.target.generate(
+            input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], do_sample=False,
+            max_new_tokens=limit, prompt_lookup_num_tokens=num_tokens,
+        )  # fmt: skip
+        assert theirs[0, len(ids) :].tolist() == outputs[i]
+        # transformers does not cap a draft by what remains of the limit; the loop does.
+        capped = np.minimum(sent, limit - mine["position"] - 1)
+        assert mine["drafted"].tolist() == capped.tolist()

@@ -1,0 +1,408 @@
+"""Searching settings: against closed forms, by properties, and served in simulated time."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commands.tune import parse_slo
+from policies.batch_tables import BatchTable
+from policies.core import Load
+from policies.sglang import SGLangAdaptive
+from simulator.formulas import leviathan
+from simulator.pricing import price
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
+from simulator.tune import (
+    TUNE_COLUMNS,
+    Objective,
+    Slo,
+    Tuned,
+    check_vllm,
+    choose,
+    compare_served,
+    cross_fitted,
+    default_batches,
+    fixed_logs,
+    price_grid,
+    tune_huggingface,
+    tune_sglang,
+    tune_vllm,
+)
+from simulator.tune.choice import folds, resamples
+from simulator.tune.huggingface import DEFAULT, Setting
+from simulator.tune.vllm import _merged, _rows
+from tests.test_cli import Run, rows, run  # noqa: F401
+from traces.errors import DraftsimError
+from traces.files import write_latency, write_trace
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.synthetic import synthetic_trace
+from traces.trace import Trace
+
+CHEAP = LatencyTable.constant(1.0, 0.1)
+
+
+@cache
+def iid(alpha: float, requests: int = 80, tokens: int = 150) -> Trace:
+    return synthetic_trace(alpha, requests=requests, tokens=tokens, seed=3)
+
+
+@cache
+def batched(per_token: float = 2e-4) -> LatencyTable:
+    """Passes whose cost rises with batch x width: speculation pays less and less."""
+    cells: list[tuple[Any, ...]] = []
+    for batch in (1, 4, 16, 64):
+        for context, width in product((16, 512), (1, 2, 4, 9)):
+            target = 1e-2 + per_token * batch * width
+            cells.append(("target", "forward", batch, width, context, target, 0.0, 10))
+        for context, width in product((16, 512), (1, 2)):
+            draft = 1e-3 + per_token / 10 * batch * width
+            cells.append(("draft", "forward", batch, width, context, draft, 0.0, 10))
+    return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])
+def test_the_length_chosen_is_as_good_as_leviathans(alpha: float, c: float) -> None:
+    tuned = tune_vllm(iid(alpha), LatencyTable.constant(1.0, c), draws=300)
+    k = tuned.document["num_speculative_tokens"]
+    optimum = leviathan.optimal_gamma(alpha, c)
+    # Near the optimum the curve is flat: a smaller K may stand for it, not a slower one.
+    assert 1 <= k <= optimum + 2
+    best = max(leviathan.speedup(alpha, g, c) for g in range(9))
+    assert leviathan.speedup(alpha, k, c) > 0.97 * best
+    (row,) = tuned.rows
+    assert row["gain_lo"] - 0.03 < leviathan.speedup(alpha, k, c) < row["gain_hi"] + 0.03
+
+
+def test_limits_are_exact() -> None:
+    always = tune_vllm(iid(1.0, 8, 90), CHEAP, draws=100)
+    assert always.document["num_speculative_tokens_per_batch_size"] == [[1, 1, 8]]
+    never = tune_vllm(iid(0.05, 20, 90), LatencyTable.constant(1.0, 0.3), draws=100)
+    assert never.document["num_speculative_tokens_per_batch_size"] == [[1, 1, 0]]
+    assert never.document["num_speculative_tokens"] == 1
+    (row,) = never.rows
+    assert (row["gain"], row["gain_lo"], row["gain_hi"]) == (1, 1, 1)
+    assert any("leave it off" in w for w in never.warnings)
+
+
+def test_lengths_shrink_with_the_batch_and_rows_say_what_was_priced() -> None:
+    trace = iid(0.7)
+    tuned = tune_vllm(trace, batched(), draws=200)
+    table = tuned.document["num_speculative_tokens_per_batch_size"]
+    lengths = [row[2] for row in table]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+    assert table[-1][1] == 64
+    logs = fixed_logs(trace)
+    for row in tuned.rows:
+        assert tuple(row) == TUNE_COLUMNS
+        k = int(row["setting"].removeprefix("K="))
+        one = price(logs[k], batched(), batch=row["batch"])
+        expected = row["batch"] * one.log.rounds["emitted"].sum() / one.total_s
+        assert row["throughput_tok_s"] == pytest.approx(expected)
+        assert row["outside"] == 0
+        loads = [Load(row["batch"], 50)] * row["batch"]
+        assert tuned.policy.plan(loads) == k  # type: ignore[union-attr]
+
+
+def test_the_context_form_follows_the_context() -> None:
+    trace = iid(0.7)
+    cells = batched().cells.copy()
+    # Drafting over a long context is made as slow as the target: it cannot pay there.
+    far = (cells["model"] == "draft") & (cells["context"] == 512)
+    cells.loc[far, "median_s"] = 2e-2
+    tuned = tune_vllm(trace, LatencyTable(cells), [1, 4], by_context=True, draws=200)
+    table = tuned.document["num_speculative_tokens_per_batch_size"]
+    assert all(len(row) == 5 for row in table)
+    policy = BatchTable(table)
+    assert policy.plan([Load(1, 20)]) > 0
+    assert policy.plan([Load(1, 500)]) == policy.plan([Load(1, 9000)]) == 0
+    assert {row["context"] for row in tuned.rows} == {18, 502}
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=2),
+            min_size=n, max_size=n,
+        )
+    )
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_neighbours_share_the_fewest_ranges(sets: list[list[set[int]]]) -> None:
+    allowed = np.array([[[o in cell for o in range(4)] for cell in row] for row in sets])
+    merged = _merged(allowed)
+    assert (merged <= allowed).all()
+    assert merged.any(axis=2).all()
+    # Fewest runs by brute force over all ways to cut.
+    n = len(sets)
+    fewest = n
+    for cuts in product([False, True], repeat=n - 1):
+        groups, start = [], 0
+        for i, cut in enumerate([*cuts, True], start=1):
+            if cut:
+                groups.append(allowed[start:i].all(axis=0))
+                start = i
+        if all(g.any(axis=1).all() for g in groups):
+            fewest = min(fewest, len(groups))
+    found = 1 + sum((merged[i] != merged[i - 1]).any() for i in range(1, n))
+    assert found <= fewest
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranges_keep_vllms_rules_and_return_what_was_chosen(data: st.DataObject) -> None:
+    rising = st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True).map(sorted)
+    batches = data.draw(rising)
+    contexts: list[Any] = data.draw(st.one_of(st.just([None]), rising))
+    table = np.array(
+        [[data.draw(st.integers(0, 3)) for _ in contexts] for _ in batches], dtype=np.int64
+    )
+    ranges = _rows(table, batches, contexts, [0, 1, 2, 5])
+    check_vllm({"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": ranges})
+    policy = BatchTable(ranges)
+    for i, j in np.ndindex(*table.shape):
+        loads = [Load(batches[i], contexts[j] or 7)] * batches[i]
+        assert policy.plan(loads) == [0, 1, 2, 5][table[i, j]]
+
+
+def objective(seconds: list[list[float]], draws: int = 400) -> Objective:
+    s = np.array(seconds)
+    return Objective(np.ones_like(s), s, resamples(s.shape[1], draws, 0))
+
+
+def test_fewer_drafts_win_unless_more_are_better_beyond_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.3, 40)
+    plain = np.full(40, 2.0)
+    equal, better = plain + noise - noise.mean() - 0.01, plain - 0.5 + noise / 10
+    assert choose(objective([plain.tolist(), equal.tolist()])) == 0
+    assert choose(objective([plain.tolist(), better.tolist()])) == 1
+    assert choose(objective([[2.0], [1.9]])) == 1  # one prompt has no interval
+
+
+def test_a_gain_is_that_of_prompts_held_back() -> None:
+    # The first half of the prompts likes option 0, the second option 1.
+    second = np.array([False, True] * 4)
+    likes = [[1.0 if not half else 2.0 for half in second], [2.0 if not half else 1.0
+             for half in second]]  # fmt: skip
+    o = objective(likes)
+    plain = (np.ones(8), np.full(8, 1.5))
+    halves = choose(o.on(~second)), choose(o.on(second))
+    assert halves == (0, 1)
+    fitted = cross_fitted(o, second, plain, 0, halves)
+    # Chosen elsewhere, both are the wrong ones: 2 s a prompt, where 1.5 s is the default.
+    assert fitted.gain == pytest.approx(0.75)
+    in_sample = cross_fitted(o, second, plain, 0)
+    assert in_sample.gain == pytest.approx(1.0)
+    assert in_sample.lo <= in_sample.gain <= in_sample.hi
+    assert cross_fitted(o, second, plain, 0, halves, default_option=0)[1:] == (1, 1, 1)
+
+
+def test_folds_split_every_category() -> None:
+    second = folds(["a", "b", "a", "b", "a", "b", "a"])
+    names = np.array(["a", "b", "a", "b", "a", "b", "a"])
+    for name in "ab":
+        assert abs(second[names == name].sum() - (~second[names == name]).sum()) <= 1
+    assert folds(["a", "b", "c", "d"]).sum() == 2
+
+
+def test_targets_count_only_requests_that_meet_them() -> None:
+    trace = iid(0.7, 10, 60)
+    logs = list(fixed_logs(trace, (0, 4)).values())
+    free = price_grid(logs, CHEAP)
+    assert (free.within == 1).all()
+    middle = float(np.median(free.seconds[1] / free.tokens[1]))
+    bound = price_grid(logs, CHEAP, slo=Slo(tpot_s=middle))
+    assert bound.within[0] == 0
+    assert 0.4 <= bound.within[1] <= 0.6
+    assert bound.tokens[1].sum() < free.tokens[1].sum()
+    late = price_grid(logs, CHEAP, slo=Slo(ttft_s=0.5))
+    assert (late.within == 0).all()
+    tuned = tune_vllm(trace, CHEAP, slo=Slo(tpot_s=1e-3), draws=50)
+    assert any("0% of prompts meet the targets" in w for w in tuned.warnings)
+
+
+def test_thin_evidence_is_said() -> None:
+    tuned = tune_vllm(iid(0.7, 4, 60), batched(), [1, 256], draws=50)
+    said = " ".join(tuned.warnings)
+    assert "only 4 prompts" in said
+    assert "batch 256" in said
+    assert "no batch between 1 and 256" in said
+    assert "outside the measured cells" in said
+    assert "vLLM keeps the last K beyond batch 256" in said or tuned.rows[-1]["setting"] == "K=0"
+    lone = tune_vllm(iid(0.7, 1, 60), CHEAP, draws=50)
+    assert any("no interval" in w for w in lone.warnings)
+    assert default_batches(batched()) == [1, 2, 4, 8, 16, 32, 64]
+    assert default_batches(CHEAP) == [1]
+    noisy = batched().cells.assign(spread_s=batched().cells["median_s"] * 0.4)
+    said = " ".join(tune_vllm(iid(0.7), LatencyTable(noisy), [1], draws=50).warnings)
+    assert "timings scatter by 40%" in said
+
+
+@cache
+def huggingface() -> Tuned:
+    trace = synthetic_trace(
+        0.6, requests=20, tokens=40, concentration=2.0, max_gamma=24, seed=5
+    )  # fmt: skip
+    return tune_huggingface(trace, CHEAP, draws=200)
+
+
+def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
+    tuned = huggingface()
+    (row,) = tuned.rows
+    assert row["default"] == "20, constant, 0.4"
+    assert row["gain"] > 1
+    doc = tuned.document
+    chosen = Setting(*(doc[k] for k in doc))
+    assert str(chosen) == row["setting"]
+    trace = synthetic_trace(0.6, requests=6, tokens=30, concentration=2.0, seed=5)
+    alone = tune_huggingface(trace, CHEAP, settings=[DEFAULT], draws=50)
+    assert alone.rows[0]["gain"] == 1
+    assert alone.document["num_assistant_tokens"] == 20
+
+
+def test_huggingface_without_signals_searches_no_threshold() -> None:
+    tuned = tune_huggingface(iid(0.6, 20, 60), CHEAP, draws=50)
+    assert tuned.document["assistant_confidence_threshold"] == 0
+    assert any("no threshold was searched" in w for w in tuned.warnings)
+    slow = tune_huggingface(iid(0.05, 20, 60), LatencyTable.constant(1.0, 0.9), draws=50)
+    assert any("pass no assistant model" in w for w in slow.warnings)
+
+
+@cache
+def sglang() -> Tuned:
+    return tune_sglang(iid(0.7, 40, 40), batched(), [1, 40], draws=4)
+
+
+def test_sglang_slots_fit_their_batch() -> None:
+    tuned = sglang()
+    assert set(tuned.document) == {"1", "7"}
+    assert SGLangAdaptive(tuned.document).plan([Load(1, 50)]) > 0
+    steps = [max(map(int, row["setting"].split())) for row in tuned.rows]
+    assert steps[0] > steps[1]
+    assert tuned.longest == max(steps)
+    for row in tuned.rows:
+        assert tuple(row) == TUNE_COLUMNS
+        assert row["gain_lo"] <= row["gain"] <= row["gain_hi"]
+
+
+def loads(trace: Trace) -> list[Scenario]:
+    closed = [
+        Scenario(ClosedLoop(b), Limits(max_batch=b), requests=max(len(trace.requests), 2 * b))
+        for b in (1, 40)
+    ]
+    return [*closed, Scenario(Poisson(3.0), Limits(max_batch=16), requests=40)]
+
+
+def test_served_at_any_load_it_is_not_worse_than_a_length_set_by_hand() -> None:
+    trace = iid(0.7, 40, 40)
+    tuned = tune_vllm(trace, batched(), draws=200)
+    found = compare_served(trace, batched(), tuned.policy, loads(trace), replications=3)
+    assert found["not_worse"].all(), found.to_string()
+    assert found["tuned"].min() > 0
+    adaptive = sglang()
+    found = compare_served(
+        trace, batched(), adaptive.policy, loads(trace)[:2], replications=3,
+        lookahead=adaptive.longest,
+    )  # fmt: skip
+    assert found["not_worse"].all(), found.to_string()
+
+
+def test_a_bad_table_is_caught_when_served() -> None:
+    trace = iid(0.3, 40, 40)
+    bad = BatchTable([[1, 64, 8]])
+    found = compare_served(trace, batched(), bad, loads(trace)[1:2], replications=3)
+    assert not found["not_worse"].any()
+    slower = compare_served(
+        trace, batched(), bad, loads(trace)[1:2], replications=3, metric="tpot_s_mean"
+    )
+    assert not slower["not_worse"].any()
+    assert (slower["margin"] < 0).all()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> SimpleNamespace:
+    trace = synthetic_trace(0.7, requests=12, tokens=40, max_gamma=24, concentration=4.0, seed=1)
+    write_trace(trace, tmp_path / "trace.parquet")
+    write_latency(batched(), tmp_path / "latency.parquet")
+    return SimpleNamespace(folder=tmp_path, out=tmp_path / "settings.json")
+
+
+@pytest.mark.parametrize(
+    ("engine", "key"),
+    [("vllm", "num_speculative_tokens"), ("sglang", "1"), ("hf", "num_assistant_tokens")],
+)
+def test_the_command_writes_file_and_rows(
+    run: Run,  # noqa: F811
+    recorded: SimpleNamespace, engine: str, key: str,
+) -> None:  # fmt: skip
+    more = [] if engine == "hf" else ["--batches", "1,16", "--draws", "4"]
+    ran = run(
+        "tune", "--engine", engine, "--trace", recorded.folder, "--slo", "ttft=5,tpot=0.05",
+        "--out", recorded.out, "--json", "-", *more,
+    )  # fmt: skip
+    found = rows(ran)
+    assert [r["batch"] for r in found] == ([1] if engine == "hf" else [1, 16])
+    assert tuple(found[0]) == TUNE_COLUMNS
+    assert key in json.loads(recorded.out.read_text())
+    assert "only 12 prompts" in ran.err
+
+
+def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -> None:  # noqa: F811
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4", "--check",
+        "--json", "-",
+    )  # fmt: skip
+    for row in rows(ran):
+        assert row["not_worse"] is True
+        assert row["rival"] in ("off", "K=1", "K=3", "K=5")
+        assert row["margin_lo"] <= row["margin_hi"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "vllm", "--slo", "fast"], "expected ttft=SECONDS"),
+        (["--engine", "vllm", "--slo", "tpot=-1"], "expected ttft=SECONDS"),
+        (["--engine", "vllm", "--batches", "0"], "expected whole numbers >= 1"),
+        (["--engine", "hf", "--batches", "1,2"], "decodes one request"),
+        (["--engine", "sglang", "--by-context"], "a form of vllm's"),
+        (["--engine", "tgi"], "tgi"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    run: Run,  # noqa: F811
+    recorded: SimpleNamespace, arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    ran = run("tune", "--trace", recorded.folder, *arguments)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_targets_are_parsed() -> None:
+    assert parse_slo(None) is None
+    assert parse_slo("tpot=0.05") == Slo(tpot_s=0.05)
+    assert parse_slo("ttft=0.2, tpot=0.05") == Slo(0.2, 0.05)
+    for bad in ("", "ttft", "ttft=x", "ttft=0.1,ttft=0.2", "tpot=nan", "itl=1"):
+        with pytest.raises(DraftsimError, match="expected ttft=SECONDS"):
+            parse_slo(bad)
+    with pytest.raises(DraftsimError, match="expected > 0 seconds"):
+        Slo(math.nan)
+    with pytest.raises(DraftsimError, match="draft lengths are"):
+        fixed_logs(iid(0.5, 2, 20), (-1,))
+    with pytest.raises(DraftsimError, match="draws is 5"):
+        tune_sglang(iid(0.5, 2, 20), CHEAP, draws=5)
+    with pytest.raises(DraftsimError, match="batches holds 0"):
+        tune_vllm(iid(0.5, 2, 20), CHEAP, [0])

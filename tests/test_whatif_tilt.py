@@ -1,0 +1,242 @@
+"""Another acceptance rate for a trace: what stays, what changes, and how far off it is."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import SVIP, CMASD, Fixed
+from simulator.estimate import Estimate, ratio
+from simulator.whatif.fidelity import (
+    UNKNOWN_ERROR,
+    compare_groups,
+    compare_tilt,
+    summarize_error,
+    tilt_error,
+)
+from simulator.whatif.matchmodel import MatchModel, signal_table
+from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.schema import MISMATCH
+from traces.synthetic import Bursty, synthetic_trace
+from traces.trace import Trace
+
+
+@cache
+def bursty(seed: int = 0, easy: float = 0.95, hard: float = 0.4) -> Trace:
+    """Easy and hard stretches, with signals that say part of it."""
+    return synthetic_trace(
+        Bursty(easy, hard), requests=30, tokens=150, concentration=8.0, seed=seed, eos_fraction=0.3
+    )
+
+
+@cache
+def tilter(method: Any = "coupled") -> Tilter:
+    return Tilter(bursty(), method)
+
+
+def block_efficiency(trace: Trace, gamma: int) -> Estimate:
+    log = replay(trace, Fixed(gamma))
+    return ratio(log.per_request(log.rounds["emitted"]), log.per_request(np.ones(len(log))))
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("method", ["coupled", "redraw"])
+def test_no_shift_gives_back_block_efficiency(method: str, gamma: int) -> None:
+    recorded = block_efficiency(bursty(), gamma)
+    tilted = block_efficiency(tilter(method).shifted(0.0), gamma)
+    error = np.hypot(recorded.standard_error, tilted.standard_error)
+    assert abs(tilted.value - recorded.value) < 4 * error
+    if method == "coupled":
+        assert tilted.value == recorded.value
+
+
+def test_redraw_gives_back_block_efficiency_on_average() -> None:
+    # Over many draws the mean must agree far more narrowly than one draw does.
+    trace = bursty()
+    for gamma in (2, 6):
+        recorded = block_efficiency(trace, gamma)
+        drawn = [
+            block_efficiency(Tilter(trace, "redraw", seed).shifted(0.0), gamma).value
+            for seed in range(8)
+        ]
+        error = np.std(drawn, ddof=1) / np.sqrt(len(drawn)) + recorded.standard_error / 2
+        assert abs(np.mean(drawn) - recorded.value) < 4 * error
+
+
+def test_a_shuffled_trace_fails_the_same_comparison() -> None:
+    # Without its stretches the trace has another block efficiency: the bound above is no formality.
+    trace = bursty()
+    recorded, textbook = block_efficiency(trace, 8), block_efficiency(
+        iid_like(trace, acceptance(trace)), 8
+    )
+    error = np.hypot(recorded.standard_error, textbook.standard_error)
+    assert abs(recorded.value - textbook.value) > 4 * error
+
+
+@settings(max_examples=15, deadline=None)
+@given(alpha=st.floats(0.05, 0.97), method=st.sampled_from(["coupled", "redraw"]))
+def test_reaches_any_acceptance(alpha: float, method: str) -> None:
+    tilted = tilter(method).to(alpha)
+    assert acceptance(tilted) == pytest.approx(alpha, abs=3 / len(tilted.on_path))
+
+
+def test_no_shift_returns_the_recording() -> None:
+    trace, same = bursty(), tilter().to(acceptance(bursty()))
+    for name in same.columns:
+        if name == "match":  # tails are not told whether they would match
+            assert (same.columns[name][same.on_path] == trace.columns[name][trace.on_path]).all()
+        else:
+            np.testing.assert_array_equal(same.columns[name], trace.columns[name])
+    assert same.meta["tilt"]["shift"] == 0.0
+    assert same.meta["fidelity"] == "approximate"
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.9])
+def test_signals_stay_and_tails_follow_the_matches(alpha: float) -> None:
+    trace = bursty()
+    tilted = tilter().to(alpha)
+    before, after = trace.columns, tilted.columns
+    old, new = trace.on_path, tilted.on_path
+    for name in ("draft_logprob", "draft_entropy", "draft_top1", "token", "position", "request"):
+        np.testing.assert_array_equal(after[name][new], before[name][old])
+    match = after["match"][new]
+    tails = np.diff(np.append(new, len(tilted))) - 1
+    assert (tails[match != MISMATCH] == 0).all()
+    agrees = after["draft_token"][new] == after["token"][new]
+    assert (agrees == (match != MISMATCH)).all()
+    # Whatever a policy drafts, the tails reach.
+    replay(tilted, Fixed(trace.max_gamma or 0))
+    replay(tilted, SVIP(gamma_max=trace.max_gamma or 0))
+
+
+def test_new_mismatches_borrow_from_like_signals() -> None:
+    trace = bursty()
+    tilted = tilter().to(0.3)
+    new = np.flatnonzero(
+        (trace.columns["match"][trace.on_path] != MISMATCH)
+        & (tilted.columns["match"][tilted.on_path] == MISMATCH)
+    )
+    signals = signal_table(trace)
+    own = signals[trace.on_path]
+    # The lender is known by its tail's first token, which the borrower shows.
+    lent = tilted.columns["draft_logprob"][np.minimum(tilted.on_path[new] + 1, len(tilted) - 1)]
+    first = trace.columns["draft_logprob"]
+    heads = np.flatnonzero(trace.columns["offset"] == 1)
+    lender = {float(first[row]): row - 1 for row in heads}
+    known = [(i, lender[float(v)]) for i, v in zip(new, lent, strict=True) if float(v) in lender]
+    assert len(known) > len(new) / 2
+    distance = np.linalg.norm(own[[i for i, _ in known]] - signals[[r for _, r in known]], axis=1)
+    rng = np.random.default_rng(0)
+    mismatched = trace.on_path[trace.columns["match"][trace.on_path] == MISMATCH]
+    anyone = signals[rng.choice(mismatched, len(known))]
+    random = np.linalg.norm(own[[i for i, _ in known]] - anyone, axis=1)
+    assert np.median(distance) < np.median(random) / 3
+
+
+def test_matches_follow_the_shifted_chance() -> None:
+    # Calibration: among positions of like shifted chance, that share matches.
+    trace = bursty()
+    model = MatchModel(trace)
+    for method in ("coupled", "redraw"):
+        made = tilter(method)
+        shift = float(made.shifts([0.55])[0])
+        match = made.shifted(shift)
+        outcome = match.columns["match"][match.on_path] == 1
+        odds = model.logit(outcome) + shift
+        chance = 1 / (1 + np.exp(-odds))
+        for part in np.array_split(np.argsort(chance), 8):
+            expected = chance[part].mean()
+            error = np.sqrt((chance[part] * (1 - chance[part])).sum()) / len(part)
+            assert abs(outcome[part].mean() - expected) < 4 * error
+
+
+def test_the_same_seed_serves_every_rate() -> None:
+    low, high = tilter().to(0.5), tilter().to(0.52)
+    changed = low.columns["match"][low.on_path] != high.columns["match"][high.on_path]
+    # Independent draws would differ at about half of the positions near 1/2.
+    assert changed.mean() < 0.06
+
+
+def test_a_trace_without_signals_is_tilted_by_its_history() -> None:
+    trace = synthetic_trace(Bursty(), requests=20, tokens=200)
+    tilted = tilt_to(trace, 0.5)
+    assert acceptance(tilted) == pytest.approx(0.5, abs=0.001)
+    assert tilted.max_gamma is None
+    assert block_efficiency(tilted, 6).value > block_efficiency(iid_like(trace, 0.5), 6).value
+
+
+def test_replays_are_approximate_and_target_scores_gone() -> None:
+    tilted = tilter().to(0.6)
+    assert replay(tilted, Fixed(3)).fidelity == "approximate"
+    assert replay(tilted, CMASD(gamma_max=10)).fidelity == "approximate"
+    scored = Trace(
+        {**bursty().columns, "target_draft_rank": np.zeros(len(bursty()), np.int32)},
+        bursty().requests, bursty().max_gamma, bursty().meta,
+    )  # fmt: skip
+    assert "target_draft_rank" not in tilt_to(scored, 0.6).columns
+
+
+def test_what_cannot_be_tilted_says_why() -> None:
+    sure = synthetic_trace(1.0, requests=2, tokens=20)
+    with pytest.raises(DraftsimError, match="same outcome"):
+        tilt_to(sure, 0.5)
+    with pytest.raises(DraftsimError, match=r"alpha is 1, expected strictly"):
+        tilter().to(1.0)
+    with pytest.raises(DraftsimError, match="alpha is 2"):
+        iid_like(bursty(), 2.0)
+    bad: Any = "guess"
+    with pytest.raises(DraftsimError, match="method is 'guess'"):
+        Tilter(bursty(), bad)
+    unknown = dict(sure.columns)
+    unknown["match"] = np.where(np.arange(40) % 7, unknown["match"], -1).astype(np.int8)
+    with pytest.raises(DraftsimError, match="impute"):
+        tilt_to(Trace(unknown, sure.requests), 0.5)
+
+
+def test_error_is_measured_against_another_recording() -> None:
+    # Two recordings of the same kind, one of harder text: the tilt must come nearer to the
+    # second than the first as it is, in every row.
+    easy, hard = bursty(1, 0.95, 0.5), bursty(2, 0.88, 0.3)
+    rows = compare_tilt(easy, hard)
+    assert set(rows["metric"]) == {"block_efficiency", "speedup"}
+    untilted = (rows["untilted"] / rows["recorded"] - 1).abs()
+    assert (rows["error"].abs() < untilted).mean() > 0.8
+    assert rows["error"].abs().median() < rows["iid_error"].abs().median()
+    found = summarize_error(rows)
+    assert found.worst == rows[rows["metric"] == "speedup"]["error"].abs().max()
+    assert found.at(acceptance(hard), acceptance(easy)) == pytest.approx(
+        found.per_logit * found.largest
+    )
+    assert found.tried(acceptance(hard), acceptance(easy))
+    assert not found.tried(0.999, acceptance(easy))
+
+
+def test_a_recording_is_compared_with_itself_by_groups_of_prompts() -> None:
+    rows = compare_groups(bursty())
+    assert {"hard -> easy", "easy -> hard"} <= set(rows["pair"])
+    assert tilt_error(bursty()).comparisons == (rows["metric"] == "speedup").sum()
+    alike = synthetic_trace(0.7, requests=3, tokens=60)
+    assert tilt_error(alike) == UNKNOWN_ERROR
+    assert np.isnan(UNKNOWN_ERROR.at(0.5, 0.6))
+
+
+def test_untouched_by_what_was_done_before() -> None:
+    frames = [pd.DataFrame(dict(Tilter(bursty(), seed=3).to(0.6).columns)) for _ in range(2)]
+    pd.testing.assert_frame_equal(*frames)
+
+
+def test_package_imports_without_scikit_learn_loaded() -> None:
+    import subprocess
+
+    code = "import sys, simulator.whatif; assert not {'sklearn', 'torch', 'dask'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -1,0 +1,118 @@
+"""The papers' methods by name: each a combination of draft source, length policy and rule.
+
+Any other combination works as well; these are the ones that have a name.  Methods with
+another source than a draft model come from `traces.sources.registry.SYSTEMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from policies.core import DraftPolicy
+from policies.registry import parse_policy
+from policies.rule_registry import parse_rule
+from policies.rules import VerifyRule
+from traces.errors import DraftsimError
+from traces.sources.registry import DRAFT_MODEL, SYSTEMS
+from traces.trace import Trace
+
+
+class Method(NamedTuple):
+    """A named method, each axis as text."""
+
+    source: str
+    policy: str
+    rule: str
+    what: str
+
+
+FIXED_WINDOW = 5
+"""Tokens of CM-ASD's fixed window, which the paper does not give: ours."""
+CSD_WINDOW = "fixed:gamma=6"
+_NO_ADAPTIVE_TAU = "spec-verification:beta=5,tau=0.1"
+"""CM-ASD's rule at confidence 0: what is left of tau_t without its adaptive term."""
+
+
+def _single(weights: str, what: str) -> Method:
+    return Method(DRAFT_MODEL, f"cm-asd:weights={weights}", f"cm-asd:weights={weights}", what)
+
+
+CMASD_ABLATION: Mapping[str, Method] = {
+    "transformer-base": Method(
+        "none", "autoregressive", "exact", "CM-ASD, Table III: the target alone (greedy here)"
+    ),
+    "cm-asd-fixed-window": Method(
+        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", "cm-asd",
+        "CM-ASD, Table III: without adaptive drafting",
+    ),
+    "cm-asd-fixed-threshold": Method(
+        DRAFT_MODEL, "cm-asd", _NO_ADAPTIVE_TAU, "CM-ASD, Table III: without adaptive verification"
+    ),
+    "cm-asd-no-confidence": Method(
+        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", _NO_ADAPTIVE_TAU,
+        "CM-ASD, Table III: fixed window and threshold",
+    ),
+    "cm-asd-entropy": _single("[1,0,0]", "CM-ASD, Table III: entropy-only confidence"),
+    "cm-asd-margin": _single("[0,1,0]", "CM-ASD, Table III: margin-only confidence"),
+    "cm-asd-softmax": _single("[0,0,1]", "CM-ASD, Table III: softmax-only confidence"),
+    "cm-asd": Method(DRAFT_MODEL, "cm-asd", "cm-asd", "CM-ASD (arXiv:2508.15371)"),
+}  # fmt: skip
+"""The eight variants of CM-ASD, Table III, in its order."""
+
+CSD_ABLATION: Mapping[str, Method] = {
+    "csd-specdecode": Method(
+        DRAFT_MODEL, CSD_WINDOW, "exact", "CSD's baseline: lossless speculative decoding"
+    ),
+    "csd-ocm": Method(DRAFT_MODEL, CSD_WINDOW, "csd-ocm", "CSD's correction memory alone"),
+    "csd-scg": Method(DRAFT_MODEL, CSD_WINDOW, "csd-scg", "CSD's consistency gate alone"),
+    "csd": Method(DRAFT_MODEL, CSD_WINDOW, "csd", "CSD (arXiv:2604.13634)"),
+    "lossy-sd": Method(
+        DRAFT_MODEL, CSD_WINDOW, "lossy-global", "CSD's lossy baseline: one global threshold"
+    ),
+}
+"""CSD's ablation; a memory calibrated beforehand is given to the run, not named here."""
+
+METHODS: Mapping[str, Method] = {
+    "specdecode": Method(DRAFT_MODEL, "fixed", "exact", "Speculative decoding, fixed length"),
+    "hf-heuristic": Method(
+        DRAFT_MODEL, "hf-heuristic", "exact", "transformers' heuristic (GammaTune, Table 2)"
+    ),
+    "assistant-threshold": Method(
+        DRAFT_MODEL, "confidence", "exact", "transformers' confidence threshold (GammaTune)"
+    ),
+    "gammatune": Method(DRAFT_MODEL, "gammatune", "exact", "GammaTune (arXiv:2504.00030)"),
+    "gammatune+": Method(
+        DRAFT_MODEL, "gammatune-plus", "exact", "GammaTune with a confidence stop"
+    ),
+    **CMASD_ABLATION,
+    **CSD_ABLATION,
+    "spec-verification": Method(
+        DRAFT_MODEL, "fixed:gamma=8", "spec-verification", "SpecDec's verification (2203.16487)"
+    ),
+    "bild": Method(DRAFT_MODEL, "bild", "bild", "BiLD (2302.07863): fallback and rollback"),
+    **{
+        name: Method(system.source, system.policy, "exact", system.what)
+        for name, system in SYSTEMS.items()
+    },
+}
+"""Every named method."""
+
+
+def method(name: str) -> Method:
+    """The method called `name`; DraftsimError with the nearest if there is none."""
+    if name not in METHODS:
+        from policies.spec import choice
+
+        raise DraftsimError(f"unknown method {name!r}{choice(name, METHODS)}")
+    return METHODS[name]
+
+
+def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolicy, VerifyRule]:
+    """Policy and rule of a method for the pair of `trace`.
+
+    ``resources`` go to the rule where it has such a parameter, like ``memory``.
+    """
+    vocab = (trace.meta.get("target") or {}).get("vocab_size")
+    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma, vocab_size=vocab)
+    return policy, parse_rule(chosen.rule, vocab_size=vocab, **resources)
