@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from profiler.batch_latency import batch_steps, measure_batch_host
@@ -41,8 +42,9 @@ class Settings:
 def progress_bar() -> Progress:
     """The bar shown for anything that lasts: what, how far, time left."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    )
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        console=Console(stderr=True),  # standard output belongs to results
+    )  # fmt: skip
 
 
 def profile_latency(

@@ -211,9 +211,7 @@ def test_a_steeper_price_of_verification_shortens_drafts() -> None:
 class Step:
     """A target pass that is dearer as soon as it verifies anything, and flat from there."""
 
-    def __call__(
-        self, batch: int, draft_length: int, verify_tokens: int, context: float
-    ) -> float:
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         return 0.05 * draft_length + (1.4 if verify_tokens > batch else 1.0)
 
 

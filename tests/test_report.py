@@ -25,13 +25,12 @@ from simulator.report.ratio_model import (
     tilted,
 )
 from simulator.summary import summarize
-from simulator.validation import MEASURED_COLUMNS
 from simulator.whatif.tilt import Tilter
 from tests.test_cli import Run, run  # noqa: F401
 from traces.errors import DraftsimError, FileError
 from traces.files import write_latency, write_trace
 from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.measured import MeasuredRuns, write_measured
+from traces.measured import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.synthetic import synthetic_trace

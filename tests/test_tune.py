@@ -148,14 +148,15 @@ def test_neighbours_share_the_fewest_ranges(sets: list[list[set[int]]]) -> None:
     n = len(sets)
     fewest = n
     for cuts in product([False, True], repeat=n - 1):
-        groups, start = [], 0
+        groups: list[Any] = []
+        start = 0
         for i, cut in enumerate([*cuts, True], start=1):
             if cut:
                 groups.append(allowed[start:i].all(axis=0))
                 start = i
         if all(g.any(axis=1).all() for g in groups):
             fewest = min(fewest, len(groups))
-    found = 1 + sum((merged[i] != merged[i - 1]).any() for i in range(1, n))
+    found = 1 + sum(not np.array_equal(merged[i], merged[i - 1]) for i in range(1, n))
     assert found <= fewest
 
 

@@ -177,7 +177,7 @@ def test_what_an_engine_would_refuse_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         tuned([[2, 3, 1]])
     settings = tuned([[1, 3, 1]])
-    settings.document["num_speculative_tokens_per_batch_size"][0][0] = 2  # type: ignore[index]
+    settings.document["num_speculative_tokens_per_batch_size"][0][0] = 2
     with pytest.raises(SettingsError):
         write_settings(settings, path)
     assert path.read_text() == "kept"

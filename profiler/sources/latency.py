@@ -16,7 +16,7 @@ from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookup_sources import PLD, REST, Lookahead, LookupSource, served_before
 from traces.trace import Trace
 
-WIDTHS = (1, 2, 3, 5, 9, 17)
+WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 CONTEXTS = (32, 128, 256)
 
 

@@ -77,6 +77,17 @@ class LayerRunner(Runner):
         """Final norm and output head: (tokens, hidden) -> (tokens, vocab)."""
         return self.project(self.normed(hidden))
 
+    @torch.inference_mode()
+    def forward_with_states(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """One ordinary pass: logits (tokens, vocab), and the normed states they are read from."""
+        seen: list[Tensor] = []
+        hook = self._head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+        try:
+            logits = self.forward(tokens, start)
+        finally:
+            hook.remove()
+        return logits, seen[0]
+
     def run_layers(
         self,
         hidden: Tensor,

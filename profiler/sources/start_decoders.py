@@ -15,7 +15,7 @@ from profiler.sources.drafters import head_logits, kept_layers, mask_states
 from profiler.sources.heads import MaskEmbeddings, ParallelHeads
 from profiler.sources.stack import LayerRunner
 from traces.sources.base import SourceToken
-from traces.sources.calls import FORWARD, HEAD, LAYER
+from traces.sources.calls import HEAD, LAYER
 from traces.sources.lookup import Lookup, Proposal
 from traces.sources.starts import HEADS
 
@@ -86,13 +86,6 @@ class _StateDecoder(SourceDecoder):
         """Slot of the last true token, which no pass has processed yet."""
         return self._prompt + len(self.output) - 1
 
-    def _whole(self, tokens: Tensor, start: int) -> Tensor:
-        """Normed last states of `tokens`: (tokens, hidden)."""
-        hidden = self._target.embed(tokens)
-        return self._target.normed(
-            self._target.run_layers(hidden, start, range(self._target.layers))
-        )
-
 
 class HeadsDecoder(_StateDecoder):
     """Drafts with parallel heads, of which the first `k` (None: all) are used."""
@@ -104,8 +97,9 @@ class HeadsDecoder(_StateDecoder):
     ) -> None:  # fmt: skip
         super().__init__(target, prompt, max_new_tokens, eos)
         self._heads, self._k = heads, heads.k if k is None else min(k, heads.k)
-        self._state = self._whole(prompt, 0)[-1:]  # (1, hidden)
-        self._last = target.project(self._state).argmax(-1)  # (1,)
+        logits, states = target.forward_with_states(prompt, 0)
+        self._state = states[-1:]  # (1, hidden)
+        self._last = logits[-1:].argmax(-1)  # (1,)
         self._logits = self._state  # (1, k, vocab) once a round drafts
         self._emit(self._last.tolist())
 
@@ -125,8 +119,10 @@ class HeadsDecoder(_StateDecoder):
     def verify(self, draft: Sequence[Any]) -> int:
         """One pass over the last token and the draft; the accepted state serves the heads."""
         drafted = [t.device_id for t in draft]
-        states = self._whole(torch.cat([self._last, *drafted]), self._slot)
-        picks = self._target.project(states).argmax(-1)
+        logits, states = self._target.forward_with_states(
+            torch.cat([self._last, *drafted]), self._slot
+        )
+        picks = logits.argmax(-1)
         accepted, tokens = self._compare(drafted, picks)
         self._state = states[len(tokens) - 1][None]
         self._last = picks[len(tokens) - 1][None]
@@ -146,7 +142,7 @@ class SpaceDecoder(_StateDecoder):
         super().__init__(target, prompt, max_new_tokens, eos)
         self._masks, self._k = masks, masks.k if k is None else min(k, masks.k)
         if prompt.shape[0] > 1:
-            self._whole(prompt[:-1], 0)
+            target.forward(prompt[:-1], 0, keep=1)
         self._last = prompt[-1:]
         self._drafts = self._last.float()  # (k, vocab) once a pass has run
         _, tokens, _ = self._pass([], int(prompt.shape[0]) - 1)
@@ -163,7 +159,8 @@ class SpaceDecoder(_StateDecoder):
     def verify(self, draft: Sequence[Any]) -> int:
         """One pass over the last token, the draft, and the masks behind each of them."""
         accepted, tokens, width = self._pass([t.device_id for t in draft], self._slot)
-        self.calls.add(FORWARD, width, verify=True)
+        self.calls.add(LAYER, width, self._target.layers, verify=True)
+        self.calls.add(HEAD, width, verify=True)
         self.calls.end_round()
         self._emit(tokens)
         return accepted

@@ -96,6 +96,9 @@ class MasksRecorder(StartRecorder):
         super().__init__(target)
         self.masks, self.offsets = masks, masks.k
 
+    def meta(self) -> dict[str, Any]:
+        return {"layers": self.target.layers}
+
     def slots_needed(self, longest: int) -> int:
         return longest + CHUNK * self.offsets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import shutil
@@ -78,11 +79,9 @@ class Workplace:
         return max(0, free - RESERVE)
 
     def release(self) -> None:
-        """Hand freed memory back, so that the next pair finds it."""
-        import gc
-
-        gc.collect()
+        """Hand freed device memory back, so that the next pair finds it."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
@@ -113,6 +112,8 @@ def open_workplace(
         # Its plans are made per shape, which neither capture nor short timings can pay for.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.cuda.set_device(where)
+    else:
+        torch.set_num_threads(1)  # steadier times than several, and miniatures need no more
     kind = choose_dtype(dtype, where)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -355,8 +355,9 @@ def shapes_of(pair: PairShape) -> dict[str, Any]:
     return {
         role: {
             "name": a.name, "source": a.source, "layers": a.layers, "parameters": a.parameters,
-            "hidden_size": a.hidden_size,
-            "vocab_size": a.vocab_size, "kv_values": a.kv_values,
+            "hidden_size": a.hidden_size, "vocab_size": a.vocab_size, "tied": a.tied,
+            "kv_values": a.kv_values,
+            "tied": a.tied,
         }
         for role, a in both.items() if a is not None
     }  # fmt: skip

@@ -33,15 +33,14 @@ def check_recording(folder: Path) -> pd.DataFrame:
     latency, trace = read_latency(folder / "latency.parquet"), read_trace(folder / "trace.parquet")
     runs = read_measured(folder / "measured.parquet").times
     parts = []
-    for (batch, forced), part in runs.groupby(["batch", "forced"]):
+    for batch in sorted(set(runs["batch"].tolist())):
+        part = runs[runs["batch"] == batch]
         names = list(dict.fromkeys(part["policy"]))
-        used = trace.select(_decoded(trace, part, int(batch)))
+        used = trace.select(_decoded(trace, part, batch))
         predicted = (
-            _single(used, latency, names)
-            if batch == 1
-            else _together(used, latency, names, int(batch))
+            _single(used, latency, names) if batch == 1 else _together(used, latency, names, batch)
         )
-        parts.append(compare(predicted, part.assign(forced=bool(forced))))
+        parts.append(compare(predicted, part))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -128,10 +128,12 @@ class Roofline:
             return replace(self, **dict(zip(free, np.exp(x).tolist(), strict=True)))
 
         def errors(x: Floats) -> Floats:
-            model, out = made(x), np.empty(len(observed))
+            model = made(x)
+            out: Floats = np.empty(len(observed))
             for shape, rows in groups.items():
                 out[rows] = np.log(model.seconds(shape, *sizes[rows].T))
-            return out - measured
+            gap: Floats = out - measured
+            return gap
 
         low, high = (np.log([_BOUNDS[name][side] for name in free]) for side in (0, 1))
         best = None
@@ -148,7 +150,8 @@ class Roofline:
     def errors(self, observed: Sequence[Observation]) -> Floats:
         """Relative error of every observation, positive where the model is too slow."""
         own = [float(self.seconds(o.shape, o.batch, o.new_tokens, o.context)) for o in observed]
-        return np.array(own) / np.array([o.seconds for o in observed]) - 1
+        relative: Floats = np.array(own) / np.array([o.seconds for o in observed]) - 1
+        return relative
 
 
 def observations(table: LatencyTable, shapes: Mapping[str, ModelShape]) -> list[Observation]:

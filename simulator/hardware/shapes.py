@@ -39,21 +39,21 @@ class ModelShape:
     def from_meta(cls, meta: Mapping[str, Any], dtype_bytes: float = 2.0) -> ModelShape:
         """The shape that a recording's provenance holds (``meta["target"]``, ``["draft"]``).
 
-        Where the cache's size is not recorded, every head has keys and values of its own.
+        Where the cache's size is not recorded, every head has keys and values of its own;
+        embeddings count as untied unless ``tied`` says otherwise.
 
         Raises DraftsimError if layers, width, vocabulary or parameters are missing.
         """
         needed = ("layers", "hidden_size", "vocab_size", "parameters")
         if missing := [name for name in needed if name not in meta]:
             raise DraftsimError(
-                f"the recording does not say the {', '.join(missing)} of its model: profile it again"
+                f"the recording does not say the {', '.join(missing)} of its model: "
+                "profile it again"
             )
         layers, hidden = int(meta["layers"]), int(meta["hidden_size"])
         head = float(meta["vocab_size"]) * hidden
         # The input embedding is looked up, not multiplied; a tied one is the projection.
-        own = float(meta["parameters"])
-        tied = own < 12 * layers * hidden**2 + 1.5 * head if "tied" not in meta else meta["tied"]
-        weights = own if tied else own - head
+        weights = float(meta["parameters"]) - (0.0 if meta.get("tied") else head)
         kv_values = float(meta.get("kv_values", 2 * layers * hidden))
         name = str(meta.get("name", meta.get("path", "model")))
         return cls(name, layers, hidden, weights, head, kv_values, dtype_bytes, dtype_bytes)

@@ -82,7 +82,7 @@ const charts = (() => {
     const left = 54, right = width - 14, bottom = height - 44;
     let lx = left, ly = 12;
     series.forEach((s) => {
-      const wide = 38 + 6.7 * s.name.length;
+      const wide = 50 + 6.7 * s.name.length;
       if (lx + wide > width && lx > left) { lx = left; ly += 19; }
       add(svg, "line", { x1: lx, x2: lx + 24, y1: ly, y2: ly, stroke: s.look.colour, "stroke-width": 2, "stroke-dasharray": s.look.dash });
       SHAPES[s.look.shape](svg, lx + 12, ly, { fill: s.look.colour });

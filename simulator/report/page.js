@@ -85,7 +85,7 @@
     const rows = data.validation.rows.map((r) => ({ name: r.policy + (r.forced ? ", forced" : ""), ...r }));
     rowsPlot(byId("plot-validation"), rows, {
       low: 0, high: 1.04 * Math.max(...rows.flatMap((r) => [r.predicted_s, r.measured_s])),
-      label: "seconds over all prompts: ● measured, ◇ predicted",
+      label: "seconds: ● measured, ◇ predicted",
       marks: (svg, x, y, r) => {
         add(svg, "line", { x1: x(r.measured_s), x2: x(r.predicted_s), y1: y, y2: y, stroke: GREY, "stroke-width": 2 });
         SHAPES.circle(svg, x(r.measured_s), y, { fill: data.colours[0] });

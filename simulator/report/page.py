@@ -115,8 +115,8 @@ def _signed(value: float | None) -> str:
 
 
 def _named(policy: str) -> Markup:
-    """A policy's name that may break after its colon and commas, and nowhere else."""
-    return Markup(re.sub(r"([:,])", r"\1<wbr>", str(escape(policy))))
+    """A policy's name that may break after its marks, and not within its words."""
+    return Markup(re.sub(r"([:,=_])", r"\1<wbr>", str(escape(policy))))
 
 
 def _figure(value: float) -> str:

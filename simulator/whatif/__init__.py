@@ -9,7 +9,7 @@ from simulator.whatif.cells import COLUMNS, Prices
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.executors import Cluster, Local
 from simulator.whatif.fidelity import TiltError, compare_groups, compare_tilt, tilt_error
-from simulator.whatif.grid import expand, parse_axis
+from simulator.whatif.grid import expand, parse_axis, with_gammas
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
 from simulator.whatif.rate import RateFit, fit_rate_optimal
 from simulator.whatif.sweep import Sweep
@@ -48,5 +48,6 @@ __all__ = [
     "tilt_error",
     "tilt_to",
     "tune",
+    "with_gammas",
     "write_sweep",
 ]

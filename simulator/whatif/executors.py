@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import joblib
 import numpy.typing as npt
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from simulator.whatif.cells import Bench, Part
 from traces.errors import DraftsimError
@@ -50,7 +51,13 @@ class Local:
         pool: Any = joblib.Parallel(
             n_jobs=jobs, return_as="generator_unordered", pre_dispatch="2*n_jobs"
         )
-        yield from pool(joblib.delayed(_numbered)(bench, i, p) for i, p in enumerate(parts))
+        try:
+            yield from pool(joblib.delayed(_numbered)(bench, i, p) for i, p in enumerate(parts))
+        except TerminatedWorkerError as error:
+            raise DraftsimError(
+                "a worker process was killed, perhaps for want of memory: its part is lost, run "
+                "the same command again with fewer --jobs"
+            ) from error
 
 
 class Cluster:
@@ -101,7 +108,7 @@ class Cluster:
                 _numbered, [shared] * len(parts), range(len(parts)), parts, pure=False
             )
             places = {future.key: i for i, future in enumerate(futures)}
-            for future in dask.as_completed(futures):
+            for future in dask.as_completed(futures, loop=client.loop):
                 try:
                     yield future.result()
                 except (dask.KilledWorker, FutureCancelledError):

@@ -43,7 +43,8 @@ class StartRecording:
     request_starts:
         First row of each request, and the number of rows at the end.
     meta:
-        Provenance; ``layers`` is the number of layers a layer-skipping drafter runs.
+        Provenance, and where the replay needs it ``layers``: those a layer-skipping drafter
+        runs, or those of the target whose pass carries mask tokens.
 
     Raises
     ------
@@ -238,7 +239,9 @@ class SpaceReplay(StartReplay):
 
     def charge(self, submitted: int) -> int:
         """One pass over the last token, the draft, and the masks behind each of them."""
-        self.calls.add(FORWARD, (submitted + 1) * (self.width + 1), verify=True)
+        width = (submitted + 1) * (self.width + 1)
+        self.calls.add(LAYER, width, int(self.recording.meta["layers"]), verify=True)
+        self.calls.add(HEAD, width, verify=True)
         return submitted + 1
 
 

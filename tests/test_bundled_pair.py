@@ -1,0 +1,160 @@
+"""The bundled pair: its files, its tokenizer, its prompts, and the code that made them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from profiler import pair, pair_text  # noqa: E402 - both need torch
+
+BUNDLED = Path(pair.__file__).parent / "bundled"
+MODELS = ("target", "draft")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[dict[str, str]]:
+    lines = (BUNDLED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(BUNDLED / "target")
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return pair_text.load_documents()
+
+
+@pytest.fixture(scope="module")
+def models():
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return {name: load(BUNDLED / name, dtype=torch.float32).eval() for name in MODELS}
+
+
+def test_bundle_is_small_and_readable():
+    weights = sum((BUNDLED / name / "model.safetensors").stat().st_size for name in MODELS)
+    everything = sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file())
+    assert weights < 8_000_000
+    assert everything < 8_500_000
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in BUNDLED.rglob("*"))
+
+
+def test_models_share_all_but_depth(models):
+    target, draft = models["target"].config, models["draft"].config
+    assert target.num_hidden_layers > draft.num_hidden_layers == 1
+    assert target.vocab_size == draft.vocab_size
+    assert target.max_position_embeddings >= 1024
+    for model in models.values():
+        assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
+        assert all(bool(torch.isfinite(weight).all()) for weight in model.parameters())
+
+
+def test_full_context_runs(models):
+    ids = torch.arange(1024)[None] % 1000 + 2
+    with torch.inference_mode():
+        for model in models.values():
+            assert bool(torch.isfinite(model(input_ids=ids).logits).all())
+
+
+def test_tokenizer_is_shared(models, tokenizer):
+    first, second = ((BUNDLED / name / "tokenizer.json").read_bytes() for name in MODELS)
+    assert first == second
+    assert len(tokenizer) == models["target"].config.vocab_size
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "def f(x):\n    return x\n", " \t\n\n é 漢字 🙂 ", "\x00"]
+)
+def test_tokenizer_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert 0 not in ids  # no special token is added
+
+
+def test_prompt_categories(prompts):
+    counts = Counter(row["category"] for row in prompts)
+    assert set(counts) <= set(pair_text.CATEGORIES)
+    assert len(counts) >= 5
+    assert min(counts.values()) >= 12
+    assert len({row["id"] for row in prompts}) == len({row["prompt"] for row in prompts})
+    assert len({row["id"] for row in prompts}) == len(prompts)
+
+
+def test_prompts_round_trip_within_lengths(prompts, tokenizer):
+    for row in prompts:
+        ids = tokenizer.encode(row["prompt"])
+        assert 48 <= len(ids) <= 128, row["id"]
+        assert tokenizer.decode(ids) == row["prompt"]
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="trained on the library of Python 3.11")
+def test_prompts_are_not_in_the_training_text(prompts, documents):
+    training = "\0".join(document.text for document in documents[0])
+    assert [row["id"] for row in prompts if row["prompt"] in training] == []
+
+
+def test_split_is_by_source(documents):
+    training, held_out = documents
+    assert not {d.source for d in training} & {d.source for d in held_out}
+    assert not {d.text for d in training} & {d.text for d in held_out}
+    assert all(pair_text.is_held_out(d.source) for d in held_out)
+    assert not any(pair_text.is_held_out(d.source) for d in training)
+    assert {d.category for d in held_out} == set(pair_text.CATEGORIES)
+
+
+def test_load_documents_names_an_empty_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no Python source under"):
+        pair_text.load_documents(tmp_path)
+
+
+def test_cut_prompt_is_a_prefix_in_tokens(documents, tokenizer):
+    cut = 0
+    for document in documents[1][:60]:
+        prompt = pair_text.cut_prompt(document.text, tokenizer.encode)
+        if prompt is not None:
+            cut += 1
+            ids = tokenizer.encode(prompt)
+            assert tokenizer.encode(document.text)[: len(ids)] == ids
+    assert cut > 5
+
+
+def test_unique_4gram_share():
+    assert pair_text.unique_4gram_share([1, 2, 3]) == 1.0
+    assert pair_text.unique_4gram_share(range(10)) == 1.0
+    assert pair_text.unique_4gram_share([7] * 13) == pytest.approx(0.1)
+
+
+def test_grown_model_computes_the_same():
+    torch.manual_seed(0)
+    small = pair.build_model(1).eval()
+    grown = pair.grow(small, 3).eval()
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(grown(input_ids=ids).logits, small(input_ids=ids).logits)
+
+
+def test_batch_is_seeded_and_half_starts_at_documents(documents, tokenizer):
+    stream = pair.Stream(documents[1][:400], tokenizer)
+    first, second = (stream.batch(256, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.shape == (8, 257)
+    heads = {tuple(stream.ids[s : s + 8].tolist()) for s in stream.starts.tolist()}
+    assert all(tuple(row[:8].tolist()) in heads for row in first[::2])
+
+
+def test_greedy_continuation_is_bounded(models, tokenizer, prompts):
+    ids = tokenizer.encode(prompts[0]["prompt"])
+    new = pair_text.continue_greedily(models["target"], ids, limit=16)
+    assert 0 < len(new) <= 16
+    assert new == pair_text.continue_greedily(models["target"], ids, limit=16)
+    assert 0 not in new[:-1]

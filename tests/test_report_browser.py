@@ -1,0 +1,263 @@
+"""The page in a real Chromium: sliders, keyboard, narrow screens, console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.registry import parse_policy
+from simulator.formulas import general, leviathan
+from simulator.ratios import price_ratios
+from simulator.report import build_report
+from tests.browser import Browser
+from tests.test_report import POLICIES, data, latency, logs, page, recording
+from traces.replay import replay
+
+HERE = "document.activeElement.id"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(page(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened(browser: Browser, file: Path) -> Browser:
+    browser.console()
+    browser.open(file)
+    return browser
+
+
+def value(key: str, steps: int = 0) -> Any:
+    slider = data()["sliders"][key]
+    return slider["values"][slider["start"] + steps]
+
+
+def move(browser: Browser, key: str, arrow: str, times: int) -> None:
+    browser.run("document.getElementById(arguments[0]).focus()", f"slider-{key}")
+    browser.press(*[arrow] * times)
+
+
+def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
+    """What Python gives for the sliders' settings, as the page shows it."""
+    fixed = [replay(recording(), parse_policy(f"fixed:gamma={g}")) for g in range(1, 13)]
+    curve = [float(price_ratios(log, c, v).speedup[0]) for log in fixed]
+    rounds = fixed[gamma - 1].rounds
+    cost = float(((rounds["drafted"] > 0) * (v - 1) + 1).sum())
+    even = (rounds["emitted"].sum() - cost) / rounds["draft_forwards"].sum()
+    textbook = general.speedup(leviathan.expected_tokens(alpha, gamma), gamma, 1.0, c, v)
+    best = max(range(12), key=lambda i: curve[i])
+    return {
+        "out-gamma": str(gamma),
+        "out-recorded": f"{curve[gamma - 1]:.3f}×",
+        "out-textbook": f"{textbook:.3f}×",
+        "out-best": f"γ = {best + 1}: {curve[best]:.3f}×",
+        "out-even-c": f"{even:.3f}",
+        "out-even-alpha": f"{leviathan.break_even_alpha(gamma, c, v):.3f}",
+    }
+
+
+def shown(browser: Browser, names: dict[str, str]) -> dict[str, str]:
+    return {name: browser.text(f"#{name}") for name in names}
+
+
+def test_it_opens_without_a_word_on_the_console(opened: Browser) -> None:
+    assert opened.console() == []
+    plots = opened.run(
+        "return [...document.querySelectorAll('.plot')].map(p => [p.id, p.querySelectorAll("
+        "'svg *').length])"
+    )
+    assert len(plots) >= 7
+    assert all(count > 10 for _, count in plots), plots
+    # Nothing was asked of any network: the page is its only resource.
+    assert opened.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_a_broken_page_would_be_noticed(browser: Browser, file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.html"
+    broken.write_text(file.read_text(encoding="utf-8").replace("drawAll();", "drawNothing();"))
+    browser.console()
+    browser.open(broken)
+    assert any("drawNothing" in line["message"] for line in browser.console())
+
+
+def test_it_starts_at_this_pairs_own_numbers(opened: Browser) -> None:
+    wanted = expected(value("c"), value("v"), value("gamma"), value("alpha"))
+    assert shown(opened, wanted) == wanted
+    assert opened.text("#out-tilted") == wanted["out-recorded"]
+
+
+@pytest.mark.parametrize(
+    ("key", "arrow", "times"),
+    [("c", "ArrowRight", 4), ("c", "ArrowLeft", 6), ("v", "ArrowRight", 5),
+     ("gamma", "ArrowRight", 3), ("alpha", "ArrowLeft", 2)],
+)  # fmt: skip
+def test_a_slider_moved_by_keyboard_gives_pythons_number(
+    opened: Browser, key: str, arrow: str, times: int
+) -> None:
+    before = opened.run("return document.getElementById('plot-lengths').innerHTML")
+    move(opened, key, arrow, times)
+    steps = dict.fromkeys(("c", "v", "gamma", "alpha"), 0)
+    steps[key] = times if arrow == "ArrowRight" else -times
+    at = {k: value(k, n) for k, n in steps.items()}
+    assert opened.text(f"#value-{key}") == f"{at[key]:g}"
+    spoken = opened.run("return document.activeElement.getAttribute('aria-valuetext')")
+    assert spoken == f"{at[key]:g}"
+    wanted = expected(at["c"], at["v"], at["gamma"], at["alpha"])
+    assert shown(opened, wanted) == wanted
+    assert opened.run("return document.getElementById('plot-lengths').innerHTML") != before
+    # The plotted points, and the table of policies, are the same numbers.
+    points = opened.run(
+        "return [...document.querySelectorAll('#plot-lengths [data-series=recorded]')]"
+        ".map(p => [Number(p.dataset.x), Number(p.dataset.y)])"
+    )
+    for gamma, drawn in points:
+        log = replay(recording(), parse_policy(f"fixed:gamma={int(gamma)}"))
+        exact = float(price_ratios(log, at["c"], at["v"]).speedup[0])
+        assert drawn == pytest.approx(exact, rel=1e-12)
+    assert len(points) == 12
+    cells = opened.run(
+        "return [...document.querySelectorAll('#table-ratio tbody tr')]"
+        ".map(r => [r.cells[0].textContent, r.cells[1].textContent])"
+    )
+    own = dict(zip(POLICIES, logs(), strict=True))
+    for name, text in cells:
+        assert text == f"{float(price_ratios(own[name], at['c'], at['v']).speedup[0]):.3f}"
+    assert opened.console() == []
+
+
+def test_alpha_moves_to_the_tilted_recording(opened: Browser) -> None:
+    move(opened, "alpha", "ArrowLeft", 3)
+    alpha, gamma = value("alpha", -3), value("gamma")
+    i = data()["tilt"]["alphas"].index(alpha)
+    emitted, forwards, plain, verified = data()["tilt"]["rounds"][i][gamma - 1]
+    speedup = emitted / (forwards * value("c") + plain + verified * value("v"))
+    assert opened.text("#out-tilted") == f"{speedup:.3f}×"
+    assert "off by about" in opened.text("#tilt-note") or "cannot be measured" in opened.text(
+        "#tilt-note"
+    )
+    move(opened, "alpha", "Home", 1)
+    assert opened.text("#out-tilted") == "–"
+    assert opened.text("#out-alpha") == "0"
+
+
+def test_where_nothing_pays_the_page_says_so(opened: Browser) -> None:
+    move(opened, "c", "End", 1)
+    move(opened, "v", "End", 1)
+    assert opened.text("#out-best") == "none pays"
+    assert opened.text("#out-even-c") == "never" or float(opened.text("#out-even-c")) < 1
+    move(opened, "gamma", "Home", 1)
+    # One draft at c = 1 and v = 3 costs 4 passes for at most 2 tokens.
+    assert opened.text("#out-even-alpha") == "never"
+
+
+def test_every_control_is_reached_by_tab_alone_and_seen(opened: Browser) -> None:
+    reached: list[str] = []
+    outlined: list[str] = []
+    opened.run("document.body.tabIndex = -1; document.body.focus()")
+    for _ in range(40):
+        opened.press("Tab")
+        reached.append(opened.run(f"return {HERE}"))
+        outlined.append(opened.run("return getComputedStyle(document.activeElement).outlineStyle"))
+    controls = ["slider-c", "slider-v", "slider-gamma", "slider-alpha", "reset"]
+    order = [reached.index(name) for name in controls]
+    assert order == sorted(order)
+    assert all(outlined[i] == "solid" for i in order)
+    labels = opened.run("return [...document.querySelectorAll('input')].map(i => i.labels.length)")
+    assert labels == [1, 1, 1, 1]
+
+
+def test_reset_by_keyboard_returns_to_the_pair(opened: Browser) -> None:
+    start = opened.text("#out-recorded")
+    move(opened, "c", "ArrowRight", 9)
+    assert opened.text("#out-recorded") != start
+    opened.run("document.getElementById('reset').focus()")
+    opened.press("Enter")
+    assert opened.text("#out-recorded") == start
+
+
+@pytest.mark.parametrize("width", [320, 400, 1100])
+def test_it_is_readable_at_any_width(opened: Browser, file: Path, width: int) -> None:
+    opened.open(file, width, 800)
+    assert opened.run("return window.innerWidth") == width
+    assert opened.run("return document.documentElement.scrollWidth") <= width
+    # Wide tables scroll in their own region; nothing else sticks out of the page.
+    outside = opened.run(
+        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, svg') "
+        "&& e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert outside == []
+    small = opened.run(
+        "return [...document.querySelectorAll('main *, svg text')].filter(e => e.textContent.trim()"
+        " && parseFloat(getComputedStyle(e).fontSize) < 11).length"
+    )
+    assert small == 0
+    # Text in a plot is drawn at its own size: the drawing is as wide as its place.
+    scales = opened.run(
+        "return [...document.querySelectorAll('.plot svg')].map(s => s.getBoundingClientRect()"
+        ".width / s.viewBox.baseVal.width)"
+    )
+    assert all(abs(s - 1) < 0.03 for s in scales), scales
+    crossing = opened.run(
+        "return [...document.querySelectorAll('.plot svg')].flatMap(s => {"
+        "const box = s.getBoundingClientRect();"
+        "return [...s.querySelectorAll('text')].filter(t => {const r = t.getBoundingClientRect();"
+        "return r.left < box.left - 4 || r.right > box.right + 12;}).map(t => t.textContent)})"
+    )
+    assert crossing == []
+    assert opened.console() == []
+
+
+def test_it_prints_without_controls(opened: Browser) -> None:
+    opened.devtools("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        hidden = opened.run(
+            "return [...document.querySelectorAll('nav, input, button')]"
+            ".map(e => getComputedStyle(e).display)"
+        )
+        assert set(hidden) == {"none"}
+    finally:
+        opened.devtools("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_colours_differ_in_greyscale_or_by_shape(opened: Browser) -> None:
+    # Cells that pay are shaded by value: the faster, the darker.
+    cells = opened.run(
+        "return [...document.querySelectorAll('#table-batches td')].map(td => ["
+        "Number(td.dataset.value), getComputedStyle(td).backgroundColor])"
+    )
+    lightness = [
+        (speed, sum(map(float, colour[4:-1].split(",")))) for speed, colour in cells if speed >= 1
+    ]
+    lightness.sort()
+    assert len(lightness) > 4
+    assert all(a[1] >= b[1] for a, b in pairwise(lightness))
+    looks = opened.run(
+        "return [...document.querySelectorAll('#plot-serving path[stroke-dasharray]')]"
+        ".map(p => p.getAttribute('stroke-dasharray'))"
+    )
+    assert len(looks) == len(set(looks)) == 5
+
+
+def test_a_page_without_optional_parts_works_too(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "small.html"
+    path.write_text(
+        build_report(recording(), latency((1,)), logs()[:1], resamples=20), encoding="utf-8"
+    )
+    browser.console()
+    browser.open(path, 400, 800)
+    move(browser, "c", "ArrowRight", 1)
+    assert browser.console() == []
+    assert browser.text("#out-recorded").endswith("×")

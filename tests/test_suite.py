@@ -1,0 +1,332 @@
+"""The GPU suite in miniature on the CPU: every stage, resumed, refused, and held to replay."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from profiler.architectures import ARCHITECTURES, PAIRS
+from profiler.suite import environment, latency_stage
+from profiler.suite.__main__ import main
+from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.points import Point, Refiner, error_summary
+from simulator.hardware import check_recording
+from simulator.hardware.scaling import table_shapes
+from traces.errors import DraftsimError
+from traces.files import read_latency, read_trace
+from traces.latency import MEASURED, LatencyTable
+from traces.measured import read_measured
+
+ROOT = Path(__file__).parents[1]
+SMALL = "cm-asd-12+3"
+
+
+def suite(*arguments: str, out: Path) -> None:
+    assert main([*arguments, "--device", "cpu", "--quick", "--out", str(out)]) == 0
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two stages of one pair, side by side."""
+    out = tmp_path_factory.mktemp("suite")
+    suite("latency", "--pairs", SMALL, out=out / "latency")
+    suite("forced", "--pairs", SMALL, out=out / "forced")
+    return out
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir())
+
+
+def test_latency_stage_leaves_one_table_of_both_modes(measured: Path) -> None:
+    assert files(measured / "latency") == ["latency.json", "latency.parquet"]
+    table = read_latency(measured / "latency" / "latency.parquet")
+    for mode in ("eager", "graph"):
+        for model in ("target", "draft"):
+            name = f"{SMALL}/{mode}/{model}"
+            assert {"forward", "prefill", "layer", "head"} <= {
+                phase for m, phase in table._grids if m == name
+            }
+        for phase in ("host_round", "host_draft"):
+            cells = table.cells[
+                (table.cells["model"] == f"{SMALL}/{mode}/target") & (table.cells["phase"] == phase)
+            ]
+            assert cells["batch"].tolist() == [1, 4]
+        widths = table.cells[table.cells["model"] == f"{SMALL}/{mode}/draft"]
+        assert {1, 2} <= set(widths[widths["phase"] == "forward"]["new_tokens"])  # catch-up
+    results = json.loads((measured / "latency" / "latency.json").read_text())
+    unit = results["units"][f"{SMALL}.graph"]
+    assert {part["part"] for part in unit["parts"]} >= {"argmax of 1 row", "draw of 1 row at T = 1"}
+    assert results["meta"]["quick"]
+    assert len(unit["drift"]) == 2
+
+
+def test_a_target_without_a_draft_is_measured_layer_by_layer(tmp_path: Path) -> None:
+    suite("latency", "--pairs", "codellama-7b", out=tmp_path)
+    table = read_latency(tmp_path / "latency.parquet")
+    for mode in ("eager", "graph"):
+        layers = table.estimate(f"codellama-7b/{mode}/target", "layer", new_tokens=2, context=16)
+        assert layers.origin == MEASURED
+        assert table.has(f"codellama-7b/{mode}/exit", "head")
+        assert not table.has(f"codellama-7b/{mode}/target", "host_round")
+
+
+def test_forced_runs_take_the_rounds_of_their_trace(measured: Path) -> None:
+    assert files(measured / "forced") == [
+        "forced-measured.parquet", "forced-trace.parquet", "forced.json"
+    ]  # fmt: skip
+    runs = read_measured(measured / "forced" / "forced-measured.parquet").times
+    assert set(runs["mode"]) == {"eager", "graph"}
+    assert set(runs["batch"]) == {1, 4}
+    assert runs["forced"].all()
+    assert (runs["wall_s"] > 0).all()
+    assert main(["unpack", "--out", str(measured), "--into", str(measured / "recorded")]) == 0
+    folders = sorted((measured / "recorded").iterdir())
+    assert [f.name.split(SMALL)[1] for f in folders] == ["-eager", "-graph"]
+    for folder in folders:
+        rows = check_recording(folder)
+        assert (rows["rounds_differ"] == 0).all()
+        assert set(rows["batch"]) == {1, 4}
+        assert np.isfinite(rows["error"]).all()
+        latency = read_latency(folder / "latency.parquet")
+        assert latency.has("target", "forward")
+        assert table_shapes(latency)["target"].layers >= 1
+        provenance = json.loads((folder / "provenance.json").read_text())
+        assert set(provenance) == {"latency", "forced"}
+
+
+def test_trained_stage_records_checks_and_compares(tmp_path: Path) -> None:
+    suite("trained", "--seconds", "30", out=tmp_path)
+    assert files(tmp_path) == [
+        "trained-exits.parquet", "trained-latency.parquet", "trained-measured.parquet",
+        "trained-sampled.parquet", "trained-trace.parquet", "trained.json",
+    ]  # fmt: skip
+    trace = read_trace(tmp_path / "trained-trace.parquet")
+    assert {"prob", "entropy"} <= trace.signals
+    assert all(r.tokens == r.max_new_tokens and r.ended == "length" for r in trace.requests)
+    assert len({r.category for r in trace.requests}) >= 4
+    assert read_trace(tmp_path / "trained-sampled.parquet").temperature == 1.0
+    results = json.loads((tmp_path / "trained.json").read_text())
+    for mode in ("eager", "graph"):
+        checked = results[f"rounds_{mode}"]
+        # float32 on one thread: what differs must have a cause, and most do not differ.
+        assert "unexplained" not in checked["causes"]
+        assert all(total > 0 for _, total in checked["rounds_differ_of"].values())
+    assert "failed" not in results["exits"]
+    names = set(results["assisted"])
+    assert {"ours, graph, gamma 5", "transformers assisted, gamma 5", "transformers plain"} <= names
+    assert all(row["tokens_per_s"] > 0 for row in results["assisted"].values())
+
+
+def test_a_stopped_stage_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def one(place: Workplace, pair: Any, share: float, ledger: environment.Ledger) -> None:
+        del place, share
+        if pair.name == "vicuna-7b+68m" and len(done) == 1:
+            done.append("stopped")
+            raise KeyboardInterrupt
+        done.append(pair.name)
+        unit = {"cells": [["target", "forward", 1, 1, 16, 1e-3, 0.0, 3]], "held_out": []}
+        for mode in ("eager", "graph"):
+            ledger.put(f"{pair.name}.{mode}", unit)
+
+    monkeypatch.setattr(latency_stage, "_measure_pair", one)
+    names = [SMALL, "vicuna-7b+68m"]
+    place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
+    with pytest.raises(KeyboardInterrupt):
+        latency_stage.run_latency(place, names)
+    assert len(read_latency(tmp_path / "latency.parquet").cells) == 2
+    latency_stage.run_latency(open_workplace("cpu", tmp_path, seconds=60, quick=True), names)
+    assert done == [SMALL, "stopped", "vicuna-7b+68m"]
+    assert len(read_latency(tmp_path / "latency.parquet").cells) == 4
+    assert not (place.work / "latency").exists()
+
+
+def test_what_memory_or_the_model_forbids_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 40 << 10)
+    assert main(
+        ["latency", "--device", "cpu", "--quick", "--out", str(tmp_path), "--pairs", SMALL]
+    ) == 2  # fmt: skip
+    place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
+    why = place.lacks_memory(PAIRS["qwen2.5-32b+0.5b"])
+    assert why is not None
+    assert "GiB for its weights" in why
+    assert "--pairs vicuna-7b+68m" in why
+    pair = PAIRS["vicuna-7b+68m"]
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 2 << 30)
+    measured = latency_stage.PairMeasurement(
+        place, pair, "eager", (None, None), latency_stage.Grids(False), 0.0
+    )
+    assert pair.draft is not None
+    assert measured._contexts(pair.draft, (128, 1024, 4096), 1, 25, "draft") == [128, 1024]
+    assert measured._contexts(pair.target, (128, 1024), 4, 25, "target") == [128]
+    assert any("the model's context is 2048" in s for s in measured.skipped)
+    assert any("the memory does not hold" in s for s in measured.skipped)
+    with pytest.raises(DraftsimError, match="no context of"):
+        measured._contexts(pair.target, (1024,), 64, 25, "target")
+
+
+def test_running_out_of_memory_ends_a_piece_not_the_stage(tmp_path: Path) -> None:
+    place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
+    pair = PAIRS[SMALL].miniature()
+    models = latency_stage.build_pair(place, pair)
+    measured = latency_stage.PairMeasurement(
+        place, pair, "eager", models, latency_stage.Grids(True), float("inf")
+    )
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    measured.batch = full  # type: ignore[method-assign]
+    measured.run()
+    assert "batch 4 and the host: out of memory" in measured.skipped
+    assert any(row[1] == "host_round" for row in measured.cells)
+
+
+def test_wrong_requests_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
+        (["latency", "--device", "cuda"], "use --device cpu"),
+        (["latency", "--device", "gpu"], "is not a device: use cpu or cuda"),
+        (["latency", "--device", "cpu", "--pairs", "gpt-5"], "--pairs 'gpt-5' is not one of llama"),
+        (["latency", "--device", "cpu", "--dtype", "int8"], "'int8' is not one of float32"),
+        (["unpack"], "holds no results of profiler.suite"),
+    ):
+        if "cuda" in arguments and torch.cuda.is_available():
+            continue
+        assert main([*arguments, "--out", str(tmp_path)]) == 2
+        error = capsys.readouterr().err.strip()
+        assert expected in error
+        assert "\n" not in error
+
+
+def test_a_gpu_without_bfloat16_measures_in_float16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        place = open_workplace("cuda", tmp_path, seconds=1)
+        assert place.dtype is torch.float16
+        with pytest.raises(DraftsimError, match="no bfloat16: use --dtype float16 or float32"):
+            open_workplace("cuda", tmp_path, seconds=1, dtype="bfloat16")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_stages_need_nothing_but_the_libraries_named() -> None:
+    """As on a bare machine: every other dependency of the project is hidden."""
+    hidden = (
+        "simpy", "typer", "sklearn", "joblib", "jinja2", "dask", "distributed", "plotly",
+        "matplotlib", "sacrebleu", "simulator", "commands", "draftsim",
+    )  # fmt: skip
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))\n"
+        "from profiler.suite import latency_stage, forced_stage, trained_stage, unpack, __main__\n"
+        f"loaded = [m for m in {hidden!r} if sys.modules[m] is not None]\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_clocks_are_empty_where_there_is_no_gpu() -> None:
+    assert clocks(torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_have_the_parameters_they_are_named_for(name: str) -> None:
+    """On the meta device, so without memory: the formula and transformers agree."""
+    shape = ARCHITECTURES[name]
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(shape.config())
+    counted = sum(p.numel() for p in model.parameters())
+    # Norms and biases, which the formula leaves out.
+    assert 0 <= counted - shape.parameters <= 0.002 * counted
+    published = {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9, "vicuna-7b": 6.74e9,
+                 "vicuna-13b": 13.02e9, "vicuna-68m": 68e6, "vicuna-160m": 162e6,
+                 "qwen2.5-32b": 32.76e9, "qwen2.5-0.5b": 0.494e9, "codellama-7b": 6.74e9,
+                 "codellama-13b": 13.02e9}  # fmt: skip
+    if name in published:
+        assert counted == pytest.approx(published[name], rel=0.01)
+    tiny = shape.miniature()
+    assert tiny.heads // tiny.kv_heads == shape.heads // shape.kv_heads
+    assert tiny.parameters < 1e6
+
+
+def refine(refiner: Refiner, cost: Any) -> int:
+    asked = 0
+    while (at := refiner.next()) is not None:
+        refiner.tell(cost(at))
+        asked += 1
+    return asked
+
+
+def table_of(refiner: Refiner) -> LatencyTable:
+    import pandas as pd
+
+    from traces.latency import CELL_COLUMNS
+
+    rows = [("m", "forward", 1, *at, s, 0.0, 1) for at, s in refiner.grid().items()]
+    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+
+
+def test_a_linear_cost_needs_no_more_than_the_coarse_grid() -> None:
+    refiner = Refiner((1, 9, 25), (128, 4096))
+    refine(refiner, lambda at: 1e-3 + 1e-5 * at.width + 1e-7 * at.context)
+    assert len(refiner.grid()) == 6
+    assert max(map(abs, refiner.held_out.values())) < 1e-9
+    assert refiner.unchecked == 0
+
+
+def test_points_are_added_until_interpolation_is_good() -> None:
+    """A step in the width (another kernel) and a bend in the context."""
+
+    def cost(at: Point) -> float:
+        step = 1.3e-3 if at.width > 16 else 1e-3
+        return step + 4e-8 * max(0, at.context - 3000) + 1e-6 * at.width
+
+    refiner = Refiner((1, 9, 25), (128, 8192))
+    asked = refine(refiner, cost)
+    table = table_of(refiner)
+    for width in range(1, 26):
+        for context in range(128, 8193, 61):
+            read = float(table.seconds("m", "forward", new_tokens=width, context=context))
+            # A kink inside an accepted gap: at most twice the tolerance, along either size.
+            assert abs(read / cost(Point(width, context)) - 1) < 4 * 0.02, (width, context)
+    assert asked < 80
+    assert all(abs(e) <= 0.02 for e in refiner.held_out.values())
+    assert not set(refiner.held_out) & set(refiner.grid())
+
+
+def test_a_line_left_unfinished_is_not_used() -> None:
+    refiner = Refiner((1, 5), (128, 1024))
+    while not refiner.coarse_done:
+        refiner.next()
+        refiner.tell(1e-3)
+    assert refiner.next() == Point(3, 128)
+    refiner.tell(5e-3)
+    assert Point(3, 128) in refiner.seconds
+    assert set(refiner.grid()) == {Point(w, c) for w in (1, 5) for c in (128, 1024)}
+    assert refiner.unchecked > 0
+
+
+def test_error_summary_counts_both_signs() -> None:
+    assert error_summary([0.01, -0.03, 0.02]) == {"points": 3, "median": 0.02, "largest": 0.03}
+    assert error_summary([]) == {"points": 0}

@@ -1,0 +1,110 @@
+"""``draftsim sweep`` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import draftsim
+from simulator.whatif import read_sweep
+from traces.errors import DraftsimError
+from traces.files import write_trace
+from traces.synthetic import Bursty, synthetic_trace
+
+CONST = "const:target=0.01,draft=0.001,verify=0.011"
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("recording") / "trace.parquet"
+    write_trace(synthetic_trace(Bursty(), requests=12, tokens=80, concentration=8.0, seed=2), path)
+    return str(path)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(draftsim.app, ["sweep", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    document = json.loads(run(*arguments, "--json", "-"))
+    assert (document["schema"], document["command"]) == (1, "sweep")
+    found: list[dict[str, Any]] = document["results"]
+    return found
+
+
+def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
+    out, plots = tmp_path / "grid.parquet", tmp_path / "plots"
+    found = rows(
+        "--trace", trace, "--c", "0.01:1:5log", "--alpha", "0.4:0.8:3", "--gamma", "1..3",
+        "--policy", "fixed", "--policy", "hf-heuristic", "--policy", "oracle",
+        "--out", str(out), "--plots", str(plots), "--jobs", "1", "--resamples", "20",
+    )  # fmt: skip
+    frame = read_sweep(out)
+    assert len(frame) == 5 * 3 * (3 + 3 + 1)
+    assert {row["policy"] for row in found} == set(frame["policy"])
+    assert sorted(path.name for path in plots.iterdir()) == [
+        "adapting.png", "break_even_c.png", "map_c_alpha.png",
+    ]  # fmt: skip
+    assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))
+    assert all(0 <= row["pays"] <= 1 for row in found)
+
+
+def test_devices_batches_and_contexts(trace: str, tmp_path: Path) -> None:
+    out, plots = tmp_path / "grid.parquet", tmp_path / "plots"
+    run(
+        "--trace", trace, "--latency", CONST, "--latency", "const:target=0.02,draft=0.001",
+        "--batch", "1,4", "--context", "100,1000", "--policy", "fixed:gamma={1,4}",
+        "--out", str(out), "--plots", str(plots), "--jobs", "1", "--resamples", "4",
+    )  # fmt: skip
+    frame = read_sweep(out)
+    assert len(frame) == 2 * 2 * 2 * 2
+    assert set(frame["latency"]) == {CONST, "const:target=0.02,draft=0.001"}
+    assert (frame["source"] == "recorded").all()
+    assert (plots / "map_batch_gamma_1.png").exists()
+    assert (plots / "map_context_batch_2.png").exists()
+
+
+def test_defaults_price_as_recorded(trace: str) -> None:
+    found = rows("--trace", trace, "--latency", CONST, "--jobs", "1", "--resamples", "0")
+    assert len(found) == 13  # twelve fixed lengths and the oracle
+
+
+def test_iid_baseline(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    run("--trace", trace, "--c", "0.1", "--alpha", "0.6", "--tilt", "iid", "--jobs", "1",
+        "--policy", "fixed", "--out", str(out))  # fmt: skip
+    assert set(read_sweep(out)["source"]) == {"iid"}
+
+
+def test_ladder(trace: str, tmp_path: Path) -> None:
+    found = rows("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
+                 "--plots", str(tmp_path), "--resamples", "10")  # fmt: skip
+    assert [r["rung"] for r in found if r["policy"].startswith("svip")] == ["policy"]
+    assert {"autoregressive", "rate-optimal", "oracle"} <= {r["rung"] for r in found}
+    assert (tmp_path / "ladder.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--c", "0.1:x:3"), "'x' is no number"),
+        (("--c", "0.1", "--alpha", "1.5"), "1.5 is not between"),
+        (("--c", "0.1", "--batch", "0"), "0 is not >= 1"),
+        (("--c", "0.1", "--policy", "fixd"), "did you mean 'fixed'"),
+        (("--c", "0.1", "--policy", "svip", "--gamma", "1..3"), "none of svip"),
+        (("--c", "0.1", "--context", "5"), "--context needs a latency table"),
+        (("--c", "0.1", "--jobs", "2", "--cluster", "tcp://x:1"), "give one"),
+        (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
+    ],
+)
+def test_errors_say_what_to_change(trace: str, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DraftsimError, match=message):
+        run("--trace", trace, *arguments)
