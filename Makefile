@@ -22,7 +22,7 @@ demo: install
 	$(BIN)/draftsim demo --out demo
 
 test: install
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 bench: install
 	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds

@@ -83,11 +83,17 @@ def load_latency(name: str | None, trace_name: str) -> LatencyTable:
 
 
 def load_policies(
-    texts: Sequence[str] | None, trace: Trace, latency: LatencyTable | None = None
+    texts: Sequence[str] | None,
+    trace: Trace,
+    latency: LatencyTable | None = None,
+    *,
+    signals: frozenset[str] | None = None,
+    max_gamma: int | None = None,
 ) -> list[tuple[str, DraftPolicy]]:
     """(name, policy) of each text; none or ``all`` stand for every policy of the trace.
 
-    With ``all``, policies that read signals the trace lacks are left out.
+    With ``all``, policies that read signals the trace lacks are left out.  ``signals`` and
+    ``max_gamma`` are those of another draft source, by default the trace's own.
     Raises DraftsimError naming what is wrong with a text.
     """
     from policies.registry import describe, parse_policy, policy_names
@@ -95,16 +101,18 @@ def load_policies(
     del latency
     names = list(texts or ["all"])
     every = "all" in names
+    have = trace.signals if signals is None else signals
+    limit = trace.max_gamma if max_gamma is None else max_gamma
     if every:
         names = [n for n in names if n != "all"] + policy_names("single")
     vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: list[tuple[str, Any]] = []
     for text in names:
         try:
-            policy = parse_policy(text, max_gamma=trace.max_gamma, vocab_size=vocab)
+            policy = parse_policy(text, max_gamma=limit, vocab_size=vocab)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
-        if every and text in policy_names("single") and not set(policy.reads) <= trace.signals:
+        if every and text in policy_names("single") and not set(policy.reads) <= have:
             continue
         name = describe(policy)
         if name not in dict(chosen):

@@ -24,9 +24,21 @@ from commands.inputs import (
     say_memory,
 )
 from commands.output import JsonOption, emit, note
+from commands.sources import (
+    SourceOption,
+    load_recordings,
+    load_source,
+    load_source_policies,
+    replay_system,
+    replay_systems,
+    replay_with,
+    split_systems,
+    with_free_lookups,
+)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from policies.core import DraftPolicy
     from traces.latency import LatencyTable
     from traces.rounds import RoundLog
     from traces.trace import Trace
@@ -41,6 +53,7 @@ def simulate(
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
     policy: PolicyOption = None,
+    source: SourceOption = None,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     rounds: Annotated[
@@ -74,11 +87,16 @@ def simulate(
     A lossy --verify rule changes the text, which a recording cannot follow: its rows are
     labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
     and price those --rounds.
+
+    --policy also takes the papers' named systems with another draft source, like specbound
+    or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
     from simulator.summary import summarize, summarize_by_category, to_rows
 
     summary = summarize_by_category if by_category else summarize
-    shown = [*(["category"] if by_category else []), *SHOWN[:1], "verify", *SHOWN[1:]]
+    shown = [
+        *(["category"] if by_category else []), *SHOWN[:1], "verify", "source", *SHOWN[1:]
+    ]  # fmt: skip
     if rounds is not None:
         logs, table = recorded_rounds(rounds, latency, trace)
         rows = [
@@ -90,6 +108,16 @@ def simulate(
         return
     recorded = load_trace(trace)
     table = load_latency(latency, trace)
+    drafting, (texts, systems) = load_source(source), split_systems(policy)
+    if drafting is not None:
+        _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
+        recordings = load_recordings(trace, recorded)
+        chosen = load_source_policies(texts, drafting, recorded, recordings)
+        rule = load_rule(verify, recorded, memory)
+        logs = replay_with(recorded, drafting, _without_plain(chosen), recordings, rule)
+        frame = summary(logs, with_free_lookups(table), resamples=resamples, prefill=prefill)
+        emit("simulate", to_rows(frame), json, show=shown)
+        return
     if robustness:
         from commands.figures import robustness_families
         from simulator.robustness import robustness as spread_over
@@ -98,20 +126,54 @@ def simulate(
         families = robustness_families(recorded.max_gamma or 24)
         emit("simulate", spread_over(speedup_by_gamma(recorded, families, table)), json)
         return
-    chosen = load_policies(policy, recorded, table)
-    # Plain decoding is the first row of every summary already.
-    chosen = [c for c in chosen if c[0] != "autoregressive"] or chosen
-    logs = replay_all(recorded, chosen, rule=load_rule(verify, recorded, memory))
+    logs = []
+    if texts is None or texts:
+        chosen = _without_plain(load_policies(texts, recorded, table))
+        logs = replay_all(recorded, chosen, rule=load_rule(verify, recorded, memory))
+    more: list[RoundLog] = []
+    table = with_free_lookups(table)
+    if systems:
+        _refuse_with("--policy", verify=verify, systems=systems)
+        recordings = load_recordings(trace, recorded)
+        more = [replay_system(name, recorded, recordings) for name in systems]
     # What the papers call by a name is listed with everything else.
-    more = replay_methods(recorded) if verify is None and "all" in (policy or ["all"]) else []
+    if verify is None and (texts is None or "all" in texts):
+        more += replay_methods(recorded)
+        recordings = load_recordings(trace, recorded)
+        named = {log.policy for log in more}
+        more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
     frame = summary([*logs, *more], table, resamples=resamples, prefill=prefill)
     emit("simulate", to_rows(frame), json, show=shown)
     say_memory([*logs, *more])
     if plots is not None:
         from commands.figures import save_all
 
+        if not logs:
+            raise DraftsimError("--plots compares policies with the draft model: name some")
         for path in save_all(recorded, table, logs, plots):
             note(f"wrote {path}")
+
+
+def _without_plain(chosen: list[tuple[str, DraftPolicy]]) -> list[tuple[str, DraftPolicy]]:
+    """The policies without plain decoding, the first row of every summary already."""
+    return [c for c in chosen if c[0] != "autoregressive"] or chosen
+
+
+def _refuse_with(
+    option: str,
+    *,
+    plots: Path | None = None,
+    robustness: bool = False,
+    verify: str | None = None,
+    systems: Sequence[str] = (),
+) -> None:
+    """DraftsimError where options do not go together."""
+    if plots is not None or robustness:
+        raise DraftsimError(f"--plots and --robustness belong to the draft model: drop {option}")
+    if systems and option == "--source":
+        raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
+    if systems and verify is not None:
+        raise DraftsimError(f"{systems[0]!r} verifies exactly: drop --verify")
 
 
 def recorded_rounds(

@@ -206,20 +206,22 @@ def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -
 
 
 def _say_tilt(study: Sweep) -> None:
-    error = study.error
-    if error is None:
+    if study.error is None:
         return
-    if not error.comparisons:
-        note(
-            "alpha is tilted; the error of that could not be measured, since no two groups of "
-            "these prompts differ enough in acceptance"
-        )
-        return
-    note(
-        f"alpha is tilted (approximate): speedups were off by {error.median:.1%} in the median, "
-        f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between prompt groups "
-        f"(i.i.d.: {error.iid_median:.1%}), {error.per_logit:.1%} per unit of logit(alpha)"
-    )
+    note("alpha is tilted: approximate")
+    for error, kind in (
+        (study.error.lengths, "that read no signal"),
+        (study.error.signals, "that read signals"),
+    ):
+        if error.comparisons:
+            note(
+                f"  policies {kind}: speedup off by {error.median:.1%} in the median, "
+                f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between groups of "
+                f"these prompts (i.i.d.: {error.iid_median:.1%} in the median); "
+                f"{error.per_logit:.1%} per unit of logit(alpha)"
+            )
+        else:
+            note(f"  policies {kind}: error not measured, these prompts are too alike")
 
 
 def _ladder(

@@ -102,6 +102,8 @@ class IsotonicAcceptance:
         means = np.bincount(inverse, weights=y) / counts
         if not rising:
             means = 1 - means
+        # Steps begin midway between observations: at one, rounding would choose the side.
+        knots[1:] = (knots[:-1] + knots[1:]) / 2
         # Each block: first knot, weight, mean; merge back while the order is violated.
         blocks: list[tuple[float, float, float]] = []
         for knot, weight, mean in zip(knots, counts.astype(float), means, strict=True):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.batch import IterationCost, TextbookCost
-from policies.batch_confidence import CONTEXT_BUCKET
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.parameters import flag, whole, within
@@ -187,3 +186,5 @@ class RateOptimal(DraftPolicy):
 
 _NOTHING = 1e-9
 """A chance below which no further token can change a decision."""
+CONTEXT_BUCKET = 32
+"""Contexts this near share their prices, which are computed once."""

@@ -43,7 +43,7 @@ def batch_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
                     run = _pass(runner, batch, length, 0, 1)
                     steps.append(Step(name, "prefill", length, 0, run, batch))
         for context in grid.contexts:
-            if context + max(grid.batch_widths) > target.cache.slots:
+            if context + grid.widest > target.cache.slots:
                 continue
             for width in grid.batch_widths:
                 run = _pass(target, batch, width, context, 0)

@@ -20,7 +20,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -58,11 +58,9 @@ class SlotLayer(CacheLayerMixin):
             if buffer is not None:
                 buffer[destination] = buffer[source]
 
-    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
         """(key length, offset); only asked for when no 4-D mask is given."""
-        query = args[0]
-        width = query if isinstance(query, int) else int(query.shape[0])
-        return self._cache.start + width, 0
+        return self._cache.start + query_length, 0
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens before the current pass."""

@@ -31,7 +31,7 @@ class ModelDecoder:
     target, draft:
         Runners over a shared vocabulary; their caches are overwritten.
     prompt:
-        (prompt_tokens,) token ids.
+        (prompt_tokens,) token ids; of the source text, if the models are encoder-decoders.
     max_new_tokens:
         Output limit.
     eos:
@@ -81,10 +81,14 @@ class ModelDecoder:
     ) -> None:
         length = int(prompt.shape[0])
         check_prompt(length, max_new_tokens, target, draft)
+        # The source text of an encoder-decoder is encoded once, and is no part of the sequence.
+        draft.begin(prompt)
+        prompt = target.begin(prompt)
         self._target, self._draft = target, draft
         self._eos, self._watch = eos, (eos if watch_eos and eos else None)
         self._temperature, self._generator = temperature, generator
-        self._limit, self._prompt, self._runs = max_new_tokens, length, run_lengths
+        self._limit, self._context, self._runs = max_new_tokens, length, run_lengths
+        self._prompt = int(prompt.shape[0])
         self._rule = rule
         self.output: list[int] = []
         self.mismatched: list[int] = []
@@ -96,7 +100,7 @@ class ModelDecoder:
         self._in_draft = 0
         if first:
             draft.forward(prompt, 0, keep=1)
-            self._in_draft = length
+            self._in_draft = self._prompt
             self.verify([])
             self.mismatched.clear()
 
@@ -119,7 +123,7 @@ class ModelDecoder:
         run = None
         if self._runs is not None:
             run = min(self._runs[at], self._limit - at - 1)
-        return Load(1, self._prompt + at, run)
+        return Load(1, self._context + at, run)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken:
         """One draft pass over what the draft has not seen, then its next proposal."""
@@ -253,19 +257,14 @@ def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:
     if length == 0:
         raise DraftsimError("the prompt is empty: give at least one token")
     for runner in runners:
-        room = min(runner.max_positions, runner.cache.slots)
-        if length + max_new_tokens > room:
-            raise DraftsimError(
-                f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the context of "
-                f"{room}: shorten the prompt or lower --max-new-tokens"
-            )
+        runner.check_room(length, max_new_tokens)
 
 
 def greedy(target: Runner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]) -> list[int]:
     """The target's own greedy output, one token at a time: the reference and baseline."""
     check_prompt(int(prompt.shape[0]), max_new_tokens, target)
     output: list[int] = []
-    feed, start = prompt, 0
+    feed, start = target.begin(prompt), 0
     while len(output) < max_new_tokens and not (output and output[-1] in eos):
         logits = target.forward(feed, start, keep=1)
         start += feed.shape[0]

@@ -45,10 +45,10 @@ class _Pass:
 class GraphRunner(Runner):
     """A `Runner` whose narrow causal passes have static shapes, one CUDA graph each.
 
-    A graph belongs to a (batch, width, visible context, kept logits); it is captured when
-    its shape first occurs, or ahead of time by `prepare`.  Tree passes, prompts and rows
-    that do not begin at the first run eagerly over the same cache.  On a CPU the same
-    static code runs without capture.
+    A graph belongs to a (batch, width, visible context, kept logits), batches padded to
+    powers of two; it is captured when its shape first occurs, or ahead of time by `prepare`.
+    Tree passes, prompts and rows that do not begin at the first run eagerly over the same
+    cache.  On a CPU the same static code runs without capture.
 
     Parameters
     ----------
@@ -81,6 +81,10 @@ class GraphRunner(Runner):
         step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
         return min(self.cache.slots, -(-stop // step) * step)
 
+    def _rounded(self, batch: int) -> int:
+        """Rows a batch is padded to, a power of two: it shrinks as its sequences end."""
+        return min(self.cache.batch, 1 << (batch - 1).bit_length())
+
     @torch.inference_mode()
     def forward(
         self,
@@ -108,16 +112,19 @@ class GraphRunner(Runner):
         fits = visible <= self.cache.slots and batch <= self.cache.batch
         if first or width > WIDEST or not fits:
             return super().forward_batch(tokens, positions, visible, first=first, keep=keep)
-        shape = Shape(batch, width, self.bucket(visible), min(keep, width) or width)
-        return self._replay(shape, tokens, positions)
+        rows = self._rounded(batch)
+        shape = Shape(rows, width, self.bucket(visible), min(keep, width) or width)
+        return self._replay(shape, tokens, positions)[:batch]
 
     def prepare(self, shapes: Iterable[Shape]) -> None:
         """Capture `shapes` now, so that no capture falls into a timed run.
 
-        ``visible`` is rounded up as a pass would; what the cache holds is left alone.
+        Sizes are rounded up as a pass would; what the cache holds is left alone.
         """
         for shape in shapes:
-            own = shape._replace(visible=self.bucket(shape.visible))
+            own = shape._replace(
+                batch=self._rounded(shape.batch), visible=self.bucket(shape.visible)
+            )
             if own not in self._passes:
                 scratch = torch.full((own.batch, own.width), -1, device=self.device)
                 self._replay(own, torch.zeros_like(scratch), scratch)
@@ -127,8 +134,10 @@ class GraphRunner(Runner):
         held = self._passes.get(shape)
         if held is None:
             held = self._passes[shape] = _Pass(shape, self.device)
-        held.tokens.copy_(tokens)
-        held.positions.copy_(positions)
+        count = tokens.shape[0]
+        held.tokens[:count].copy_(tokens)
+        held.positions[:count].copy_(positions)
+        held.positions[count:].fill_(-1)  # rows of no sequence write their scratch slots
         if self._pool is None:
             held.logits = self._static(held)
         elif held.graph is None:

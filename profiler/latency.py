@@ -49,6 +49,11 @@ class Grid:
     repeats: int = 25
     warmup: int = 3
 
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest pass."""
+        return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -162,7 +167,7 @@ def pass_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
                 run = _pass(runner, ids[name][:length], 0, 1)
                 steps.append(Step(name, "prefill", length, 0, run))
     for context in grid.contexts:
-        if context + max(grid.widths) > target.cache.slots:
+        if context + grid.widest > target.cache.slots:
             continue
         for width in grid.widths:
             run = _pass(target, ids["target"][:width], context, width)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,8 @@ def grow(small: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     """A model of `layers` layers that computes what `small` does: its added layers write zeros."""
     grown = build_model(layers)
     grown.load_state_dict(small.state_dict(), strict=False)
-    for layer in grown.model.layers[small.config.num_hidden_layers :]:
+    layers_added: Any = grown.model.layers[small.config.num_hidden_layers :]
+    for layer in layers_added:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return grown

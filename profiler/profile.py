@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Settings:
     max_gamma: int = 24
     temperature: float = 0.0
     seed: int = 0
-    grid: Grid = Grid()
+    grid: Grid = field(default_factory=Grid)
 
 
 def progress_bar() -> Progress:
@@ -52,12 +52,13 @@ def profile_latency(
 ) -> LatencyTable:
     """Measure the pair's latency table; a stopped measurement goes on."""
     grid = settings.grid
-    slots = _context_limit(pair, max(grid.contexts) + max(grid.widths))
-    grid = replace(grid, contexts=[c for c in grid.contexts if c + max(grid.widths) <= slots])
+    slots = _context_limit(pair, max(grid.contexts) + grid.widest)
+    grid = replace(grid, contexts=[c for c in grid.contexts if c + grid.widest <= slots])
     target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
     checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
     steps = pass_steps(target, draft, grid)
     largest = max(grid.batches, default=1)
+    batched = None
     if largest > 1:
         batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
         steps += batch_steps(*batched, grid)
@@ -70,7 +71,7 @@ def profile_latency(
         grid, widths=[w for w in (1, 5, 25) if w in grid.widths], repeats=max(3, grid.repeats // 3)
     )
     parts = [passes, measure_host(target, draft)]
-    if largest > 1:
+    if batched is not None:
         parts.append(measure_batch_host(*batched, grid.batches))
     parts += [measure_layers(r, name, few) for name, r in (("target", target), ("draft", draft))]
     latency = table(parts, {"kind": "measured", "mode": "eager", **pair.meta})

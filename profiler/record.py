@@ -80,13 +80,15 @@ class Recorder:
     def record(self, prompt: Tensor) -> Columns:
         """Columns (without `request`) of one prompt, as in `traces.trace.COLUMNS`.
 
-        ``prompt``: (prompt_tokens,) ids on the models' device.
+        ``prompt``: (prompt_tokens,) ids on the models' device; an encoder-decoder's source.
         Raises DraftsimError if the prompt does not fit or a model gives NaN.
         """
         check_prompt(int(prompt.shape[0]), self.max_new_tokens, self.target, self.draft)
         begin = time.perf_counter()
+        prompt, source = self.target.begin(prompt), prompt
         output, target_logits = self._decode(prompt)
         self.decode_s = time.perf_counter() - begin
+        self.draft.begin(source)
         count = output.shape[0]
         path = torch.cat([prompt, output[:-1]])
         draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)

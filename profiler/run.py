@@ -51,7 +51,8 @@ def read_run(folder: Path) -> RunInfo:
         return RunInfo(**fields)
     except OSError:
         raise DraftsimError(
-            f"{folder} is not a run folder (it has no {NAME}): make one with `draftsim profile --out`"
+            f"{folder} is not a run folder (it has no {NAME}): "
+            "make one with `draftsim profile --out`"
         ) from None
     except (json.JSONDecodeError, TypeError) as error:
         raise DraftsimError(

@@ -27,9 +27,14 @@ class Runner:
     def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
         if batch < 1:
             raise DraftsimError(f"batch is {batch}, expected at least 1 sequence")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise DraftsimError(
+                f"{type(model).__name__} is an encoder-decoder model, which cannot be used here: "
+                "it is profiled, replayed and validated with a draft model, one request at a time"
+            )
         config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
-        self.model = model
+        self.model = self.stack = model
         self.device = model.device
         self.max_positions: int = limit or slots
         self.vocab_size: int = config.vocab_size
@@ -41,6 +46,19 @@ class Runner:
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
         self._positions = torch.arange(slots, device=self.device)[None]
         self._rows = torch.arange(batch, device=self.device)[:, None]
+
+    def begin(self, prompt: Tensor) -> Tensor:
+        """Start a request: the tokens that its first pass is fed, here the prompt itself."""
+        return prompt
+
+    def check_room(self, length: int, max_new_tokens: int) -> None:
+        """Raise DraftsimError unless a prompt of ``length`` tokens and its output fit."""
+        room = min(self.max_positions, self.cache.slots)
+        if length + max_new_tokens > room:
+            raise DraftsimError(
+                f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{room}: shorten the prompt or lower --max-new-tokens"
+            )
 
     @torch.inference_mode()
     def forward(

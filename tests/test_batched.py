@@ -485,10 +485,18 @@ def test_run_batches_reports_every_group(pair: Pair, trace: Trace) -> None:
 
 
 def test_grid_cells_cover_batches_and_host(pair: Pair) -> None:
-    grid = Grid(contexts=(4, 8), prompts=(4,), batches=(1, 2, 3), batch_widths=(1, 3), repeats=2)
+    grid = Grid(
+        widths=(1,), contexts=(4, 8), prompts=(4,), batches=(1, 2, 3), batch_widths=(1, 3),
+        repeats=2,
+    )  # fmt: skip
     target, draft = Runner(pair.target, 16, 3), Runner(pair.draft, 16, 3)
     cells = measure_steps(batch_steps(target, draft, grid), target.device, repeats=2, warmup=1)
-    assert len(cells) == 2 * (1 + 4 + 1 + 4 + 1)
+    passes = cells.groupby(["model", "phase"]).size().to_dict()
+    # Two batches, two contexts: as many widths of each pass as decoding knows.
+    assert passes == {
+        ("target", "prefill"): 2, ("target", "forward"): 8, ("draft", "prefill"): 2,
+        ("draft", "forward"): 8, ("draft", "catch_up"): 12, ("draft", "signal"): 2,
+    }  # fmt: skip
     assert set(cells["batch"]) == {2, 3}
     hosts = measure_batch_host(target, draft, grid.batches, repeats=3, tokens=9)
     table = LatencyTable(hosts)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
+import typer.main
 
+import draftsim
 from tests.conftest import ROOT
 
 PACKAGES = ("commands", "policies", "profiler", "simulator", "traces")
@@ -34,14 +37,9 @@ def test_docstring_examples(path: Path) -> None:
 
 
 def test_readme_names_only_commands_that_exist() -> None:
-    import re
-
-    import typer.main
-
-    import draftsim
-
+    text = (ROOT / "README.md").read_text()
     known = set(typer.main.get_command(draftsim.app).commands)  # type: ignore[attr-defined]
-    named = set(re.findall(r"draftsim ([a-z]+)\b(?= |`|\n)", (ROOT / "README.md").read_text()))
-    commands = {n for n in named if n in known or f"`draftsim {n}" in (ROOT / "README.md").read_text()}
-    assert {"simulate", "profile", "validate", "check"} <= commands
-    assert commands <= known
+    named = set(re.findall(r"^draftsim ([a-z]+)", text, re.M))
+    named |= set(re.findall(r"`draftsim ([a-z]+)", text))
+    assert {"simulate", "profile", "validate", "check"} <= named
+    assert named <= known

@@ -61,6 +61,9 @@ def test_static_batches_give_the_logits_of_plain_ones() -> None:
     a, b = (r.forward_batch(tokens, ragged, 23) for r in (plain, static))
     real = ragged >= 0
     torch.testing.assert_close(a[real], b[real], rtol=1e-4, atol=1e-4)
+    # Two of the three sequences: their rows are padded, the third's cache is left alone.
+    a, b = (r.forward_batch(tokens[:2], ragged[:2], 23) for r in (plain, static))
+    torch.testing.assert_close(a[real[:2]], b[real[:2]], rtol=1e-4, atol=1e-4)
     # The rejected slots written above stay hidden from a shorter sequence.
     again = torch.tensor([[20], [21], [11]])
     a, b = (r.forward_batch(tokens[:, :1], again, 22) for r in (plain, static))

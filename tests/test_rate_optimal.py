@@ -319,3 +319,19 @@ def test_errors_name_the_remedy() -> None:
     bad: Any = "neural"
     with pytest.raises(DraftsimError, match="estimates is 'neural'"):
         fit_rate_optimal(trace, CONSTANT, estimates=bad)
+
+
+def test_real_decoding_has_the_rounds_of_replay() -> None:
+    pytest.importorskip("torch")
+    from profiler.spotcheck import Arm, output_of, rounds_differ, run_arms
+    from tests import bundled
+
+    trace = bundled.greedy_trace()
+    latency = LatencyTable.constant(1.0, 0.1, 1.05)
+    for estimates in ("isotonic", "logistic"):
+        kind: Any = estimates
+        policy = fit_rate_optimal(trace, latency, range(3), estimates=kind, recalibrate=0.05).policy
+        measured = run_arms(bundled.pair(), trace, [Arm("own", policy)], repeats=1)
+        assert rounds_differ(measured.logs["own"], replay(trace, policy)) == 0
+        for i in range(len(trace.requests)):
+            assert measured.outputs["own"][i] == output_of(trace, i)

@@ -519,6 +519,14 @@ def test_timeline_opens_as_chrome_trace(tmp_path):
             assert after["ts"] >= before["ts"] + before["dur"] - 1e-3, "slices overlap"
 
 
+def test_pearl_keeps_both_blocks_of_a_signal_reader_within_the_recorded_tail():
+    trace = synthetic_trace(0.6, requests=4, tokens=60, max_gamma=6, concentration=3.0, seed=2)
+    scenario = Scenario(ClosedLoop(1), requests=8, mode="pearl", warmup=0.0)
+    run = simulate(trace, CONSTANT, parse_serving_policy("svip:gamma_max=6,threshold=5"), scenario)
+    assert len(run.requests) == 8
+    assert run.recorder.tokens == 8 * 60
+
+
 def test_sweeps_over_batches_and_rates(tmp_path):
     seen = []
     base = Scenario(Poisson(1), Limits(max_batch=4), requests=20)

@@ -170,7 +170,7 @@ def test_what_memory_or_the_model_forbids_is_named_and_left_out(
         place, pair, "eager", (None, None), latency_stage.Grids(False), 0.0
     )
     assert pair.draft is not None
-    assert measured._contexts(pair.draft, (128, 1024, 4096), 1, 25, "draft") == [128, 1024]
+    assert measured._contexts(pair.draft, (128, 1024, 4096), 1, 25, "draft") == [128, 1024, 2023]
     assert measured._contexts(pair.target, (128, 1024), 4, 25, "target") == [128]
     assert any("the model's context is 2048" in s for s in measured.skipped)
     assert any("the memory does not hold" in s for s in measured.skipped)

@@ -20,7 +20,7 @@ from simulator.whatif.fidelity import (
     compare_groups,
     compare_tilt,
     summarize_error,
-    tilt_error,
+    tilt_errors,
 )
 from simulator.whatif.matchmodel import MatchModel, signal_table
 from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
@@ -225,9 +225,11 @@ def test_error_is_measured_against_another_recording() -> None:
 def test_a_recording_is_compared_with_itself_by_groups_of_prompts() -> None:
     rows = compare_groups(bursty())
     assert {"hard -> easy", "easy -> hard"} <= set(rows["pair"])
-    assert tilt_error(bursty()).comparisons == (rows["metric"] == "speedup").sum()
+    errors, speedups = tilt_errors(bursty()), rows[rows["metric"] == "speedup"]
+    for reads in (False, True):
+        assert errors.of(reads) == summarize_error(speedups[speedups["reads"] == reads])
     alike = synthetic_trace(0.7, requests=3, tokens=60)
-    assert tilt_error(alike) == UNKNOWN_ERROR
+    assert tilt_errors(alike) == (UNKNOWN_ERROR, UNKNOWN_ERROR)
     assert np.isnan(UNKNOWN_ERROR.at(0.5, 0.6))
 
 

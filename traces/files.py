@@ -98,12 +98,16 @@ _LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first")
 def write_rounds(log: RoundLog, path: PathLike) -> None:
     """Write a round log: one row per round, requests and policy in the header.
 
+    The calls of sources other than a draft model become lists, one per round.
+
     The rule object a lossy run ended with is not kept, its description is (``verify``).
     """
     names = ROUND_DTYPE.names or ()
     columns = {name: np.ascontiguousarray(log.rounds[name]) for name in names}
     if log.mismatched is not None:
         columns["mismatched"] = np.asarray(log.mismatched, np.int32)
+    if log.calls is not None:
+        columns |= _call_lists(log.calls, len(log))
     header = {name: getattr(log, name) for name in _LOG_FIELDS}
     header["requests"] = [asdict(r) for r in log.requests]
     write_file(path, "rounds", pa.table(columns), header)
@@ -142,7 +146,60 @@ def read_rounds(path: PathLike) -> RoundLog:
     return RoundLog(
         rounds, requests, header["policy"], header["source"], header["verify"],
         header["fidelity"], tuple(reads), first, columns.get("mismatched"),
+        calls=_calls(path, table),
     )  # fmt: skip
+
+
+CALL_FIELDS = ("verify", "kind", "new_tokens", "count")
+
+
+def _call_lists(calls: npt.NDArray[np.void], rounds: int) -> dict[str, Any]:
+    """The calls of each round as one list per field of theirs."""
+    ordered = calls[np.argsort(calls["round"], kind="stable")]
+    stops = np.searchsorted(ordered["round"], np.arange(rounds + 1)).astype(np.int32)
+    return {
+        f"calls_{name}": pa.ListArray.from_arrays(
+            pa.array(stops), pa.array(np.ascontiguousarray(ordered[name]))
+        )
+        for name in CALL_FIELDS
+    }
+
+
+def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
+    """What `_call_lists` laid out; None where the rounds are those of a draft model."""
+    # `traces.sources` reads its own files through this module.
+    from traces.sources.calls import CALL_DTYPE, CALL_KINDS
+
+    if not any(f"calls_{name}" in table.column_names for name in CALL_FIELDS):
+        return None
+    parts: dict[str, npt.NDArray[Any]] = {}
+    counts: npt.NDArray[Any] | None = None
+    for name in CALL_FIELDS:
+        column = f"calls_{name}"
+        if column not in table.column_names:
+            raise file_error(path, f"lacks the column {column!r}")
+        lists = table.column(column).combine_chunks()
+        expected = pa.from_numpy_dtype(CALL_DTYPE[name])
+        if not pa.types.is_list(lists.type) or lists.type.value_type != expected:
+            raise file_error(
+                path, f"column {column!r} is of type {lists.type}, expected lists of {expected}"
+            )
+        values = lists.flatten()
+        if lists.null_count or values.null_count:
+            raise file_error(path, f"column {column!r} has missing values")
+        parts[name] = values.to_numpy(zero_copy_only=False)
+        mine = lists.value_lengths().to_numpy(zero_copy_only=False)
+        if counts is not None and not np.array_equal(counts, mine):
+            raise file_error(path, f"column {column!r} has lists of other lengths than the others")
+        counts = mine
+    assert counts is not None
+    calls = np.zeros(int(counts.sum()), dtype=CALL_DTYPE)
+    calls["round"] = np.repeat(np.arange(len(counts)), counts)
+    for name, values in parts.items():
+        calls[name] = values
+    if ((calls["kind"] < 0) | (calls["kind"] >= len(CALL_KINDS))).any():
+        raise file_error(path, "column 'calls_kind' names an unknown kind", "upgrade draftsim")
+    return calls
 
 
 def _columns(

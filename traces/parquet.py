@@ -26,7 +26,13 @@ from traces.errors import FileError
 SCHEMA = 1
 """Version of the file layout; raised whenever a reader of the old one would misread."""
 
-KINDS = {"trace": "an acceptance trace", "latency": "a latency table", "rounds": "a round log"}
+KINDS = {
+    "trace": "an acceptance trace",
+    "latency": "a latency table",
+    "rounds": "a round log",
+    "exits": "a recording of early exits",
+    "starts": "a recording of drafts by start",
+}
 
 HEADER_KEY, DIGEST_KEY = b"draftsim", b"draftsim.sha256"
 _BLANK = b"0" * 64

@@ -29,7 +29,7 @@ from traces.sources.calls import CALL_KINDS, Call, pack_calls
 from traces.sources.early_exit import EarlyExit
 from traces.sources.lookup_sources import LookupSource, served_before
 from traces.sources.replay import check_signals
-from traces.sources.starts import Heads, LayerSkip, Space
+from traces.sources.start_sources import Heads, LayerSkip, Space
 from traces.trace import Trace
 
 

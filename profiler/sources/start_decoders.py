@@ -17,7 +17,7 @@ from profiler.sources.stack import LayerRunner
 from traces.sources.base import SourceToken
 from traces.sources.calls import HEAD, LAYER
 from traces.sources.lookup import Lookup, Proposal
-from traces.sources.starts import HEADS
+from traces.sources.start_sources import HEADS
 
 
 class LookupDecoder(SourceDecoder):

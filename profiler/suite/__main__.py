@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.device, options.out, seconds=options.seconds, quick=options.quick,
             dtype=options.dtype,
         )  # fmt: skip
+        if place.device.type == "cuda":
+            gc.freeze()  # every capture collects garbage: let it not walk what never is
         if options.stage == "latency":
             from profiler.suite.latency_stage import run_latency
 

@@ -8,250 +8,20 @@ was left out and why.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 
-from profiler.architectures import PAIRS, Architecture, PairShape
-from profiler.runner import Runner
+from profiler.architectures import PAIRS, PairShape
 from profiler.suite.environment import Ledger, Workplace, clocks, write_results
-from profiler.suite.layers import layer_cells
-from profiler.suite.passes import (
-    MODES,
-    Timer,
-    cell,
-    choice_parts,
-    fill,
-    forward_call,
-    make_runner,
-    prefill_cells,
-)
-from profiler.suite.points import Point, Refiner, error_summary
-from profiler.suite.rounds import host_cells
+from profiler.suite.pair_latency import Grids, PairMeasurement
+from profiler.suite.passes import MODES
+from profiler.suite.points import error_summary
 from traces.errors import DraftsimError
 from traces.files import write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
-
-REPEATS = 5
-TOLERANCE = 0.02
-
-
-class Grids:
-    """The coarse grids by batch; `quick` for a CPU in seconds."""
-
-    def __init__(self, quick: bool) -> None:
-        self.widths: Sequence[int] = (1, 2, 4) if quick else (1, 2, 3, 5, 9, 17, 25)
-        self.contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
-        self.batch_widths: Sequence[int] = (1, 3) if quick else (1, 2, 5, 9, 17)
-        self.batch_contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
-        self.batches: Sequence[int] = (4,) if quick else (4, 16, 64)
-        self.between: Sequence[int] = (2,) if quick else (2, 8, 32)
-        self.prompts: Sequence[int] = (16, 64) if quick else (64, 256, 1024, 4096)
-        self.host_batches: Sequence[int] = (1, 4) if quick else (1, 4, 16)
-        self.gammas: Sequence[int] = (0, 1, 3) if quick else (0, 1, 2, 4, 8, 16)
-        self.least_gap = 16 if quick else 128
-        self.repeats = 2 if quick else REPEATS
-        self.enough_s = 0.0 if quick else 0.008
-        self.loop_tokens = 8 if quick else 40
-        self.loop_prompt = 16 if quick else 64
-
-
-class PairMeasurement:
-    """Everything measured of one pair in one mode, in order of importance.
-
-    Each piece adds to `cells`; a piece that does not fit in memory or time is left out and
-    named in `skipped`.
-    """
-
-    def __init__(
-        self, place: Workplace, pair: PairShape, mode: str, models: tuple[Any, Any], grids: Grids,
-        deadline: float,
-    ) -> None:  # fmt: skip
-        self.place, self.pair, self.mode, self.grids = place, pair, mode, grids
-        self.models = {"target": models[0], "draft": models[1]}
-        self.shapes = {"target": pair.target, "draft": pair.draft}
-        self.deadline = deadline
-        self.timer = Timer(place.device, grids.repeats, grids.enough_s)
-        self.cells: list[list[Any]] = []
-        self.held_out: list[dict[str, Any]] = []
-        self.parts: list[dict[str, Any]] = []
-        self.skipped: list[str] = []
-        self.drift: list[float] = []
-
-    @property
-    def late(self) -> bool:
-        """Whether this pair's share of the time is spent."""
-        return time.monotonic() > self.deadline
-
-    def run(self) -> None:
-        """All pieces; what remains when time is up is named in `skipped`."""
-        names = [name for name, model in self.models.items() if model is not None]
-        pieces: list[tuple[str, Callable[[], None]]] = [
-            *((f"{n}, batch 1", partial(self.single, n)) for n in names),
-            *((f"{n}, layer by layer", partial(self.layers, n)) for n in names),
-        ]
-        if len(names) == 2:
-            pieces += [
-                (f"batch {b} and the host", partial(self.batch, b))
-                for b in self.grids.batches if b in self.grids.host_batches
-            ]  # fmt: skip
-            pieces.insert(2, ("the host at batch 1", partial(self.host, 1)))
-        hosted = self.grids.host_batches if len(names) == 2 else ()
-        pieces += [
-            (f"batch {b}", partial(self.batch, b))
-            for b in self.grids.batches if b not in hosted
-        ]  # fmt: skip
-        pieces += [
-            (f"between, batch {b}", partial(self.batch, b, check=True)) for b in self.grids.between
-        ]
-        for name, piece in pieces:
-            if self.late:
-                self.skipped.append(f"{name}: no time left")
-                continue
-            try:
-                piece()
-            except torch.OutOfMemoryError:
-                self.skipped.append(f"{name}: out of memory")
-            except (DraftsimError, RuntimeError) as error:
-                # A driver's error ends this piece; what was measured before it is kept.
-                self.skipped.append(f"{name}: {str(error).splitlines()[0]}")
-            self.place.release()
-
-    def single(self, name: str) -> None:
-        """Batch 1: prefill, the adaptive grid, and what happens to the logits."""
-        grids, shape = self.grids, self._shape(name)
-        widths = grids.widths if name == "target" else (1, 2)
-        contexts = self._contexts(shape, grids.contexts, 1, max(widths), name)
-        runner = self._runner(name, max(contexts) + max(widths), 1)
-        lengths = [n for n in grids.prompts if n <= runner.cache.slots]
-        self.cells += prefill_cells(runner, name, lengths, self.timer)
-        fill(runner)
-        refiner = Refiner(widths, contexts, TOLERANCE, grids.least_gap)
-        samples: dict[Point, list[Any]] = {}
-        while (at := refiner.next()) is not None:
-            if self.late and refiner.coarse_done:
-                break
-            samples[at] = self._forward(runner, name, 1, at)
-            refiner.tell(samples[at][5])
-        first = Point(widths[0], contexts[0])
-        self.drift.append(self._forward(runner, name, 1, first)[5] / samples[first][5] - 1)
-        self.cells += [samples[at] for at in refiner.grid()]
-        self.held_out += [
-            {"model": name, "batch": 1, **at._asdict(), "error": error}
-            for at, error in refiner.held_out.items()
-        ]
-        if refiner.unchecked:
-            self.skipped.append(f"{name}, batch 1: {refiner.unchecked} gaps not checked in time")
-        self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
-
-    def layers(self, name: str) -> None:
-        """Single layers and the output head; with exit heads where there is no draft."""
-        exits = self.models["draft"] is None
-        grids, shape = self.grids, self._shape(name)
-        widths = grids.widths if exits else grids.widths[:4:3]
-        contexts = self._contexts(shape, grids.contexts[:3], 1, max(widths), name)
-        self.cells += layer_cells(
-            self.mode, self.models[name], name, widths, contexts, self.timer, exits=exits
-        )
-
-    def host(self, batch: int) -> None:
-        """Host time per round and drafted token in whole rounds, and that of reading signals."""
-        grids = self.grids
-        slots = grids.loop_prompt + grids.loop_tokens
-        target, draft = (self._runner(n, slots, batch) for n in ("target", "draft"))
-        forward = [row for row in self.cells if row[1] == "forward"]
-        self.cells += host_cells(
-            target, draft, LatencyTable(pd.DataFrame(forward, columns=list(CELL_COLUMNS))),
-            batch=batch, repeats=min(3, grids.repeats), tokens=grids.loop_tokens,
-            prompt=grids.loop_prompt, gammas=grids.gammas,
-        )  # fmt: skip
-
-    def batch(self, batch: int, check: bool = False) -> None:
-        """Forward cells at a batch size, or points held out between two of them."""
-        grids = self.grids
-        for name, model in self.models.items():
-            if model is None:
-                continue
-            shape = self._shape(name)
-            widths = grids.batch_widths if name == "target" else (1, 2)
-            wanted = grids.batch_contexts[:2] if check else grids.batch_contexts
-            contexts = self._contexts(shape, wanted, batch, max(widths), name)
-            runner = self._runner(name, max(contexts) + max(widths), batch)
-            fill(runner)
-            rows = []
-            for at in (Point(w, c) for w in widths for c in contexts):
-                if self.late:
-                    break
-                rows.append(self._forward(runner, name, batch, at))
-            complete = [w for w in widths if sum(r[3] == w for r in rows) == len(contexts)]
-            rows = [r for r in rows if r[3] in complete]
-            if check:
-                rows = self._check(rows)
-            self.cells += rows
-            del runner
-            self.place.release()
-        if not check and batch in grids.host_batches and self.models["draft"] is not None:
-            self.host(batch)
-
-    def _check(self, rows: list[list[Any]]) -> list[list[Any]]:
-        """Book points between batches as held out; those that miss the tolerance join the grid."""
-        own = [c for c in self.cells if c[1] == "forward"]
-        table = LatencyTable(pd.DataFrame(own, columns=list(CELL_COLUMNS)))
-        errors = []
-        for name, _, batch, width, context, median, *_ in rows:
-            read = table.seconds(name, "forward", batch=batch, new_tokens=width, context=context)
-            errors.append(float(read) / median - 1)
-        if any(abs(e) > TOLERANCE for e in errors):
-            return rows
-        self.held_out += [
-            {"model": r[0], "batch": r[2], "width": r[3], "context": r[4], "error": e}
-            for r, e in zip(rows, errors, strict=True)
-        ]
-        return []
-
-    def _forward(self, runner: Runner, name: str, batch: int, at: Point) -> list[Any]:
-        run = forward_call(runner, batch, *at, drafts=name == "draft")
-        return cell(name, "forward", batch, at.width, at.context, self.timer.time(run))
-
-    def _shape(self, name: str) -> Architecture:
-        shape = self.shapes[name]
-        assert shape is not None
-        return shape
-
-    def _contexts(
-        self, shape: Architecture, wanted: Sequence[int], batch: int, width: int, name: str
-    ) -> list[int]:
-        """The contexts that the model knows and the memory holds; names the others."""
-        room = self.place.free_bytes()
-        kept = []
-        for context in wanted:
-            if context + width > shape.positions:
-                why = f"the model's context is {shape.positions}"
-            else:
-                # Cache, attention's copies of one layer, and the logits.
-                values = batch * (context + width) * shape.kv_values * (1 + 8 / shape.layers)
-                values += 3 * batch * width * shape.vocab_size + context**2 / 2
-                if values * self.place.dtype.itemsize <= 0.9 * room:
-                    kept.append(context)
-                    continue
-                why = "the memory does not hold its cache"
-            self.skipped.append(f"{name}, batch {batch}, context {context}: {why}")
-        if not kept:
-            raise DraftsimError(f"no context of {tuple(wanted)} fits at batch {batch}")
-        return kept
-
-    def _runner(self, name: str, slots: int, batch: int) -> Runner:
-        return make_runner(self.mode, self.models[name], slots, batch)
-
-    def unit(self) -> dict[str, Any]:
-        """What is kept of this measurement."""
-        return {
-            "cells": self.cells, "held_out": self.held_out, "parts": self.parts,
-            "skipped": self.skipped, "drift": self.drift,
-        }  # fmt: skip
 
 
 def run_latency(place: Workplace, pairs: Sequence[str] | None = None) -> None:
@@ -357,7 +127,6 @@ def shapes_of(pair: PairShape) -> dict[str, Any]:
             "name": a.name, "source": a.source, "layers": a.layers, "parameters": a.parameters,
             "hidden_size": a.hidden_size, "vocab_size": a.vocab_size, "tied": a.tied,
             "kv_values": a.kv_values,
-            "tied": a.tied,
         }
         for role, a in both.items() if a is not None
     }  # fmt: skip

@@ -27,7 +27,8 @@ from profiler.suite.arms import COLUMNS, arms_of, sweeps
 from profiler.suite.differences import explain
 from profiler.suite.environment import Workplace, clocks, write_results
 from profiler.suite.forced_stage import prepare
-from profiler.suite.latency_stage import Grids, PairMeasurement, shapes_of
+from profiler.suite.latency_stage import shapes_of
+from profiler.suite.pair_latency import Grids, PairMeasurement
 from profiler.suite.passes import EAGER, GRAPH, MODES, make_runner
 from profiler.suite.points import error_summary
 from profiler.suite.recording import attempt_exits, record_trace, write_within

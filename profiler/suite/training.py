@@ -33,10 +33,28 @@ from profiler.suite.environment import Workplace
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
 TARGET = Architecture(
-    "trained-12", "trained by profiler.suite", 768, 2048, 12, 12, 12, VOCABULARY, 1024
+    "trained-12",
+    "trained by profiler.suite",
+    768,
+    2048,
+    12,
+    12,
+    12,
+    VOCABULARY,
+    1024,
+    tied=True,
 )
 DRAFT = Architecture(
-    "trained-3", "trained by profiler.suite", 768, 2048, 3, 12, 12, VOCABULARY, 1024
+    "trained-3",
+    "trained by profiler.suite",
+    768,
+    2048,
+    3,
+    12,
+    12,
+    VOCABULARY,
+    1024,
+    tied=True,
 )
 
 

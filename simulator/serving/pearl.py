@@ -16,7 +16,8 @@ class Pearl(Overlapped):
     Every step drafts a block while the target verifies.  *Pre-verify*: it checks the
     first token of that very block.  *Post-verify*: it checks what is left of the previous
     block and the first token of this one.  A rejection emits the correction and wastes
-    the block being drafted.  There is no bonus token.
+    the block being drafted.  There is no bonus token.  A block of a policy that reads
+    signals holds at most half the recorded tail (`Limits.lookahead` says otherwise).
     """
 
     def decode(self, slot: Slot) -> Events:
@@ -25,7 +26,9 @@ class Pearl(Overlapped):
         pending: list[Any] = []
         while not decoder.ended:
             left = decoder.limit_left
-            room = max(left - len(pending), 0)
+            # Nothing follows a drafted end of the output, right or wrong.
+            ended = bool(pending) and pending[-1] is not None and pending[-1].ends
+            room = 0 if ended else max(left - len(pending), 0)
             block = self.block(slot, len(pending), min(self.lookahead, room))
             checked = [*pending, *block[:1]]
             draft_s = self.passes_s(slot.context + len(pending), len(block))

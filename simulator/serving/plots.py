@@ -14,9 +14,8 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator, NullLocator
 
 from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.serving.sweep import break_even_load
@@ -110,11 +109,12 @@ def plot_speedup_grid(
         figsize=(1.8 + 0.75 * len(contexts), 1.3 + 0.42 * len(batches)), layout="constrained"
     )
     axes = figure.subplots()
-    reach = max(float(np.nanmax(np.abs(values - 1))), 0.05)
-    norm = TwoSlopeNorm(1.0, 1 - reach, 1 + reach)
-    image = axes.imshow(values, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+    # Half and double are equally far from break-even.
+    logs = np.log2(np.where(values > 0, values, np.nan))
+    reach = max(float(np.nanmax(np.abs(logs), initial=0.0)), 0.1)
+    image = axes.imshow(logs, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
     for i, j in np.ndindex(*values.shape):
-        dark = abs(values[i, j] - 1) > 0.6 * reach
+        dark = abs(logs[i, j]) > 0.6 * reach
         axes.text(
             j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=8,
             color="white" if dark else INK,
@@ -128,6 +128,7 @@ def plot_speedup_grid(
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
     bar.outline.set_visible(False)
     bar.set_label(f"speedup of {policy}" if policy else "speedup", fontsize=9)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{2**value:.2g}")
     bar.ax.tick_params(labelsize=8)
     return figure
 
@@ -158,10 +159,10 @@ def _look(index: int) -> dict[str, Any]:
 
 
 def _plain_logarithm(axis: Axis) -> None:
-    """Tick labels as plain numbers instead of powers, minor ones where they fit."""
-    axis.set_major_formatter(LogFormatter(minor_thresholds=(2, 1)))
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
-    axis.set_tick_params(which="minor", labelsize=8)
+    """Ticks at round numbers, written as numbers instead of powers."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_locator(NullLocator())
 
 
 def _finish(figure: Figure, axes: Axes) -> None:

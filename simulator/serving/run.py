@@ -105,6 +105,9 @@ def simulate(
     lookahead = scenario.limits.lookahead
     if lookahead is None:
         lookahead = lookahead_of(policy, trace)
+        if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
+            # A block is drafted behind another, still unverified one: both must be recorded.
+            lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
     rng = np.random.default_rng(np.random.SeedSequence([scenario.seed, replication]))
     jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
     expected = scenario.requests

@@ -8,7 +8,14 @@ from simulator.whatif.breakeven import break_even, crossing, overview, regret, s
 from simulator.whatif.cells import COLUMNS, Prices
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.executors import Cluster, Local
-from simulator.whatif.fidelity import TiltError, compare_groups, compare_tilt, tilt_error
+from simulator.whatif.fidelity import (
+    TiltError,
+    TiltErrors,
+    compare_groups,
+    compare_tilt,
+    summarize_error,
+    tilt_errors,
+)
 from simulator.whatif.grid import expand, parse_axis, with_gammas
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
 from simulator.whatif.rate import RateFit, fit_rate_optimal
@@ -26,6 +33,7 @@ __all__ = [
     "RateFit",
     "Sweep",
     "TiltError",
+    "TiltErrors",
     "Tilter",
     "Tuning",
     "acceptance",
@@ -44,8 +52,9 @@ __all__ = [
     "regret",
     "select",
     "split_prompts",
+    "summarize_error",
     "surface",
-    "tilt_error",
+    "tilt_errors",
     "tilt_to",
     "tune",
     "with_gammas",

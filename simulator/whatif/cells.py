@@ -35,8 +35,8 @@ recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN where a latency 
 prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
 ``wall_s`` is decode seconds, or target passes under a ratio; NaN in a batch.  ``below_1``
 is the share of prompts slower than plain decoding.  ``tilt_error`` is the relative error
-to expect of a speedup from tilting, and ``tilt_tried`` says whether it was measured at a
-shift as large.
+to expect of a speedup from tilting, larger for policies that read signals; ``tilt_tried``
+says whether it was measured at a shift as large.
 """
 TEXT = ("policy", "family", "source", "latency", "fidelity")
 

@@ -25,19 +25,20 @@ class LatencyCost:
         Whether the policy that asks reads draft signals, which then cost a `signal` phase
         per drafted token.
     longest:
-        Draft length up to which the target's pass is smoothed.
-
-    Notes
-    -----
-    A wider pass of the target is taken to cost no less than a narrower one: the isotonic
-    fit over the widths 1 to ``longest + 1``.  Differences between neighbouring widths
-    decide, and measured ones are mostly noise.
+        Draft length up to which the target's pass is read.
+    smooth:
+        Whether a wider pass of the target is taken to cost no less than a narrower one, by
+        an isotonic fit over the widths 1 to ``longest + 1``.  Differences between neighbouring
+        widths decide, and measured ones may be noise, or the step from one kernel to another.
     """
 
-    def __init__(self, latency: LatencyTable, signals: bool = True, longest: int = 24) -> None:
+    def __init__(
+        self, latency: LatencyTable, signals: bool = True, longest: int = 24, smooth: bool = True
+    ) -> None:
         self.latency = latency
         self.signals = signals
         self.longest = longest
+        self.smooth = smooth
         self._widths: dict[tuple[int, float], Floats] = {}
         self._steps: dict[tuple[int, float], float] = {}
         self._host: dict[tuple[str, int], float] = {}
@@ -53,7 +54,7 @@ class LatencyCost:
             raw = self.latency.seconds(
                 "target", "forward", batch=batch, new_tokens=width, context=context
             )
-            self._widths[key] = np.asarray(isotonic_regression(raw).x)
+            self._widths[key] = np.asarray(isotonic_regression(raw).x) if self.smooth else raw
             one = self.latency.seconds("draft", "forward", batch=batch, context=context)
             step = float(one) + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)

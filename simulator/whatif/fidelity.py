@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -77,30 +77,39 @@ def compare_tilt(
 ) -> pd.DataFrame:  # fmt: skip
     """Tilt `source` to the acceptance of `reference` and hold replays of both together.
 
-    Returns one row per policy and metric (``block_efficiency``; ``speedup`` at c = 0.1):
-    ``recorded`` (the reference), ``tilted``, ``iid``, the relative errors ``error`` and
-    ``iid_error``, and ``spread``, the standard error that the two recordings' prompts
-    alone give ``error``.  ``untilted`` is the source as it is.
+    Returns one row per policy (``reads``: whether it reads signals) and metric
+    (``block_efficiency``; ``speedup`` at c = 0.1): ``recorded`` (the reference),
+    ``tilted``, ``iid``, ``untilted`` (the source as it is), the relative errors ``error``
+    and ``iid_error``, and ``spread``, the standard error that the two recordings' prompts
+    alone give ``error``.
     """
-    return _compare(Tilter(source, method, seed), reference, policies, label)
+    return _compare(Tilter(source, method, seed), reference, policies, label, {})
 
 
 def _compare(
-    tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None, label: str
-) -> pd.DataFrame:
+    tilter: Tilter, reference: Trace, policies: Mapping[str, DraftPolicy] | None, label: str,
+    known: dict[tuple[Trace, str], dict[str, Estimate]],
+) -> pd.DataFrame:  # fmt: skip
+    # `known` keeps what recordings themselves achieve: many comparisons share them.
     source, alpha = tilter.trace, acceptance(reference)
     tilted = tilter.to(alpha)
     iid = iid_like(source, alpha, tilter.seed)
     chosen = policies or default_policies(source, reference)
     rows = []
     for name, policy in chosen.items():
-        runs = [_metrics(t, policy) for t in (reference, tilted, iid, source)]
+        for recording in (reference, source):
+            if (recording, name) not in known:
+                known[recording, name] = _metrics(recording, policy)
+        runs = [
+            known[reference, name], _metrics(tilted, policy), _metrics(iid, policy),
+            known[source, name],
+        ]  # fmt: skip
         for metric in runs[0]:
             true, ours, textbook, raw = (r[metric] for r in runs)
             relative = np.hypot(true.standard_error / true.value, ours.standard_error / ours.value)
             rows.append(
                 {
-                    "pair": label, "policy": name, "metric": metric,
+                    "pair": label, "policy": name, "reads": bool(policy.reads), "metric": metric,
                     "from_alpha": acceptance(source), "alpha": alpha,
                     "shift": _logit(alpha) - _logit(acceptance(source)),
                     "recorded": true.value, "tilted": ours.value, "iid": textbook.value,
@@ -123,6 +132,8 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
         If no two groups differ.
     """
     parts: list[pd.DataFrame] = []
+    chosen = default_policies(trace)
+    known: dict[tuple[Trace, str], dict[str, Estimate]] = {}
     for groups in _groupings(trace):
         traces = {name: trace.select(keep) for name, keep in groups.items()}
         # A group of one outcome alone has no chance to calibrate.
@@ -132,7 +143,9 @@ def compare_groups(trace: Trace, *, method: Method = "coupled", seed: int = 0) -
             if not others:
                 continue
             tilter = Tilter(traces[source], method, seed)
-            parts += [_compare(tilter, traces[n], None, f"{source} -> {n}") for n in others]
+            parts += [
+                _compare(tilter, traces[n], chosen, f"{source} -> {n}", known) for n in others
+            ]
     if not parts:
         raise DraftsimError(
             f"no two groups of prompts with {FEWEST_TOKENS} tokens differ in acceptance: the error "
@@ -152,12 +165,31 @@ def summarize_error(rows: pd.DataFrame) -> TiltError:
     )  # fmt: skip
 
 
-def tilt_error(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltError:
-    """The error of tilting `trace`, from its own prompt groups; NaN where they are too alike."""
+class TiltErrors(NamedTuple):
+    """The error of tilting apart for policies that read signals, which it leaves as they were.
+
+    A better draft is also surer of itself; a tilted one is not, so that the second error
+    is the larger where prompts or pairs differ in confidence.
+    """
+
+    lengths: TiltError
+    """Of policies that read no signal."""
+    signals: TiltError
+    """Of those that do; unknown where the recording holds none."""
+
+    def of(self, reads: bool) -> TiltError:
+        """The one for a policy that does or does not read signals."""
+        return self.signals if reads else self.lengths
+
+
+def tilt_errors(trace: Trace, *, method: Method = "coupled", seed: int = 0) -> TiltErrors:
+    """The errors of tilting `trace`, from its own prompt groups; NaN where they are too alike."""
     try:
-        return summarize_error(compare_groups(trace, method=method, seed=seed))
+        rows = compare_groups(trace, method=method, seed=seed)
     except DraftsimError:
-        return UNKNOWN_ERROR
+        return TiltErrors(UNKNOWN_ERROR, UNKNOWN_ERROR)
+    parts = (rows[~rows["reads"]], rows[rows["reads"]])
+    return TiltErrors(*(summarize_error(p) if len(p) else UNKNOWN_ERROR for p in parts))
 
 
 def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -88,7 +89,8 @@ def fit_rate_optimal(
 
     The rate is Dinkelbach's fixed point: replay with the rate, price, take the rate
     achieved.  Estimates that are not exact move the best rate away from it, so that some
-    fractions of it are tried too, and the one of most tokens per second is taken.
+    fractions of it are tried too, and the one of most tokens per second is taken.  Where
+    `cost` is not given, the table is read both as it is and smoothed (`LatencyCost`).
     ``batches`` beyond 1 are priced in step (`simulator.pricing.price`) and give rows of
     ``rate``.
 
@@ -106,9 +108,11 @@ def fit_rate_optimal(
     if estimates == "auto":
         kinds = KINDS if set(NUMERIC) & trace.signals else ("none",)
     fits = []
-    for kind in kinds:
+    # Whether a dip of the target's pass is noise or real, the training prompts decide.
+    for kind, smooth in product(kinds, (True,) if cost is not None else (True, False)):
         now, following, first = fit_estimates(learned, kind, longest)
-        priced = cost or LatencyCost(latency, signals=bool(now.reads), longest=longest)
+        read = bool(now.reads)
+        priced = cost or LatencyCost(latency, read, longest, smooth)
 
         def made(
             rate: float | list[list[float]], first: float = first,

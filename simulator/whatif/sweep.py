@@ -21,7 +21,7 @@ import pandas as pd
 from policies.core import DraftPolicy
 from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part, Prices
 from simulator.whatif.executors import Executor, Local, Lost
-from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltError, tilt_error
+from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
 from simulator.whatif.tilt import METHODS, Method, Tilter
 from traces.errors import DraftsimError
@@ -98,13 +98,13 @@ class Sweep:
         self.batches = tuple(batches)
         self.method = method
         tilter, shifts = None, dict[float, float]()
-        self.error: TiltError | None = None
+        self.error: TiltErrors | None = None
         if alphas and method != "iid":
             kind: Method = "redraw" if method == "redraw" else "coupled"
             tilter = Tilter(trace, kind, seed)
-            self.error = (
-                tilt_error(trace, method=kind, seed=seed) if measure_tilt else UNKNOWN_ERROR
-            )
+            self.error = TiltErrors(UNKNOWN_ERROR, UNKNOWN_ERROR)
+            if measure_tilt:
+                self.error = tilt_errors(trace, method=kind, seed=seed)
             # Searched together here, so that a part need not.
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
         self.bench = Bench(
@@ -182,7 +182,9 @@ class Sweep:
             "latencies": {n: dict(t.meta) for n, t in bench.prices.latencies.items()},
             "method": self.method, "resamples": bench.resamples, "seed": bench.seed,
             "confidence": bench.confidence,
-            "tilt_error": None if self.error is None else asdict(self.error),
+            "tilt_error": None
+            if self.error is None
+            else {n: asdict(e) for n, e in self.error._asdict().items()},
             "trace": {
                 k: bench.trace.meta[k] for k in ("target", "draft", "device", "kind", "sampling")
                 if k in bench.trace.meta
@@ -197,10 +199,15 @@ class Sweep:
         columns["tilt_error"][columns["source"] == "iid"] = np.nan
         if self.error is not None and self.bench.tilter is not None:
             recorded = self.bench.tilter.alpha
-            known = {a: (self.error.at(a, recorded), self.error.tried(a, recorded))
-                     for a in np.unique(rates).tolist()}  # fmt: skip
-            columns["tilt_error"] = np.array([known[a][0] for a in rates.tolist()])
-            columns["tilt_tried"] = np.array([known[a][1] for a in rates.tolist()])
+            reads = {n: bool(p.reads) for n, p in self.bench.policies.items()}
+            rows = list(zip(columns["policy"].tolist(), rates.tolist(), strict=True))
+            known = {
+                (name, rate): (error.at(rate, recorded), error.tried(rate, recorded))
+                for name, rate in set(rows)
+                for error in (self.error.of(reads[name]),)
+            }
+            columns["tilt_error"] = np.array([known[row][0] for row in rows])
+            columns["tilt_tried"] = np.array([known[row][1] for row in rows])
         values = {
             k: pd.Categorical(columns[k].astype(object)) if k in TEXT else columns[k]
             for k in COLUMNS

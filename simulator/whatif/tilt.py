@@ -11,7 +11,7 @@ Two ways to draw:
   it.  Every outcome is thought of as a uniform number lying below the chance of a match
   or not; the recording tells on which side, a fresh draw where on that side; the shifted
   chance is compared with the same number.  Each new outcome has the shifted chance, what
-  the model does not explain stays in place, shift 0 gives the recording back, and and
+  the model does not explain stays in place, shift 0 gives the recording back, and
   neighbouring rates differ in few outcomes.
 * ``redraw``: fresh uniform numbers.  All dependence then comes from the model; at shift 0
   this tests it.
@@ -20,7 +20,8 @@ A match that becomes a mismatch gets the wrong token and the off-path tail of a 
 mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
 holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
 refuse it, and its replays have fidelity ``approximate``.  How far off they are is
-measured by `simulator.whatif.fidelity`.
+measured by `simulator.whatif.fidelity`: more for policies that read signals, since a better
+draft would also be surer of itself, and its signals are kept.
 """
 
 from __future__ import annotations

@@ -21,15 +21,15 @@ from traces.sources.registry import (
     source_names,
 )
 from traces.sources.replay import replay_source
-from traces.sources.starts import (
+from traces.sources.start_sources import (
     Blockwise,
     LayerSkip,
     Medusa,
     MedusaTree,
     Space,
     SpecDec,
-    StartRecording,
 )
+from traces.sources.starts import StartRecording
 
 __all__ = [
     "PLD",

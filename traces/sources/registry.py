@@ -9,7 +9,7 @@ from policies.spec import describe_spec, parse_spec
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit
 from traces.sources.lookup_sources import PLD, REST, Lookahead
-from traces.sources.starts import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
+from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 
 DRAFT_MODEL = "draft-model"
 """The source of `traces.replay.replay`, which is no `Source`: its drafts are the trace's own."""

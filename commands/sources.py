@@ -1,0 +1,229 @@
+"""Draft sources and the named systems built on them: finding recordings, replaying, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.inputs import load_policies
+from commands.output import note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rules import VerifyRule
+    from traces.latency import LatencyTable
+    from traces.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+    from traces.trace import Trace
+
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        metavar="S",
+        help="Draft with this source, name[:key=value,...], instead of the draft model: "
+        "early-exit, layer-skip, blockwise, medusa, medusa-tree, space, specdec, pld, rest or "
+        "lookahead.",
+    ),
+]
+
+RECORD = "`draftsim profile --exit-layers`"
+
+
+def load_source(text: str | None) -> Source | None:
+    """The source that `text` describes; None for the draft model."""
+    from traces.sources.registry import DRAFT_MODEL, parse_source
+
+    if text is None or text == DRAFT_MODEL:
+        return None
+    try:
+        return parse_source(text)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+
+
+def load_recordings(trace_name: str, trace: Trace) -> Recordings:
+    """What was recorded beside a trace.
+
+    Raises
+    ------
+    DraftsimError
+        If it belongs to other outputs than the trace now holds.
+    """
+    from traces.recordings import folder_of
+    from traces.sources.base import Recordings
+    from traces.sources.files import read_recordings
+
+    folder = folder_of(trace_name)
+    if folder is None:
+        return Recordings()
+    found = read_recordings(folder)
+    parts = [*([found.exits] if found.exits else []), *found.starts.values()]
+    stamps = {stamp for part in parts if (stamp := part.meta.get(STAMP))}
+    if stamps and stamps != {stamp_of(trace)}:
+        raise DraftsimError(
+            f"the recordings of other draft sources in {folder} belong to other outputs than its "
+            f"trace: record them again with {RECORD}"
+        )
+    return found
+
+
+STAMP = "outputs_sha256"
+"""Field of a recording's provenance that says which outputs it follows."""
+
+
+def stamp_of(trace: Trace) -> str:
+    """A digest of the target's outputs and their prompts."""
+    import hashlib
+
+    import numpy as np
+
+    from traces.sources.base import true_tokens
+
+    digest = hashlib.sha256(np.asarray(true_tokens(trace), dtype=np.int64).tobytes())
+    for request in trace.requests:
+        digest.update(np.asarray(request.prompt_ids or (), dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int | None:
+    """Longest draft that `source` can be replayed with; None where nothing bounds it.
+
+    Raises
+    ------
+    DraftsimError
+        If what the source needs was not recorded.
+    """
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.registry import describe_source
+    from traces.sources.start_sources import LayerSkip
+    from traces.sources.starts import StartSource
+
+    if isinstance(source, StartSource) and source.key not in recordings.starts:
+        raise DraftsimError(f"{source.name!r} drafts were not recorded: {RECORD} records them")
+    if isinstance(source, LayerSkip):
+        return recordings.starts[source.key].offsets
+    if not isinstance(source, EarlyExit):
+        return trace.max_gamma
+    if recordings.exits is None:
+        raise DraftsimError(f"early exits were not recorded: {RECORD} records them")
+    wanted = source.setting(1)[:-1]
+    lengths = [s.gamma_max for s in recordings.exits.settings if s[:-1] == wanted]
+    if not lengths:
+        text = describe_source(source)
+        raise DraftsimError(
+            f"drafts of {text!r} were not recorded behind wrong exits (recorded: "
+            f"{', '.join(recorded_settings(recordings))}): choose one of these, or record it with "
+            f"`draftsim profile --exit-layers --source {text}`"
+        )
+    return max(lengths)
+
+
+def recorded_settings(recordings: Recordings) -> list[str]:
+    """The early-exit settings that a recording follows, as text."""
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.registry import describe_source
+
+    settings = recordings.exits.settings if recordings.exits else ()
+    return list(dict.fromkeys(describe_source(EarlyExit(*s[:-1])) for s in settings))
+
+
+def load_source_policies(
+    texts: Sequence[str] | None, source: Source, trace: Trace, recordings: Recordings
+) -> list[tuple[str, DraftPolicy]]:
+    """(name, policy) of each text, with maxima that `source` can be replayed with."""
+    limit = longest_draft(source, trace, recordings)
+    return load_policies(texts, trace, signals=source.signals, max_gamma=limit)
+
+
+def replay_with(
+    trace: Trace,
+    source: Source,
+    policies: Sequence[tuple[str, DraftPolicy]],
+    recordings: Recordings,
+    rule: VerifyRule | None = None,
+) -> list[RoundLog]:
+    """Replay every policy over the trace with `source` drafting."""
+    from traces.sources.replay import replay_source
+
+    return [
+        replay_source(trace, source, policy, rule, recordings=recordings, name=name)
+        for name, policy in policies
+    ]
+
+
+def split_systems(texts: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
+    """The policies among `texts` (None: all of them) and the named systems."""
+    from traces.sources.registry import SYSTEMS
+
+    if not texts:
+        return None, []
+    return [t for t in texts if t not in SYSTEMS], [t for t in texts if t in SYSTEMS]
+
+
+def load_system(
+    name: str, trace: Trace, recordings: Recordings
+) -> tuple[Source, tuple[str, DraftPolicy]]:
+    """Source, and (name, policy), of a named system."""
+    from traces.sources.registry import SYSTEMS, parse_source
+
+    system = SYSTEMS[name]
+    source = parse_source(system.source)
+    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings)
+    return source, (name, policy)
+
+
+def replay_system(name: str, trace: Trace, recordings: Recordings) -> RoundLog:
+    """A named system replayed; DraftsimError where its source was not recorded."""
+    source, policy = load_system(name, trace, recordings)
+    return replay_with(trace, source, [policy], recordings)[0]
+
+
+def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
+    """Every named system that can be replayed and priced; a note names the others and why."""
+    from simulator.pricing import price
+    from traces.sources.registry import SYSTEMS
+
+    logs: list[RoundLog] = []
+    missing: dict[str, list[str]] = {}
+    for name in SYSTEMS:
+        try:
+            log = replay_system(name, trace, recordings)
+        except DraftsimError as error:
+            text = str(error)
+            reason = f"{RECORD} records them" if RECORD in text else text
+            missing.setdefault(reason, []).append(name)
+            continue
+        try:
+            price(log, latency)
+        except DraftsimError:
+            missing.setdefault(f"{RECORD} measures their latencies", []).append(name)
+            continue
+        logs.append(log)
+    if missing:
+        parts = (f"{', '.join(names)} ({why})" for why, names in missing.items())
+        note(f"not listed: {'; '.join(parts)}")
+    return logs
+
+
+def with_free_lookups(latency: LatencyTable) -> LatencyTable:
+    """A constant table in which searching text costs nothing; any other as it is."""
+    import pandas as pd
+
+    from traces.latency import CELL_COLUMNS, LatencyTable
+    from traces.sources.lookup_sources import PLD, REST, Lookahead
+
+    if not latency.is_constant:
+        return latency
+    free = pd.DataFrame(
+        [
+            (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
+            for cls in (PLD, REST, Lookahead)
+            if not latency.has(cls.name, "forward")
+        ],
+        columns=list(CELL_COLUMNS),
+    )
+    return LatencyTable(pd.concat([latency.cells, free], ignore_index=True), latency.meta)

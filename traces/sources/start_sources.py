@@ -1,0 +1,231 @@
+"""Sources recorded by (start, offset): parallel heads, mask tokens, trees, skipped layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from policies.parameters import whole
+from traces.errors import DraftsimError, TailError
+from traces.rounds import Fidelity
+from traces.sources.base import SourceReplay, SourceToken
+from traces.sources.calls import CALL_KINDS, FORWARD, HEAD, LAYER
+from traces.sources.starts import StartRecording, StartReplay, StartSource
+from traces.trace import Trace
+
+HEADS = CALL_KINDS.index(("heads", "forward"))
+
+
+class HeadsReplay(StartReplay):
+    """All heads run once a round, of which the policy takes as many as it likes."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next head's token; None when the heads are used up."""
+        if not so_far:
+            self.calls.add(HEADS, 1)
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def charge(self, submitted: int) -> int:
+        """An ordinary verification over the draft and the last token."""
+        return submitted + 1
+
+
+class Heads(StartSource):
+    """Parallel heads on the target's last state; ``k`` of them are used (None: all)."""
+
+    def __init__(self, k: int | None = None) -> None:
+        whole("k", k, 1, none=True)
+        self.k = k
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """Heads over the recorded rows."""
+        return HeadsReplay(trace, request, recording, first, self.k)
+
+
+class Blockwise(Heads):
+    """Blockwise parallel decoding: a feed-forward block per offset (arXiv:1811.03115)."""
+
+    name = "blockwise"
+    what = "blockwise heads (arXiv:1811.03115) on the frozen target, greedy acceptance"
+
+
+class Medusa(Heads):
+    """Medusa-1 heads: a residual block per offset (arXiv:2401.10774), drafted as a chain."""
+
+    name = "medusa"
+    what = "Medusa-1 heads (arXiv:2401.10774) as a chain, sharing the target's output projection"
+
+
+class SpecDec(Heads):
+    """One-pass drafter that also sees the last emitted token, after Spec-Drafter.
+
+    arXiv:2203.16487 trains an independent non-autoregressive encoder-decoder; here the
+    drafter reads the target's state and the token's embedding.
+    """
+
+    name = "specdec"
+    what = "one-pass drafter after Spec-Drafter (arXiv:2203.16487), reading the target's state"
+
+
+class Space(StartSource):
+    """SPACE: mask tokens behind every candidate draft while it is verified (arXiv:2402.11809).
+
+    The paper tunes the target for it; here the target is frozen and the mask tokens'
+    embeddings alone are trained.  ``k`` is the number of masks used (None: all recorded).
+    """
+
+    name = "space"
+    what = "SPACE (arXiv:2402.11809) with trained mask embeddings and a frozen target"
+
+    def __init__(self, k: int | None = None) -> None:
+        whole("k", k, 1, none=True)
+        self.k = k
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """Masks over the recorded rows."""
+        return SpaceReplay(trace, request, recording, first, self.k)
+
+
+class SpaceReplay(StartReplay):
+    """Drafts come with the verification before, which carries the masks of every candidate."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next mask's token; None when they are used up."""
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def charge(self, submitted: int) -> int:
+        """One pass over the last token, the draft, and the masks behind each of them."""
+        width = (submitted + 1) * (self.width + 1)
+        self.calls.add(LAYER, width, int(self.recording.meta["layers"]), verify=True)
+        self.calls.add(HEAD, width, verify=True)
+        return submitted + 1
+
+
+class MedusaTree(StartSource):
+    """Medusa's tree: every combination of the `top` best candidates of each head.
+
+    Acceptance under greedy verification follows from the rank of the true token under each
+    head.  ``tops`` gives the candidates per head; the tree has as many nodes as their
+    combinations (Medusa's own trees are pruned, and cheaper).
+    """
+
+    name = "medusa-tree"
+    what = (
+        "Medusa's tree of candidates (arXiv:2401.10774): acceptance from recorded ranks, "
+        "unpruned, and without a real decoder to hold it against"
+    )
+    fidelity: ClassVar[Fidelity] = "approximate"
+
+    def __init__(self, tops: Sequence[int] = (4, 2, 1)) -> None:
+        if not tops:
+            raise ValueError("tops is empty, expected the candidates of at least one head")
+        for top in tops:
+            whole("tops", top, 1)
+        self.tops = tops
+
+    @property
+    def key(self) -> str:
+        """The heads are Medusa's."""
+        return Medusa.name
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The tree over the recorded ranks."""
+        return TreeReplay(trace, request, recording, first, self.tops)
+
+
+class TreeReplay(StartReplay):
+    """A level of the tree is one drafted token: right if the true one is among its candidates."""
+
+    def __init__(
+        self, trace: Trace, request: int, recording: StartRecording, first: int,
+        tops: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__(trace, request, recording, first, len(tops))
+        self.tops = tops
+
+    def run_length(self) -> int:
+        """Levels from here that hold the true token."""
+        run = 0
+        while run < self.width and self._held(run):
+            run += 1
+        return run
+
+    def _held(self, offset: int) -> bool:
+        at = self.position + offset
+        rank = int(self.recording.rank[self.row0 + self.position, offset])
+        return at < self.length and 0 <= rank < self.tops[offset]
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next level, standing for the true token where the tree holds it."""
+        offset = len(so_far)
+        if not offset:
+            self.calls.add(HEADS, 1)
+        if offset >= self.width:
+            return None
+        token = self.token(offset)
+        if self._held(offset):
+            token.token_id = self.output[self.position + offset]
+            token.ends = token.token_id in self.eos
+        return token
+
+    def charge(self, submitted: int) -> int:
+        """One pass over every node of the tree down to the levels submitted."""
+        nodes = 1 + int(np.cumprod(self.tops[:submitted]).sum())
+        self.calls.add(FORWARD, nodes, verify=True)
+        return submitted + 1
+
+
+class LayerSkip(StartSource):
+    """Draft & Verify: the target drafts with some layers left out (arXiv:2309.08168).
+
+    Its draft states are inexact, so a draft depends on where its round began; they are
+    recomputed by the verification.  ``skip`` names the layers left out, 1 = the first.
+    """
+
+    name = "layer-skip"
+    what = "Draft & Verify (arXiv:2309.08168): inexact states, hence recorded by (start, offset)"
+
+    def __init__(self, skip: Sequence[int] | None = None) -> None:
+        for layer in skip or ():
+            whole("skip", layer, 1)
+        self.skip = skip
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The chain over the recorded rows."""
+        recorded = recording.meta.get("skip")
+        if self.skip is not None and list(self.skip) != list(recorded or ()):
+            raise DraftsimError(
+                f"layers {list(self.skip)} were to be skipped and {recorded} were recorded: "
+                "record these, or leave skip out"
+            )
+        return LayerSkipReplay(trace, request, recording, first)
+
+
+class LayerSkipReplay(StartReplay):
+    """A pass through the kept layers per drafted token."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next token of the chain from here."""
+        if len(so_far) >= self.width:
+            raise TailError(
+                f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
+                f"request {self.info.id!r}, and {self.width} were recorded: lower its maximum, "
+                "or record longer drafts"
+            )
+        self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))
+        self.calls.add(HEAD, 1)
+        return self.token(len(so_far))
+
+    def charge(self, submitted: int) -> int:
+        """A full pass: nothing of the draft's states is reused."""
+        return submitted + 1
