@@ -13,6 +13,7 @@ from commands.redecode import decode_again, jobs
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from profiler.loading import Pair
     from profiler.profile import Settings
     from profiler.run import RunInfo
 
@@ -55,6 +56,33 @@ def profile(
     verify: VerifyOption = None,
     policy: PolicyOption = None,
     memory: MemoryOption = None,
+    exit_layers: Annotated[
+        bool,
+        typer.Option(
+            "--exit-layers",
+            help="Also record every other draft source: early exit, parallel heads, layer skip; "
+            "and measure what their parts cost. Heads are trained where the target has none.",
+        ),
+    ] = False,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="S",
+            help="Of --exit-layers: also follow this setting, like early-exit:tau=0.7; repeatable.",
+        ),
+    ] = None,
+    heads_text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of --exit-layers: texts to train heads on, as in --prompts."
+        ),
+    ] = None,
+    latency_only: Annotated[
+        bool,
+        typer.Option(
+            "--latency-only", help="Measure the latencies of the run folder again, and no more."
+        ),
+    ] = False,
     split: Annotated[
         float | None,
         typer.Option(
@@ -77,6 +105,8 @@ def profile(
 
     A stopped profile goes on where it stopped when the command is repeated.
 
+    With --exit-layers everything that other draft sources need is recorded along the trace.
+
     With --verify, --method or --papers the prompts are decoded again under the lossy rule and each
     --policy, and the rounds and outputs are kept in the folder; a folder that is already
     complete keeps its recordings, and only those are added.
@@ -95,10 +125,41 @@ def profile(
         raise DraftsimError("--memory and --split say how to decode under --verify: name a rule")
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
-    if not (again and is_complete(info, out)):
-        run_profile(info, prompts, out, settings, limit)
+    if (source or heads_text) and not exit_layers:
+        raise DraftsimError("--source and --heads-text belong to --exit-layers: add it")
+    if latency_only:
+        if again or exit_layers:
+            raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
+        measure_again(info, out, settings)
+        return
+    pair = None
+    if exit_layers:
+        from commands.source_runs import check_layers, profile_sources
+
+        pair = info.load()
+        check_layers(pair)
+    if not ((again or exit_layers) and is_complete(info, out)):
+        run_profile(info, prompts, out, settings, limit, pair)
+    if pair is not None:
+        profile_sources(
+            pair, info, out, sources=source or [], text=heads_text, repeats=repeats, papers=papers
+        )
     if again:
         decode_again(info, out, again, memory, settings.temperature > 0)
+
+
+def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
+    """Measure the latency table of a complete run folder anew, the parts of sources included."""
+    from commands.source_runs import has_sources, remeasure
+    from profiler.profile import profile_latency, progress_bar
+
+    if not is_complete(info, out):
+        raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
+    pair = info.load()
+    with progress_bar() as progress:
+        profile_latency(pair, settings, out, progress)
+    if has_sources(out):
+        remeasure(pair, info, out, repeats=settings.grid.repeats)
 
 
 def is_complete(info: RunInfo, out: Path) -> bool:
@@ -111,14 +172,19 @@ def is_complete(info: RunInfo, out: Path) -> bool:
         raise DraftsimError(
             f"{out} holds the run of another pair, device or dtype: name another --out"
         )
-    note(f"{out} is complete: its trace and latencies are kept")
+    note(f"{out} is complete: what it holds is kept")
     return True
 
 
 def run_profile(
-    info: RunInfo, prompts: Path, out: Path, settings: Settings, limit: int | None = None
+    info: RunInfo,
+    prompts: Path,
+    out: Path,
+    settings: Settings,
+    limit: int | None = None,
+    pair: Pair | None = None,
 ) -> None:
-    """Profile the pair of `info` into the folder `out`."""
+    """Profile the pair of `info`, loaded here unless given, into the folder `out`."""
     from dataclasses import replace
 
     from profiler.loading import read_prompts
@@ -126,7 +192,7 @@ def run_profile(
     from profiler.run import write_run
 
     texts = read_prompts(prompts, limit)
-    pair = info.load()
+    pair = info.load() if pair is None else pair
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -59,7 +59,7 @@ class Stage:
     """One training run: optimiser steps, tokens (both sides) a step, seed, rate factor."""
 
     steps: int
-    tokens: int = 3072
+    tokens: int = 2048
     seed: int = 0
     rate: float = 1.0
 

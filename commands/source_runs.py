@@ -1,0 +1,280 @@
+"""What other draft sources need of the real models: recordings, latencies, and full runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.inputs import load_policies, replay_all
+from commands.output import note
+from commands.sources import (
+    STAMP,
+    load_recordings,
+    load_source,
+    load_source_policies,
+    load_system,
+    replay_with,
+    split_systems,
+    stamp_of,
+)
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from policies.core import DraftPolicy
+    from profiler.loading import Pair
+    from profiler.run import RunInfo
+    from profiler.sources.modules import Modules
+    from traces.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+    from traces.sources.exits import ExitSetting
+    from traces.trace import Trace
+
+HEADS = "exit_heads"
+"""Folder of the trained modules inside a run folder."""
+SKIP_OFFSETS = 8
+"""Longest draft recorded of layer skip."""
+SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
+"""Policies run with a source where none is named, as far as its tokens carry their signals."""
+
+
+def check_layers(pair: Pair) -> None:
+    """DraftsimError if the target cannot be run layer by layer."""
+    from profiler.sources.stack import LayerRunner
+
+    LayerRunner(pair.target, 8)
+
+
+def has_sources(folder: Path) -> bool:
+    """Whether a run folder holds recordings of other sources than the draft model."""
+    from traces.sources.files import STARTS_OF
+
+    names = ("exits", *(f"starts-{name}" for name in STARTS_OF))
+    return any((folder / f"{name}.parquet").is_file() for name in names)
+
+
+def profile_sources(
+    pair: Pair,
+    info: RunInfo,
+    out: Path,
+    *,
+    sources: Sequence[str] = (),
+    text: Path | None = None,
+    repeats: int = 15,
+    papers: bool = False,
+) -> None:
+    """Record every other source along the trace in `out`, and measure what its parts cost.
+
+    What the folder already holds of this trace is kept, so a stopped run goes on with the
+    source it stopped at.
+
+    Parameters
+    ----------
+    sources:
+        Further early-exit settings, and the layers of layer skip, as text.
+    text:
+        Texts to train heads on where the target has none.
+    papers:
+        Also record the settings that SpecBound, Figure 3 sweeps.
+    """
+    from profiler.profile import progress_bar
+    from profiler.sources.modules import record_sources
+    from traces.files import read_trace
+    from traces.sources.files import read_recordings, write_recordings
+
+    trace = read_trace(out / "trace.parquet")
+    settings, skip = wanted(trace, sources, papers)
+    modules = modules_of(pair, info, out, trace, text)
+    stamp, kept = stamp_of(trace), read_recordings(out)
+    if kept.exits is not None and kept.exits.meta.get(STAMP) == stamp:
+        settings = list(dict.fromkeys([*kept.exits.settings, *settings]))
+    provenance = {STAMP: stamp, "heads": heads_digest(modules)}
+    todo = missing(kept, modules, settings, skip, provenance)
+    with progress_bar() as progress:
+        task = progress.add_task("recording sources", total=len(todo))
+        for name in todo:
+            found = record_sources(
+                pair.target, trace, modules, settings, skip=skip, skip_offsets=SKIP_OFFSETS,
+                only=[name],
+            )  # fmt: skip
+            write_recordings(_stamped(found, provenance), out)
+            progress.advance(task)
+    measure(pair, out, trace, modules, repeats=repeats)
+    note(f"recorded {', '.join(todo) or 'nothing new'} into {out}")
+
+
+def wanted(
+    trace: Trace, sources: Sequence[str], papers: bool
+) -> tuple[list[ExitSetting], list[int] | None]:
+    """Early-exit settings to follow behind wrong exits, and the layers to skip."""
+    from policies.registry import parse_policy
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.start_sources import LayerSkip
+
+    most = trace.max_gamma or 24
+    lengths: dict[tuple[Any, ...], int] = {}
+
+    def follow(source: Source, gamma: int) -> None:
+        if isinstance(source, EarlyExit):
+            key = source.setting(1)[:-1]
+            lengths[key] = max(lengths.get(key, 0), min(gamma, most))
+
+    for system in SYSTEMS.values():
+        policy = parse_policy(system.policy, max_gamma=most)
+        follow(parse_source(system.source), int(getattr(policy, "gamma", most)))
+    skip = None
+    for text in sources:
+        source = load_source(text)
+        if isinstance(source, LayerSkip):
+            skip = None if source.skip is None else list(source.skip)
+        elif not isinstance(source, EarlyExit):
+            raise DraftsimError(
+                f"--source {text} has nothing to set in a recording: name early-exit or "
+                "layer-skip with its parameters"
+            )
+        follow(source, most)
+    if papers:
+        from simulator.papers.early_exit import FIGURE_3_GAMMA, FIGURE_3_SOURCES
+
+        for text in FIGURE_3_SOURCES:
+            follow(parse_source(text), FIGURE_3_GAMMA)
+    from traces.sources.exits import ExitSetting
+
+    return [ExitSetting(*key, gamma) for key, gamma in lengths.items()], skip
+
+
+def missing(
+    kept: Recordings, modules: Modules, settings: Sequence[ExitSetting],
+    skip: Sequence[int] | None, provenance: dict[str, str],
+) -> list[str]:  # fmt: skip
+    """Names of the sources whose recording in the folder is absent, or of something else."""
+    def same(meta: Any) -> bool:
+        return all(meta.get(name) == value for name, value in provenance.items())
+
+    todo = []
+    if modules.exits is not None and not (
+        kept.exits is not None
+        and same(kept.exits.meta)
+        and set(settings) <= set(kept.exits.settings)
+    ):
+        todo.append("early-exit")
+    names = [*modules.parallel, *(["space"] if modules.masks is not None else []), "layer-skip"]
+    for name in names:
+        found = kept.starts.get(name)
+        other = found is not None and skip is not None and list(skip) != found.meta.get("skip")
+        if found is None or not same(found.meta) or (name == "layer-skip" and other):
+            todo.append(name)
+    return todo
+
+
+def _stamped(found: Recordings, provenance: dict[str, str]) -> Recordings:
+    from traces.sources.base import Recordings
+
+    exits = found.exits
+    if exits is not None:
+        exits = replace(exits, meta={**exits.meta, **provenance})
+    starts = {
+        name: replace(part, meta={**part.meta, **provenance}) for name, part in found.starts.items()
+    }
+    return Recordings(exits, starts)
+
+
+def heads_digest(modules: Modules) -> str:
+    """A digest of all trained weights."""
+    digest = hashlib.sha256()
+    for module in (modules.exits, *modules.parallel.values(), modules.masks):
+        if module is not None:
+            for name, weights in sorted(module.state_dict().items()):
+                digest.update(name.encode() + weights.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def modules_of(
+    pair: Pair, info: RunInfo, out: Path, trace: Trace | None = None, text: Path | None = None
+) -> Modules:
+    """The target's trained modules: the run's own, the bundled target's, or trained now.
+
+    Without ``trace`` nothing is trained.
+    """
+    from profiler.run import BUNDLED, model_path
+    from profiler.sources.modules import load_modules
+    from profiler.sources.train import FILES
+
+    own = out / HEADS
+    absent = [name for name, file in FILES.items() if not (own / file).is_file()]
+    is_bundled = Path(model_path(info.target, "target")).resolve() == (BUNDLED / "target").resolve()
+    if len(absent) == len(FILES) and is_bundled and text is None:
+        return load_modules(BUNDLED / HEADS, pair.target)
+    if absent and trace is not None:
+        _train(pair, own, absent, trace, text)
+    return load_modules(own, pair.target)
+
+
+def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Path | None) -> None:
+    """Train the absent modules into `own`, each file whole or not at all."""
+    import tempfile
+
+    from profiler.loading import read_prompts
+    from profiler.profile import progress_bar
+    from profiler.sources.stack import LayerRunner
+    from profiler.sources.train import FILES, own_text, train_all
+    from traces.sources.base import prompt_tokens
+
+    if text is not None:
+        encoded = [pair.encode(p.text).tolist() for p in read_prompts(text)]
+    else:
+        note(
+            "no heads for this target: training them on the recorded prompts, which flatters "
+            "them; give other texts with --heads-text"
+        )
+        encoded = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
+    own.mkdir(parents=True, exist_ok=True)
+    limit = int(pair.target.config.get_text_config().max_position_embeddings)
+    with progress_bar() as progress, tempfile.TemporaryDirectory(dir=own) as made:
+        task = progress.add_task("training heads", total=len(absent) + 1)
+        samples = own_text(pair.target, encoded)
+        progress.advance(task)
+        runner = LayerRunner(pair.target, min(512, limit))
+        for name in absent:
+            train_all(runner, samples, Path(made), [name])
+            (Path(made) / FILES[name]).replace(own / FILES[name])
+            progress.advance(task)
+
+
+def measure(
+    pair: Pair, out: Path, trace: Trace, modules: Modules, *, repeats: int, again: bool = False
+) -> None:
+    """Put the cells of the sources into the latency table of `out`, unless they are there."""
+    import pandas as pd
+
+    from profiler.sources.latency import CONTEXTS, WIDTHS, measure_sources
+    from profiler.sources.stack import LayerRunner
+    from traces.files import read_latency, write_latency
+    from traces.latency import LatencyTable
+
+    path = out / "latency.parquet"
+    table = read_latency(path)
+    if table.has("exit", "layer") and not again:
+        return
+    note("measuring the latencies of single layers, heads and lookups")
+    limit = int(pair.target.config.get_text_config().max_position_embeddings)
+    runner = LayerRunner(pair.target, min(limit, max(CONTEXTS) + max(WIDTHS)))
+    found = measure_sources(runner, modules, trace, repeats=repeats)
+    # The same part timed in two ways does not belong into one grid.
+    ours = set(zip(found["model"], found["phase"], strict=True))
+    keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
+    merged = pd.concat([table.cells[keep], found], ignore_index=True)
+    write_latency(LatencyTable(merged, table.meta), path)
+
+
+def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
+    """Measure the sources of a run folder again; its recordings are kept."""
+    from traces.files import read_trace
+
+    modules = modules_of(pair, info, out)
+    measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)
