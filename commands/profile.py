@@ -141,9 +141,7 @@ def profile(
     if not ((again or exit_layers) and is_complete(info, out)):
         run_profile(info, prompts, out, settings, limit, pair)
     if pair is not None:
-        profile_sources(
-            pair, info, out, sources=source or [], text=heads_text, repeats=repeats, papers=papers
-        )
+        profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
     if again:
         decode_again(info, out, again, memory, settings.temperature > 0)
 

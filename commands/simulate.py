@@ -224,9 +224,29 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
     return list(logs.values())
 
 
-def list_recordings(json: JsonOption = None) -> None:
-    """Show the bundled recordings."""
+def list_recordings(
+    devices: Annotated[
+        bool,
+        typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
+    ] = False,
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="Instead: the roofline model against published times."),
+    ] = False,
+    json: JsonOption = None,
+) -> None:
+    """Show the bundled recordings, or the devices that latencies can be carried to."""
     from traces.recordings import recordings
 
-    rows = [{"name": r.name, "summary": r.summary} for r in recordings()]
-    emit("list", rows, json)
+    if devices:
+        from dataclasses import asdict
+
+        from simulator.hardware import DEVICES
+
+        emit("list", [asdict(d) for d in DEVICES.values()], json)
+    elif published:
+        from simulator.hardware import check_published
+
+        emit("list", check_published(), json)
+    else:
+        emit("list", [{"name": r.name, "summary": r.summary} for r in recordings()], json)

@@ -1,4 +1,4 @@
-"""What other draft sources need of the real models: recordings, latencies, and full runs."""
+"""What other draft sources need of the real models: trained heads, recordings, latencies."""
 
 from __future__ import annotations
 
@@ -8,28 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.inputs import load_policies, replay_all
 from commands.output import note
-from commands.sources import (
-    STAMP,
-    load_recordings,
-    load_source,
-    load_source_policies,
-    load_system,
-    replay_with,
-    split_systems,
-    stamp_of,
-)
+from commands.sources import STAMP, load_source, stamp_of
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from policies.core import DraftPolicy
     from profiler.loading import Pair
     from profiler.run import RunInfo
     from profiler.sources.modules import Modules
-    from traces.rounds import RoundLog
     from traces.sources.base import Recordings, Source
     from traces.sources.exits import ExitSetting
     from traces.trace import Trace
@@ -38,8 +24,6 @@ HEADS = "exit_heads"
 """Folder of the trained modules inside a run folder."""
 SKIP_OFFSETS = 8
 """Longest draft recorded of layer skip."""
-SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
-"""Policies run with a source where none is named, as far as its tokens carry their signals."""
 
 
 def check_layers(pair: Pair) -> None:
@@ -65,7 +49,6 @@ def profile_sources(
     sources: Sequence[str] = (),
     text: Path | None = None,
     repeats: int = 15,
-    papers: bool = False,
 ) -> None:
     """Record every other source along the trace in `out`, and measure what its parts cost.
 
@@ -78,8 +61,6 @@ def profile_sources(
         Further early-exit settings, and the layers of layer skip, as text.
     text:
         Texts to train heads on where the target has none.
-    papers:
-        Also record the settings that SpecBound, Figure 3 sweeps.
     """
     from profiler.profile import progress_bar
     from profiler.sources.modules import record_sources
@@ -87,7 +68,7 @@ def profile_sources(
     from traces.sources.files import read_recordings, write_recordings
 
     trace = read_trace(out / "trace.parquet")
-    settings, skip = wanted(trace, sources, papers)
+    settings, skip = wanted(trace, sources)
     modules = modules_of(pair, info, out, trace, text)
     stamp, kept = stamp_of(trace), read_recordings(out)
     if kept.exits is not None and kept.exits.meta.get(STAMP) == stamp:
@@ -107,21 +88,23 @@ def profile_sources(
     note(f"recorded {', '.join(todo) or 'nothing new'} into {out}")
 
 
-def wanted(
-    trace: Trace, sources: Sequence[str], papers: bool
-) -> tuple[list[ExitSetting], list[int] | None]:
-    """Early-exit settings to follow behind wrong exits, and the layers to skip."""
+def wanted(trace: Trace, sources: Sequence[str]) -> tuple[list[ExitSetting], list[int] | None]:
+    """Early-exit settings to follow behind wrong exits, and the layers to skip.
+
+    The settings are those of the named systems, of SpecBound's Figure 3, and `sources`.
+    """
     from policies.registry import parse_policy
+    from simulator.papers.early_exit import FIGURE_3_GAMMA, FIGURE_3_SOURCES
     from traces.sources.early_exit import EarlyExit
     from traces.sources.registry import SYSTEMS, parse_source
     from traces.sources.start_sources import LayerSkip
 
     most = trace.max_gamma or 24
-    lengths: dict[tuple[Any, ...], int] = {}
+    lengths: dict[ExitSetting, int] = {}
 
     def follow(source: Source, gamma: int) -> None:
         if isinstance(source, EarlyExit):
-            key = source.setting(1)[:-1]
+            key = source.setting(1)
             lengths[key] = max(lengths.get(key, 0), min(gamma, most))
 
     for system in SYSTEMS.values():
@@ -138,14 +121,9 @@ def wanted(
                 "layer-skip with its parameters"
             )
         follow(source, most)
-    if papers:
-        from simulator.papers.early_exit import FIGURE_3_GAMMA, FIGURE_3_SOURCES
-
-        for text in FIGURE_3_SOURCES:
-            follow(parse_source(text), FIGURE_3_GAMMA)
-    from traces.sources.exits import ExitSetting
-
-    return [ExitSetting(*key, gamma) for key, gamma in lengths.items()], skip
+    for text in FIGURE_3_SOURCES:
+        follow(parse_source(text), FIGURE_3_GAMMA)
+    return [key._replace(gamma_max=gamma) for key, gamma in lengths.items()], skip
 
 
 def missing(
@@ -153,6 +131,7 @@ def missing(
     skip: Sequence[int] | None, provenance: dict[str, str],
 ) -> list[str]:  # fmt: skip
     """Names of the sources whose recording in the folder is absent, or of something else."""
+
     def same(meta: Any) -> bool:
         return all(meta.get(name) == value for name, value in provenance.items())
 

@@ -10,6 +10,7 @@ import typer
 
 from commands.inputs import MemoryOption, PolicyOption, VerifyOption, load_policies, replay_all
 from commands.output import JsonOption, emit, note, print_table
+from commands.sources import SourceOption, split_systems
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def validate(
     assisted: Annotated[
         bool, typer.Option(help="Also run transformers' own assisted generation.")
     ] = True,
+    source: SourceOption = None,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     batch: Annotated[
@@ -70,8 +72,20 @@ def validate(
 
     With --batch the prompts are decoded in groups, each until its slowest has ended, and
     compared with the simulator's static batches; profile with the same --batches first.
+
+    With --source the source drafts in place of the draft model; --policy also takes named
+    systems with a source of their own.  Profile with --exit-layers first.
     """
-    if batch is not None:
+    if source is not None or split_systems(policy)[1]:
+        from commands.source_check import source_check
+
+        if batch is not None or verify is not None or memory is not None or sampled or forced:
+            raise DraftsimError(
+                "other draft sources are run greedily, one request at a time: drop --batch, "
+                "--verify, --memory, --sampled and --forced"
+            )
+        rows = source_check(run, policy, source, repeats, limit)
+    elif batch is not None:
         from commands.batched import batch_check
 
         if verify is not None or memory is not None or sampled:

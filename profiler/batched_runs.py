@@ -22,7 +22,7 @@ from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_forced import ForcedStream
 from profiler.batched_stream import Stream
 from profiler.batched_styles import Policy, Synchronise, style_of
-from profiler.loading import Pair
+from profiler.loading import Pair, check_same_models
 from profiler.runner import Runner
 from profiler.spotcheck import timed
 from traces.errors import DraftsimError
@@ -94,6 +94,8 @@ def run_batches(
             f"this trace was sampled at temperature {trace.temperature:g}, and batches are decoded "
             "greedily: record at temperature 0, or use --forced"
         )
+    if not forced:
+        check_same_models(trace.meta, pair)
     count = len(trace.requests)
     slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
     verify = "exact" if trace.temperature == 0 else "rejection-sampling"

@@ -207,7 +207,8 @@ def train(model: Any, batches: Batches, stage: Stage, name: str) -> float:
     over 30 steps, stays, and falls to zero over the second half.
     """
     generator = torch.Generator().manual_seed(stage.seed)
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for label, weights in model.named_parameters():
         is_matrix = weights.ndim == 2 and "embed" not in label and "shared" not in label
         (matrices if is_matrix else others).append(weights)

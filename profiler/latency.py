@@ -248,7 +248,7 @@ def _run_into(log: list[Round], decoder: ModelDecoder, policy: Fixed) -> Callabl
 
 def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
     """Per-layer and output-head seconds of one model, from hooks around its modules."""
-    layers, head = _parts(runner.model, runner.layers)
+    layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
     rows = []
     ids = _random_ids(runner, max(grid.widths))
     for width in grid.widths:
@@ -270,11 +270,11 @@ def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
-def _parts(model: Any, count: int) -> tuple[list[torch.nn.Module], torch.nn.Module]:
-    """The model's transformer layers and its output projection, whatever they are called."""
+def _parts(model: Any, count: int) -> list[torch.nn.Module]:
+    """The model's transformer layers, whatever they are called."""
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module), model.get_output_embeddings()
+            return list(module)
     raise ValueError(f"{type(model).__name__} has no list of {count} layers")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from profiler.seq2seq_start import check_same_start, describe_seq2seq, is_seq2seq
 from traces.errors import DraftsimError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,12 +95,15 @@ def load_pair(
     device: str = "cpu",
     dtype: str | None = None,
 ) -> Pair:
-    """Load two Hugging Face causal models (directory or hub id) with a shared tokenizer.
+    """Load two Hugging Face models (directory or hub id) with a shared tokenizer.
+
+    Both are causal models, or both encoder-decoders (see `profiler.seq2seq`).
 
     Raises
     ------
     DraftsimError
-        If one cannot be loaded, does not fit in memory, or the tokenizers differ.
+        If one cannot be loaded, does not fit in memory, is of another kind than the other,
+        or the tokenizers differ.
     """
     # Its bars and deprecation notes would run through ours.
     transformers.utils.logging.disable_progress_bar()
@@ -108,13 +113,14 @@ def load_pair(
     tokenizers = [
         _load(transformers.AutoTokenizer, path, "tokenizer of") for path in (target, draft)
     ]
+    factory = _model_factory(target, draft)
     check_tokenizers(tokenizers[0], tokenizers[1], str(target), str(draft))
     models = [
-        _load(
-            transformers.AutoModelForCausalLM, path, "model", dtype=kind, attn_implementation="sdpa"
-        )
+        _load(factory, path, "model", dtype=kind, attn_implementation="sdpa")
         for path in (target, draft)
     ]
+    if is_seq2seq(models[0]):
+        check_same_start(*models)
     try:
         models = [m.to(where).eval() for m in models]
     except torch.OutOfMemoryError:
@@ -145,6 +151,19 @@ def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str)
         )
 
 
+def _model_factory(target: str | Path, draft: str | Path) -> Any:
+    """The class to load both with; DraftsimError if only one is an encoder-decoder."""
+    configs = [_load(transformers.AutoConfig, path, "model") for path in (target, draft)]
+    kinds = [bool(getattr(config, "is_encoder_decoder", False)) for config in configs]
+    if kinds[0] != kinds[1]:
+        named = {kinds[0]: target, kinds[1]: draft}
+        raise DraftsimError(
+            f"{named[True]} is an encoder-decoder model and {named[False]} is not: a target and "
+            "its draft must both be encoder-decoders or both causal models"
+        )
+    return transformers.AutoModelForSeq2SeqLM if kinds[0] else transformers.AutoModelForCausalLM
+
+
 def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
     try:
         return factory.from_pretrained(str(path), **options)
@@ -157,7 +176,7 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
         elif not Path(path).is_dir():
             advice = "no such directory here, and the hub has no such id or cannot be reached"
         else:
-            advice = "the directory is incomplete or not a causal language model"
+            advice = "the directory is incomplete or not a language model that generates text"
         raise DraftsimError(f"cannot load the {what} {path}: {advice} ({text[:160]})") from error
 
 
@@ -169,10 +188,34 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
         "revision": getattr(model.config, "_commit_hash", None),
         "architecture": type(model).__name__,
         "layers": config.num_hidden_layers,
+        **(describe_seq2seq(model) if is_seq2seq(model) else {}),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "parameters": sum(weights.numel() for weights in model.parameters()),
+        "fingerprint": fingerprint(model),
     }
+
+
+def fingerprint(model: Any) -> str:
+    """A digest of a model's weights, some values of each: tells whether it is another one."""
+    digest = hashlib.sha256()
+    for name, weights in sorted(model.state_dict().items()):
+        flat = weights.detach().flatten()
+        some = flat[:: max(1, len(flat) // 64)].float().cpu().numpy()
+        digest.update(name.encode() + some.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_same_models(recorded: Mapping[str, Any], pair: Pair) -> None:
+    """Raise DraftsimError if a recording was made with other weights than `pair` has."""
+    for role in ("target", "draft"):
+        before = (recorded.get(role) or {}).get("fingerprint")
+        now = pair.meta[role]["fingerprint"]
+        if before is not None and before != now and recorded.get("dtype") == pair.meta["dtype"]:
+            raise DraftsimError(
+                f"the {role} model's weights ({now}) are not those of the recording ({before}): "
+                "profile the pair again"
+            )
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

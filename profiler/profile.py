@@ -19,6 +19,9 @@ from profiler.latency import Grid, measure_host, measure_layers, measure_steps, 
 from profiler.loading import Pair, Prompt
 from profiler.record import Columns, Recorder
 from profiler.runner import Runner
+from profiler.seq2seq import Seq2SeqRunner, make_runner
+from profiler.seq2seq_latency import fitting_grid, seq2seq_layers, seq2seq_steps
+from profiler.seq2seq_start import check_room, is_seq2seq
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
@@ -53,10 +56,14 @@ def profile_latency(
     """Measure the pair's latency table; a stopped measurement goes on."""
     grid = settings.grid
     slots = _context_limit(pair, max(grid.contexts) + grid.widest)
-    grid = replace(grid, contexts=[c for c in grid.contexts if c + grid.widest <= slots])
-    target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
+    target, draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
+    if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
+        grid = fitting_grid(grid, target, draft)
+        steps = seq2seq_steps(target, draft, grid)
+    else:
+        grid = replace(grid, contexts=[c for c in grid.contexts if c + grid.widest <= slots])
+        steps = pass_steps(target, draft, grid)
     checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
-    steps = pass_steps(target, draft, grid)
     largest = max(grid.batches, default=1)
     batched = None
     if largest > 1:
@@ -73,7 +80,11 @@ def profile_latency(
     parts = [passes, measure_host(target, draft)]
     if batched is not None:
         parts.append(measure_batch_host(*batched, grid.batches))
-    parts += [measure_layers(r, name, few) for name, r in (("target", target), ("draft", draft))]
+    for name, runner in (("target", target), ("draft", draft)):
+        if isinstance(runner, Seq2SeqRunner):
+            parts.append(seq2seq_layers(runner, name, few))
+        else:
+            parts.append(measure_layers(runner, name, few))
     latency = table(parts, {"kind": "measured", "mode": "eager", **pair.meta})
     write_latency(latency, folder / "latency.parquet")
     checkpoint.close()
@@ -91,7 +102,7 @@ def profile_trace(
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
     slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
     recorder = Recorder(
-        Runner(pair.target, slots), Runner(pair.draft, slots),
+        make_runner(pair.target, slots), make_runner(pair.draft, slots),
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
         temperature=settings.temperature, generator=generator,
     )  # fmt: skip
@@ -151,7 +162,9 @@ def _assemble(
 
 
 def _context_limit(pair: Pair, wanted: int) -> int:
-    limits = [m.config.get_text_config().max_position_embeddings for m in (pair.target, pair.draft)]
+    configs = [m.config.get_text_config() for m in (pair.target, pair.draft)]
+    # T5 has no last position.
+    limits = [getattr(config, "max_position_embeddings", None) or wanted for config in configs]
     return int(min([wanted, *limits]))
 
 
@@ -163,7 +176,10 @@ def _check_context(
         length = int(ids.shape[0])
         if length == 0:
             raise DraftsimError(f"prompt {prompt.id!r} has no tokens: give some text")
-        if length + new > room:
+        if is_seq2seq(pair.target):
+            for model in (pair.target, pair.draft):
+                check_room(model, length, new, f"prompt {prompt.id!r}: ")
+        elif length + new > room:
             raise DraftsimError(
                 f"prompt {prompt.id!r} of {length} tokens and {new} new ones exceed the pair's "
                 f"context of {room}: shorten it or lower --max-new-tokens"

@@ -21,6 +21,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from profiler.cache import SlotCache
 from profiler.runner import Runner
+from profiler.seq2seq_start import (
+    banned_tokens,
+    check_room,
+    decoder_layers,
+    decoder_prefix,
+    is_seq2seq,
+)
 from traces.errors import DraftsimError
 
 
@@ -53,8 +60,8 @@ class Seq2SeqRunner(Runner):
         self.model, self.device = model, model.device
         self.stack = model.get_decoder()
         self._positioned = position_setter(self.stack)
+        # T5 has no last position: its biases are by distance.
         self.max_positions: int = getattr(model.config, "max_position_embeddings", None) or slots
-        self.max_source: int = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.layers: int = decoder_layers(self.stack)
         self.cache = SlotCache(self.layers, slots)
@@ -76,7 +83,7 @@ class Seq2SeqRunner(Runner):
     def encode(self, prompt: Tensor) -> Source:
         """The source text's states; the first pass over them fills the cross-attention cache."""
         states = self.model.get_encoder()(input_ids=prompt[None])[0]  # (1, tokens, width)
-        cache: Any = EncoderDecoderCache(self.cache, DynamicCache())  # type: ignore[no-untyped-call]
+        cache: Any = EncoderDecoderCache(self.cache, DynamicCache())
         output: Any = BaseModelOutput(last_hidden_state=states)
         return Source(int(prompt.shape[0]), output, cache)
 
@@ -129,72 +136,18 @@ class Seq2SeqRunner(Runner):
 
     def check_room(self, length: int, max_new_tokens: int) -> None:
         """Raise DraftsimError unless a source of ``length`` tokens and its output fit."""
-        if length > self.max_source:
-            raise DraftsimError(
-                f"a source of {length} tokens exceeds the encoder's {self.max_source} positions: "
-                "shorten it"
-            )
-        room = min(self.max_positions, self.cache.slots) - int(self.prefix.shape[0])
+        check_room(self.model, length, max_new_tokens)
+        room = self.cache.slots - int(self.prefix.shape[0])
         if max_new_tokens > room:
             raise DraftsimError(
-                f"{max_new_tokens} new tokens exceed the decoder's room of {room}: "
-                "lower --max-new-tokens"
+                f"{max_new_tokens} new tokens do not fit the decoder's cache, which has room for "
+                f"{room}: lower --max-new-tokens"
             )
-
-
-def is_seq2seq(model: Any) -> bool:
-    """Whether the model has an encoder and a decoder."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
 def make_runner(model: Any, slots: int) -> Runner:
     """The runner of the model's kind, for one sequence at a time."""
     return Seq2SeqRunner(model, slots) if is_seq2seq(model) else Runner(model, slots)
-
-
-def decoder_layers(decoder: Any) -> int:
-    """Layers of a decoder stack, under either of the two names in use."""
-    layers: int = len(decoder.layers if hasattr(decoder, "layers") else decoder.block)
-    return layers
-
-
-def decoder_prefix(model: Any) -> list[int]:
-    """What `generate` puts before the first free token: start token, then the forced one."""
-    settings = model.generation_config
-    start = settings.decoder_start_token_id
-    if start is None:
-        start = getattr(model.config, "decoder_start_token_id", None)
-    if start is None:
-        start = settings.bos_token_id
-    if start is None:
-        raise DraftsimError(
-            f"{type(model).__name__} names no decoder_start_token_id: add it to the model's "
-            "generation_config.json"
-        )
-    forced = settings.forced_bos_token_id
-    return [int(start)] if forced is None else [int(start), int(forced)]
-
-
-def banned_tokens(model: Any) -> list[int]:
-    """Ids that `generate` never emits, by the model's generation settings."""
-    settings = model.generation_config
-    words = [ids[0] for ids in settings.bad_words_ids or [] if len(ids) == 1]
-    return sorted({*words, *(settings.suppress_tokens or [])})
-
-
-def ignored_settings(model: Any) -> dict[str, Any]:
-    """Generation settings that change `generate`'s output and are not followed here."""
-    settings = model.generation_config
-    neutral = {
-        "num_beams": (None, 1), "repetition_penalty": (None, 1.0), "min_length": (None, 0),
-        "no_repeat_ngram_size": (None, 0), "forced_eos_token_id": (None,),
-        "encoder_no_repeat_ngram_size": (None, 0),
-    }  # fmt: skip
-    return {
-        name: getattr(settings, name)
-        for name, plain in neutral.items()
-        if getattr(settings, name, None) not in plain
-    }
 
 
 def position_setter(decoder: Any) -> Any:

@@ -22,8 +22,10 @@ from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from profiler.decoder import ModelDecoder
 from profiler.forced import ForcedDecoder
-from profiler.loading import Pair
+from profiler.loading import Pair, check_same_models
 from profiler.runner import Runner
+from profiler.seq2seq import make_runner
+from profiler.seq2seq_start import decoder_prefix, is_seq2seq
 from traces.errors import DraftsimError
 from traces.measured import MEASURED_COLUMNS
 from traces.outputs import Output, RealRun
@@ -89,8 +91,10 @@ def run_arms(
         raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
     if not forced and any(r.prompt_ids is None for r in trace.requests):
         raise DraftsimError("this trace holds no prompts to decode again: use --forced")
+    if not forced:
+        check_same_models(trace.meta, pair)
     slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
-    target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
+    target, draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
     generator = torch.Generator(pair.device)
     lossless = "exact" if trace.temperature == 0 else "rejection-sampling"
     verify = {a.label: describe_rule(a.lossy) if a.lossy else lossless for a in arms}
@@ -284,7 +288,9 @@ def assisted_generation(
         handle.remove()
         for name, value in before.items():
             setattr(config, name, value)
-    return out[0, prompt.shape[0] :].tolist(), passes, seconds()
+    # An encoder-decoder's sequence begins with its start token, not with the prompt.
+    fed = len(decoder_prefix(pair.target)) if is_seq2seq(pair.target) else prompt.shape[0]
+    return out[0, fed:].tolist(), passes, seconds()
 
 
 def output_of(trace: Trace, request: int) -> list[int]:

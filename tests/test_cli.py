@@ -264,3 +264,10 @@ def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:
         run("simulate", "--trace", tmp_path / "t.parquet", "--latency", CONST, "--json", "-")
     )
     assert {r["fidelity"] for r in found[1:]} == {"approximate"}
+
+
+def test_list_shows_devices_and_published_times(run: Run) -> None:
+    devices = rows(run("list", "--devices", "--json", "-"))
+    assert {"a100-80gb", "h100", "h200", "h800", "rtx-3090"} <= {d["name"] for d in devices}
+    published = rows(run("list", "--published", "--json", "-"))
+    assert all({"table", "published", "ours", "error"} <= set(row) for row in published)

@@ -212,6 +212,14 @@ def test_signals_come_to_the_host_only_when_read(monkeypatch: pytest.MonkeyPatch
     assert run("svip") > 0
 
 
+def test_a_recording_of_other_weights_is_refused() -> None:
+    trace = bundled.greedy_trace()
+    other = {**bundled.pair().meta, "draft": {"fingerprint": "of another model"}}
+    stale = Trace(trace.columns, trace.requests, trace.max_gamma, {**trace.meta, **other})
+    with pytest.raises(DraftsimError, match=r"draft model.s weights .* are not those"):
+        run_arms(bundled.pair(), stale, named(("fixed",), trace), repeats=1)
+
+
 def test_prompts_that_do_not_fit_are_refused_with_the_numbers() -> None:
     target, draft = bundled.runners()
     room = min(target.max_positions, bundled.SLOTS)

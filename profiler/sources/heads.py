@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from profiler.loading import fingerprint
 from traces.errors import DraftsimError
 
 
@@ -110,16 +110,6 @@ class MaskEmbeddings(nn.Module):
         super().__init__()
         self.k, self.width = k, width
         self.weight = nn.Parameter(torch.zeros(k, width))
-
-
-def fingerprint(model: Any) -> str:
-    """A digest of the target's weights, so that heads of another one are not used with it."""
-    digest = hashlib.sha256()
-    for name, weights in sorted(model.state_dict().items()):
-        flat = weights.detach().flatten()
-        some = flat[:: max(1, len(flat) // 64)].float().cpu().numpy()
-        digest.update(name.encode() + some.tobytes())
-    return digest.hexdigest()[:16]
 
 
 def save_module(module: nn.Module, settings: Mapping[str, Any], target: Any, path: Path) -> None:

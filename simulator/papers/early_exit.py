@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from policies.basic import Fixed
 from policies.registry import parse_policy
 from simulator.papers.experiments import distribution_rows
 from simulator.papers.ours import Ours
+from simulator.papers.published import SPECBOUND_2
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.pricing import autoregressive, price
 from simulator.summary import prompt_speedups
@@ -20,6 +22,32 @@ VARIANTS = {
     "specbound-no-width-bound": "without the width bound",
 }  # fmt: skip
 """The variants of its Figure 4."""
+FIGURE_3_GAMMA = 6
+"""Width bound of the sweeps of its other parameters."""
+FIGURE_3: dict[str, tuple[float, ...]] = {
+    "tau": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
+    "omega": (0.0, 0.1, 0.2, 0.3, 0.5, 1.0),
+    "depth": (0.25, 0.5, 0.75, 1.0),
+    "width": (1, 2, 4, 6, 8, 12, 24),
+}
+"""The values swept, one parameter at a time around `SYSTEMS`' specbound."""
+DEFAULTS = {"tau": 0.5, "omega": 0.3, "depth": 0.5}
+
+
+def figure_3_source(parameter: str, value: float) -> str:
+    """The source of one point of the sweep, as text."""
+    setting = {**DEFAULTS, **({parameter: value} if parameter in DEFAULTS else {})}
+    return "early-exit:" + ",".join(f"{name}={v:g}" for name, v in setting.items())
+
+
+FIGURE_3_SOURCES = tuple(
+    dict.fromkeys(figure_3_source(name, v) for name, values in FIGURE_3.items() for v in values)
+)
+"""What a recording must have followed for the sweeps."""
+SAMPLED = (
+    "early exits are recorded along greedy output alone: this needs a recording along sampled "
+    "outputs"
+)
 
 
 def system_log(ours: Ours, name: str) -> RoundLog:
@@ -31,7 +59,7 @@ def system_log(ours: Ours, name: str) -> RoundLog:
 
 
 def early_exit_rows(ours: Ours) -> list[Row]:
-    """Tables 1 and 5 and Figure 4 on our pair; empty without a recording of early exits.
+    """Tables 1, 2 and 5 and Figures 3 and 4 on our pair; empty without a recording of early exits.
 
     Table 1's tasks are the prompt categories of ours, so only its rows are named alike.
     """
@@ -57,6 +85,52 @@ def early_exit_rows(ours: Ours) -> list[Row]:
         if name == "specbound":
             rows += _by_category(log, ours, note)
             rows += distribution_rows(log, ours, "SpecBound")
+            rows += _by_sampling(speed, note)
+    return rows + sweep_rows(ours)
+
+
+def _by_sampling(speed: float, note: str) -> list[Row]:
+    """Table 2: our prompts as a whole; the categories are Table 1's rows."""
+    return [
+        Row(
+            SPECBOUND_2.name, row, "Overall", SPECBOUND_2.value(row, "Overall"),
+            speed if row == "greedy decoding" else None, EXPERIMENT,
+            note if row == "greedy decoding" else SAMPLED,
+        )
+        for row in SPECBOUND_2.cells
+    ]  # fmt: skip
+
+
+def sweep_rows(ours: Ours) -> list[Row]:
+    """Figure 3: tokens per round and speedup over each parameter of SpecBound in turn.
+
+    The paper gives the figure's points as a drawing, so there is nothing published to hold
+    them against but their shape.
+    """
+    rows: list[Row] = []
+    table = "SpecBound Figure 3"
+    most = ours.trace.max_gamma or 24
+    for parameter, values in FIGURE_3.items():
+        for value in values:
+            gamma = int(value) if parameter == "width" else FIGURE_3_GAMMA
+            if gamma > most:
+                continue
+            text, label = figure_3_source(parameter, value), f"{parameter}={value:g}"
+            try:
+                log = replay_source(
+                    ours.trace, parse_source(text), Fixed(gamma), recordings=ours.recordings
+                )
+                plain = price(autoregressive(log), ours.latency).total_s
+                speed = plain / price(log, ours.latency).total_s
+            except DraftsimError as error:
+                rows.append(Row(table, label, "SD", None, None, EXPERIMENT, str(error)))
+                continue
+            note = f"{text} at width {gamma}"
+            rate = float(log.rounds["emitted"].mean())
+            rows += [
+                Row(table, label, "CR", None, rate, EXPERIMENT, note),
+                Row(table, label, "SD", None, speed, EXPERIMENT, note),
+            ]
     return rows
 
 

@@ -28,8 +28,11 @@ class Pearl(Overlapped):
             left = decoder.limit_left
             # Nothing follows a drafted end of the output, right or wrong.
             ended = bool(pending) and pending[-1] is not None and pending[-1].ends
-            room = 0 if ended else max(left - len(pending), 0)
-            block = self.block(slot, len(pending), min(self.lookahead, room))
+            # A recording holds no draft of the limit's last token after a mismatch.
+            room = left - len(pending) - (not self._blank)
+            block = self.block(
+                slot, len(pending), 0 if ended else max(min(self.lookahead, room), 0)
+            )
             checked = [*pending, *block[:1]]
             draft_s = self.passes_s(slot.context + len(pending), len(block))
             # A pass's logits judge the token after each it reads: as many tokens as checked.

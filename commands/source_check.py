@@ -1,0 +1,222 @@
+"""Real runs with other draft sources, held against their replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from commands.inputs import load_policies, replay_all
+from commands.sources import (
+    load_recordings,
+    load_source,
+    load_source_policies,
+    load_system,
+    split_systems,
+)
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from policies.core import DraftPolicy, Round
+    from profiler.loading import Pair
+    from traces.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+    from traces.trace import Trace
+
+SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
+"""Policies run with a source where none is named, as far as its tokens carry their signals."""
+PLAIN = "autoregressive"
+
+
+class Arm(NamedTuple):
+    """A policy with its source (None: the draft model), and the rounds replay says it has."""
+
+    name: str
+    policy: DraftPolicy
+    source: Source | None
+    log: RoundLog
+
+
+def source_check(
+    run: Path,
+    policy: Sequence[str] | None,
+    source: str | None,
+    repeats: int = 3,
+    limit: int | None = None,
+) -> pd.DataFrame:
+    """The rows of ``validate --source`` and of named systems, plain decoding first.
+
+    Besides the columns of `simulator.validation.compare`: ``source``, and
+    ``outputs_differ``, the requests whose output is not the target's own.
+    """
+    import pandas as pd
+
+    from commands.validate import spread_over_categories
+    from profiler.run import read_run
+    from profiler.spotcheck import output_of, rounds_differ
+    from simulator.pricing import price
+    from simulator.validation import compare
+    from traces.files import read_latency, read_trace
+    from traces.measured import MeasuredRuns, write_measured
+
+    info = read_run(run)
+    trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
+    recordings = load_recordings(str(run), trace)
+    chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
+    every = arms(trace, recordings, chosen, policy, source)
+    pair = info.load()
+    times, rounds, outputs = _run(pair, run, trace, every, chosen, repeats)
+    shown = [arm.log for arm in every]
+    rows = compare([price(log, latency) for log in shown], times)
+    real = [_log(rounds[arm.name], log) for arm, log in zip(every, shown, strict=True)]
+    rows["rounds_differ"] = [
+        rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)
+    ]
+    rows["source"] = [log.source for log in shown]
+    rows["outputs_differ"] = [
+        sum(mine != output_of(trace, i) for mine, i in zip(outputs[a.name], chosen, strict=True))
+        for a in every
+    ]
+    write_measured(MeasuredRuns(times, dict(pair.meta)), run / "measured-sources.parquet")
+    return pd.DataFrame(rows)
+
+
+def arms(
+    trace: Trace, recordings: Recordings, chosen: Sequence[int],
+    policy: Sequence[str] | None, source: str | None,
+) -> list[Arm]:  # fmt: skip
+    """What to run: plain decoding, then every policy and named system asked for."""
+    texts, systems = split_systems(policy)
+    drafting = load_source(source)
+    if drafting is not None and systems:
+        raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
+    some = trace.select(list(chosen))
+    plain = load_policies([PLAIN], trace)
+    found = [Arm(PLAIN, plain[0][1], None, replay_all(some, plain)[0])]
+    runs: list[tuple[tuple[str, DraftPolicy], Source]] = []
+    if drafting is not None:
+        named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings)
+        if not texts:
+            named = [n for n in named if set(n[1].reads) <= drafting.signals]
+        runs += [(n, drafting) for n in named if n[0] != PLAIN]
+    elif texts:
+        with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]
+        logs = replay_all(some, with_model)
+        found += [Arm(name, p, None, log) for (name, p), log in zip(with_model, logs, strict=True)]
+    for system in systems:
+        own, arm = load_system(system, trace, recordings)
+        runs.append((arm, own))
+    for arm, own in runs:
+        log = replay_some(trace, arm, own, recordings, chosen)
+        found.append(Arm(*arm, own, log))
+    return found
+
+
+def _run(
+    pair: Pair, run: Path, trace: Trace, every: Sequence[Arm], chosen: Sequence[int], repeats: int
+) -> tuple[pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]]]:
+    """Times of all runs, and the rounds and outputs of the first repeat, by arm."""
+    import pandas as pd
+
+    from policies.core import speculate
+    from profiler.profile import progress_bar
+    from profiler.spotcheck import timed
+    from traces.measured import MEASURED_COLUMNS
+
+    start = _openers(pair, run, trace, every)
+    rows: list[tuple[Any, ...]] = []
+    rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in every}
+    outputs: dict[str, list[list[int]]] = {arm.name: [] for arm in every}
+    with progress_bar() as progress:
+        task = progress.add_task("decoding for real", total=repeats * len(chosen))
+        for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
+            shared = {arm.name: arm.policy.fresh() for arm in every}
+            for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
+                for k in range(len(every)):
+                    arm = every[(k + n + repeat) % len(every)]
+                    learns = arm.policy.learns_across_requests
+                    mine = shared[arm.name] if learns else arm.policy.fresh()
+                    decoder = start[arm.name](i)
+                    with timed(pair.device) as seconds:
+                        log = list(speculate(decoder, mine))
+                    if repeat < 0:
+                        continue
+                    request = trace.requests[i].id
+                    rows.append((arm.name, "exact", 1, False, repeat, request, seconds(), len(log)))
+                    if repeat == 0:
+                        rounds[arm.name].append(log)
+                        outputs[arm.name].append(decoder.output)
+                if repeat >= 0:
+                    progress.advance(task)
+    # In the order of the arms, whichever ran first.
+    frame = pd.DataFrame(rows, columns=list(MEASURED_COLUMNS))
+    order = {arm.name: n for n, arm in enumerate(every)}
+    frame = frame.sort_values("policy", key=lambda c: c.map(order), kind="stable")
+    return frame.reset_index(drop=True), rounds, outputs
+
+
+def _openers(
+    pair: Pair, run: Path, trace: Trace, every: Sequence[Arm]
+) -> dict[str, Callable[[int], Any]]:
+    """By arm, a function from a request to a decoder behind its prefill."""
+    import torch
+
+    from commands.source_runs import modules_of
+    from profiler.decoder import ModelDecoder
+    from profiler.run import read_run
+    from profiler.runner import Runner
+    from profiler.sources.run import SourceRunner
+
+    slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
+    real = SourceRunner(pair.target, trace, modules_of(pair, read_run(run), run))
+    starts = trace.request_starts
+
+    def draft_model(request: int) -> Any:
+        info = trace.requests[request]
+        known = trace.run_lengths[starts[request] : starts[request + 1]].tolist()
+        prompt = torch.tensor(info.prompt_ids, device=pair.device)
+        return ModelDecoder(target, draft, prompt, info.max_new_tokens, pair.eos, run_lengths=known)
+
+    def of(source: Source) -> Callable[[int], Any]:
+        real.decoder(source, 0)  # a source without a real decoder is refused before any run
+        return lambda request: real.decoder(source, request)
+
+    return {arm.name: draft_model if arm.source is None else of(arm.source) for arm in every}
+
+
+def replay_some(
+    trace: Trace, arm: tuple[str, DraftPolicy], source: Source, recordings: Recordings,
+    chosen: Sequence[int],
+) -> RoundLog:  # fmt: skip
+    """`traces.sources.replay.replay_source` of some requests, which may not renumber them.
+
+    A datastore holds what was served before, so the trace itself cannot be cut.
+    """
+    from policies.core import speculate
+    from traces.rounds import RoundLog
+    from traces.sources.calls import pack_calls
+    from traces.sources.replay import check_signals
+
+    name, policy = arm
+    check_signals(policy, source)
+    decoder_of = source.open(trace, recordings, 1)
+    shared = policy.fresh()
+    rounds, calls = [], []
+    for i in chosen:
+        decoder = decoder_of(i)
+        mine = shared if policy.learns_across_requests else policy.fresh()
+        rounds.append(list(speculate(decoder, mine)))
+        calls.append(decoder.calls.rounds)
+    return RoundLog(
+        RoundLog.pack(rounds), [trace.requests[i] for i in chosen], name, source=source.name,
+        fidelity=source.fidelity, reads=policy.reads, calls=pack_calls(calls),
+    )  # fmt: skip
+
+
+def _log(rounds: Sequence[Sequence[Round]], like: RoundLog) -> RoundLog:
+    from traces.rounds import RoundLog
+
+    return RoundLog(RoundLog.pack(rounds), like.requests, like.policy)

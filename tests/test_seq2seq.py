@@ -1,0 +1,360 @@
+"""Encoder-decoder pairs: passes equal the model's, rounds equal replay, refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from policies import parse_policy
+from profiler import bundled_seq2seq as bundled
+from profiler.decoder import greedy
+from profiler.latency import Grid
+from profiler.loading import Pair, Prompt, load_pair
+from profiler.profile import Settings, profile_latency, profile_trace, progress_bar
+from profiler.record import Recorder
+from profiler.runner import Runner
+from profiler.seq2seq import Seq2SeqRunner, make_runner
+from profiler.seq2seq_latency import fitting_grid
+from profiler.seq2seq_start import check_same_start, decoder_prefix
+from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.trace import Trace
+
+VOCABULARY, POSITIONS, NEW, GAMMA = 60, 64, 20, 8
+POLICIES = (
+    "autoregressive", "fixed:gamma=1", "fixed:gamma=4", "fixed:gamma=8", "hf-heuristic",
+    "gammatune-plus", "svip", "adaedl", "oracle",
+)  # fmt: skip
+BART_LIKE: dict[str, tuple[Any, Any]] = {
+    "bart": (BartConfig, BartForConditionalGeneration),
+    "mbart": (MBartConfig, MBartForConditionalGeneration),
+    "marian": (MarianConfig, MarianMTModel),
+    "pegasus": (PegasusConfig, PegasusForConditionalGeneration),
+}
+KINDS = (*BART_LIKE, "t5")
+
+
+def build(kind: str, layers: int) -> Any:
+    """A model with random weights and so many layers on either side."""
+    shared = {"vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1, "eos_token_id": 2,
+              "attn_implementation": "sdpa"}  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "t5":
+        config = T5Config(
+            num_layers=layers, d_kv=16, d_ff=48, num_heads=2, decoder_start_token_id=1,
+            relative_attention_num_buckets=12, relative_attention_max_distance=20,
+            initializer_factor=2.0, **shared,
+        )  # fmt: skip
+        return T5ForConditionalGeneration(config).eval()
+    configured, made = BART_LIKE[kind]
+    config = configured(
+        encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=POSITIONS,
+        bos_token_id=0, decoder_start_token_id=2, forced_eos_token_id=None, init_std=0.6, **shared,
+    )  # fmt: skip
+    return made(config).eval()
+
+
+@cache
+def models(kind: str) -> tuple[Any, Any]:
+    """A target, and a draft that lacks its later layers, which add little: they often agree."""
+    target, draft = build(kind, 3), build(kind, 1)
+    for name, weights in target.named_parameters():
+        deep = any(f".{part}.{i}." in name for part in ("layers", "block") for i in (1, 2))
+        if deep and any(part in name for part in ("out_proj", "fc2", ".o.", ".wo.")):
+            weights.data *= 0.25
+        # Initialised to nothing in some classes; positions must matter here.
+        if "relative_attention_bias" in name:
+            torch.nn.init.normal_(weights, generator=torch.Generator().manual_seed(7))
+    draft.load_state_dict({k: v for k, v in target.state_dict().items() if k in draft.state_dict()})
+    return target, draft
+
+
+@cache
+def pair(kind: str) -> Pair:
+    torch.set_num_threads(1)
+    return Pair(*models(kind), Letters(), {"target": {}, "draft": {}})
+
+
+class Letters:
+    """A tokenizer of single letters, 3 to 28, that ends with EOS."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [*(ord(letter) - ord("a") + 3 for letter in text), 2]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def source(length: int = 11, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@cache
+def recorded(kind: str, temperature: float = 0.0) -> Trace:
+    """The trace of four sources, made as `draftsim profile` makes it."""
+    import tempfile
+
+    texts = ("speculation", "encoder", "decodersandtheirstates", "ab")
+    prompts = [Prompt(str(i), "all", text) for i, text in enumerate(texts)]
+    settings = Settings(NEW, GAMMA, temperature)
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+        return profile_trace(pair(kind), prompts, settings, Path(folder), progress)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_equal_the_models_own_whatever_the_slots_held(kind: str) -> None:
+    """Whole, token by token, and after another source and rejected tokens."""
+    model = models(kind)[0]
+    runner = Seq2SeqRunner(model, 200)
+    for seed in (1, 2):
+        text = source(9 + seed, seed)
+        tokens = torch.cat([runner.begin(text), source(14, seed + 10)])
+        with torch.inference_mode():
+            expected = model(input_ids=text[None], decoder_input_ids=tokens[None]).logits[0]
+        np.testing.assert_allclose(runner.forward(tokens, 0), expected, atol=1e-4)
+        steps = [runner.forward(tokens[i : i + 1], i, keep=1) for i in range(15)]
+        np.testing.assert_allclose(torch.cat(steps), expected, atol=1e-4)
+        runner.forward(source(6), 5)  # rejected: written over by the next pass
+        np.testing.assert_allclose(runner.forward(tokens[5:], 5, keep=3), expected[-3:], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_branches_of_a_tree_equal_sequences_of_their_own(kind: str) -> None:
+    model = models(kind)[0]
+    runner, text = Seq2SeqRunner(model, 200), source()
+    path = torch.cat([runner.begin(text), source(14, 3)])
+    runner.forward(path, 0)
+    count, cuts, tails = path.shape[0], (9, 4), source(6, 4).reshape(2, 3)
+    sees = torch.arange(count)[None] < torch.tensor(cuts)[:, None]
+    for step in range(3):
+        mask = torch.cat([sees, *[torch.eye(2, dtype=torch.bool)] * (step + 1)], dim=1)
+        logits = runner.forward(
+            tails[:, step], count + 2 * step, mask=mask, positions=torch.tensor(cuts) + step
+        )
+        for branch, cut in enumerate(cuts):
+            alone = torch.cat([path[:cut], tails[branch, : step + 1]])
+            with torch.inference_mode():
+                expected = model(input_ids=text[None], decoder_input_ids=alone[None]).logits[0, -1]
+            np.testing.assert_allclose(logits[branch], expected, atol=2e-4)
+    # The same pass with the slots as positions is another one: the positions did reach it.
+    slots = runner.forward(tails[:, 2], count + 4, mask=mask)
+    assert float((slots - logits).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_outputs_are_those_of_generate(kind: str) -> None:
+    trace, target = recorded(kind), models(kind)[0]
+    for i, request in enumerate(trace.requests):
+        prompt = torch.tensor(request.prompt_ids)
+        out = target.generate(input_ids=prompt[None], max_new_tokens=NEW, do_sample=False)[0]
+        assert output_of(trace, i) == out[1:].tolist()
+        assert output_of(trace, i) == greedy(make_runner(target, 64), prompt, NEW, pair(kind).eos)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_tails_are_what_the_draft_says_on_its_own(kind: str) -> None:
+    """Each tail, drafted one token a pass from the mismatch, without a tree."""
+    trace, draft = recorded(kind), Seq2SeqRunner(models(kind)[1], POSITIONS)
+    columns = {name: np.asarray(values) for name, values in trace.columns.items()}
+    tails = 0
+    for i, request in enumerate(trace.requests):
+        output = output_of(trace, i)
+        prefix = draft.begin(torch.tensor(request.prompt_ids)).tolist()
+        mine = columns["request"] == i
+        for at in range(len(output)):
+            rows = np.flatnonzero(mine & (columns["position"] == at))
+            drafted = columns["draft_token"][rows].tolist()
+            tails += len(drafted) > 1
+            known = [*prefix, *output[:at]]
+            for offset, token in enumerate(drafted):
+                fed = torch.tensor([*known, *drafted[:offset]])
+                assert int(draft.forward(fed, 0, keep=1).argmax()) == token
+    assert tails > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_rounds_equal_replay_for_every_policy(kind: str) -> None:
+    trace = recorded(kind)
+    matches = np.concatenate([trace.run_lengths])
+    assert 0 < (matches > 0).mean() < 1  # the pair both agrees and disagrees
+    arms = [Arm(text, parse_policy(text, max_gamma=GAMMA)) for text in POLICIES]
+    measured = run_arms(pair(kind), trace, arms, repeats=1)
+    for arm in arms:
+        expected = replay(trace, arm.policy, name=arm.name)
+        np.testing.assert_array_equal(measured.logs[arm.name].rounds, expected.rounds)
+        assert rounds_differ(measured.logs[arm.name], expected) == 0
+        for i in range(len(trace.requests)):
+            assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+
+
+def test_transformers_needs_the_predicted_number_of_target_passes() -> None:
+    trace = recorded("bart")
+    log = replay(trace, parse_policy("fixed:gamma=4", max_gamma=GAMMA), first=0)
+    expected = log.per_request(np.ones(len(log)))
+    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant",
+                "assistant_confidence_threshold": 0.0}  # fmt: skip
+    for i, request in enumerate(trace.requests):
+        prompt = torch.tensor(request.prompt_ids)
+        output, passes, _ = assisted_generation(pair("bart"), prompt, NEW, **settings)
+        assert output == output_of(trace, i)
+        assert passes == expected[i]
+
+
+def test_sampled_recordings_run() -> None:
+    trace = recorded("t5", 1.0)
+    log = replay(trace, parse_policy("fixed:gamma=3", max_gamma=GAMMA))
+    assert log.rounds["emitted"].sum() == trace.tokens - len(trace.requests)
+
+
+def test_the_latency_table_prices_the_encoder_with_the_prefill(tmp_path: Path) -> None:
+    both = pair("bart")
+    grid = Grid(widths=(1, 5, 9), contexts=(16, 64, 900), prompts=(8, 32, 900), repeats=3)
+    with progress_bar() as progress:
+        table = profile_latency(both, Settings(NEW, GAMMA, grid=grid), tmp_path, progress)
+    cells = table.cells
+    prefill = cells[cells["phase"] == "prefill"]
+    assert sorted(set(prefill["new_tokens"])) == [8, 32]
+    assert set(cells[cells["phase"] == "forward"]["context"]) == {16, 64}
+    assert set(cells["phase"]) >= {"prefill", "forward", "catch_up", "signal", "host_round", "head"}
+    assert (cells["median_s"] >= 0).all()
+
+
+def test_the_forced_first_token_and_banned_ids_are_as_in_generate() -> None:
+    model = build("bart", 2)
+    plain = greedy(Seq2SeqRunner(model, 64), source(), NEW, frozenset())
+    model.generation_config.forced_bos_token_id = 5
+    model.generation_config.bad_words_ids = [[plain[0]], [plain[1], plain[2]]]
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    runner = Seq2SeqRunner(model, 64)
+    assert runner.prefix.tolist() == [2, 5]
+    model.generation_config.bad_words_ids = [[plain[0]]]
+    expected = model.generate(input_ids=source()[None], max_new_tokens=NEW + 1, do_sample=False)
+    mine = greedy(Seq2SeqRunner(model, 64), source(), NEW, frozenset())
+    assert expected[0].tolist() == [2, 5, *mine]
+    assert plain[0] not in mine
+
+
+def test_a_small_trained_pair_is_loaded_and_decodes(tmp_path: Path) -> None:
+    """The training of `profiler.bundled_seq2seq`, in miniature: it learns, and it round-trips."""
+    shape = bundled.Shape((1, 2), (1, 1), width=32, feed_forward=48, heads=2, vocabulary=300)
+    losses = bundled.make_pair(
+        tmp_path, shape, draft=bundled.Stage(60, 512, 1), target=bundled.Stage(60, 512, 2),
+        prompts=4,
+    )  # fmt: skip
+    assert losses[1] < losses[0] < np.log(300)
+    loaded = load_pair(tmp_path / "target", tmp_path / "draft")
+    assert loaded.meta["target"]["layers"] == 2
+    assert loaded.meta["target"]["encoder_layers"] == 1
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
+    ids = loaded.encode(json.loads(lines[0])["prompt"])
+    target, draft = make_runner(loaded.target, 900), make_runner(loaded.draft, 900)
+    columns = Recorder(target, draft, max_new_tokens=12, max_gamma=4, eos=loaded.eos).record(ids)
+    output = columns["token"][columns["offset"] == 0].tolist()
+    wanted = loaded.target.generate(input_ids=ids[None], max_new_tokens=12, do_sample=False)
+    assert output == wanted[0, 1:].tolist()
+
+
+def test_signatures_are_said_in_words_with_their_arguments_first() -> None:
+    import ast
+
+    node = ast.parse("def makeDirs(self, path, *, mode_bits=438): pass").body[0]
+    assert isinstance(node, ast.FunctionDef)
+    assert bundled.describe(node) == "given path , mode bits or 438 : make dirs"
+
+
+def test_growing_changes_no_output() -> None:
+    shape = bundled.Shape(width=32, feed_forward=48, heads=2, vocabulary=300)
+    small = bundled.build_model(shape, (1, 1)).eval()
+    large = bundled.grow(small, shape, (2, 3)).eval()
+    ids = source()[None]
+    with torch.inference_mode():
+        mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (small, large))
+    np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_pairs_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    shape = bundled.Shape((1, 1), (1, 1), width=16, feed_forward=16, heads=2, vocabulary=300)
+    tokenizer = bundled.train_tokenizer([("def f(a)", "given a : f")], shape)
+    models("bart")[1].save_pretrained(tmp_path / "both")
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16,
+                         num_hidden_layers=1, num_attention_heads=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "causal")
+    for name in ("both", "causal"):
+        tokenizer.save_pretrained(tmp_path / name)
+    for names in (("both", "causal"), ("causal", "both")):
+        with pytest.raises(
+            DraftsimError, match=r"both is an encoder-decoder .* causal is not"
+        ) as e:
+            load_pair(*(tmp_path / name for name in names))
+        assert "\n" not in str(e.value)
+
+
+def test_what_cannot_be_run_is_refused_in_one_line() -> None:
+    bart = models("bart")[0]
+    with pytest.raises(DraftsimError, match="is an encoder-decoder model"):
+        Runner(bart, 64)
+    runner = Seq2SeqRunner(bart, 40)
+    with pytest.raises(DraftsimError, match="no source is encoded"):
+        runner.forward(source(), 0)
+    with pytest.raises(DraftsimError, match="one request at a time"):
+        runner.forward_batch(source()[None], source()[None], 8)
+    with pytest.raises(DraftsimError, match=r"a source text of 65 .* the encoder's 64 positions"):
+        runner.check_room(65, 8)
+    with pytest.raises(DraftsimError, match="64 new tokens exceed .* of which 63 are free"):
+        runner.check_room(8, 64)
+    with pytest.raises(DraftsimError, match="room for 39"):
+        runner.check_room(8, 40)
+    with pytest.raises(DraftsimError, match="41 tokens do not fit"):
+        runner.begin(source())
+        runner.forward(source(41), 0)
+    with pytest.raises(DraftsimError, match="use batch 1"):
+        fitting_grid(Grid(batches=(1, 4)), runner)
+    with pytest.raises(DraftsimError, match="no room for a context of 32"):
+        fitting_grid(Grid(), runner)
+    config = M2M100Config(vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1,
+                          encoder_attention_heads=2, decoder_attention_heads=2)  # fmt: skip
+    with pytest.raises(DraftsimError, match="M2M100Decoder takes no positions"):
+        Seq2SeqRunner(M2M100ForConditionalGeneration(config), 40)
+
+
+def test_decoders_must_start_alike() -> None:
+    mine, other = build("bart", 1), build("bart", 1)
+    check_same_start(mine, other)
+    other.generation_config.forced_bos_token_id = 7
+    with pytest.raises(DraftsimError, match=r"starts with the tokens \[2\] .* \[2, 7\]"):
+        check_same_start(mine, other)
+    other.generation_config.decoder_start_token_id = None
+    other.config.decoder_start_token_id = other.generation_config.bos_token_id = None
+    with pytest.raises(DraftsimError, match="names no decoder_start_token_id"):
+        decoder_prefix(other)
+
+
+def test_sources_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    prompts = [Prompt("long", "all", "a" * 70)]
+    with progress_bar() as progress, pytest.raises(DraftsimError, match="prompt 'long': a source"):
+        profile_trace(pair("bart"), prompts, Settings(NEW, GAMMA), tmp_path, progress)
