@@ -85,7 +85,6 @@ def load_latency(name: str | None, trace_name: str) -> LatencyTable:
 def load_policies(
     texts: Sequence[str] | None,
     trace: Trace,
-    latency: LatencyTable | None = None,
     *,
     signals: frozenset[str] | None = None,
     max_gamma: int | None = None,
@@ -98,7 +97,6 @@ def load_policies(
     """
     from policies.registry import describe, parse_policy, policy_names
 
-    del latency
     names = list(texts or ["all"])
     every = "all" in names
     have = trace.signals if signals is None else signals
@@ -114,7 +112,8 @@ def load_policies(
             raise DraftsimError(str(error)) from None
         if every and text in policy_names("single") and not set(policy.reads) <= have:
             continue
-        name = describe(policy)
+        # What the recording supplies is no part of the name that a person would type.
+        name = describe(parse_policy(text, max_gamma=limit))
         if name not in dict(chosen):
             chosen.append((name, policy))
     return chosen
@@ -133,10 +132,9 @@ def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> Ver
         if memory is not None:
             raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
         return None
-    vocab = (trace.meta.get("target") or {}).get("vocab_size")
     try:
         table = None if memory is None else OnlineCorrectionMemory.load(memory)
-        rule = parse_rule(text, vocab_size=vocab, memory=table)
+        rule = parse_rule(text, memory=table)  # a run tells the rule its vocabulary
     except ValueError as error:
         raise DraftsimError(str(error)) from None
     if memory is not None and not isinstance(rule, CSD):
@@ -148,7 +146,6 @@ def load_method(
     name: str, trace: Trace, memory: Path | None = None
 ) -> tuple[str, DraftPolicy, VerifyRule | None]:
     """(policy's text, policy, rule) of a named method that drafts with a draft model."""
-    from policies.registry import describe
     from traces.methods import method
     from traces.sources.registry import DRAFT_MODEL
 
@@ -157,9 +154,9 @@ def load_method(
         raise DraftsimError(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
         )
-    [(_, policy)] = load_policies([chosen.policy], trace)
+    [(text, policy)] = load_policies([chosen.policy], trace)
     learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
-    return describe(policy), policy, load_rule(chosen.rule, trace, memory if learns else None)
+    return text, policy, load_rule(chosen.rule, trace, memory if learns else None)
 
 
 def replay_all(

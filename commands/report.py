@@ -36,11 +36,10 @@ def report(
 ) -> None:
     """Write one HTML page to hand on: no network, sliders that recompute in the page."""
     from simulator.report import build_report, write_report
-
     from traces.measured import read_measured
 
     trace, latency = load_trace(run), load_latency(None, run)
-    chosen = load_policies(policy, trace, latency)
+    chosen = load_policies(policy, trace)
     logs = replay_all(trace, [c for c in chosen if c[0] != "autoregressive"] or chosen)
     file = measured_file(run)
     measured = None if file is None else read_measured(file)

@@ -128,7 +128,7 @@ def simulate(
         return
     logs = []
     if texts is None or texts:
-        chosen = _without_plain(load_policies(texts, recorded, table))
+        chosen = _without_plain(load_policies(texts, recorded))
         logs = replay_all(recorded, chosen, rule=load_rule(verify, recorded, memory))
     more: list[RoundLog] = []
     table = with_free_lookups(table)

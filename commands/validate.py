@@ -226,7 +226,8 @@ def demo(
     info = RunInfo("bundled", "bundled", threads=1)
     run_profile(info, BUNDLED / "prompts.jsonl", out, Settings(grid=Grid()), prompts)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    logs = replay_all(trace, load_policies(None, trace)[1:])  # plain decoding comes by itself
+    # Plain decoding, first of all policies, is a row of every summary anyway.
+    logs = replay_all(trace, load_policies(None, trace)[1:])
     summary = summarize(logs, latency)
     rows = spot_check(out, repeats=repeats)
     if json is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,6 +195,7 @@ def test_other_tokenizers_long_prompts_and_missing_models_are_refused(
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     ).save_pretrained(other)
+    shutil.copy(BUNDLED / "draft" / "config.json", other)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def f():\n")
     ran = run(

@@ -60,7 +60,7 @@ KINDS = (*BART_LIKE, "t5")
 def build(kind: str, layers: int) -> Any:
     """A model with random weights and so many layers on either side."""
     shared = {"vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1, "eos_token_id": 2,
-              "attn_implementation": "sdpa"}  # fmt: skip
+              "attn_implementation": "sdpa", "tie_word_embeddings": False}  # fmt: skip
     torch.manual_seed(0)
     if kind == "t5":
         config = T5Config(
