@@ -134,13 +134,15 @@ def profile(
         return
     pair = None
     if exit_layers:
-        from commands.source_runs import check_layers, profile_sources
+        from commands.source_runs import check_layers
 
         pair = info.load()
         check_layers(pair)
     if not ((again or exit_layers) and is_complete(info, out)):
         run_profile(info, prompts, out, settings, limit, pair)
     if pair is not None:
+        from commands.source_runs import profile_sources
+
         profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
     if again:
         decode_again(info, out, again, memory, settings.temperature > 0)
@@ -188,9 +190,14 @@ def run_profile(
     from profiler.loading import read_prompts
     from profiler.profile import profile_latency, profile_trace, progress_bar
     from profiler.run import write_run
+    from profiler.seq2seq_start import is_seq2seq
 
     texts = read_prompts(prompts, limit)
     pair = info.load() if pair is None else pair
+    if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
+        raise DraftsimError(
+            "--batches: encoder-decoder pairs are decoded one request at a time: use --batches 1"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

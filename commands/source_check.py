@@ -108,7 +108,8 @@ def arms(
     for system in systems:
         own, arm = load_system(system, trace, recordings)
         runs.append((arm, own))
-    for arm, own in runs:
+    for arm, unset in runs:
+        own = as_recorded(unset, recordings)
         log = replay_some(trace, arm, own, recordings, chosen)
         found.append(Arm(*arm, own, log))
     return found
@@ -185,6 +186,15 @@ def _openers(
         return lambda request: real.decoder(source, request)
 
     return {arm.name: draft_model if arm.source is None else of(arm.source) for arm in every}
+
+
+def as_recorded(source: Source, recordings: Recordings) -> Source:
+    """`source` with what only its recording knows: the layers that layer skip leaves out."""
+    from traces.sources.start_sources import LayerSkip
+
+    if isinstance(source, LayerSkip) and source.skip is None:
+        return LayerSkip(recordings.starts[source.key].meta["skip"])
+    return source
 
 
 def replay_some(

@@ -30,8 +30,6 @@ SourceOption = Annotated[
     ),
 ]
 
-LAYERWISE = ("early-exit", "layer-skip", "space")
-"""Sources that run the target's layers one by one."""
 RECORD = "`draftsim profile --exit-layers`"
 
 
@@ -187,7 +185,6 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> RoundLog:
 
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
     """Every named system that can be replayed and priced; a note names the others and why."""
-    from simulator.pricing import price
     from traces.sources.registry import SYSTEMS
 
     logs: list[RoundLog] = []
@@ -200,12 +197,7 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
             reason = f"{RECORD} records them" if RECORD in text else text
             missing.setdefault(reason, []).append(name)
             continue
-        try:
-            # The cells of a pass taken apart by hooks leave out half of what a layer costs.
-            if log.source in LAYERWISE and not latency.has("exit", "layer"):
-                raise DraftsimError("single layers were not measured")
-            price(log, latency)
-        except DraftsimError:
+        if not is_measured(log, latency):
             missing.setdefault(f"{RECORD} measures their latencies", []).append(name)
             continue
         logs.append(log)
@@ -213,6 +205,19 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
         parts = (f"{', '.join(names)} ({why})" for why, names in missing.items())
         note(f"not listed: {'; '.join(parts)}")
     return logs
+
+
+def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
+    """Whether the table has cells for all that the rounds ran."""
+    import numpy as np
+
+    from traces.sources.calls import CALL_KINDS
+
+    assert log.calls is not None
+    kinds = {CALL_KINDS[kind] for kind in np.unique(log.calls["kind"]).tolist()}
+    # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs.
+    named = {("exit", "layer") if kind == ("target", "layer") else kind for kind in kinds}
+    return all(latency.has(*kind) for kind in named)
 
 
 def with_free_lookups(latency: LatencyTable) -> LatencyTable:

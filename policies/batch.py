@@ -36,9 +36,7 @@ class IterationCost(Protocol):
     A policy sees no clock; whoever builds it hands it the profiled cost.
     """
 
-    def __call__(
-        self, batch: int, draft_length: int, verify_tokens: int, context: float
-    ) -> float:
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification.
 
         ``verify_tokens`` counts all sequences together, the ``batch`` tokens that are no
@@ -60,9 +58,7 @@ class TextbookCost:
     draft: float = 0.1
     per_token: float = 0.0
 
-    def __call__(
-        self, batch: int, draft_length: int, verify_tokens: int, context: float
-    ) -> float:
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         del batch, context
         return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
 

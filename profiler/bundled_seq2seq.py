@@ -64,8 +64,8 @@ class Stage:
     rate: float = 1.0
 
 
-DRAFT = Stage(500, seed=1)
-TARGET = Stage(250, seed=2)
+DRAFT = Stage(350, seed=1)
+TARGET = Stage(120, seed=2, rate=0.4)
 
 
 def words(name: str) -> str:
@@ -250,7 +250,6 @@ def make_pair(
     """Train and save the pair and held-out prompts; the (draft, target) losses."""
     shape = shape or Shape()
     examples = load_examples()
-    # Long outputs make rounds: the prompts are the held-out signatures with most arguments.
     held_out, kept = examples[: len(examples) // 20], examples[len(examples) // 20 :]
     tokenizer = train_tokenizer(kept, shape)
     batches = Batches(kept, tokenizer, shape)
@@ -262,10 +261,11 @@ def make_pair(
     for name, model in (("target", large), ("draft", small)):
         model.save_pretrained(out / name)
         tokenizer.save_pretrained(out / name)
-    longest = sorted(held_out, key=lambda example: -example[1].count(","))[:prompts]
+    # Long outputs make rounds: no prompt has fewer than three arguments.
+    long = [example for example in held_out if example[1].count(",") >= 2][:prompts]
     rows = [
-        {"id": str(i), "category": "several" if goal.count(",") > 3 else "few", "prompt": source}
-        for i, (source, goal) in enumerate(longest)
+        {"id": str(i), "category": "many" if goal.count(",") > 3 else "three", "prompt": source}
+        for i, (source, goal) in enumerate(long)
     ]
     (out / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return lost, lost_large

@@ -97,4 +97,3 @@ def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:
         raw.argmax(-1), *signals(logits), of_draft[:, 0], (raw > of_draft).sum(-1)
     )  # fmt: skip
     return torch.stack([column.double() for column in columns], dim=1)
-

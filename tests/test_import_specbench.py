@@ -42,8 +42,7 @@ def row(question: int, *turns: list[int], **extra: Any) -> dict[str, Any]:
 def log_file(path: Path, log: RoundLog, turns: int = 2) -> Path:
     """The file a run with these rounds would have left, `turns` requests to a question."""
     emitted = [
-        log.rounds["emitted"][log.rounds["request"] == i].tolist()
-        for i in range(len(log.requests))
+        log.rounds["emitted"][log.rounds["request"] == i].tolist() for i in range(len(log.requests))
     ]
     groups = [emitted[i : i + turns] for i in range(0, len(emitted), turns)]
     return write_rows(path, (row(81 + q, *g) for q, g in enumerate(groups)))

@@ -206,9 +206,7 @@ def test_drafting_past_the_recorded_chain_is_an_error() -> None:
     with pytest.raises(DraftsimError, match="no recording of 'medusa' drafts"):
         replay_source(trace, Medusa(), Fixed(2), recordings=held)
     with pytest.raises(DraftsimError, match="3 heads were asked for and 2 recorded"):
-        replay_source(
-            trace, Medusa(3), Fixed(2), recordings=Recordings(starts={"medusa": record})
-        )
+        replay_source(trace, Medusa(3), Fixed(2), recordings=Recordings(starts={"medusa": record}))
 
 
 def cells(*rows: tuple[str, str, int, float]) -> LatencyTable:

@@ -98,9 +98,7 @@ class Grid:
         contexts, times = lines[max((w for w in lines if w <= width), default=min(lines))]
         return np.interp(c, contexts, times), np.zeros(len(c), dtype=np.int8)
 
-    def _ratio(
-        self, at: tuple[float, float, Floats], base: tuple[float, float, Floats]
-    ) -> Floats:
+    def _ratio(self, at: tuple[float, float, Floats], base: tuple[float, float, Floats]) -> Floats:
         """How much the fit grows from `base` to `at`, points of (batch, new tokens, contexts)."""
         above, below = _features(*at) @ self._fit, _features(*base) @ self._fit
         return np.divide(above, below, out=np.ones_like(above), where=below > 0)

@@ -26,9 +26,7 @@ from traces.trace import MATCH, UNKNOWN, Trace
 class RecordedToken:
     """A drafted token as it was recorded; a field that was not recorded is None."""
 
-    __slots__ = (
-        "ends", "entropy", "logit_margin", "prob", "prob_margin", "row", "token_id"
-    )
+    __slots__ = ("ends", "entropy", "logit_margin", "prob", "prob_margin", "row", "token_id")
 
     def __init__(
         self,

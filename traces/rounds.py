@@ -18,9 +18,7 @@ from traces.trace import Request
 Fidelity = Literal["exact", "exact in distribution", "exact within the round", "approximate"]
 """How a replayed round log relates to really decoding the same requests."""
 
-ROUND_DTYPE = np.dtype(
-    [("request", np.int32)] + [(name, np.int32) for name in Round._fields]
-)
+ROUND_DTYPE = np.dtype([("request", np.int32)] + [(name, np.int32) for name in Round._fields])
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,9 +101,7 @@ def import_specbench(
         known = matches(lengths(turn, limit, first), turn.tokens, first)
         wall_s = None if plain is None else plain[turn.question, turn.turn] * turn.tokens
         name = f"{turn.question}/{turn.turn}"
-        requests.append(
-            Request(name, turn.category, 0, turn.tokens, limit, ended, wall_s=wall_s)
-        )
+        requests.append(Request(name, turn.category, 0, turn.tokens, limit, ended, wall_s=wall_s))
         match.append(known)
     tokens, wall_s = sum(t.tokens for t in turns), sum(t.wall_s for t in turns)
     rounds = sum(len(t.lengths) for t in turns)
@@ -237,9 +235,7 @@ def _read(file: str | os.PathLike[str]) -> list[_Turn]:
         for i, count in enumerate(steps):
             name, category = f"{at}, turn {i + 1}", str(row.get("category", ""))
             mine = lengths[begin : begin + count]
-            turns.append(
-                _Turn(name, question, i + 1, category, tokens[i], float(walls[i]), mine)
-            )
+            turns.append(_Turn(name, question, i + 1, category, tokens[i], float(walls[i]), mine))
             begin += count
     return turns
 

@@ -11,9 +11,7 @@ from profiler.sources.train import mask_layout
 from traces.errors import DraftsimError
 
 
-def head_logits(
-    target: LayerRunner, heads: ParallelHeads, normed: Tensor, last: Tensor
-) -> Tensor:
+def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last: Tensor) -> Tensor:
     """Logits of every head behind some states: (starts, k, vocab).
 
     ``normed`` (starts, hidden): the target's last state that was verified; ``last``

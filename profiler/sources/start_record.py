@@ -83,9 +83,9 @@ class HeadsRecorder(StartRecorder):
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         emitted = prompt.new_tensor(output[:-1])
         path = torch.cat([prompt, emitted[:-1]])
-        hidden = self.target.run_layers(
-            self.target.embed(path), 0, range(self.target.layers)
-        )[prompt.shape[0] - 1 :]
+        hidden = self.target.run_layers(self.target.embed(path), 0, range(self.target.layers))[
+            prompt.shape[0] - 1 :
+        ]
         return head_logits(self.target, self.heads, self.target.normed(hidden), emitted)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from policies.basic import Fixed
 from simulator.ratios import draft_histogram
-from simulator.whatif.fidelity import tilt_error
+from simulator.whatif.fidelity import tilt_errors
 from simulator.whatif.tilt import Tilter
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
@@ -103,7 +103,7 @@ def tilted(trace: Trace, stops: Sequence[float], gammas: Sequence[int]) -> dict[
             # At its own rate the recording speaks for itself.
             other = trace if alpha == own else tilter.shifted(float(shift))
             found.append([_sums(replay(other, Fixed(g))) for g in gammas])
-        error = tilt_error(trace)
+        error = tilt_errors(trace).lengths  # fixed lengths read no signal
     except DraftsimError:
         return None
     known = error.comparisons > 0

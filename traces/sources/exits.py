@@ -167,9 +167,7 @@ class ExitRecording:
         )
 
 
-def usable_exits(
-    recorded: Sequence[int], deepest: int, layers: Sequence[int] | None
-) -> list[int]:
+def usable_exits(recorded: Sequence[int], deepest: int, layers: Sequence[int] | None) -> list[int]:
     """Indices into `recorded` of the exit layers up to `deepest`, of `layers` if given.
 
     Raises DraftsimError if a layer of `layers` has no exit head.

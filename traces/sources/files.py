@@ -121,8 +121,6 @@ def _column(table: pa.Table, name: str, dtype: str) -> npt.NDArray[Any]:
     return np.asarray(table.column(name).to_numpy(), dtype=dtype)
 
 
-def _matrix(
-    table: pa.Table, name: str, shape: tuple[int, ...], dtype: str
-) -> npt.NDArray[Any]:
+def _matrix(table: pa.Table, name: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
     column = table.column(name).combine_chunks()
     return np.asarray(column.flatten().to_numpy(), dtype=dtype).reshape(shape)

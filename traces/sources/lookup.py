@@ -202,9 +202,7 @@ class NGramPool(Lookup):
         Ids never proposed.
     """
 
-    def __init__(
-        self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, ngram: int = 5, guesses: int = 5, eos: frozenset[int] = frozenset()) -> None:
         whole("ngram", ngram, 2)
         whole("guesses", guesses, 1)
         self.ngram, self.guesses, self.eos = ngram, guesses, eos

@@ -71,9 +71,7 @@ class LookupReplay(SourceReplay):
 class LookupSource(Source):
     """A source that searches token sequences."""
 
-    def lookup(
-        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
-    ) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
         """A lookup for one request; ``corpus()`` gives the sequences served before it."""
         raise NotImplementedError
 
@@ -111,9 +109,7 @@ class PLD(LookupSource):
         PromptLookup(num_tokens, max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
-    def lookup(
-        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
-    ) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
         """Searches the request's own tokens."""
         del corpus
         return PromptLookup(self.num_tokens, self.max_ngram, eos)
@@ -142,9 +138,7 @@ class REST(LookupSource):
         self.max_suffix, self.min_suffix = max_suffix, min_suffix
         self._store: Datastore | None = None
 
-    def lookup(
-        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
-    ) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
         """Searches the datastore; one from a file is read once."""
         if self.corpus == EARLIER:
             store = Datastore(corpus())
@@ -169,9 +163,7 @@ class Lookahead(LookupSource):
         NGramPool(ngram, guesses)
         self.ngram, self.guesses = ngram, guesses
 
-    def lookup(
-        self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]
-    ) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
         """Pools the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
