@@ -83,6 +83,7 @@ def build(kind: str, layers: int) -> Any:
 @cache
 def models(kind: str) -> tuple[Any, Any]:
     """A target, and a draft that lacks its later layers, which add little: they often agree."""
+    torch.set_num_threads(1)
     target, draft = build(kind, 3), build(kind, 1)
     for name, weights in target.named_parameters():
         deep = any(f".{part}.{i}." in name for part in ("layers", "block") for i in (1, 2))
