@@ -214,6 +214,7 @@ def demo(
     ] = Path("demo"),
     prompts: Annotated[int, typer.Option(min=4, help="Prompts to profile.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 96,
     json: JsonOption = None,
 ) -> None:
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
@@ -226,7 +227,8 @@ def demo(
     from traces.files import read_latency, read_trace
 
     info = RunInfo("bundled", "bundled", threads=1)
-    run_profile(info, BUNDLED / "prompts.jsonl", out, Settings(grid=Grid()), prompts)
+    settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
+    run_profile(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     # Plain decoding, first of all policies, is a row of every summary anyway.
     logs = replay_all(trace, load_policies(None, trace)[1:])
