@@ -131,18 +131,20 @@ def test_every_truncation_is_found(file: Path, data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(QUIET, max_examples=300)
-def test_a_changed_byte_is_found_or_harmless(file: Path, data: st.DataObject) -> None:
-    content = bytearray(file.read_bytes())
+def test_a_changed_byte_is_found(file: Path, data: st.DataObject) -> None:
+    whole = file.read_bytes()
+    content = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 3))):
         position = data.draw(st.integers(0, len(content) - 1))
         content[position] = data.draw(st.integers(0, 255))
     changed = file.parent / "changed"
     changed.write_bytes(bytes(content))
-    try:
-        back = read_trace(changed)
-    except FileError:
+    if content == whole:
+        assert_same(read_trace(changed), small_trace())
         return
-    assert_same(back, small_trace())
+    with pytest.raises(FileError, match="changed: ") as caught:
+        read_trace(changed)
+    assert "\n" not in str(caught.value)
 
 
 def rewrite(
@@ -151,8 +153,9 @@ def rewrite(
     drop: str | None = None,
     header: dict[str, Any] | None = None,
     column: tuple[str, Any] | None = None,
+    checksum: bool = True,
 ) -> Path:
-    """The file as another program would write it, without a checksum."""
+    """The file as another program would write it; its checksum is right if it has one."""
     parquet = pq.ParquetFile(file)
     table = parquet.read()
     if drop is not None:
@@ -161,12 +164,32 @@ def rewrite(
         table = table.set_column(table.column_names.index(column[0]), column[0], column[1])
     text = json.loads(parquet.metadata.metadata[b"draftsim"]) | (header or {})
     path = file.parent / "rewritten"
-    pq.write_table(table.replace_schema_metadata({"draftsim": json.dumps(text)}), path)
+    metadata = {"draftsim": json.dumps(text)}
+    if checksum:
+        metadata["draftsim.sha256"] = "0" * 64
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(sink, table.schema, store_schema=False) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(metadata)
+    content = sink.getvalue().to_pybytes()
+    path.write_bytes(traces.parquet.sealed(content) if checksum else content)
     return path
 
 
-def test_a_file_without_checksum_is_read(file: Path) -> None:
+def test_another_writer_is_read_but_only_with_a_checksum(file: Path) -> None:
     assert_same(read_trace(rewrite(file)), small_trace())
+    with pytest.raises(FileError, match="rewritten: has no checksum"):
+        read_trace(rewrite(file, checksum=False))
+
+
+def test_damage_to_the_checksum_itself_does_not_hide_other_damage(file: Path) -> None:
+    content = file.read_bytes()
+    for broken in (b"draftsim.sha255", b"draftsim.shb256"):
+        changed = content.replace(b"draftsim.sha256", broken)
+        assert changed != content
+        (file.parent / "changed").write_bytes(changed)
+        with pytest.raises(FileError, match="changed: has no checksum"):
+            read_trace(file.parent / "changed")
 
 
 @pytest.mark.parametrize("name", ["request", "position", "offset", "match"])

@@ -3,7 +3,8 @@
 A file is a Parquet table plus a JSON header in the key-value metadata (key ``draftsim``)
 naming the schema version and the kind of recording.  A second key holds the SHA-256 of
 the file itself, taken with the digest blanked, so that damage is found before any of it
-is interpreted.
+is interpreted.  A file without it is refused: damage to that very key would otherwise
+switch the check off.
 """
 
 from __future__ import annotations
@@ -58,11 +59,21 @@ def write_file(
     with pq.ParquetWriter(sink, table.schema, compression="zstd", store_schema=False) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata({HEADER_KEY: text, DIGEST_KEY: _BLANK})
-    blank: bytes = sink.getvalue().to_pybytes()
-    found = _find_digest(blank)
-    assert found is not None, "the Parquet writer left the digest out"
-    digest = hashlib.sha256(blank).hexdigest().encode()
-    write_atomically(path, blank[: found.start(1)] + digest + blank[found.end(1) :])
+    write_atomically(path, sealed(sink.getvalue().to_pybytes()))
+
+
+def sealed(content: bytes) -> bytes:
+    """The bytes of a Parquet file with the digest of themselves put in its place.
+
+    Raises
+    ------
+    ValueError
+        If the metadata has no key ``draftsim.sha256`` with 64 hexadecimal digits.
+    """
+    place = _digest_place(content)
+    if place is None:
+        raise ValueError("no place for the digest among the metadata")
+    return _with_digest(content, place, _digest(content, place))
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
@@ -107,18 +118,23 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
     """
     path = Path(path)
     content = _content(path)
-    if (found := _find_digest(content)) is not None:
-        blank = content[: found.start(1)] + _BLANK + content[found.end(1) :]
-        if hashlib.sha256(blank).hexdigest().encode() != found.group(1):
-            raise FileError(
-                f"{path}: the content does not match its checksum, so the file was damaged or "
-                "edited after it was written: copy it again, or record it again"
-            )
+    place = _digest_place(content)
+    if place is not None and _digest(content, place) != content[place]:
+        raise FileError(
+            f"{path}: the content does not match its checksum, so the file was damaged or "
+            "edited after it was written: copy it again, or record it again"
+        )
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         metadata = file.metadata.metadata or {}
         header = _header(path, metadata.get(HEADER_KEY), kind)
-        return header, file.read()
+        if place is None:
+            raise FileError(
+                f"{path}: has no checksum, so the file was damaged, or rewritten by another "
+                "program: copy it again, or write it with draftsim"
+            )
+        # Threads of its own, on the way out of a short run, have been seen to abort the process.
+        return header, file.read(use_threads=False)
     except FileError:
         raise
     except Exception as error:  # pyarrow raises a dozen types on damaged input
@@ -157,10 +173,19 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _find_digest(content: bytes) -> re.Match[bytes] | None:
+def _digest_place(content: bytes) -> slice | None:
+    """Where the digest stands in the footer."""
     footer = int.from_bytes(content[-8:-4], "little")
     matches = list(_DIGEST.finditer(content, max(0, len(content) - 8 - footer)))
-    return matches[-1] if matches else None
+    return slice(*matches[-1].span(1)) if matches else None
+
+
+def _digest(content: bytes, place: slice) -> bytes:
+    return hashlib.sha256(_with_digest(content, place, _BLANK)).hexdigest().encode()
+
+
+def _with_digest(content: bytes, place: slice, digest: bytes) -> bytes:
+    return content[: place.start] + digest + content[place.stop :]
 
 
 def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
