@@ -50,6 +50,8 @@ PHASES: dict[str, str] = {
     "signal": "computing one drafted token's signals and bringing them to the host",
     "host_round": "per round: everything around the passes (accepting, bookkeeping, policy)",
     "host_draft": "per drafted token: everything around the pass",
+    "judge": "what a lossy rule's verdict takes beyond a lossless one (new_tokens = drafted)",
+    "judge_signals": "the same of a rule that also reads the draft's signals",
     "rollback": "taking rejected tokens out of the cache",
 }
 

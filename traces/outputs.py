@@ -112,7 +112,7 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
         "outputs": [asdict(output) for output in run.outputs],
     }
     write_rounds(run.log, path)
-    write_atomically(path.with_suffix(".json"), json.dumps(document, indent=1).encode())
+    write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
     return path
 
 

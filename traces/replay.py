@@ -10,7 +10,6 @@ import copy
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,101 +19,12 @@ from policies.rules import VerifyRule
 from traces.errors import SignalError, TailError
 from traces.rounds import Fidelity, RoundLog
 from traces.scores import prepared_rule, score_tape
-from traces.trace import MATCH, UNKNOWN, Trace
-
-
-class RecordedToken:
-    """A drafted token as it was recorded; a field that was not recorded is None."""
-
-    __slots__ = ("ends", "entropy", "logit_margin", "prob", "prob_margin", "row", "token_id")
-
-    def __init__(
-        self,
-        row: int,
-        token_id: int,
-        ends: bool,
-        prob: float,
-        entropy: float,
-        logit_margin: float,
-        prob_margin: float,
-    ) -> None:
-        self.row = row
-        self.token_id = token_id
-        self.ends = ends
-        self.prob = prob
-        self.entropy = entropy
-        self.logit_margin = logit_margin
-        self.prob_margin = prob_margin
-
-
-class _Tape:
-    """A trace laid out for replay: Python lists, one entry per row, built once per trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        match = trace.columns["match"][trace.on_path]
-        starts = trace.request_starts
-        self.starts: list[int] = starts.tolist()
-        self.runs: list[int] = trace.run_lengths.tolist()
-        self.unknown = set(np.flatnonzero(match == UNKNOWN).tolist())
-        self.signals = bool(trace.signals)
-        self.rows: list[int] = []
-        self.row_limit: list[int] = []
-        self.tokens: list[RecordedToken | None] = []
-        self.fields: list[Sequence[Any]] = []
-        if not self.signals:
-            # Nothing to tell one draft from another: two tokens stand for all of them.
-            return
-        self.rows = trace.on_path.tolist()
-        # Made when first drafted: most rows of a recording are tails no policy reaches.
-        self.tokens = [None] * len(trace)
-        self.fields = _fields(trace)
-        # A round may walk from its first row to the end of the next mismatch's tail,
-        # never into the next request.
-        bounds = np.append(trace.on_path, len(trace))
-        mismatch = np.flatnonzero(match != MATCH)
-        tail_end = np.append(bounds[mismatch + 1], len(trace))
-        own_end = np.repeat(bounds[starts[1:]], np.diff(starts))
-        next_mismatch = np.searchsorted(mismatch, np.arange(len(match)))
-        self.row_limit = np.minimum(tail_end[next_mismatch], own_end).tolist()
-
-    def make(self, row: int) -> RecordedToken:
-        """The token of a row, from now on kept."""
-        token = self.tokens[row] = RecordedToken(row, *(values[row] for values in self.fields))
-        return token
-
-
-def _fields(trace: Trace) -> list[Sequence[Any]]:
-    """Per row the arguments of `RecordedToken` after the row itself."""
-    count = len(trace)
-    if "draft_token" in trace.columns:
-        ends = np.isin(trace.columns["draft_token"], trace.meta.get("eos_token_ids") or [])
-    else:
-        ends = np.zeros(count, dtype=bool)
-    # A match at the end of an output that ended with EOS is EOS, whatever else is recorded.
-    last = trace.on_path[trace.request_starts[1:] - 1]
-    last = last[[r.ended == "eos" for r in trace.requests]]
-    ends[last] |= trace.columns["match"][last] == MATCH
-
-    def values(name: str) -> Sequence[Any]:
-        return trace.signal(name).tolist() if name in trace.signals else [None] * count
-
-    names = ("prob", "entropy", "logit_margin", "prob_margin")
-    return [values("token_id"), ends.tolist(), *map(values, names)]
-
+from traces.tape import RecordedToken, tape_of
+from traces.trace import Trace
 
 _DRAFT = RecordedToken(-1, -1, False, *repeat(0.0, 4))
 _EOS = RecordedToken(-1, -1, True, *repeat(0.0, 4))
 """Stand-ins for the drafts of a recording without signals, which no policy may read."""
-
-
-_tapes: WeakKeyDictionary[Trace, _Tape] = WeakKeyDictionary()
-
-
-def _tape(trace: Trace) -> _Tape:
-    # Derived data cached beside an immutable trace: every policy replays the same tape.
-    if (tape := _tapes.get(trace)) is None:
-        tape = _tapes[trace] = _Tape(trace)
-    return tape
 
 
 class ReplayDecoder:
@@ -137,7 +47,7 @@ class ReplayDecoder:
     def __init__(self, trace: Trace, request: int, first: int = 1) -> None:
         self._trace = trace
         self._info = trace.requests[request]
-        tape = self._tape = _tape(trace)
+        tape = self._tape = tape_of(trace)
         self._start = tape.starts[request]
         self.length = self._info.tokens
         self._limit = self._info.max_new_tokens
@@ -308,7 +218,7 @@ def replay(
     return RoundLog(
         rounds, trace.requests, name or type(policy).__name__,
         verify=describe_rule(rule) if rule is not None else lossless,
-        fidelity="approximate" if departed else _fidelity(trace),
+        fidelity="approximate" if departed else fidelity_of(trace),
         reads=policy.reads, first=first,
         mismatched=None if own_rule is None else np.array(mismatched, dtype=np.int32),
         rule=own_rule,
@@ -329,7 +239,7 @@ def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:
         raise
 
 
-def _fidelity(trace: Trace) -> Fidelity:
+def fidelity_of(trace: Trace) -> Fidelity:
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         return "approximate"
     return "exact in distribution" if trace.temperature > 0 else "exact"

@@ -1,5 +1,6 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
+from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings, Source, SourceToken
 from traces.sources.early_exit import EarlyExit
 from traces.sources.exits import ExitRecording, ExitSetting
@@ -40,6 +41,7 @@ __all__ = [
     "EarlyExit",
     "ExitRecording",
     "ExitSetting",
+    "Kangaroo",
     "LayerSkip",
     "Lookahead",
     "Medusa",

@@ -27,6 +27,8 @@ class Recordings:
     exits: ExitRecording | None = None
     starts: dict[str, StartRecording] = field(default_factory=dict)
     """By the name of the source that drafted."""
+    adapter: ExitRecording | None = None
+    """Of Kangaroo's adapter: one exit."""
 
 
 class SourceToken:
@@ -81,10 +83,14 @@ class SourceReplay(ABC):
     decoding begins at.
     """
 
+    sampled: ClassVar[bool] = False
+    """Whether it can follow sampled outputs."""
+
     def __init__(self, trace: Trace, request: int, first: int = 1) -> None:
         self.info = trace.requests[request]
         starts = trace.request_starts
-        self.output = true_tokens(trace)[int(starts[request]) : int(starts[request + 1])]
+        true = true_tokens(trace, sampled=self.sampled)
+        self.output = true[int(starts[request]) : int(starts[request + 1])]
         self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
         self.length = len(self.output)
         self.limit = self.info.max_new_tokens
@@ -132,17 +138,20 @@ class SourceReplay(ABC):
         return accepted
 
 
-def true_tokens(trace: Trace) -> list[int]:
-    """The target's output tokens of all requests, in on-path order."""
+def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
+    """The target's output tokens of all requests, in on-path order.
+
+    Raises DraftsimError if there are none, or unless ``sampled`` if they were sampled.
+    """
     if "token" not in trace.columns:
         raise DraftsimError(
             "this trace holds no output tokens, which every source but a draft model is replayed "
             "from: record one with `draftsim profile`"
         )
-    if trace.temperature > 0:
+    if trace.temperature > 0 and not sampled:
         raise DraftsimError(
-            "this trace was sampled, and sources other than a draft model are replayed along "
-            "greedy output: record with --temperature 0"
+            "this trace was sampled, and sources other than a draft model and early exit are "
+            "replayed along greedy output: record with --temperature 0"
         )
     tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens

@@ -23,6 +23,7 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("pld", "forward"),
     ("rest", "forward"),
     ("lookahead", "forward"),
+    ("adapter", "forward"),
 )
 """(model, phase) of the latency table that a call's time is read from."""
 
@@ -43,6 +44,7 @@ Call = tuple[bool, int, int, int]
 LAYER, HEAD, EXIT_HEAD = (
     CALL_KINDS.index(k) for k in (("target", "layer"), ("target", "head"), ("exit", "head"))
 )
+ADAPTER = CALL_KINDS.index(("adapter", "forward"))
 FORWARD = CALL_KINDS.index(("target", "forward"))
 
 

@@ -1,4 +1,4 @@
-"""Drafting by early exit of the target: SpecBound, AdaDecode and Kangaroo as one source."""
+"""Drafting by early exit of the target: SpecBound and AdaDecode as one source."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class EarlyExit(Source):
     drafted.  Otherwise (the length policy, SpecBound's width bound, or EOS ended the draft)
     the last drafted token is not processed, and a full match emits no bonus token.  States
     that an exit skipped are computed, exactly, together with the next deeper token.
+
+    Along sampled outputs an exit draws its token from the head at the sampling temperature,
+    and rejection sampling verifies it; where to exit is decided as above.
 
     Parameters
     ----------
@@ -75,16 +78,17 @@ class EarlyExit(Source):
     ) -> Callable[[int], SourceReplay]:
         """Needs an early-exit recording of the same requests."""
         if recordings.exits is None:
+            heat = f" --temperature {trace.temperature:g}" if trace.temperature else ""
             raise DraftsimError(
-                "no early-exit recording: make one with `draftsim profile --exit-layers`"
+                f"no early-exit recording: make one with `draftsim profile --exit-layers{heat}`"
             )
         if first < 1:
             raise DraftsimError("early exit is recorded behind the prefill: replay with first=1")
-        tape = _ExitTape(trace, recordings.exits, self)
+        tape = ExitTape(trace, recordings.exits, self)
         return lambda request: EarlyExitReplay(trace, request, tape, first)
 
 
-class _Step(NamedTuple):
+class ExitStep(NamedTuple):
     """What the source does at a node."""
 
     token: SourceToken | None
@@ -94,7 +98,7 @@ class _Step(NamedTuple):
     """Layers run for the token."""
 
 
-class _ExitTape:
+class ExitTape:
     """One setting laid out over a recording; a step is made when first taken."""
 
     def __init__(self, trace: Trace, recording: ExitRecording, source: EarlyExit) -> None:
@@ -104,36 +108,44 @@ class _ExitTape:
                 "the early-exit recording is of other requests than the trace: record both in "
                 "one run"
             )
+        if recording.temperature != trace.temperature:
+            raise DraftsimError(
+                f"the early-exit recording follows outputs of temperature "
+                f"{recording.temperature:g}, the trace has {trace.temperature:g}: record both in "
+                "one run"
+            )
         self.recording, self.source = recording, source
         self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
         choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
         self._choices = choices.tolist()
         self._deepest = depth_layers(source.depth, recording.layers)
         self._used = usable_exits(recording.exit_layers, self._deepest, source.layers)
-        self._steps: list[_Step | None] = [None] * len(choices)
-        true, path = np.asarray(true_tokens(trace)), np.arange(recording.path_starts[-1])
+        self._steps: list[ExitStep | None] = [None] * len(choices)
+        true = np.asarray(true_tokens(trace, sampled=True))
+        path = np.arange(recording.path_starts[-1])
         drafts = recording.argmax[path, choices[path]]
         self.right: list[bool] = ((choices[path] >= 0) & (drafts == true)).tolist()
 
-    def step(self, node: int) -> _Step:
+    def step(self, node: int) -> ExitStep:
         """The step at a node."""
         if (step := self._steps[node]) is None:
             step = self._steps[node] = self._make(node)
         return step
 
-    def _make(self, node: int) -> _Step:
+    def _make(self, node: int) -> ExitStep:
         at = self._choices[node]
         if at < 0:
-            return _Step(None, len(self._used), self._deepest)
+            return ExitStep(None, len(self._used), self._deepest)
         record = self.recording
         token = int(record.argmax[node, at])
         # In float32 as the real decoder has them, so that no policy decides otherwise.
         top1, top2, lse, entropy = (record.signals[s][node, at] for s in
                                     ("top1", "top2", "logsumexp", "entropy"))  # fmt: skip
         layer = record.exit_layers[at]
-        prob = float(np.exp(np.float64(top1 - lse)))
+        log_prob = top1 - lse if record.log_prob is None else record.log_prob[node, at]
+        prob = float(np.exp(np.float64(log_prob)))
         margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
-        return _Step(
+        return ExitStep(
             SourceToken(
                 token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
                 layer,
@@ -145,7 +157,9 @@ class _ExitTape:
 class EarlyExitReplay(SourceReplay):
     """One recorded request, drafted by early exit of its target."""
 
-    def __init__(self, trace: Trace, request: int, tape: _ExitTape, first: int = 1) -> None:
+    sampled: ClassVar[bool] = True
+
+    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int = 1) -> None:
         super().__init__(trace, request, first)
         self._tape = tape
         self._path = tape.recording.path_starts[request]
@@ -165,15 +179,18 @@ class EarlyExitReplay(SourceReplay):
 
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
-        if not so_far:
-            self._node, self._on_path = self._path + self.position, True
-        else:
-            self._walk(so_far)
-        step = self._tape.step(self._node)
+        step = self._step(so_far)
         self._ledger.enter()
         self._ledger.deepen(step.deepest)
         self.calls.add(EXIT_HEAD, 1, step.heads)
         return step.token
+
+    def _step(self, so_far: Sequence[Any]) -> ExitStep:
+        if not so_far:
+            self._node, self._on_path = self._path + self.position, True
+        else:
+            self._walk(so_far)
+        return self._tape.step(self._node)
 
     def _walk(self, so_far: Sequence[Any]) -> None:
         token = so_far[-1].token_id

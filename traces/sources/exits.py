@@ -1,5 +1,10 @@
 """What every exit head of a target says, along its output and behind its wrong exits.
 
+Along a sampled output an exit's token is a draw, coupled to the output as rejection sampling
+couples a draft model's (see `profiler.record`): it is the emitted token x with probability
+min(1, head(x) / target(x)), and otherwise a draw from the normalised positive part of head -
+target, never x.  So a token is right where it is the emitted one, as along greedy output.
+
 One node per prefix.  The nodes of the true path come first; behind a wrong exit token the
 text depends on which layer exited, so continuations form a trie: a node is found from its
 parent and the token fed.  All distinct wrong tokens of the path have a node; deeper ones
@@ -70,7 +75,8 @@ class ExitRecording:
     nodes:
         Columns of `NODE_COLUMNS`; the path nodes of request 0, 1, ... first, in order.
     argmax:
-        (nodes, exits) int32: the token each exit layer would draft.
+        (nodes, exits) int32: the token each exit layer would draft, its argmax; along sampled
+        outputs its draw.
     log_confidence:
         (nodes, exits, omegas) float32: log of the largest softmax(z / T) (SpecBound, eq. 2),
         which the top logit and the log-sum-exp at temperature T amount to.
@@ -87,7 +93,10 @@ class ExitRecording:
     path_starts:
         First path node of each request, and the number of path nodes at the end.
     meta:
-        Provenance.
+        Provenance; ``temperature`` is that of sampled outputs.
+    log_prob:
+        (nodes, exits) float32: log-probability of that token at the sampling temperature;
+        None along greedy outputs, where it follows from the signals.
 
     Raises
     ------
@@ -105,6 +114,7 @@ class ExitRecording:
     settings: tuple[ExitSetting, ...]
     path_starts: tuple[int, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    log_prob: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         count, exits = len(self.nodes["token"]), len(self.exit_layers)
@@ -114,12 +124,19 @@ class ExitRecording:
             "log_confidence": (self.log_confidence, (count, exits, len(self.omegas))),
             **{name: (values, (count, exits)) for name, values in self.signals.items()},
         }
+        if self.log_prob is not None:
+            shapes["log_prob"] = (self.log_prob, (count, exits))
         for name, (values, shape) in shapes.items():
             if values.shape != shape:
                 raise DraftsimError(
                     f"early-exit recording: {name} has shape {values.shape}, expected {shape}: "
                     "record it again"
                 )
+        if (self.log_prob is None) != (self.temperature == 0):
+            raise DraftsimError(
+                f"early-exit recording: temperature {self.temperature:g} and the probabilities of "
+                "draws do not fit together: record it again"
+            )
         if sorted(set(self.exit_layers)) != list(self.exit_layers) or not (
             self.exit_layers and self.exit_layers[0] >= 1 and self.exit_layers[-1] < self.layers
         ):
@@ -131,6 +148,11 @@ class ExitRecording:
             raise DraftsimError(
                 "early-exit recording: a confidence is not finite: check the exit heads"
             )
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature of the outputs it follows, 0 for greedy."""
+        return float(self.meta.get("temperature") or 0.0)
 
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:

@@ -18,6 +18,7 @@ from traces.sources.exits import SIGNALS as EXIT_SIGNALS
 from traces.sources.starts import START_SIGNALS, StartRecording
 
 EXITS, STARTS = "exits", "starts"
+ADAPTER_FILE = "exits-kangaroo.parquet"
 STARTS_OF = ("blockwise", "medusa", "specdec", "space", "layer-skip")
 
 
@@ -27,6 +28,8 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
     columns["argmax"] = _lists(recording.argmax)
     columns["log_confidence"] = _lists(recording.log_confidence.reshape(len(recording.argmax), -1))
     columns |= {name: _lists(recording.signals[name]) for name in EXIT_SIGNALS}
+    if recording.log_prob is not None:
+        columns["log_prob"] = _lists(recording.log_prob)
     header = {
         "exit_layers": recording.exit_layers, "layers": recording.layers,
         "omegas": recording.omegas, "settings": recording.settings,
@@ -53,6 +56,8 @@ def read_exits(path: PathLike) -> ExitRecording:
             {name: _matrix(table, name, shape, "float32") for name in EXIT_SIGNALS},
             exits, int(header["layers"]), omegas, settings, tuple(header["path_starts"]),
             header["meta"],
+            _matrix(table, "log_prob", shape, "float32")
+            if "log_prob" in table.column_names else None,
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, DraftsimError) as error:
         raise _contradiction(path, error) from error
@@ -84,21 +89,35 @@ def read_starts(path: PathLike) -> StartRecording:
         raise _contradiction(path, error) from error
 
 
+def exits_file(sampled: bool) -> str:
+    """Name of the early-exit recording along greedy or sampled outputs in a run folder."""
+    return "exits-sampled.parquet" if sampled else "exits.parquet"
+
+
 def write_recordings(recordings: Recordings, folder: Path) -> None:
-    """Write what was recorded to ``exits.parquet`` and ``starts-<source>.parquet``."""
+    """Write what was recorded to ``exits*.parquet`` and ``starts-<source>.parquet``."""
     if recordings.exits is not None:
-        write_exits(recordings.exits, folder / "exits.parquet")
+        sampled = recordings.exits.temperature > 0
+        write_exits(recordings.exits, folder / exits_file(sampled))
+    if recordings.adapter is not None:
+        write_exits(recordings.adapter, folder / ADAPTER_FILE)
     for name, recording in recordings.starts.items():
         write_starts(recording, folder / f"starts-{name}.parquet")
 
 
-def read_recordings(folder: Path) -> Recordings:
-    """What `write_recordings` left in `folder`, as far as it is there."""
-    exits = folder / "exits.parquet"
+def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
+    """What `write_recordings` left in `folder`, as far as it is there.
+
+    ``sampled``: what follows sampled outputs instead, which is early exits alone.
+    """
+    exits = folder / exits_file(sampled)
+    if sampled:
+        return Recordings(read_exits(exits) if exits.exists() else None)
     paths = {name: folder / f"starts-{name}.parquet" for name in STARTS_OF}
     return Recordings(
         read_exits(exits) if exits.exists() else None,
         {name: read_starts(path) for name, path in paths.items() if path.exists()},
+        read_exits(folder / ADAPTER_FILE) if (folder / ADAPTER_FILE).exists() else None,
     )
 
 

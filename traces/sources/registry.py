@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
+from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit
 from traces.sources.lookup_sources import PLD, REST, Lookahead
@@ -17,7 +18,8 @@ DRAFT_MODEL = "draft-model"
 SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
-        PLD, REST, Lookahead, EarlyExit, LayerSkip, Blockwise, Medusa, MedusaTree, Space, SpecDec
+        PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
+        Space, SpecDec,
     )
 }  # fmt: skip
 
@@ -52,9 +54,13 @@ SYSTEMS: Mapping[str, System] = {
         "AdaDecode (arXiv:2506.03700): early exit without bounds, at most 24 tokens a round",
     ),
     "kangaroo": System(
+        "kangaroo", "confidence:gamma=6,confidence_threshold=0.6",
+        "Kangaroo (arXiv:2404.18911): fixed exit, attention adapter, confidence stop",
+    ),
+    "kangaroo-head": System(
         "early-exit:tau=0,omega=0,depth=1,bonus=true",
         "confidence:gamma=6,confidence_threshold=0.6",
-        "Kangaroo (arXiv:2404.18911): always the first exit layer, confidence stop",
+        "Kangaroo with a low-rank head in the place of its adapter",
     ),
     "draft-and-verify-skip": System(
         "layer-skip", "draft-and-verify",

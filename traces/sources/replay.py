@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from policies.core import DraftPolicy, Round, speculate
-from policies.rules import ExactMatch, VerifyRule
+from policies.rules import VerifyRule
 from traces.errors import DraftsimError, SignalError
-from traces.rounds import RoundLog
+from traces.rounds import Fidelity, RoundLog
+from traces.scores import prepared_rule
 from traces.sources.base import Recordings, Source
 from traces.sources.calls import Call, pack_calls
 from traces.trace import Trace
@@ -23,25 +24,28 @@ def replay_source(
 ) -> RoundLog:
     """Decode every request of `trace` again with `source` drafting, in recording order.
 
-    Only the target's output is taken from `trace`, and the recordings of sources that need
-    one from `recordings`.  ``first=0`` (lookups only) lets the first verification process the
-    prompt, as transformers does.
+    Drafts are verified losslessly: exactly, or by rejection sampling along a sampled trace,
+    whose replay is exact in distribution.  Only the target's output is taken from `trace`, and
+    the recordings of sources that need one from `recordings`.  ``first=0`` (lookups only) lets
+    the first verification process the prompt, as transformers does.
 
     Raises
     ------
     SignalError
         If the policy reads a signal that the source's tokens do not have.
     DraftsimError
-        If what the source needs was not recorded, or the rule is lossy: only a draft
-        model's tokens were scored by the target.
+        If what the source needs was not recorded, the rule is lossy (only a draft model's
+        tokens were scored by the target), or it does not fit how the trace was decoded.
     TailError
         If the policy drafts past what was recorded off the path.
     """
-    if rule is not None and not isinstance(rule, ExactMatch):
+    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
+    if rule is not None and not rule.lossless:
         raise DraftsimError(
             f"{type(rule).__name__} needs the target's scores of wrong drafts, which are recorded "
-            f"for a draft model alone, not for {source.name!r}: use --verify exact"
+            f"for a draft model alone, not for {source.name!r}: use --verify {lossless}"
         )
+    prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
     check_signals(policy, source)
     decoder_of = source.open(trace, recordings or Recordings(), first)
     shared = policy.fresh()
@@ -54,8 +58,15 @@ def replay_source(
         calls.append(decoder.calls.rounds)
     return RoundLog(
         RoundLog.pack(rounds), trace.requests, name or type(policy).__name__, source=source.name,
-        fidelity=source.fidelity, reads=policy.reads, first=first, calls=pack_calls(calls),
+        verify=lossless, fidelity=fidelity_of(source, trace), reads=policy.reads, first=first,
+        calls=pack_calls(calls),
     )  # fmt: skip
+
+
+def fidelity_of(source: Source, trace: Trace) -> Fidelity:
+    """The source's own fidelity, which along sampled outputs holds in distribution."""
+    sampled = trace.temperature > 0 and source.fidelity == "exact"
+    return "exact in distribution" if sampled else source.fidelity
 
 
 def check_signals(policy: DraftPolicy, source: Source) -> None:

@@ -92,7 +92,7 @@ class StartSource(Source):
             have = ", ".join(sorted(recordings.starts)) or "none"
             raise DraftsimError(
                 f"no recording of {self.key!r} drafts (there are: {have}): record them with "
-                f"`draftsim profile --sources {self.key}`"
+                "`draftsim profile --exit-layers`"
             )
         if first < 1:
             raise DraftsimError(f"{self.name} is recorded behind the prefill: replay with first=1")
