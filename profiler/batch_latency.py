@@ -19,40 +19,39 @@ from profiler.batched import enter, speculate_batch
 from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_stream import BatchToken, DraftStep, Stream
 from profiler.batched_styles import PerRequest
-from profiler.latency import HOST_GAMMAS, Grid, Step, Stopwatch, draft_passes
+from profiler.host_latency import HOST_GAMMAS
+from profiler.latency import Block, Grid, Step, Stopwatch
+from profiler.pass_latency import Pass, decoding_blocks, signal_block
 from profiler.runner import Runner
 from traces.latency import CELL_COLUMNS
 
 
-def batch_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
-    """Prefill and forward passes of both models and the signals' cost, at every batch above 1.
+def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
+    """Prefill and decoding passes of both models and the signals' cost, at every batch above 1.
 
     ``target`` and ``draft`` have room for ``max(grid.batches)`` sequences.
     """
-    steps: list[Step] = []
-    context = min(grid.contexts)
+    blocks: list[Block] = []
     for runner in (target, draft):
         _fill(runner)
+    contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
     for batch in [b for b in grid.batches if b > 1]:
-        plain, drafting = (_pass(runner, batch, 1, context, 1) for runner in (target, draft))
         logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
-        steps.append(Step("draft", "signal", 1, 0, _signals(logits), batch, drafting))
         for name, runner in (("target", target), ("draft", draft)):
             for length in grid.prompts:
                 if length <= runner.cache.slots:
                     run = _pass(runner, batch, length, 0, 1)
-                    steps.append(Step(name, "prefill", length, 0, run, batch))
-        for context in grid.contexts:
-            if context + grid.widest > target.cache.slots:
-                continue
-            for width in grid.batch_widths:
-                run = _pass(target, batch, width, context, 0)
-                before = plain if width == 1 else drafting
-                steps.append(Step("target", "forward", width, context, run, batch, before))
-            for phase, width, before in draft_passes(plain, drafting):
-                run = _pass(draft, batch, width, context, 1)
-                steps.append(Step("draft", phase, width, context, run, batch, before))
-    return steps
+                    blocks.append(Block([[Step(name, "prefill", length, 0, run, batch)]]))
+        passes = _passes(target, batch, 0), _passes(draft, batch, 1)
+        # A pass over a batch outweighs what the caches keep: fewer rounds will do.
+        blocks += decoding_blocks(*passes, grid.batch_widths, contexts, batch, untimed=1)
+        read = _signals(logits)
+        blocks.append(signal_block(*passes, read, grid.batch_widths, min(contexts), batch))
+    return blocks
+
+
+def _passes(runner: Runner, batch: int, keep: int) -> Pass:
+    return lambda width, context: _pass(runner, batch, width, context, keep)
 
 
 def _fill(runner: Runner) -> None:

@@ -58,7 +58,9 @@ class BatchedDecoder:
         shape = (self.size, self._scratch + 1)
         self._tokens = torch.zeros(shape, dtype=torch.long, device=target.device)
         self._rows = torch.arange(self.size, device=target.device)
-        self._picks = self._tokens
+        self._columns = torch.arange(self._scratch, device=target.device)
+        # The last pass's spans and the target's picks, on the device.
+        self._spans = self._picks = self._tokens
 
     @torch.inference_mode()
     def admit(self, newcomers: Sequence[Stream]) -> None:
@@ -103,7 +105,11 @@ class BatchedDecoder:
             spans[s.row] = (s.in_draft, s.known + len(s.draft))
         _, logits = self._pass(self.draft_model, spans, keep=1)  # (batch, 1, vocab)
         step = DraftStep(logits[:, 0], logits[:, 0].argmax(-1))
-        self._write([stop or self._scratch for _, stop in spans], step.picks)
+        if len(spans) == 1:
+            self._tokens[0, spans[0][1]] = step.picks[0]
+        else:
+            stops = self._spans[:, 1]  # of this pass; 0 where nothing was fed
+            self._write(torch.where(stops > 0, stops, self._scratch), step.picks)
         for s in active:
             s.in_draft = s.known + len(s.draft)
             s.forwards += 1
@@ -149,8 +155,11 @@ class BatchedDecoder:
             s.in_draft = min(s.in_draft, s.known + accepted)
             s.known += accepted + 1
             s.catch_up = s.known - s.in_draft
-        column = torch.tensor(columns, device=self._picks.device)[:, None]  # (batch, 1)
-        self._write(slots, self._picks.gather(1, column)[:, 0])
+        if len(slots) == 1:
+            self._tokens[0, slots[0]] = self._picks[0, columns[0]]
+            return rounds
+        places = _on_device([slots, columns], self._picks.device)  # (2, batch)
+        self._write(places[0], self._picks.gather(1, places[1][:, None])[:, 0])
         return rounds
 
     def begin(self) -> None:
@@ -185,20 +194,35 @@ class BatchedDecoder:
         if len(spans) == 1 and first == 0:
             fed = self._tokens[:1, spans[0][0] : spans[0][1]]
             return fed, model.forward(fed[0], spans[0][0], keep=keep)[None]
-        table = []
-        for start, stop in spans:
-            padding = [-1] * (width - stop + start)
-            own = list(range(start, stop))
-            table.append(padding + own if keep else own + padding)
-        positions = torch.tensor(table, device=self._tokens.device)  # (rows, width)
+        self._spans = _on_device(spans, self._tokens.device)  # (rows, 2)
+        positions = span_positions(self._spans, self._columns[:width], right=bool(keep))
         fed = self._tokens[first : first + len(spans)].gather(1, positions.clamp(min=0))
         visible = max(stop for _, stop in spans)
         return fed, model.forward_batch(fed, positions, visible, first=first, keep=keep)
 
-    def _write(self, slots: Sequence[int], tokens: Tensor) -> None:
-        """Put one token per row, (rows,), at its position."""
-        at = torch.tensor(slots, device=self._tokens.device)
-        self._tokens[self._rows[: len(slots)], at] = tokens
+    def _write(self, slots: Tensor, tokens: Tensor) -> None:
+        """Put one token per row at its position, both (rows,)."""
+        self._tokens[self._rows[: len(slots)], slots] = tokens
+
+
+def span_positions(spans: Tensor, columns: Tensor, right: bool) -> Tensor:
+    """Positions (rows, width) of tokens that `spans` (rows, 2) feed, -1 where there is none.
+
+    `columns` counts 0 to width - 1; a row's tokens stand at the right end or the left.
+    """
+    starts, stops = spans[:, :1], spans[:, 1:]
+    positions = columns + (stops - len(columns) if right else starts)
+    fed = positions >= starts if right else positions < stops
+    return torch.where(fed, positions, -1)
+
+
+def _on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """`values` as a tensor, for which neither host nor device waits."""
+    host = torch.tensor(values)
+    if device.type != "cuda":
+        return host.to(device)
+    # From pageable memory the host would wait until the device has worked off its queue.
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _refuse_nan(bad: bool, model: str) -> None:

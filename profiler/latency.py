@@ -1,33 +1,23 @@
 """Measures how long each step of decoding takes, on the device in front of you.
 
-Every cell runs the very code the decoder runs.  Repeats are interleaved: each sweep
-times all cells once in a fresh random order, so that drift of the machine spreads over
-all of them instead of biasing some.
+Every cell runs the very code the decoder runs, in the order in which decoding runs it.
+Repeats are interleaved: each sweep times all cells once in a fresh random order, so that
+drift of the machine spreads over all of them instead of biasing some.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
-from policies.basic import Fixed
-from policies.core import Round, speculate
 from profiler.checkpoint import Checkpoint
-from profiler.decoder import ModelDecoder, ModelToken
-from profiler.runner import Runner
 from traces.latency import CELL_COLUMNS, LatencyTable
-
-HOST_GAMMAS = (0, 1, 2, 4, 8, 16)
-"""Draft lengths over which the host's time per round and per drafted token is fitted."""
-
 
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
@@ -46,7 +36,7 @@ class Grid:
     prompts: Sequence[int] = (32, 64, 128, 256)
     batches: Sequence[int] = (1,)
     batch_widths: Sequence[int] = (1, 2, 3, 5, 9, 17, 25)
-    repeats: int = 25
+    repeats: int = 15
     warmup: int = 3
 
     @property
@@ -57,12 +47,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Step:
-    """One cell, the call that takes its time, and the call that comes before it in decoding.
-
-    What ran just before decides what the processor's caches hold, which is worth up to a
-    third of a small model's pass: a draft pass after another one is not a draft pass after
-    the target's.
-    """
+    """One cell, and the call that takes its time."""
 
     model: str
     phase: str
@@ -70,7 +55,26 @@ class Step:
     context: int
     run: Callable[[], object]
     batch: int = 1
-    before: Callable[[], object] = lambda: None
+
+    @property
+    def cell(self) -> tuple[str, str, int, int, int]:
+        """What tells cells apart: model, phase, batch, new tokens, context."""
+        return self.model, self.phase, self.batch, self.new_tokens, self.context
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rounds of steps that follow one another, as in decoding; all but the first are timed.
+
+    What ran before decides what the processor's caches hold, of weights and of code, and not
+    only what ran just before: `benchmarks.latency_order` shows a target pass that follows
+    many draft passes, round after round, to be slower than the same pass among others.
+
+    A cell that occurs several times in a block, or in several blocks, is the mean of all.
+    """
+
+    rounds: Sequence[Sequence[Step]]
+    untimed: int = 0
 
 
 class Stopwatch:
@@ -94,221 +98,72 @@ class Stopwatch:
         return float(start.elapsed_time(stop)) / 1e3
 
 
-def measure_steps(
-    steps: Sequence[Step],
-    device: torch.device,
-    *,
-    repeats: int,
-    warmup: int = 3,
-    checkpoint: Checkpoint | None = None,
-    seed: int = 0,
-    advance: Callable[[], None] = lambda: None,
-) -> pd.DataFrame:
-    """Time every step `repeats` times, interleaved; rows as in `traces.latency`.
+class Sweeps:
+    """Times blocks sweep by sweep; each sweep runs all of them once, in a fresh random order.
 
-    ``advance`` is called once per sweep over all steps.  With a checkpoint, sweeps
-    already kept are not repeated.
+    Parameters
+    ----------
+    blocks, device:
+        What to time, and where.
+    checkpoint:
+        Keeps every sweep; those it holds already count as done.
+    warmup:
+        Untimed calls of every cell before the first sweep.
+    seed:
+        Of the order.
     """
-    watch = Stopwatch(device)
-    kept = checkpoint.get("latency") if checkpoint else None
-    samples = kept["samples"] if kept else np.empty((0, len(steps)))
-    for _ in range(len(samples)):
-        advance()
-    if len(samples) < repeats:
-        for step in steps:
-            for _ in range(warmup):
-                step.run()
-    rng = np.random.default_rng([seed, len(samples)])
-    while len(samples) < repeats:
-        sweep = np.empty(len(steps))
-        for i in rng.permutation(len(steps)):
-            steps[i].before()
-            sweep[i] = watch.time(steps[i].run)
-        samples = np.vstack([samples, sweep])
-        if checkpoint:
-            checkpoint.put("latency", {"samples": samples})
-        advance()
-    low, median, high = np.quantile(samples, [0.25, 0.5, 0.75], axis=0)
-    rows = [
-        (
-            s.model,
-            s.phase,
-            s.batch,
-            s.new_tokens,
-            s.context,
-            median[i],
-            (high[i] - low[i]) / 2,
-            repeats,
-        )
-        for i, s in enumerate(steps)
-    ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        device: torch.device,
+        *,
+        checkpoint: Checkpoint | None = None,
+        warmup: int = 3,
+        seed: int = 0,
+    ) -> None:
+        self.blocks, self.warmup = blocks, warmup
+        self._watch, self._checkpoint = Stopwatch(device), checkpoint
+        # A cell may be in several blocks: any of its calls will do to warm up.
+        self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
+        self._place = {cell: i for i, cell in enumerate(self._steps)}
+        kept = checkpoint.get("latency") if checkpoint else None
+        self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
+        self._rng = np.random.default_rng([seed, len(self._samples)])
+        self._warm = False
 
-def pass_steps(target: Runner, draft: Runner, grid: Grid) -> list[Step]:
-    """Prefill and forward passes of both models over the grid, and the signals' cost."""
-    ids = {"target": _random_ids(target, target.cache.slots)}
-    ids["draft"] = ids["target"][: draft.cache.slots] % draft.vocab_size
-    for name, runner in (("target", target), ("draft", draft)):
-        runner.forward(ids[name], 0, keep=1)  # real keys and values in every slot
-    context = min(c for c in grid.contexts)
-    plain = _pass(target, ids["target"][:1], context, 1)
-    drafting = _pass(draft, ids["draft"][:1], context, 1)
-    logits = draft.forward(ids["draft"][:1], 0, keep=1)
-    token = logits.argmax(-1)
-    steps = [
-        Step(
-            "draft", "signal", 1, 0, lambda: ModelToken(token, logits, 0.0, None).prob, 1, drafting
-        )
-    ]
-    for name, runner in (("target", target), ("draft", draft)):
-        for length in grid.prompts:
-            if length <= runner.cache.slots:
-                run = _pass(runner, ids[name][:length], 0, 1)
-                steps.append(Step(name, "prefill", length, 0, run))
-    for context in grid.contexts:
-        if context + grid.widest > target.cache.slots:
-            continue
-        for width in grid.widths:
-            run = _pass(target, ids["target"][:width], context, width)
-            before = plain if width == 1 else drafting
-            steps.append(Step("target", "forward", width, context, run, 1, before))
-        for phase, width, before in draft_passes(plain, drafting):
-            run = _pass(draft, ids["draft"][:width], context, 1)
-            steps.append(Step("draft", phase, width, context, run, 1, before))
-    return steps
+    def __len__(self) -> int:
+        """Sweeps done."""
+        return len(self._samples)
 
+    def run(self) -> None:
+        """One sweep."""
+        if not self._warm:
+            for step in self._steps.values():
+                for _ in range(self.warmup):
+                    step.run()
+            self._warm = True
+        seconds, count = np.zeros(len(self._steps)), np.zeros(len(self._steps))
+        for b in self._rng.permutation(len(self.blocks)):
+            block = self.blocks[b]
+            for number, steps in enumerate(block.rounds):
+                for step in steps:
+                    taken = self._watch.time(step.run)
+                    if number >= block.untimed:
+                        seconds[self._place[step.cell]] += taken
+                        count[self._place[step.cell]] += 1
+        self._samples = np.vstack([self._samples, seconds / count])
+        if self._checkpoint:
+            self._checkpoint.put("latency", {"samples": self._samples})
 
-def draft_passes(
-    target: Callable[[], object], draft: Callable[[], object]
-) -> list[tuple[str, int, Callable[[], object]]]:
-    """(phase, tokens fed, what runs before) of the draft passes that occur in decoding."""
-    later = [("forward", width, draft) for width in (1, 2)]
-    return later + [("catch_up", width, target) for width in FIRST_WIDTHS]
-
-
-def _pass(runner: Runner, ids: Tensor, context: int, keep: int) -> Callable[[], object]:
-    return lambda: runner.forward(ids, context, keep=keep)
-
-
-def _random_ids(runner: Runner, count: int) -> Tensor:
-    seeded = torch.Generator().manual_seed(0)
-    return torch.randint(runner.vocab_size, (count,), generator=seeded).to(runner.device)
-
-
-class _Idle(Runner):
-    """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
-
-    def __init__(self, like: Runner) -> None:
-        self.cache, self.max_positions = like.cache, like.max_positions
-        rows = max(HOST_GAMMAS) + 1
-        self._rows = torch.randn(rows, like.vocab_size, device=like.device, dtype=like.model.dtype)
-
-    def forward(
-        self, tokens: Tensor, start: int, *, keep: int = 0, mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The first `keep` of some fixed rows."""
-        del tokens, start, mask, positions
-        return self._rows[:keep]
-
-
-def measure_host(
-    target: Runner, draft: Runner, *, repeats: int = 15, tokens: int = 40
-) -> pd.DataFrame:
-    """Seconds per round and per drafted token outside the models, by a linear fit.
-
-    The real loop decodes `tokens` tokens with both models replaced by ones that do nothing.
-    """
-    idle = _Idle(target), _Idle(draft)
-    prompt = _random_ids(draft, 4)
-    watch = Stopwatch(target.device)
-    samples = np.empty((repeats, len(HOST_GAMMAS)))
-    counts = np.empty((repeats, len(HOST_GAMMAS), 2))
-    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
-        for i, gamma in enumerate(HOST_GAMMAS):
-            decoder = ModelDecoder(*idle, prompt, tokens, watch_eos=False)
-            log: list[Round] = []
-            samples[repeat, i] = watch.time(_run_into(log, decoder, Fixed(gamma)))
-            counts[repeat, i] = len(log), sum(r.draft_forwards for r in log)
-    fits = np.array(
-        [np.linalg.lstsq(counts[r], samples[r], rcond=None)[0] for r in range(repeats)]
-    ).clip(min=0)
-    low, median, high = np.quantile(fits, [0.25, 0.5, 0.75], axis=0)
-    rows = [
-        ("target", phase, 1, 1, 0, median[i], (high[i] - low[i]) / 2, repeats)
-        for i, phase in enumerate(("host_round", "host_draft"))
-    ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-
-
-def _run_into(log: list[Round], decoder: ModelDecoder, policy: Fixed) -> Callable[[], object]:
-    return lambda: log.extend(speculate(decoder, policy))
-
-
-def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
-    """Per-layer and output-head seconds of one model, from hooks around its modules."""
-    layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
-    rows = []
-    ids = _random_ids(runner, max(grid.widths))
-    for width in grid.widths:
-        for context in grid.contexts:
-            if context + width > runner.cache.slots:
-                continue
-            samples = np.empty((grid.repeats, 2))
-            for repeat in range(-grid.warmup, grid.repeats):
-                with _timed_modules([*layers, head], runner.device) as seconds:
-                    runner.forward(ids[:width], context, keep=width)
-                times = seconds()
-                if repeat >= 0:
-                    samples[repeat] = np.mean(times[:-1]), times[-1]
-            low, median, high = np.quantile(samples, [0.25, 0.5, 0.75], axis=0)
-            rows += [
-                (model, phase, 1, width, context, median[i], (high[i] - low[i]) / 2, grid.repeats)
-                for i, phase in enumerate(("layer", "head"))
-            ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-
-
-def _parts(model: Any, count: int) -> list[torch.nn.Module]:
-    """The model's transformer layers, whatever they are called."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ValueError(f"{type(model).__name__} has no list of {count} layers")
-
-
-@contextmanager
-def _timed_modules(
-    modules: Sequence[torch.nn.Module], device: torch.device
-) -> Iterator[Callable[[], list[float]]]:
-    """Time each module's forward inside the block; call the result for the seconds."""
-    cuda = device.type == "cuda"
-    marks: list[list[Any]] = [[] for _ in modules]
-
-    def mark(at: int) -> None:
-        if cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            marks[at].append(event)
-        else:
-            marks[at].append(time.perf_counter())
-
-    def read() -> list[float]:
-        if cuda:
-            torch.cuda.synchronize()
-            return [float(a.elapsed_time(b)) / 1e3 for a, b in marks]
-        return [b - a for a, b in marks]
-
-    handles = []
-    for i, module in enumerate(modules):
-        handles.append(module.register_forward_pre_hook(lambda *_, at=i: mark(at)))
-        handles.append(module.register_forward_hook(lambda *_, at=i: mark(at)))
-    try:
-        yield read
-    finally:
-        for handle in handles:
-            handle.remove()
+    def cells(self) -> pd.DataFrame:
+        """Rows as in `traces.latency`: the median over sweeps, half their interquartile range."""
+        low, median, high = np.quantile(self._samples, [0.25, 0.5, 0.75], axis=0)
+        rows = [
+            (*cell, median[i], (high[i] - low[i]) / 2, len(self))
+            for i, cell in enumerate(self._steps)
+        ]
+        return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:

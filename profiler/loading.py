@@ -183,6 +183,11 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
 def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
     """Name, revision and shape of a model, for provenance."""
     config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    # T5 names a head's width by itself.
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    width = width or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return {
         "path": Path(path).name if Path(path).is_dir() else str(path),
         "revision": getattr(model.config, "_commit_hash", None),
@@ -191,6 +196,11 @@ def describe_model(model: Any, path: str | Path) -> dict[str, Any]:
         **(describe_seq2seq(model) if is_seq2seq(model) else {}),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
+        "kv_values": 2
+        * config.num_hidden_layers
+        * kv_heads
+        * (width or config.hidden_size // heads),
+        "tied": bool(config.tie_word_embeddings),
         "parameters": sum(weights.numel() for weights in model.parameters()),
         "fingerprint": fingerprint(model),
     }

@@ -13,14 +13,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from profiler.batch_latency import batch_steps, measure_batch_host
+from profiler.batch_latency import batch_blocks, measure_batch_host
 from profiler.checkpoint import Checkpoint
-from profiler.latency import Grid, measure_host, measure_layers, measure_steps, pass_steps, table
+from profiler.host_latency import measure_host
+from profiler.latency import Grid, Sweeps, table
+from profiler.layer_latency import measure_layers
 from profiler.loading import Pair, Prompt
+from profiler.pass_latency import pass_blocks
 from profiler.record import Columns, Recorder
+from profiler.rule_latency import measure_rules
 from profiler.runner import Runner
 from profiler.seq2seq import Seq2SeqRunner, make_runner
-from profiler.seq2seq_latency import fitting_grid, seq2seq_layers, seq2seq_steps
+from profiler.seq2seq_latency import fitting_grid, seq2seq_blocks, seq2seq_layers
 from profiler.seq2seq_start import check_room, is_seq2seq
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
@@ -50,42 +54,60 @@ def progress_bar() -> Progress:
     )  # fmt: skip
 
 
+class LatencyProfile:
+    """The latency table of a pair in the making, one sweep over all passes at a time.
+
+    Raises DraftsimError if the pair cannot be measured over the grid.
+    """
+
+    def __init__(self, pair: Pair, grid: Grid, checkpoint: Checkpoint | None = None) -> None:
+        slots = _context_limit(pair, max(grid.contexts) + grid.widest)
+        self._pair, self._batched = pair, None
+        self._runners = make_runner(pair.target, slots), make_runner(pair.draft, slots)
+        target, draft = self._runners
+        if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
+            self._grid = fitting_grid(grid, target, draft)
+            blocks = seq2seq_blocks(target, draft, self._grid)
+        else:
+            contexts = [c for c in grid.contexts if c + grid.widest <= slots]
+            self._grid = replace(grid, contexts=contexts)
+            blocks = pass_blocks(target, draft, self._grid)
+        if (largest := max(grid.batches, default=1)) > 1:
+            self._batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
+            blocks += batch_blocks(*self._batched, self._grid)
+        self.sweeps = Sweeps(blocks, pair.device, warmup=grid.warmup, checkpoint=checkpoint)
+
+    def table(self) -> LatencyTable:
+        """The passes swept so far; the host's work and single layers are measured here and now."""
+        grid = self._grid
+        few = replace(
+            grid,
+            widths=[w for w in (1, 5, 25) if w in grid.widths],
+            repeats=max(3, grid.repeats // 2),
+        )
+        parts = [self.sweeps.cells(), measure_host(*self._runners), measure_rules(*self._runners)]
+        if self._batched is not None:
+            parts.append(measure_batch_host(*self._batched, grid.batches))
+        for name, runner in zip(("target", "draft"), self._runners, strict=True):
+            if isinstance(runner, Seq2SeqRunner):
+                parts.append(seq2seq_layers(runner, name, few))
+            else:
+                parts.append(measure_layers(runner, name, few))
+        return table(parts, {"kind": "measured", "mode": "eager", **self._pair.meta})
+
+
 def profile_latency(
     pair: Pair, settings: Settings, folder: Path, progress: Progress
 ) -> LatencyTable:
     """Measure the pair's latency table; a stopped measurement goes on."""
     grid = settings.grid
-    slots = _context_limit(pair, max(grid.contexts) + grid.widest)
-    target, draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
-    if isinstance(target, Seq2SeqRunner) and isinstance(draft, Seq2SeqRunner):
-        grid = fitting_grid(grid, target, draft)
-        steps = seq2seq_steps(target, draft, grid)
-    else:
-        grid = replace(grid, contexts=[c for c in grid.contexts if c + grid.widest <= slots])
-        steps = pass_steps(target, draft, grid)
     checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
-    largest = max(grid.batches, default=1)
-    batched = None
-    if largest > 1:
-        batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
-        steps += batch_steps(*batched, grid)
-    task = progress.add_task("measuring latency", total=grid.repeats)
-    passes = measure_steps(
-        steps, pair.device, repeats=grid.repeats, warmup=grid.warmup, checkpoint=checkpoint,
-        advance=lambda: progress.advance(task),
-    )  # fmt: skip
-    few = replace(
-        grid, widths=[w for w in (1, 5, 25) if w in grid.widths], repeats=max(3, grid.repeats // 3)
-    )
-    parts = [passes, measure_host(target, draft)]
-    if batched is not None:
-        parts.append(measure_batch_host(*batched, grid.batches))
-    for name, runner in (("target", target), ("draft", draft)):
-        if isinstance(runner, Seq2SeqRunner):
-            parts.append(seq2seq_layers(runner, name, few))
-        else:
-            parts.append(measure_layers(runner, name, few))
-    latency = table(parts, {"kind": "measured", "mode": "eager", **pair.meta})
+    profile = LatencyProfile(pair, grid, checkpoint)
+    task = progress.add_task("measuring latency", total=grid.repeats, completed=len(profile.sweeps))
+    while len(profile.sweeps) < grid.repeats:
+        profile.sweeps.run()
+        progress.advance(task)
+    latency = profile.table()
     write_latency(latency, folder / "latency.parquet")
     checkpoint.close()
     return latency

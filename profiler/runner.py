@@ -77,7 +77,8 @@ class Runner:
         tokens: (new_tokens,) token ids on the model's device.
         start: first slot to write; slots before it are attended to.
         keep: logits wanted of the last ``keep`` tokens; 0 = all.
-        mask: (new_tokens, start + new_tokens) booleans, for trees; causal if None.
+        mask: (new_tokens, start + new_tokens) for trees, booleans or numbers to add; causal if
+            None.
         positions: (new_tokens,) positions, for trees; slots if None.
 
         Returns

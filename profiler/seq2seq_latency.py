@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from profiler.decoder import ModelToken
-from profiler.latency import Grid, Step, draft_passes, measure_layers
+from profiler.latency import Block, Grid, Step
+from profiler.layer_latency import measure_layers
+from profiler.pass_latency import decoding_blocks, signal_block
 from profiler.seq2seq import Seq2SeqRunner
 from traces.errors import DraftsimError
 
@@ -43,30 +45,27 @@ def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
     return fitting
 
 
-def seq2seq_steps(target: Seq2SeqRunner, draft: Seq2SeqRunner, grid: Grid) -> list[Step]:
-    """Prefill and forward passes of both models over the grid, and the signals' cost."""
-    context = min(grid.contexts)
+def seq2seq_blocks(target: Seq2SeqRunner, draft: Seq2SeqRunner, grid: Grid) -> list[Block]:
+    """Prefill and decoding passes of both models over the grid, and the signals' cost."""
     target_at, draft_at = _Passes(target, grid), _Passes(draft, grid)
-    plain, drafting = target_at.run(1, context), draft_at.run(1, context)
-    drafting()
+    draft_at.run(1, min(grid.contexts))()  # leaves a source in place
     logits = draft.forward(draft_at.ids[:1], 0, keep=1)
     token = logits.argmax(-1)
-    steps = [
-        Step(
-            "draft", "signal", 1, 0, lambda: ModelToken(token, logits, 0.0, None).prob, 1, drafting
-        )
+
+    def verify(width: int, context: int) -> Callable[[], object]:
+        return target_at.run(width, context, width)
+
+    def read() -> object:
+        return ModelToken(token, logits, 0.0, None).prob
+
+    blocks = [
+        Block([[Step(name, "prefill", n, 0, passes.prefill(n))]])
+        for name, passes in (("target", target_at), ("draft", draft_at))
+        for n in grid.prompts
     ]
-    for name, passes in (("target", target_at), ("draft", draft_at)):
-        steps += [Step(name, "prefill", n, 0, passes.prefill(n)) for n in grid.prompts]
-    for context in grid.contexts:
-        for width in grid.widths:
-            before = plain if width == 1 else drafting
-            run = target_at.run(width, context, width)
-            steps.append(Step("target", "forward", width, context, run, 1, before))
-        for phase, width, before in draft_passes(plain, drafting):
-            run = draft_at.run(width, context)
-            steps.append(Step("draft", phase, width, context, run, 1, before))
-    return steps
+    blocks += decoding_blocks(verify, draft_at.run, grid.widths, grid.contexts)
+    blocks.append(signal_block(verify, draft_at.run, read, grid.widths, min(grid.contexts)))
+    return blocks
 
 
 def seq2seq_layers(runner: Seq2SeqRunner, model: str, grid: Grid) -> pd.DataFrame:

@@ -28,18 +28,25 @@ class Signals(NamedTuple):
         return torch.stack(tuple(self), dim=-1)
 
 
-def signals(logits: Tensor) -> Signals:
+def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     """Raw top-2 logits, log-sum-exp and entropy (nats) at T = 1.
 
-    ``logits``: (rows, vocab), any float dtype; computed in float32.
+    ``logits``: (rows, vocab), any float dtype; computed in float32.  ``best``: (rows,) their
+    argmax, where the caller has it: seeking it is the largest part of the work.
     """
     logits = logits.float()
-    top = logits.topk(2, dim=-1).values
+    if best is None:
+        top1, top2 = logits.topk(2, dim=-1).values.unbind(-1)
+    else:
+        index = best[:, None]
+        top1 = logits.gather(1, index)[:, 0]
+        top2 = logits.scatter(1, index, -torch.inf).amax(-1)
     lse = logits.logsumexp(-1)
     log_probs = logits - lse[:, None]
-    # exp(-inf) * -inf is NaN: a masked-out token carries no entropy.
-    entropy = -(log_probs.exp() * log_probs.clamp(min=-1e30)).sum(-1)
-    return Signals(top[:, 0], top[:, 1], lse, entropy)
+    # exp(-inf) * -inf is NaN: a masked-out token carries no entropy.  In place: over a large
+    # vocabulary fresh memory costs more than the arithmetic.
+    entropy = -log_probs.exp().mul_(log_probs.clamp_(min=-1e30)).sum(-1)
+    return Signals(top1, top2, lse, entropy)
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

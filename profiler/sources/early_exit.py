@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from profiler.decoder import ModelToken, check_prompt
+from profiler.sources.adapter import Adapter
 from profiler.sources.base import SourceDecoder
+from profiler.sources.draws import Draws
 from profiler.sources.heads import ExitHeads
 from profiler.sources.numbers import log_confidence
 from profiler.sources.stack import LayerRunner
@@ -23,8 +25,11 @@ class ExitToken(ModelToken):
 
     __slots__ = ("exit_layer",)
 
-    def __init__(self, logits: Tensor, eos: frozenset[int], exit_layer: int) -> None:
-        super().__init__(logits.argmax(-1), logits, 0.0, eos or None)
+    def __init__(
+        self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int],
+        exit_layer: int,
+    ) -> None:  # fmt: skip
+        super().__init__(device_id, logits, temperature, eos or None)
         self.exit_layer = exit_layer
 
 
@@ -44,15 +49,18 @@ class EarlyExitDecoder(SourceDecoder):
         Threshold, annealing, depth bound and layers.
     prompt, max_new_tokens, eos:
         (prompt_tokens,) ids; output limit; ids that end the output.
+    draws:
+        The random choices of sampled decoding; None decodes greedily.
     """
 
     def __init__(
-        self, target: LayerRunner, heads: ExitHeads, source: EarlyExit, prompt: Tensor,
-        max_new_tokens: int, eos: frozenset[int] = frozenset(),
+        self, target: LayerRunner, heads: ExitHeads | Adapter, source: EarlyExit, prompt: Tensor,
+        max_new_tokens: int, eos: frozenset[int] = frozenset(), draws: Draws | None = None,
     ) -> None:  # fmt: skip
         check_prompt(int(prompt.shape[0]), max_new_tokens, target)
         super().__init__(int(prompt.shape[0]), max_new_tokens, eos)
         self._target, self._heads, self._source = target, heads, source
+        self._draws = draws
         self._deepest = depth_layers(source.depth, target.layers)
         self._threshold = log_threshold(source.tau)
         self._exits = [
@@ -61,19 +69,25 @@ class EarlyExitDecoder(SourceDecoder):
         ]
         self._ledger = LayerLedger(target.layers, self.calls)
         self._states: list[Tensor] = []  # (1, hidden) each: the positions of this round
-        self._last = target.forward(prompt, 0, keep=1).argmax(-1)  # (1,)
+        logits = self._prefill(prompt)
+        self._last = logits.argmax(-1) if draws is None else draws.first(logits)  # (1,)
         self._emit(self._last.tolist())
+
+    def _prefill(self, prompt: Tensor) -> Tensor:
+        """The target's logits behind the prompt, (1, vocab)."""
+        return self._target.forward(prompt, 0, keep=1)
 
     @torch.inference_mode()
     def draft(self, so_far: Sequence[Any]) -> ExitToken | None:
         """Run the last token until a head is confident; None at the depth bound."""
+        assert isinstance(self._heads, ExitHeads)
         self._enter(so_far[-1].device_id if so_far else self._last)
         for at, layer, heat in self._exits:
             self._run(self._ledger.deepen(layer))
             logits = self._target.project(self._heads.states(at, self._states[-1]))  # (1, vocab)
             self.calls.add(EXIT_HEAD, 1)
             if float(log_confidence(logits, heat)) >= self._threshold:
-                return ExitToken(logits, self.eos, layer)
+                return self._token(logits, at, layer, so_far)
         self._run(self._ledger.deepen(self._deepest))
         return None
 
@@ -86,13 +100,26 @@ class EarlyExitDecoder(SourceDecoder):
             at = len(self._states)
             self._enter(draft[at - 1].device_id if at else self._last, count=False)
         self._run(self._ledger.finish(positions))
-        picks = self._target.logits(torch.cat(self._states)).argmax(-1)  # (positions,)
+        logits = self._target.logits(torch.cat(self._states))  # (positions, vocab)
         self._states.clear()
-        accepted, tokens = self._compare([t.device_id for t in draft], picks)
-        self._last = picks[len(tokens) - 1][None]
+        if self._draws is None:
+            picks = logits.argmax(-1)
+            accepted, tokens = self._compare([t.device_id for t in draft], picks)
+            self._last = picks[len(tokens) - 1][None]
+        else:
+            drafted = torch.cat([self._last[:0], *(t.device_id for t in draft)])
+            proposals = torch.cat([logits[:0], *(t.logits for t in draft)])
+            accepted, tokens = self._draws.settle(drafted, proposals, logits, len(self.output))
+            self._last = self._last.new_tensor(tokens[-1:])
         self.calls.end_round()
         self._emit(tokens)
         return accepted
+
+    def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:
+        if self._draws is None:
+            return ExitToken(logits.argmax(-1), logits, 0.0, self.eos, layer)
+        drawn = self._draws.propose(logits, at, len(self.output), so_far)
+        return ExitToken(drawn, logits, self._draws.temperature, self.eos, layer)
 
     def _enter(self, token: Tensor, *, count: bool = True) -> None:
         self._states.append(self._target.embed(token))

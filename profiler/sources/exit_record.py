@@ -4,60 +4,44 @@ One teacher-forced pass covers the output: an exit at a layer depends on the tru
 alone, since skipped states are recomputed exactly.  Behind a wrong exit the draft goes on
 from the wrong token; all such continuations grow together, a level a pass, under a tree
 mask (see `traces.sources.exits`).
+
+Along sampled outputs every exit draws its token, coupled to the output as the draft model's in
+`profiler.record`.  A position's exits share one coin and one noise: a setting uses one exit a
+position, so each still draws from its own head, and settings differ by their exits alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from profiler.signals import log_probs_at
+from profiler.sources.adapter import Adapter
+from profiler.sources.draws import SharedDraws
+from profiler.sources.exit_nodes import Columns, ExitNodes, assemble
 from profiler.sources.heads import ExitHeads
 from profiler.sources.numbers import exit_columns
 from profiler.sources.stack import LayerRunner
+from traces.errors import DraftsimError
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.exits import (
     OMEGAS,
-    SIGNALS,
     ExitRecording,
     ExitSetting,
     depth_layers,
     log_threshold,
-    temperature,
     usable_exits,
 )
+from traces.sources.exits import temperature as confidence_temperature
 from traces.trace import Trace
 
 GROUP = 48
 """Wrong exits (by position) whose continuations share passes: bounds the masks' size."""
-
-Columns = dict[str, "npt.NDArray[Any]"]
-
-
-@dataclass
-class _Nodes:
-    """Nodes of one request, as they grow."""
-
-    parent: list[int] = field(default_factory=list)
-    position: list[int] = field(default_factory=list)
-    token: list[int] = field(default_factory=list)
-    columns: list[Columns] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.token)
-
-    def add(self, parent: Iterable[int], position: Iterable[int], token: Iterable[int],
-            columns: Columns) -> None:  # fmt: skip
-        self.parent += parent
-        self.position += position
-        self.token += token
-        self.columns.append(columns)
 
 
 class ExitRecorder:
@@ -75,19 +59,26 @@ class ExitRecorder:
         Annealing strengths to record; must include those of the settings.
     eos:
         Ids that end an output and a draft.
+    temperature, generator:
+        Of sampled outputs; 0 records along greedy ones.
     """
 
     def __init__(
-        self, target: LayerRunner, heads: ExitHeads, settings: Sequence[ExitSetting],
+        self, target: LayerRunner, heads: ExitHeads | Adapter, settings: Sequence[ExitSetting],
         omegas: Sequence[float] = OMEGAS, eos: frozenset[int] = frozenset(),
+        temperature: float = 0.0, generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
+        if temperature < 0:
+            raise ValueError(f"temperature is {temperature}, expected >= 0")
+        self.temperature, self.generator = temperature, generator
         self.target, self.heads, self.eos = target, heads, eos
         self.settings, self.omegas = tuple(settings), tuple(omegas)
         self.recorded_s = 0.0
         """Seconds the last request took, prefill of its prompt included."""
         layers = heads.layers
         self._temperatures = [
-            [temperature(o, layer, target.layers) for o in self.omegas] for layer in layers
+            [confidence_temperature(o, layer, target.layers) for o in self.omegas]
+            for layer in layers
         ]
         self._rules = []
         for s in self.settings:
@@ -103,21 +94,26 @@ class ExitRecorder:
         return longest + GROUP * (16 + 4 * gamma_max)
 
     @torch.inference_mode()
-    def record(self, prompt: Tensor, output: Sequence[int], limit: int) -> _Nodes:
-        """Nodes of one request: `prompt` (prompt_tokens,), its greedy output, and its limit."""
+    def record(self, prompt: Tensor, output: Sequence[int], limit: int) -> ExitNodes:
+        """Nodes of one request: `prompt` (prompt_tokens,), its output, and its limit."""
         begin = time.perf_counter()
         count, width = len(output), int(prompt.shape[0])
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
         hidden = self.target.embed(path)
         exits: list[Tensor] = []
         at = 0
-        for layer in self.heads.layers:  # nothing needs the layers behind the last head
+        for layer in self.heads.layers:
             hidden = self.target.run_layers(hidden, 0, range(at, layer))
-            exits.append(hidden[width - 1 :])
+            exits.append(self._normed(len(exits), hidden, 0, width - 1))
             at = layer
-        nodes = _Nodes()
+        truth = None
+        if self.temperature > 0:  # greedy output needs nothing of the layers behind the last head
+            hidden = self.target.run_layers(hidden, 0, range(at, self.target.layers))
+            logits = self.target.logits(hidden[width - 1 :])
+            truth = prompt.new_tensor(output), self._probs(logits)
+        nodes = ExitNodes()
         fed = [int(path[width - 1]), *output[:-1]]
-        columns = self._columns(exits)
+        columns = self._columns(exits, truth)
         nodes.add([-1] * count, range(count), fed, columns)
         # The last drafted token of the limit is never continued.
         wrong = [
@@ -133,15 +129,44 @@ class ExitRecorder:
         self.recorded_s = time.perf_counter() - begin
         return nodes
 
-    def _columns(self, states: Sequence[Tensor]) -> Columns:
-        """Node columns from the states behind each exit layer, (tokens, hidden) each."""
-        parts = [
-            exit_columns(self.target.project(self.heads.states(i, h)), self._temperatures[i])
-            for i, h in enumerate(states)
-        ]
+    def _normed(
+        self, at: int, hidden: Tensor, start: int, first: int = 0, *, mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What the output projection reads behind exit `at`, of the tokens from `first` on.
+
+        ``hidden`` (tokens, hidden): the states in slots ``start ...``, see `run_layers`.
+        """
+        del start, mask, positions
+        assert isinstance(self.heads, ExitHeads)
+        return self.heads.states(at, hidden[first:])
+
+    def _columns(
+        self, states: Sequence[Tensor], truth: tuple[Tensor, Tensor] | None = None
+    ) -> Columns:
+        """Node columns from what each exit's output projection reads, (tokens, hidden) each.
+
+        ``truth``: sampled tokens (tokens,) and the target's probabilities (tokens, vocab).
+        """
+        chance = None
+        if self.temperature > 0:
+            chance = SharedDraws(
+                len(states[0]), self.target.vocab_size, self.generator, self.target.device
+            )
+        parts = []
+        for i, normed in enumerate(states):
+            logits = self.target.project(normed)
+            part = exit_columns(logits, self._temperatures[i])
+            if chance is not None:
+                part["argmax"] = drawn = chance.tokens(self._probs(logits), truth)
+                part["log_prob"] = log_probs_at(logits, drawn, self.temperature)
+            parts.append(part)
         return {
             name: torch.stack([part[name] for part in parts], 1).cpu().numpy() for name in parts[0]
         }
+
+    def _probs(self, logits: Tensor) -> Tensor:
+        return torch.softmax(logits.float() / self.temperature, -1)
 
     def _choose(
         self, columns: Columns, rule: tuple[list[int], int, float, int]
@@ -155,7 +180,7 @@ class ExitRecorder:
         return drafts
 
     def _grow(
-        self, nodes: _Nodes, wrong: list[tuple[int, int]], chosen: list[npt.NDArray[np.int64]],
+        self, nodes: ExitNodes, wrong: list[tuple[int, int]], chosen: list[npt.NDArray[np.int64]],
         width: int, path: int, limit: int,
     ) -> None:  # fmt: skip
         """Add the continuations behind some wrong exits of the path."""
@@ -208,12 +233,13 @@ class ExitRecorder:
         # A node at output position t is fed the token of position t - 1.
         where = torch.tensor(positions, device=device) + (width - 1)
         start = path + len(sees) - count
-        states, at = [], 0
+        states: list[Tensor] = []
+        at = 0
         for layer in self.heads.layers:
             hidden = self.target.run_layers(
                 hidden, start, range(at, layer), mask=mask, positions=where
             )
-            states.append(hidden)
+            states.append(self._normed(len(states), hidden, start, mask=mask, positions=where))
             at = layer
         return self._columns(states)
 
@@ -233,55 +259,28 @@ def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np
 def record_exits(
     recorder: ExitRecorder, trace: Trace, requests: Iterable[int] | None = None
 ) -> ExitRecording:
-    """The early-exit recording of the requests of `trace`, whose greedy output it follows.
+    """The early-exit recording of the requests of `trace`, whose output it follows.
 
-    Raises DraftsimError if the trace was sampled or holds no prompts.
+    Raises DraftsimError if the trace was decoded at another temperature than the recorder's or
+    holds no prompts.
     """
-    return assemble(recorder, trace, (nodes for nodes, _ in recorded(recorder, trace)))
+    if trace.temperature != recorder.temperature:
+        raise DraftsimError(
+            f"this trace was decoded at temperature {trace.temperature:g}, and early exits are to "
+            f"be recorded at {recorder.temperature:g}: record both at one"
+        )
+    layers = recorder.heads.layers, recorder.target.layers
+    return assemble(
+        (nodes for nodes, _ in recorded(recorder, trace)), [r.tokens for r in trace.requests],
+        layers, recorder.omegas, recorder.settings, recorder.temperature,
+    )  # fmt: skip
 
 
-def recorded(recorder: ExitRecorder, trace: Trace) -> Iterator[tuple[_Nodes, float]]:
+def recorded(recorder: ExitRecorder, trace: Trace) -> Iterator[tuple[ExitNodes, float]]:
     """Nodes and recording seconds of each request in turn."""
-    output, starts = true_tokens(trace), trace.request_starts
+    output, starts = true_tokens(trace, sampled=True), trace.request_starts
     for i, info in enumerate(trace.requests):
         prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
         mine = output[int(starts[i]) : int(starts[i + 1])]
         nodes = recorder.record(prompt, mine, info.max_new_tokens)
         yield nodes, recorder.recorded_s
-
-
-def assemble(recorder: ExitRecorder, trace: Trace, requests: Iterable[_Nodes]) -> ExitRecording:
-    """One recording: all path nodes first, then the continuations, request by request."""
-    counts = [r.tokens for r in trace.requests]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
-    total, branches = int(starts[-1]), []
-    parts: list[tuple[npt.NDArray[np.int64], Columns]] = []
-    for i, nodes in enumerate(requests):
-        own = len(nodes) - counts[i]
-        number = np.concatenate(
-            [np.arange(starts[i], starts[i + 1]), np.arange(total, total + own)]
-        )
-        total += own
-        parent = np.array(nodes.parent)
-        values: Columns = {
-            "request": np.full(len(nodes), i),
-            "parent": np.where(parent < 0, -1, number[parent]),
-            "position": np.array(nodes.position),
-            "token": np.array(nodes.token),
-        }
-        for name in nodes.columns[0]:
-            values[name] = np.concatenate([c[name] for c in nodes.columns])
-        parts.append((number, values))
-        branches.append(own)
-    order = np.concatenate([number for number, _ in parts])
-    merged = {
-        name: np.concatenate([values[name] for _, values in parts])[np.argsort(order)]
-        for name in parts[0][1]
-    }
-    nodes32 = {n: merged[n].astype(np.int32) for n in ("request", "parent", "position", "token")}
-    return ExitRecording(
-        nodes32, merged["argmax"].astype(np.int32), merged["log_confidence"].astype(np.float32),
-        {name: merged[name].astype(np.float32) for name in SIGNALS},
-        recorder.heads.layers, recorder.target.layers, recorder.omegas, recorder.settings,
-        tuple(starts.tolist()), {"off_path_nodes": int(sum(branches))},
-    )  # fmt: skip

@@ -117,11 +117,10 @@ def save_module(module: nn.Module, settings: Mapping[str, Any], target: Any, pat
     weights = {name: w.detach().half().contiguous() for name, w in module.state_dict().items()}
     header = {"settings": json.dumps(dict(settings)), "target": fingerprint(target)}
     save_file(weights, path, metadata=header)
+    path.chmod(0o644)  # safetensors writes 0600
 
 
-def load_module(
-    path: Path, target: Any, factory: type[ExitHeads | ParallelHeads | MaskEmbeddings]
-) -> Any:
+def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
     """The module kept at `path`, in float32 on the target's device.
 
     Raises

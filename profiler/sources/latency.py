@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 import torch
 
-from profiler.latency import Step, measure_steps
+from profiler.latency import Block, Step, Sweeps
+from profiler.pass_latency import UNTIMED
+from profiler.sources.adapter import AdapterRunner
 from profiler.sources.drafters import head_logits
 from profiler.sources.modules import Modules
 from profiler.sources.numbers import log_confidence
@@ -29,59 +31,118 @@ def measure_sources(
 
     * ``exit``/``layer``: a layer as early exit runs it, over widths and contexts;
     * ``exit``/``head``: an exit head with its test, host wait included;
+    * ``adapter``/``forward``: Kangaroo's adapter and the output projection, over contexts;
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
     * ``pld``, ``rest``, ``lookahead``/``forward``: one lookup, at a long context.
     """
-    steps = [*_layers(target, widths, contexts), *_heads(target, modules, widths)]
+    steps = _heads(target, modules)
     if trace is not None:
         if lookups is None:
             lookups = [PLD(), REST(), Lookahead()]
         steps += [Step(s.name, "forward", 1, 0, _lookup(trace, s)) for s in lookups]
+    depth = first_exit(target, modules)
     with torch.inference_mode():
-        cells = measure_steps(steps, target.device, repeats=repeats)
+        blocks = [*_rounds(target, modules, depth, widths, contexts)]
+        sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
+        for _ in range(repeats):
+            sweeps.run()
+    cells = sweeps.cells()
     layers = cells["phase"] == "layer"
-    cells.loc[layers, ["median_s", "spread_s"]] /= target.layers
+    ran = cells["new_tokens"].where(cells["new_tokens"] == 1, target.layers - depth)
+    ran = ran.where(cells["new_tokens"] > 1, depth)
+    for column in ("median_s", "spread_s"):
+        cells.loc[layers, column] /= ran[layers]
     return cells
 
 
-def _layers(target: LayerRunner, widths: Sequence[int], contexts: Sequence[int]) -> list[Step]:
-    room = target.cache.slots
+def first_exit(target: LayerRunner, modules: Modules) -> int:
+    """Layers that every draft runs: up to the first exit, or the adapter's."""
+    if modules.exits is not None:
+        return modules.exits.layers[0]
+    return modules.adapter.layer if modules.adapter is not None else max(1, target.layers // 4)
+
+
+def _rounds(
+    target: LayerRunner, modules: Modules, depth: int, widths: Sequence[int],
+    contexts: Sequence[int],
+) -> Iterator[Block]:  # fmt: skip
+    """Rounds that draft token by token from the first `depth` layers, then run the others.
+
+    A call of few layers is dearer per layer than one of many: a single token's layers are
+    timed `depth` at a time, as drafting runs them, and wider ones up to the end, as verifying.
+    """
+    room, layers = target.cache.slots, target.layers
     states = target.embed(torch.zeros(room, dtype=torch.long, device=target.device))
-    with torch.inference_mode():
-        target.run_layers(states, 0, range(target.layers))  # real states in every slot
-    # All layers per timing: a single one is too short to time.
-    every = range(target.layers)
+    target.run_layers(states, 0, range(layers))  # real states in every slot
+    one = states[:1]
+    exits, adapter = modules.exits, modules.adapter
+    runner = None if adapter is None else AdapterRunner(adapter, target)
+    if runner is not None:
+        runner.run(states, 0)
 
-    def run(width: int, context: int) -> Callable[[], object]:
-        return lambda: target.run_layers(states[:width], context, every)
+    def part(width: int, context: int, which: range) -> Step:
+        pieces = list(states[:width].split(1))
 
-    return [
-        Step("exit", "layer", width, context, run(width, context))
-        for width in widths
-        for context in contexts
-        if context + width <= room
-    ]
+        def run() -> object:
+            return target.run_layers(torch.cat(pieces), context, which).split(1)
+
+        return Step("exit", "layer", width, context, run)
+
+    def head(width: int) -> Step:
+        pieces = list(states[:width].split(1))
+        return Step(
+            "target", "head", width, 0,
+            lambda: target.logits(torch.cat(pieces)).argmax(-1).tolist(),
+        )  # fmt: skip
+
+    def confidence() -> object:
+        assert exits is not None
+        return float(log_confidence(target.project(exits.states(0, one)), 1.1))
+
+    def adapt(width: int, context: int) -> Step:
+        assert runner is not None
+        pieces, own = list(states[:width].split(1)), runner
+
+        def run() -> object:
+            return target.project(own.run(torch.cat(pieces), context)[-1:]).argmax(-1)
+
+        return Step("adapter", "forward", width, context, run)
+
+    for context in contexts:
+        for width in [w for w in widths if context + w <= room]:
+            draft = [part(1, context, range(depth))]
+            if exits is not None:
+                draft.append(Step("exit", "head", 1, 0, confidence))
+            if width > 1:
+                round_ = [*draft * (width - 1), part(width, context, range(depth, layers))]
+            else:  # plain decoding, exit by exit
+                round_ = draft * (layers // depth)
+            yield Block([[*round_, head(width)]] * (UNTIMED + 3), UNTIMED)
+        if runner is not None and context + 4 <= room:
+            wide = max(w for w in widths if w <= max(4, min(widths)))
+            ends = [part(wide, context, range(depth, layers)), head(wide)] if wide > 1 else []
+            yield Block(
+                [
+                    [
+                        step
+                        for width in (first, 1, 1)
+                        for step in (part(1, context, range(depth)), adapt(width, context))
+                    ]
+                    + ends
+                    for first in (1, 2) * (UNTIMED + 1)
+                ],
+                2 * UNTIMED,
+            )
 
 
-def _heads(target: LayerRunner, modules: Modules, widths: Sequence[int]) -> list[Step]:
+def _heads(target: LayerRunner, modules: Modules) -> list[Step]:
     token = torch.zeros(1, dtype=torch.long, device=target.device)
     one = target.embed(token)
-    steps = []
-    for width in widths:
-        states = one.expand(width, -1)
-        steps.append(
-            Step("target", "head", width, 0, lambda s=states: target.logits(s).argmax(-1).tolist())  # type: ignore[misc]
-        )
-    if (exits := modules.exits) is not None:
-        steps.append(
-            Step("exit", "head", 1, 0,
-                 lambda: float(log_confidence(target.project(exits.states(0, one)), 1.1)))
-        )  # fmt: skip
-    if modules.parallel:
-        heads = next(iter(modules.parallel.values()))
-        steps.append(Step("heads", "forward", 1, 0, lambda: head_logits(target, heads, one, token)))
-    return steps
+    if not modules.parallel:
+        return []
+    heads = next(iter(modules.parallel.values()))
+    return [Step("heads", "forward", 1, 0, lambda: head_logits(target, heads, one, token))]
 
 
 def _lookup(trace: Trace, source: LookupSource) -> Callable[[], object]:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from profiler.sources.adapter import Adapter
+from profiler.sources.adapter_record import AdapterRecorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.heads import ExitHeads, MaskEmbeddings, ParallelHeads, load_module
 from profiler.sources.stack import LayerRunner
@@ -19,6 +23,7 @@ from profiler.sources.start_record import (
 )
 from profiler.sources.train import FILES
 from traces.errors import DraftsimError
+from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings
 from traces.sources.exits import ExitSetting
 from traces.sources.starts import StartRecording
@@ -32,6 +37,7 @@ class Modules:
     exits: ExitHeads | None = None
     parallel: Mapping[str, ParallelHeads] = field(default_factory=dict)
     masks: MaskEmbeddings | None = None
+    adapter: Adapter | None = None
 
     def heads(self, kind: str) -> ParallelHeads:
         """Parallel heads of a kind; DraftsimError if there are none."""
@@ -58,6 +64,7 @@ def load_modules(folder: Path, target: Any) -> Modules:
         load("exit", ExitHeads),
         {kind: heads for kind, heads in parallel.items() if heads is not None},
         load("space", MaskEmbeddings),
+        load("kangaroo", Adapter),
     )
 
 
@@ -69,7 +76,9 @@ def record_sources(
     *,
     skip: Sequence[int] | None = None,
     skip_offsets: int = 8,
+    adapter_gamma: int = 12,
     only: Sequence[str] | None = None,
+    seed: int = 0,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Recordings:
     """Record every source that `modules` has parts for, and layer skip, along `trace`.
@@ -77,14 +86,19 @@ def record_sources(
     Parameters
     ----------
     target:
-        The model whose greedy output `trace` holds.
+        The model whose output `trace` holds.  Along sampled outputs early exits alone are
+        recorded.
     settings:
         Exit settings whose wrong exits are followed (see `EarlyExit.setting`).
     skip, skip_offsets:
         Layers left out by layer skip (None: every second), and its longest draft.
+    adapter_gamma:
+        Longest draft recorded of Kangaroo's adapter.
     only:
-        Names of sources to record: ``early-exit`` and `traces.sources.files.STARTS_OF`;
-        None: all.
+        Names of sources to record: ``early-exit``, ``kangaroo`` and
+        `traces.sources.files.STARTS_OF`; None: all.
+    seed:
+        Of the draws along sampled outputs.
     advance:
         Called with each source's name once it is recorded.
     """
@@ -94,8 +108,23 @@ def record_sources(
         gamma = max((s.gamma_max for s in settings), default=1)
         runner = LayerRunner(target, ExitRecorder.slots_needed(longest, gamma))
         eos = frozenset(trace.meta.get("eos_token_ids") or ())
-        exits = record_exits(ExitRecorder(runner, modules.exits, settings, eos=eos), trace)
+        recorder = ExitRecorder(
+            runner, modules.exits, settings, eos=eos, temperature=trace.temperature,
+            generator=torch.Generator(runner.device).manual_seed(seed),
+        )  # fmt: skip
+        exits = record_exits(recorder, trace)
         advance("early-exit")
+    if trace.temperature > 0:
+        return Recordings(exits)
+    adapter = None
+    if modules.adapter is not None and (only is None or Kangaroo.name in only):
+        wide = LayerRunner(target, ExitRecorder.slots_needed(longest, adapter_gamma))
+        behind = AdapterRecorder(
+            wide, modules.adapter, [Kangaroo().setting(adapter_gamma)],
+            eos=frozenset(trace.meta.get("eos_token_ids") or ()),
+        )  # fmt: skip
+        adapter = record_exits(behind, trace)
+        advance(Kangaroo.name)
     makers: dict[str, Callable[[LayerRunner], StartRecorder]] = {
         kind: lambda runner, heads=heads: HeadsRecorder(runner, heads)  # type: ignore[misc]
         for kind, heads in modules.parallel.items()
@@ -108,7 +137,7 @@ def record_sources(
     for name, make in makers.items():
         if only is None or name in only:
             small = make(LayerRunner(target, longest))
-            recorder = make(LayerRunner(target, small.slots_needed(longest)))
-            starts[name] = record_starts(recorder, trace)
+            recorder_of = make(LayerRunner(target, small.slots_needed(longest)))
+            starts[name] = record_starts(recorder_of, trace)
             advance(name)
-    return Recordings(exits, starts)
+    return Recordings(exits, starts, adapter)

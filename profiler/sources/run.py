@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 
 from policies.core import DraftPolicy, Round, speculate
+from profiler.sources.adapter_decoder import KangarooDecoder
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
+from profiler.sources.draws import Draws, RandomDraws
 from profiler.sources.early_exit import EarlyExitDecoder
 from profiler.sources.modules import Modules
 from profiler.sources.stack import LayerRunner
@@ -24,6 +26,7 @@ from profiler.sources.start_decoders import (
 )
 from traces.errors import DraftsimError
 from traces.rounds import RoundLog
+from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source, prompt_tokens
 from traces.sources.calls import CALL_KINDS, Call, pack_calls
 from traces.sources.early_exit import EarlyExit
@@ -47,18 +50,25 @@ class SourceRunner:
     Parameters
     ----------
     target:
-        The model whose greedy output `trace` holds.
+        The model whose output `trace` holds.
     trace:
-        Its prompts are decoded again; its outputs serve as the datastore of retrieval.
+        Its prompts are decoded again, at its temperature; its outputs serve as the datastore
+        of retrieval.
     modules:
         Trained modules of this target.
+    draws:
+        By request, the random choices of a sampled run (`profiler.sources.draws`); None draws
+        from torch's global generator.
     """
 
-    def __init__(self, target: Any, trace: Trace, modules: Modules | None = None) -> None:
+    def __init__(
+        self, target: Any, trace: Trace, modules: Modules | None = None,
+        draws: Callable[[int], Draws] | None = None,
+    ) -> None:  # fmt: skip
         longest = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
         wide = 25 * (1 + (modules.masks.k if modules and modules.masks else 0))
         self.target = LayerRunner(target, longest + wide)
-        self.trace, self.modules = trace, modules or Modules()
+        self.trace, self.modules, self._draws = trace, modules or Modules(), draws
         self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
 
     def decoder(self, source: Source, request: int) -> SourceDecoder:
@@ -67,8 +77,14 @@ class SourceRunner:
         Raises
         ------
         DraftsimError
-            If the source has no real decoder, or its heads were not trained.
+            If the source has no real decoder (at the trace's temperature), or its heads were
+            not trained.
         """
+        heat = self.trace.temperature
+        if heat > 0 and type(source) is not EarlyExit:
+            raise DraftsimError(
+                f"{source.name!r} is decoded greedily alone: give a trace of temperature 0"
+            )
         limit = self.trace.requests[request].max_new_tokens
         prompt = torch.tensor(prompt_tokens(self.trace, request), device=self.target.device)
         begin = (prompt, limit, self._eos)
@@ -76,10 +92,17 @@ class SourceRunner:
             kind = CALL_KINDS.index((source.name, "forward"))
             lookup = source.lookup(self._eos, lambda: served_before(self.trace, request))
             return LookupDecoder(self.target, lookup, kind, *begin)
+        if isinstance(source, Kangaroo):
+            if self.modules.adapter is None:
+                raise DraftsimError("no adapter for this target: train one first")
+            return KangarooDecoder(self.target, self.modules.adapter, source, *begin)
         if isinstance(source, EarlyExit):
             if self.modules.exits is None:
                 raise DraftsimError("no exit heads for this target: train some first")
-            return EarlyExitDecoder(self.target, self.modules.exits, source, *begin)
+            draws: Draws | None = RandomDraws(heat) if heat > 0 else None
+            if heat > 0 and self._draws is not None:
+                draws = self._draws(request)
+            return EarlyExitDecoder(self.target, self.modules.exits, source, *begin, draws)
         if isinstance(source, Heads):
             heads = self.modules.heads(source.name)
             return HeadsDecoder(self.target, heads, *begin, k=source.k)
@@ -116,6 +139,7 @@ class SourceRunner:
         log = RoundLog(
             RoundLog.pack(rounds), [self.trace.requests[i] for i in chosen],
             type(policy).__name__, source=source.name, reads=policy.reads,
+            verify="rejection-sampling" if self.trace.temperature > 0 else "exact",
             calls=pack_calls(calls),
         )  # fmt: skip
         return SourceRun(log, outputs, wall_s)

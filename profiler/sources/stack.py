@@ -43,6 +43,11 @@ class LayerRunner(Runner):
             self._cos, self._sin = inner.rotary_emb(like, position_ids=self._positions)
         self._check()
 
+    @property
+    def rotary(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every slot's position, (1, slots, head_dim) each."""
+        return self._cos, self._sin
+
     @torch.inference_mode()
     def _check(self) -> None:
         """The layers one by one must be the model."""

@@ -10,8 +10,7 @@ heads and mask embeddings from the tokens it went on to emit.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from torch import Tensor, nn
 from profiler.loading import read_prompts
 from profiler.sources.heads import ExitHeads, MaskEmbeddings, ParallelHeads, save_module
 from profiler.sources.stack import LayerRunner
+from profiler.sources.train_adapter import train_adapter
+from profiler.sources.training import States, optimise
 from traces.errors import DraftsimError
 
 BEGINNING = 32
 """Tokens of a document that the target is given to continue."""
 
-MODULES = ("exit", *ParallelHeads.KINDS, "space")
+MODULES = ("exit", *ParallelHeads.KINDS, "space", "kangaroo")
 FILES = {name: f"{name}_heads.safetensors" for name in MODULES}
 
 
@@ -55,7 +56,7 @@ def continuations(
 
 
 def own_text(
-    target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 4, batch: int = 64,
+    target: Any, encoded: Sequence[Sequence[int]], *, rounds: int = 16, batch: int = 64,
     seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """Continuations of `rounds` batches of random document beginnings; (sequences, tokens)."""
@@ -71,51 +72,6 @@ def own_text(
         parts.append(continuations(target, beginnings, sampled=i % 2 == 1))
     width = max(p.shape[1] for p in parts)
     return torch.cat([nn.functional.pad(p, (0, width - p.shape[1]), value=-1) for p in parts])
-
-
-class States:
-    """States of a target over sequences, at the places training uses; (tokens, hidden) each."""
-
-    def __init__(self, target: LayerRunner, text: Tensor, layers: Sequence[int] = ()) -> None:
-        self.exits: list[Tensor] = []
-        finals, embeds, where = [], [], []
-        exits: list[list[Tensor]] = [[] for _ in layers]
-        with torch.inference_mode():
-            for row, ids in enumerate(text):
-                count = int((ids >= 0).sum())
-                hidden, at = target.embed(ids[:count]), 0
-                embeds.append(hidden)
-                for i, layer in enumerate(layers):
-                    hidden = target.run_layers(hidden, 0, range(at, layer))
-                    exits[i].append(hidden)
-                    at = layer
-                hidden = target.run_layers(hidden, 0, range(at, target.layers))
-                finals.append(target.normed(hidden))
-                at_token = torch.arange(count, device=ids.device)
-                where.append(torch.stack([torch.full_like(at_token, row), at_token], 1))
-        self.exits = [torch.cat(part) for part in exits]
-        self.final, self.embedded = torch.cat(finals), torch.cat(embeds)
-        self.where = torch.cat(where)  # (tokens, 2): sequence, index
-
-
-def optimise(
-    parameters: Sequence[nn.Parameter], loss: Callable[[], Tensor], *, steps: int, seconds: float,
-    rate: float,
-) -> float:  # fmt: skip
-    """Minimise with AdamW and a cosine rate for `steps`, at most `seconds`; the last loss."""
-    optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    begin, value = time.perf_counter(), float("nan")
-    for _ in range(steps):
-        optimiser.zero_grad()
-        now = loss()
-        now.backward()
-        optimiser.step()
-        schedule.step()
-        value = float(now.detach())
-        if time.perf_counter() - begin > seconds:
-            break
-    return value
 
 
 def train_exit_heads(
@@ -147,7 +103,7 @@ def train_exit_heads(
 
 def train_parallel_heads(
     target: LayerRunner, text: Tensor, kind: str, k: int = 4, *, rank: int = 64,
-    steps: int = 100, seconds: float = 30.0, seed: int = 0, batch: int = 768,
+    steps: int = 400, seconds: float = 30.0, seed: int = 0, batch: int = 512,
 ) -> ParallelHeads:  # fmt: skip
     """Heads that foresee the k tokens behind the one the target's own head gives."""
     torch.manual_seed(seed)
@@ -241,6 +197,13 @@ def train_all(
             layers = exit_layers or default_exit_layers(target.layers)
             module = train_exit_heads(target, text, layers, seconds=seconds)
             settings = {"layers": layers, "width": width, "rank": 32}
+        elif name == "kangaroo":
+            layer = (exit_layers or default_exit_layers(target.layers))[0]
+            module = adapter = train_adapter(target, text, layer, seconds=seconds)
+            settings = {
+                "layer": layer, "width": width, "heads": adapter.heads,
+                "head_dim": adapter.head_dim,
+            }  # fmt: skip
         elif name == "space":
             module = train_masks(target, text, k, seconds=seconds)
             settings = {"k": k, "width": width}
@@ -266,7 +229,7 @@ def main() -> None:
     if given.text:
         texts = [p.text for p in read_prompts(given.text)]
     else:
-        from profiler.pair_text import load_documents
+        from profiler.pair.text import load_documents
 
         texts = [document.text for document in load_documents()[0]][:4000]
     encoded = [pair.tokenizer(t)["input_ids"] for t in texts]

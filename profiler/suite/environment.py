@@ -62,6 +62,13 @@ class Workplace:
         mark = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"draftsim-suite-{mark}"
 
+    def forget(self, stage: str) -> None:
+        """Remove the unfinished work of a stage that is done: folders named after it."""
+        for folder in self.work.glob(f"{stage}*"):
+            shutil.rmtree(folder)
+        if self.work.is_dir() and not any(self.work.iterdir()):
+            self.work.rmdir()
+
     def meta(self) -> dict[str, Any]:
         """Provenance of everything measured here."""
         return {
@@ -150,6 +157,7 @@ class Ledger:
     """
 
     def __init__(self, place: Workplace, stage: str, settings: Mapping[str, Any]) -> None:
+        self.place, self.stage = place, stage
         self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
         self.units: dict[str, dict[str, Any]] = {}
 
@@ -163,11 +171,11 @@ class Ledger:
     def put(self, name: str, unit: dict[str, Any]) -> None:
         """Keep a finished unit."""
         self.units[name] = unit
-        self._kept.put(name, {"unit": np.array(json.dumps(unit))})
+        self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
 
     def close(self) -> None:
         """The stage is done: forget its pieces."""
-        self._kept.close()
+        self.place.forget(self.stage)
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

@@ -16,9 +16,9 @@ import torch
 
 from profiler.architectures import PAIRS, PairShape
 from profiler.suite.environment import Ledger, Workplace, clocks, write_results
-from profiler.suite.pair_latency import Grids, PairMeasurement
+from profiler.suite.grids import Grids
+from profiler.suite.pair_latency import PairMeasurement
 from profiler.suite.passes import MODES
-from profiler.suite.points import error_summary
 from traces.errors import DraftsimError
 from traces.files import write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
@@ -94,8 +94,8 @@ def _measure_pair(place: Workplace, pair: PairShape, share: float, ledger: Ledge
             "seconds": time.monotonic() - begin,
         }  # fmt: skip
         ledger.put(name, unit)
-        summary = error_summary([h["error"] for h in measured.held_out])
-        place.say(f"{name}: {len(measured.cells)} cells, held out {summary}")
+        off = 100 * unit["random_error"].get("median", float("nan"))
+        place.say(f"{name}: {len(measured.cells)} cells, {off:.1f} % off at points at random")
 
 
 def _write(place: Workplace, ledger: Ledger, notes: Sequence[str], before: dict[str, str]) -> None:
@@ -104,7 +104,6 @@ def _write(place: Workplace, ledger: Ledger, notes: Sequence[str], before: dict[
         pair, mode = name.rsplit(".", 1)
         rows += [[f"{pair}/{mode}/{row[0]}", *row[1:]] for row in unit["cells"]]
         units[name] = {k: v for k, v in unit.items() if k != "cells"}
-        units[name]["held_out_error"] = error_summary([h["error"] for h in unit["held_out"]])
     if rows:
         frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
 
 from profiler.architectures import Architecture, PairShape
 from profiler.runner import Runner
 from profiler.suite.environment import Workplace
+from profiler.suite.grids import Grids
 from profiler.suite.layers import layer_cells
 from profiler.suite.passes import (
     Timer,
@@ -22,35 +22,17 @@ from profiler.suite.passes import (
     forward_call,
     make_runner,
     prefill_cells,
+    table_of,
 )
-from profiler.suite.points import Point, Refiner
+from profiler.suite.points import Point, Refiner, error_summary
 from profiler.suite.rounds import host_cells
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
 
-REPEATS = 5
+Measure = Callable[[Point], list[Any]]
+"""Times the pass at a point: its row of `traces.latency.CELL_COLUMNS`."""
+
 TOLERANCE = 0.02
 """Interpolation error that a gap between grid points may have."""
-
-
-class Grids:
-    """The coarse grids by batch; `quick` for a CPU in seconds."""
-
-    def __init__(self, quick: bool) -> None:
-        self.widths: Sequence[int] = (1, 2, 4) if quick else (1, 2, 3, 5, 9, 17, 25)
-        self.contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
-        self.batch_widths: Sequence[int] = (1, 3) if quick else (1, 2, 5, 9, 17)
-        self.batch_contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
-        self.batches: Sequence[int] = (4,) if quick else (4, 16, 64)
-        self.between: Sequence[int] = (2,) if quick else (2, 8, 32)
-        self.prompts: Sequence[int] = (16, 64) if quick else (64, 256, 1024, 4096)
-        self.host_batches: Sequence[int] = (1, 4) if quick else (1, 4, 16)
-        self.gammas: Sequence[int] = (0, 1, 3) if quick else (0, 1, 2, 4, 8, 16)
-        self.least_gap = 16 if quick else 128
-        self.repeats = 2 if quick else REPEATS
-        self.enough_s = 0.0 if quick else 0.008
-        self.loop_tokens = 8 if quick else 40
-        self.loop_prompt = 16 if quick else 64
 
 
 class PairMeasurement:
@@ -92,7 +74,10 @@ class PairMeasurement:
                 (f"batch {b} and the host", partial(self.batch, b))
                 for b in self.grids.batches if b in self.grids.host_batches
             ]  # fmt: skip
-            pieces.insert(2, ("the host at batch 1", partial(self.host, 1)))
+            pieces[2:2] = [
+                ("first draft passes, batch 1", partial(self.first_passes, 1)),
+                ("the host at batch 1", partial(self.host, 1)),
+            ]
         hosted = self.grids.host_batches if len(names) == 2 else ()
         pieces += [
             (f"batch {b}", partial(self.batch, b))
@@ -123,23 +108,34 @@ class PairMeasurement:
         lengths = [n for n in grids.prompts if n <= runner.cache.slots]
         self.cells += prefill_cells(runner, name, lengths, self.timer)
         fill(runner)
-        refiner = Refiner(widths, contexts, TOLERANCE, grids.least_gap)
-        samples: dict[Point, list[Any]] = {}
-        while (at := refiner.next()) is not None:
-            if self.late and refiner.coarse_done:
-                break
-            samples[at] = self._forward(runner, name, 1, at)
-            refiner.tell(samples[at][5])
+        samples = self._refined(
+            f"{name}, batch 1", widths, contexts, partial(self._forward, runner, name, 1)
+        )
         first = Point(widths[0], contexts[0])
         self.drift.append(self._forward(runner, name, 1, first)[5] / samples[first][5] - 1)
-        self.cells += [samples[at] for at in refiner.grid()]
-        self.held_out += [
-            {"model": name, "batch": 1, **at._asdict(), "error": error}
-            for at, error in refiner.held_out.items()
-        ]
-        if refiner.unchecked:
-            self.skipped.append(f"{name}, batch 1: {refiner.unchecked} gaps not checked in time")
         self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
+
+    def first_passes(self, batch: int) -> None:
+        """Draft passes behind the target's, over the tokens that the draft has yet to see."""
+        grids, shape = self.grids, self._shape("draft")
+        target = self._runner("target", grids.loop_prompt + 1, batch)
+        fill(target)
+        widths = grids.first_widths if batch == 1 else grids.first_widths[:2]
+        contexts = self._contexts(shape, grids.contexts, batch, max(widths), "draft")
+        runner = self._runner("draft", max(contexts) + max(widths), batch)
+        fill(runner)
+        before = forward_call(target, batch, 1, grids.loop_prompt, drafts=False)
+
+        def measure(at: Point) -> list[Any]:
+            run = forward_call(runner, batch, *at, drafts=True)
+            return cell(
+                "draft", "catch_up", batch, at.width, at.context, self.timer.behind(before, run)
+            )
+
+        if batch == 1:
+            self._refined("first draft passes, batch 1", widths, contexts, measure)
+        else:
+            self.cells += self._lines(widths, contexts, measure)
 
     def layers(self, name: str) -> None:
         """Single layers and the output head; with exit heads where there is no draft."""
@@ -156,11 +152,10 @@ class PairMeasurement:
         grids = self.grids
         slots = grids.loop_prompt + grids.loop_tokens
         target, draft = (self._runner(n, slots, batch) for n in ("target", "draft"))
-        forward = [row for row in self.cells if row[1] == "forward"]
+        passes = [row for row in self.cells if row[1] in ("forward", "catch_up")]
         self.cells += host_cells(
-            target, draft, LatencyTable(pd.DataFrame(forward, columns=list(CELL_COLUMNS))),
-            batch=batch, repeats=min(3, grids.repeats), tokens=grids.loop_tokens,
-            prompt=grids.loop_prompt, gammas=grids.gammas,
+            target, draft, table_of(passes), batch=batch, repeats=min(3, grids.repeats),
+            tokens=grids.loop_tokens, prompt=grids.loop_prompt, gammas=grids.gammas,
         )  # fmt: skip
 
     def batch(self, batch: int, check: bool = False) -> None:
@@ -175,36 +170,84 @@ class PairMeasurement:
             contexts = self._contexts(shape, wanted, batch, max(widths), name)
             runner = self._runner(name, max(contexts) + max(widths), batch)
             fill(runner)
-            rows = []
-            for at in (Point(w, c) for w in widths for c in contexts):
-                if self.late:
-                    break
-                rows.append(self._forward(runner, name, batch, at))
-            complete = [w for w in widths if sum(r[3] == w for r in rows) == len(contexts)]
-            rows = [r for r in rows if r[3] in complete]
+            rows = self._lines(widths, contexts, partial(self._forward, runner, name, batch))
             if check:
                 rows = self._check(rows)
             self.cells += rows
             del runner
             self.place.release()
-        if not check and batch in grids.host_batches and self.models["draft"] is not None:
+        if check or self.models["draft"] is None:
+            return
+        if not self.late:
+            self.first_passes(batch)
+            self.place.release()
+        if batch in grids.host_batches:
             self.host(batch)
 
     def _check(self, rows: list[list[Any]]) -> list[list[Any]]:
         """Book points between batches as held out; those that miss the tolerance join the grid."""
-        own = [c for c in self.cells if c[1] == "forward"]
-        table = LatencyTable(pd.DataFrame(own, columns=list(CELL_COLUMNS)))
+        table = table_of([c for c in self.cells if c[1] == "forward"])
         errors = []
         for name, _, batch, width, context, median, *_ in rows:
             read = table.seconds(name, "forward", batch=batch, new_tokens=width, context=context)
             errors.append(float(read) / median - 1)
         if any(abs(e) > TOLERANCE for e in errors):
             return rows
-        self.held_out += [
-            {"model": r[0], "batch": r[2], "width": r[3], "context": r[4], "error": e}
-            for r, e in zip(rows, errors, strict=True)
-        ]
+        self._hold_out(rows, errors, False)
         return []
+
+    def _refined(
+        self, label: str, widths: Sequence[int], contexts: Sequence[int], measure: Measure
+    ) -> dict[Point, list[Any]]:
+        """Cells of as many points as interpolation needs, added to `cells`; all measured."""
+        refiner = Refiner(widths, contexts, TOLERANCE, self.grids.least_gap)
+        samples: dict[Point, list[Any]] = {}
+        while (at := refiner.next()) is not None:
+            if self.late and refiner.coarse_done:
+                break
+            samples[at] = measure(at)
+            refiner.tell(samples[at][5])
+        self.cells += [samples[at] for at in refiner.grid()]
+        self._hold_out([samples[at] for at in refiner.held_out], refiner.held_out.values(), False)
+        if refiner.unchecked:
+            self.skipped.append(f"{label}: {refiner.unchecked} gaps not checked in time")
+        self._check_at_random(refiner, measure)
+        return samples
+
+    def _check_at_random(self, refiner: Refiner, measure: Measure) -> None:
+        """Interpolation errors at points that had no part in choosing the grid.
+
+        A middle that misses the tolerance joins the grid, so those left out always meet it:
+        only points that stay out whatever their error is tell what reading the table is off by.
+        """
+        grid = [("any", "forward", 1, *at, s, 0.0, 1) for at, s in refiner.grid().items()]
+        table = table_of(grid)
+        rows, errors = [], []
+        for at in refiner.at_random(self.grids.random_points):
+            if self.late:
+                break
+            rows.append(measure(at))
+            read = table.seconds("any", "forward", new_tokens=at.width, context=at.context)
+            errors.append(float(read) / rows[-1][5] - 1)
+        self._hold_out(rows, errors, True)
+
+    def _hold_out(self, rows: list[list[Any]], errors: Iterable[float], random: bool) -> None:
+        self.held_out += [
+            {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
+             "error": error, "random": random}
+            for r, error in zip(rows, errors, strict=True)
+        ]  # fmt: skip
+
+    def _lines(
+        self, widths: Sequence[int], contexts: Sequence[int], measure: Measure
+    ) -> list[list[Any]]:
+        """Cells of every width whose line of contexts was complete in time."""
+        rows: list[list[Any]] = []
+        for at in (Point(w, c) for w in widths for c in contexts):
+            if self.late:
+                break
+            rows.append(measure(at))
+        return [r for r in rows if sum(q[3] == r[3] for q in rows) == len(contexts)]
 
     def _forward(self, runner: Runner, name: str, batch: int, at: Point) -> list[Any]:
         run = forward_call(runner, batch, *at, drafts=name == "draft")
@@ -243,7 +286,11 @@ class PairMeasurement:
 
     def unit(self) -> dict[str, Any]:
         """What is kept of this measurement."""
+        errors = {
+            kind: error_summary([h["error"] for h in self.held_out if h["random"] is drawn])
+            for kind, drawn in (("held_out_error", False), ("random_error", True))
+        }
         return {
-            "cells": self.cells, "held_out": self.held_out, "parts": self.parts,
+            "cells": self.cells, **errors, "held_out": self.held_out, "parts": self.parts,
             "skipped": self.skipped, "drift": self.drift,
         }  # fmt: skip

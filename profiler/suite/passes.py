@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -14,11 +16,14 @@ from profiler.decoder import ModelToken
 from profiler.graphs import GraphRunner
 from profiler.latency import Stopwatch
 from profiler.runner import Runner
+from traces.latency import CELL_COLUMNS, LatencyTable
 
 EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
 MOST = 16
 """Passes in one timing at most."""
+COUPLES = 2
+"""Calls in one timing of a call behind another one."""
 
 
 class Sample(NamedTuple):
@@ -65,9 +70,44 @@ class Timer:
             for _ in range(count):
                 run()
 
-        samples = np.array([watch.time(several) / count for _ in range(self.repeats)])
-        low, median, high = np.quantile(samples, [0.25, 0.5, 0.75])
-        return Sample(float(median), float(high - low) / 2, self.repeats)
+        return summary([watch.time(several) / count for _ in range(self.repeats)])
+
+    def behind(self, before: Callable[[], object], run: Callable[[], object]) -> Sample:
+        """Seconds of one call right behind another one, as a draft pass is behind the target's.
+
+        What ran before decides what the caches hold and how far the host is ahead.
+        """
+        before()
+        run()
+        return summary([self._couples(before, run) for _ in range(self.repeats)])
+
+    def _couples(self, before: Callable[[], object], run: Callable[[], object]) -> float:
+        """Mean seconds of `run` over some couples, on a device that was idle."""
+        if self.device.type != "cuda":
+            spent = 0.0
+            for _ in range(COUPLES):
+                before()
+                begin = time.perf_counter()
+                run()
+                spent += time.perf_counter() - begin
+            return spent / COUPLES
+        torch.cuda.synchronize(self.device)
+        marks = []
+        for _ in range(COUPLES):
+            before()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            marks.append((start, stop))
+        torch.cuda.synchronize(self.device)
+        return sum(float(start.elapsed_time(stop)) for start, stop in marks) / 1e3 / COUPLES
+
+
+def summary(seconds: Sequence[float]) -> Sample:
+    """Median and spread of some timings of the same call."""
+    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    return Sample(float(median), float(high - low) / 2, len(seconds))
 
 
 def fill(runner: Runner) -> None:
@@ -106,6 +146,11 @@ def forward_call(
 def cell(model: str, phase: str, batch: int, width: int, context: int, s: Sample) -> list[Any]:
     """A row of `traces.latency.CELL_COLUMNS`."""
     return [model, phase, batch, width, context, s.median_s, s.spread_s, s.repeats]
+
+
+def table_of(rows: Sequence[Sequence[Any]]) -> LatencyTable:
+    """Rows as of `cell` as a table."""
+    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
 
 
 def prefill_cells(

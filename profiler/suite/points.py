@@ -115,6 +115,17 @@ class Refiner:
         }  # fmt: skip
         return {p: s for p, s in sorted(self.seconds.items()) if p.width in whole}
 
+    def at_random(self, count: int, seed: int = 0) -> list[Point]:
+        """At most `count` points of the grid's range that were never measured."""
+        rng = np.random.default_rng(seed)
+        drawn = zip(
+            rng.integers(self.widths[0], self.widths[-1] + 1, count).tolist(),
+            rng.integers(self.contexts[0], self.contexts[-1] + 1, count).tolist(),
+            strict=True,
+        )
+        points = (Point(width, context) for width, context in drawn)
+        return [at for at in dict.fromkeys(points) if at not in {**self.seconds, **self.held_out}]
+
     def _between(self, gap: _Gap) -> float:
         low, high, middle = gap.low, gap.high, gap.middle
         span = (high.width - low.width) or (high.context - low.context)

@@ -35,6 +35,7 @@ def record_trace(
     """The trace of as many prompts as are done by `until` (monotonic seconds), four at least.
 
     The target decodes through captured passes; tails run eagerly under their tree masks.
+    Prompts recorded before the stage was stopped are read back.
     """
     encoded = [pair.encode(p.text) for p in prompts]
     slots = max(len(ids) for ids in encoded) + settings.max_new_tokens * (settings.max_gamma + 1)
@@ -44,8 +45,12 @@ def record_trace(
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
         temperature=settings.temperature, generator=generator,
     )  # fmt: skip
-    name = f"trace-{settings.temperature:g}"
-    kept = Checkpoint(place.work / name, {"settings": settings, "ids": [p.id for p in prompts]})
+    # Of other weights' outputs nothing may be taken over.
+    weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
+    kept = Checkpoint(
+        place.work / f"trained-trace-{settings.temperature:g}",
+        {"settings": settings, "pair": weights},
+    )
     recorded: list[Columns] = []
     for i, ids in enumerate(encoded):
         columns = kept.get(f"{i:05d}")

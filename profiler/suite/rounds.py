@@ -21,10 +21,10 @@ from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_forced import ForcedStream
 from profiler.batched_styles import PerRequest
 from profiler.forced import ForcedDecoder
-from profiler.latency import HOST_GAMMAS
+from profiler.host_latency import HOST_GAMMAS
 from profiler.runner import Runner
 from profiler.spotcheck import timed
-from profiler.suite.passes import Sample, cell
+from profiler.suite.passes import cell, summary
 from traces.latency import LatencyTable
 from traces.synthetic import synthetic_trace
 from traces.trace import Trace
@@ -78,14 +78,24 @@ def run_group(
     return seconds(), log
 
 
+def first_pass(latency: LatencyTable, batch: int, width: int, context: int) -> float:
+    """What the cells say a round's first draft pass takes, over `width` tokens, seconds."""
+    phase = latency.first_draft_phase
+    return float(
+        latency.seconds(
+            "draft", phase, batch=batch, new_tokens=width, context=max(context - width, 0)
+        )
+    )
+
+
 def pass_seconds(rounds: Sequence[Round], prompt: int, latency: LatencyTable) -> float:
     """What the cells say the passes of a single stream's rounds take, seconds."""
     total = 0.0
     for r in rounds:
         context = prompt + r.position
-        total += _read(latency, "target", 1, r.drafted + 1, context - 1)
+        total += _verification(latency, 1, r.drafted + 1, context)
         if r.draft_forwards:
-            total += _read(latency, "draft", 1, r.catch_up, context - r.catch_up)
+            total += first_pass(latency, 1, r.catch_up, context)
             later = np.arange(context, context + r.draft_forwards - 1)
             total += float(latency.seconds("draft", "forward", context=later).sum())
     return total
@@ -100,20 +110,22 @@ def group_pass_seconds(
         batch = len(rounds)
         context = prompt + max(r.position for r in rounds)
         width = max(r.drafted for r in rounds) + 1
-        total += _read(latency, "target", batch, width, context - 1)
+        total += _verification(latency, batch, width, context)
         drafting = [r for r in rounds if r.draft_forwards]
         longest = max(r.draft_forwards for r in rounds)
         if drafting:
             catch_up = max(r.catch_up for r in drafting)
-            total += _read(latency, "draft", batch, catch_up, context - catch_up)
+            total += first_pass(latency, batch, catch_up, context)
             later = context + np.arange(longest - 1)
             total += float(latency.seconds("draft", "forward", batch=batch, context=later).sum())
     return total
 
 
-def _read(latency: LatencyTable, model: str, batch: int, width: float, context: float) -> float:
+def _verification(latency: LatencyTable, batch: int, width: int, context: int) -> float:
     return float(
-        latency.seconds(model, "forward", batch=batch, new_tokens=width, context=max(context, 0.0))
+        latency.seconds(
+            "target", "forward", batch=batch, new_tokens=width, context=max(context - 1, 0)
+        )
     )
 
 
@@ -156,9 +168,6 @@ def host_cells(
         ("target", "host_round", fits[:, 0]), ("target", "host_draft", fits[:, 1]),
         ("draft", "signal", extra),
     ]  # fmt: skip
-    return [cell(model, phase, batch, 1, 0, _sample(values)) for model, phase, values in named]
-
-
-def _sample(values: Floats) -> Sample:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return Sample(float(median), float(high - low) / 2, len(values))
+    return [
+        cell(model, phase, batch, 1, 0, summary(values.tolist())) for model, phase, values in named
+    ]

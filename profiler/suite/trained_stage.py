@@ -8,84 +8,98 @@ Writes ``trained-trace.parquet`` (greedy), ``trained-sampled.parquet`` (T = 1),
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
-from policies.basic import Fixed
-from policies.core import DraftPolicy, Round, speculate
 from profiler.architectures import PairShape
-from profiler.decoder import ModelDecoder
-from profiler.loading import Pair
+from profiler.loading import Pair, Prompt
 from profiler.profile import Settings
-from profiler.runner import Runner
-from profiler.spotcheck import Arm, assisted_generation, rounds_differ, timed
-from profiler.suite.arms import COLUMNS, arms_of, sweeps
-from profiler.suite.differences import explain
-from profiler.suite.environment import Workplace, clocks, write_results
-from profiler.suite.forced_stage import prepare
+from profiler.suite.arms import COLUMNS
+from profiler.suite.checks import NAME, Checks, sampled_rounds
+from profiler.suite.environment import Ledger, Workplace, clocks, write_results
+from profiler.suite.grids import Grids
+from profiler.suite.kept_pair import trained_pair
 from profiler.suite.latency_stage import shapes_of
-from profiler.suite.pair_latency import Grids, PairMeasurement
-from profiler.suite.passes import EAGER, GRAPH, MODES, make_runner
-from profiler.suite.points import error_summary
+from profiler.suite.pair_latency import PairMeasurement
+from profiler.suite.passes import EAGER, GRAPH, MODES
 from profiler.suite.recording import attempt_exits, record_trace, write_within
-from profiler.suite.training import DRAFT, TARGET, train_pair
+from profiler.suite.training import DRAFT, TARGET
 from traces.files import write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.measured import MeasuredRuns, write_measured
-from traces.replay import replay
-from traces.rounds import RoundLog
 from traces.trace import Trace
-
-NAME = "trained-12+3"
-ASSISTED = {
-    "num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.0,
-}  # fmt: skip
 
 
 def run_trained(place: Workplace) -> None:
     """Train, record, measure, check, compare; each part writes its file when it is done.
 
-    Parts have fixed shares of the time; one that is late does less of its work.
+    Parts have fixed shares of the time; one that is late does less of its work.  Begun again
+    after it was stopped, the stage keeps the pair and every part that was finished.
     """
     results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
     results["clocks"] = [clocks(place.device)]
+    ledger = Ledger(place, "trained", {})
 
     def keep(**more: Any) -> None:
         results.update(more)
         results["clocks"] = [results["clocks"][0], clocks(place.device)]
         write_results(place.out / "trained.json", results)
 
+    def part(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if (unit := ledger.get(name)) is None:
+            ledger.put(name, unit := make())
+        return unit
+
+    def recorded(name: str, settings: Settings, share: float) -> Trace:
+        """A trace, as long as it was if it was finished before."""
+        done = ledger.get(name)
+        some: Sequence[Prompt] = prompts if done is None else prompts[: done["recorded"]]
+        until = time.monotonic() + share if done is None else float("inf")
+        trace = record_trace(place, pair, some, settings, until)
+        ledger.put(name, {"recorded": len(trace.requests)})
+        return trace
+
     total = place.seconds
-    pair, prompts, record = train_pair(place, seconds=0.34 * total if not place.quick else 2.0)
+    pair, prompts, record = trained_pair(
+        place, place.work / "trained-pair", 2.0 if place.quick else 0.34 * total
+    )
     keep(training=record, categories=sorted({p.category for p in prompts}))
     new = 24 if place.quick else 256
     settings = Settings(max_new_tokens=new, max_gamma=6 if place.quick else 16)
-    begin = time.monotonic()
-    trace = record_trace(place, pair, prompts, settings, begin + 0.12 * total)
+    trace = recorded("greedy", settings, 0.12 * total)
     kept = write_within(trace, place.out / "trained-trace.parquet")
     keep(greedy={"requests": kept, "tokens": trace.tokens, "near_ties": trace.meta["near_ties"]})
-    cells = _latency(place, pair, keep)
+    keep(**part("latency", lambda: _latency(place, pair)))
     checks = Checks(place, pair, trace, new)
-    keep(**checks.run(GRAPH, 0.08 * total, 7), latency_cells=cells)
-    keep(assisted=checks.against_assisted(3 if place.quick else 6))
-    begin = time.monotonic()
+    graphed = part("graph", lambda: checks.run(GRAPH, 0.08 * total, 7))
+    _write_measured(place, pair, graphed["times"])
+    keep(rounds_graph=graphed["checked"])
+    keep(assisted=part("assisted", lambda: checks.against_assisted(3 if place.quick else 6)))
     hot = Settings(new, settings.max_gamma, temperature=1.0, seed=1)
-    sampled = record_trace(place, pair, prompts, hot, begin + 0.10 * total)
+    sampled = recorded("sampled", hot, 0.10 * total)
     kept = write_within(sampled, place.out / "trained-sampled.parquet")
-    keep(sampled={"requests": kept, "tokens": sampled.tokens, **_sampled_rounds(pair, sampled)})
-    keep(**checks.run(EAGER, max(5.0, place.left - 0.06 * total), 4))
+    rounds = part("sampled-rounds", lambda: sampled_rounds(pair, sampled))
+    keep(sampled={"requests": kept, "tokens": sampled.tokens, **rounds})
+    share = max(5.0, place.left - 0.06 * total)
+    eager = part("eager", lambda: checks.run(EAGER, share, 4))
+    _write_measured(place, pair, graphed["times"] + eager["times"])
+    keep(rounds_eager=eager["checked"])
     text = torch.stack([checks.own_text(i) for i in range(min(64, len(trace.requests)))])
     exits = place.out / "trained-exits.parquet"
     keep(exits=attempt_exits(place, pair, trace, text, exits, max(3.0, 0.5 * place.left)))
+    ledger.close()
 
 
-def _latency(place: Workplace, pair: Pair, keep: Any) -> int:
-    """The trained pair's own table, both modes."""
+def _write_measured(place: Workplace, pair: Pair, times: list[list[Any]]) -> None:
+    runs = MeasuredRuns(pd.DataFrame(times, columns=list(COLUMNS)), pair.meta)
+    write_measured(runs, place.out / "trained-measured.parquet")
+
+
+def _latency(place: Workplace, pair: Pair) -> dict[str, Any]:
+    """The trained pair's own table, both modes; what else was measured with it."""
     rows: list[list[Any]] = []
     units: dict[str, Any] = {}
     for mode in MODES:
@@ -101,151 +115,10 @@ def _latency(place: Workplace, pair: Pair, keep: Any) -> int:
         measured.run()
         rows += [[f"{NAME}/{mode}/{row[0]}", *row[1:]] for row in measured.cells]
         unit = measured.unit()
-        unit["held_out_error"] = error_summary([h["error"] for h in measured.held_out])
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     shapes = {NAME: shapes_of(PairShape(NAME, TARGET, DRAFT))}
     meta = {"kind": "measured", "attention": "sdpa", "shapes": shapes, **place.meta()}
     table = LatencyTable(frame, meta)
     write_latency(table, place.out / "trained-latency.parquet")
-    keep(latency=units)
-    return len(rows)
-
-
-class Checks:
-    """Real decoding of some recorded requests, against replay and against transformers."""
-
-    def __init__(self, place: Workplace, pair: Pair, trace: Trace, new: int) -> None:
-        self.place, self.pair, self.new = place, pair, new
-        # The first requests are of every category in turn.
-        self.trace = trace.select(range(min(2 if place.quick else 7, len(trace.requests))))
-        self.times: list[list[Any]] = []
-        self._all = trace
-
-    def own_text(self, request: int) -> torch.Tensor:
-        """The last tokens of a request's prompt and output, as many for every request."""
-        info, starts = self._all.requests[request], self._all.request_starts
-        rows = self._all.on_path[starts[request] : starts[request + 1]]
-        ids = [*(info.prompt_ids or ()), *self._all.columns["token"][rows].tolist()]
-        return torch.tensor(ids[-self.new :], device=self.pair.device)
-
-    def run(self, mode: str, seconds: float, requests: int) -> dict[str, Any]:
-        """Every policy on the first `requests`, interleaved; real rounds against replay."""
-        begin = time.monotonic()
-        place = self.place
-        trace = self.trace.select(range(min(requests, len(self.trace.requests))))
-        target, draft = self._runners(mode)
-        arms = arms_of(trace, place.quick)
-        rounds: dict[str, dict[int, list[Round]]] = {arm.name: {} for arm in arms}
-        outputs: dict[str, dict[int, list[int]]] = {arm.name: {} for arm in arms}
-
-        def one(arm: Arm, i: int) -> tuple[float, int]:
-            decoder = self._decoder(target, draft, i)
-            with timed(self.pair.device) as spent:
-                log = list(speculate(decoder, arm.policy.fresh()))
-            rounds[arm.name][i], outputs[arm.name][i] = log, decoder.output
-            return spent(), len(log)
-
-        indices = list(range(len(trace.requests)))
-        rows = sweeps(
-            arms, indices, one, repeats=2 if place.quick else 3, warm=1,
-            left=lambda: begin + seconds - time.monotonic(),
-        )  # fmt: skip
-        self.times += [
-            [NAME, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
-            for name, repeat, i, spent, count in rows
-        ]
-        runs = MeasuredRuns(pd.DataFrame(self.times, columns=list(COLUMNS)), self.pair.meta)
-        write_measured(runs, place.out / "trained-measured.parquet")
-        differ, causes = {}, []
-        for arm in arms:
-            packed = RoundLog.pack([rounds[arm.name][i] for i in indices])
-            real = RoundLog(packed, trace.requests, arm.name, reads=arm.policy.reads)
-            expected = replay(trace, arm.policy, name=arm.name)
-            differ[arm.name] = [rounds_differ(real, expected), len(expected)]
-            texts = [outputs[arm.name][i] for i in indices]
-            causes += explain(real, expected, texts, trace, place.dtype)
-        counts = {c: sum(d["cause"] == c for d in causes) for c in {d["cause"] for d in causes}}
-        place.say(f"{mode}: {len(rows)} runs, differences {counts or 'none'}")
-        checked = {"rounds_differ_of": differ, "causes": counts, "first_differences": causes}
-        return {f"rounds_{mode}": checked}
-
-    def against_assisted(self, prompts: int) -> dict[str, Any]:
-        """Tokens per second, prefill included, of our decoder and of transformers', interleaved."""
-        pair, trace = self.pair, self.trace
-        runners = {mode: self._runners(mode) for mode in MODES}
-        spent: dict[str, list[float]] = {}
-        for i in range(-1, min(prompts, len(trace.requests))):  # the first one warms up
-            info = trace.requests[max(i, 0)]
-            prompt = torch.tensor(info.prompt_ids, device=pair.device)
-            seconds: dict[str, float] = {}
-            for mode, (target, draft) in runners.items():
-                for gamma in (0, 5):
-                    seconds[f"ours, {mode}, gamma {gamma}"] = self._whole(
-                        target, draft, max(i, 0), Fixed(gamma)
-                    )
-            _, _, seconds["transformers assisted, gamma 5"] = assisted_generation(
-                pair, prompt, info.max_new_tokens, **ASSISTED
-            )
-            with torch.inference_mode(), timed(pair.device) as plain:
-                pair.target.generate(
-                    input_ids=prompt[None], attention_mask=torch.ones_like(prompt)[None],
-                    max_new_tokens=info.max_new_tokens, do_sample=False,
-                )  # fmt: skip
-            seconds["transformers plain"] = plain()
-            if i >= 0:
-                for name, value in seconds.items():
-                    spent.setdefault(name, []).append(info.max_new_tokens / value)
-        return {
-            name: {"tokens_per_s": float(np.median(v)), "prompts": len(v)}
-            for name, v in spent.items()
-        }
-
-    def _whole(self, target: Runner, draft: Runner, i: int, policy: DraftPolicy) -> float:
-        with timed(self.pair.device) as spent:
-            list(speculate(self._decoder(target, draft, i), policy))
-        return spent()
-
-    def _runners(self, mode: str) -> tuple[Runner, Runner]:
-        slots = max(r.prompt_length + r.max_new_tokens for r in self.trace.requests)
-        target = make_runner(mode, self.pair.target, slots)
-        draft = make_runner(mode, self.pair.draft, slots)
-        prepare(target, draft, slots, self.trace.max_gamma or 1)
-        return target, draft
-
-    def _decoder(self, target: Runner, draft: Runner, i: int) -> ModelDecoder:
-        info, starts = self.trace.requests[i], self.trace.request_starts
-        runs = self.trace.run_lengths[starts[i] : starts[i + 1]].tolist()
-        prompt = torch.tensor(info.prompt_ids, device=self.pair.device)
-        return ModelDecoder(
-            target, draft, prompt, info.max_new_tokens, self.pair.eos, run_lengths=runs
-        )
-
-
-def _sampled_rounds(pair: Pair, trace: Trace, gamma: int = 4) -> dict[str, Any]:
-    """Accepted per full round in real rejection sampling and in replay, and how far apart."""
-    some = trace.select(range(min(16, len(trace.requests))))
-    slots = max(r.prompt_length + r.max_new_tokens for r in some.requests)
-    target, draft = make_runner(GRAPH, pair.target, slots), make_runner(GRAPH, pair.draft, slots)
-    generator = torch.Generator(pair.device).manual_seed(7)
-    real: list[Sequence[Round]] = []
-    for info in some.requests:
-        decoder = ModelDecoder(
-            target, draft, torch.tensor(info.prompt_ids, device=pair.device), info.max_new_tokens,
-            pair.eos, temperature=trace.temperature, generator=generator,
-        )  # fmt: skip
-        real.append(list(speculate(decoder, Fixed(gamma))))
-    means = []
-    for log in (RoundLog.pack(real), replay(some, Fixed(gamma)).rounds):
-        full = log["drafted"] == gamma
-        sums, counts = (
-            np.bincount(log["request"][full], weights=w, minlength=len(some.requests))
-            for w in (log["accepted"][full].astype(float), np.ones(int(full.sum())))
-        )
-        means.append(sums / np.maximum(counts, 1))
-    gap = means[0] - means[1]
-    error = float(gap.std(ddof=1) / np.sqrt(len(gap))) if len(gap) > 1 else float("nan")
-    return {
-        "accepted_real": float(means[0].mean()), "accepted_replayed": float(means[1].mean()),
-        "standard_error": error, "gamma": gamma,
-    }  # fmt: skip
+    return {"latency": units, "latency_cells": len(rows)}

@@ -14,20 +14,15 @@ import numpy
 import pandas
 import scipy
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
 from profiler.architectures import Architecture
 from profiler.loading import Pair, Prompt, describe_model
-from profiler.pair import VOCABULARY, Stage, Stream, _optimisers, train_tokenizer
-from profiler.pair_text import (
-    CATEGORIES,
-    Document,
-    cut_prompt,
-    load_documents,
-    stable_hash,
-)
+from profiler.pair.models import VOCABULARY, train_tokenizer
+from profiler.pair.prompts import cut_prompt
+from profiler.pair.text import CATEGORIES, Document, load_documents, stable_hash
+from profiler.pair.training import Stream, optimisers, prediction_loss, update
 from profiler.suite.environment import Workplace
 
 ROW_TOKENS = 512
@@ -126,34 +121,18 @@ def train_model(
     """
     rows = 4 if place.quick else BATCH_TOKENS // ROW_TOKENS
     length = 64 if place.quick else ROW_TOKENS
-    optimisers = _optimisers(model, Stage(name, 0, 0, rate=0.5 if teacher is not None else 1.0))
-    rates = [group["lr"] for each in optimisers for group in each.param_groups]
+    steppers = optimisers(model, rate=0.5 if teacher is not None else 1.0)
     generator = torch.Generator(place.device).manual_seed(len(name))
     offsets = torch.arange(length + 1, device=place.device)
     losses: list[Tensor] = []
     begin = time.monotonic()
     cuda = place.device.type == "cuda"
     while (done := (time.monotonic() - begin) / seconds) < 1:
-        factor = min(1.0, done * 20 + 0.01, 2 * (1 - done))
-        groups = [group for each in optimisers for group in each.param_groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * factor
         at = torch.randint(len(ids) - length - 1, (rows,), generator=generator, device=place.device)
         tokens = ids[at[:, None] + offsets]
-        inputs, goal = tokens[:, :-1], tokens[:, 1:].flatten()
         with torch.autocast(place.device.type, torch.bfloat16):
-            logits = model(input_ids=inputs, use_cache=False).logits.flatten(0, 1).float()
-            if teacher is None:
-                loss = F.cross_entropy(logits, goal)
-            else:
-                with torch.no_grad():
-                    wanted = teacher(input_ids=inputs, use_cache=False).logits.flatten(0, 1)
-                loss = F.cross_entropy(logits, wanted.float().softmax(-1))
-        model.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimiser in optimisers:
-            optimiser.step()
+            loss = prediction_loss(model, tokens, teacher)
+        update(model, steppers, loss, min(1.0, done * 20 + 0.01, 2 * (1 - done)))
         losses.append(loss.detach())
         if cuda and len(losses) % 8 == 0:
             torch.cuda.synchronize()  # or the host runs minutes ahead of the clock it goes by

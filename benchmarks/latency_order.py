@@ -1,0 +1,66 @@
+"""How what ran before changes the time of a target pass: why latencies are measured in blocks.
+
+    python -m benchmarks.latency_order [--width 9] [--repeats 60]
+
+Times one and the same pass of the bundled target in three company: round after round behind
+width - 1 draft passes, as decoding runs it; by itself; and both mixed at random, as a sweep over
+single cells would.  Prints the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+
+from profiler.latency import Stopwatch
+from profiler.pass_latency import random_ids
+from profiler.run import RunInfo
+from profiler.runner import Runner
+
+CONTEXT = 128
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--width", type=int, default=9, help="tokens of the target's pass")
+    parser.add_argument("--repeats", type=int, default=60, help="timed passes of each kind")
+    given = parser.parse_args()
+    pair = RunInfo("bundled", "bundled", threads=1).load()
+    target, draft = Runner(pair.target, 256), Runner(pair.draft, 256)
+    ids = random_ids(target, 256)
+    for runner in (target, draft):
+        runner.forward(ids, 0, keep=1)
+
+    def drafts() -> None:
+        for _ in range(given.width - 1):
+            draft.forward(ids[:1], CONTEXT, keep=1)
+
+    def verify() -> None:
+        target.forward(ids[: given.width], CONTEXT, keep=given.width)
+
+    watch = Stopwatch(pair.device)
+    kinds: dict[str, Callable[[], None]] = {"behind drafts": drafts, "by itself": lambda: None}
+    # Blocks take turns, so that a slow minute falls on all kinds.
+    seconds: dict[str, list[float]] = {}
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        for name, before in kinds.items():
+            for number in range(given.repeats // 6 + 2):
+                before()
+                taken = watch.time(verify)
+                if number >= 2:
+                    seconds.setdefault(f"{name}, round after round", []).append(taken)
+        for name in rng.permutation([*kinds] * (given.repeats // 6)).tolist():
+            kinds[name]()
+            seconds.setdefault(f"{name}, mixed", []).append(watch.time(verify))
+    print(f"a pass over {given.width} tokens, ms: first quartile, median, third quartile")
+    for name, taken_s in sorted(seconds.items()):
+        low, middle, high = np.quantile(taken_s, [0.25, 0.5, 0.75]) * 1e3
+        print(f"  {name:32s} {low:6.3f} {middle:6.3f} {high:6.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The cells of a pair's passes, in rounds as decoding makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from profiler.latency import FIRST_WIDTHS, Block, Grid, Step
+from profiler.runner import Runner
+from profiler.tokens import ModelToken
+
+UNTIMED = 2
+"""Rounds of a block that only bring the processor's caches into their usual state."""
+
+Pass = Callable[[int, int], Callable[[], object]]
+"""From tokens fed and context to the call that makes the pass."""
+
+
+def pass_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
+    """Prefill and decoding passes of both models over the grid, and the signals' cost."""
+    ids = {"target": random_ids(target, target.cache.slots)}
+    ids["draft"] = ids["target"][: draft.cache.slots] % draft.vocab_size
+    blocks = []
+    for name, runner in (("target", target), ("draft", draft)):
+        runner.forward(ids[name], 0, keep=1)  # real keys and values in every slot
+        for length in grid.prompts:
+            if length <= runner.cache.slots:
+                run = _pass(runner, ids[name][:length], 0, 1)
+                blocks.append(Block([[Step(name, "prefill", length, 0, run)]]))
+    logits = draft.forward(ids["draft"][:1], 0, keep=1)
+    token = logits.argmax(-1)
+
+    def verify(width: int, context: int) -> Callable[[], object]:
+        return _pass(target, ids["target"][:width], context, width)
+
+    def propose(width: int, context: int) -> Callable[[], object]:
+        return _pass(draft, ids["draft"][:width], context, 1)
+
+    def read() -> object:
+        return ModelToken(token, logits, 0.0, None).prob
+
+    contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
+    blocks += decoding_blocks(verify, propose, grid.widths, contexts)
+    blocks.append(signal_block(verify, propose, read, grid.widths, min(contexts)))
+    return blocks
+
+
+def decoding_blocks(
+    target: Pass, draft: Pass, widths: Sequence[int], contexts: Sequence[int], batch: int = 1,
+    untimed: int = UNTIMED,
+) -> Iterator[Block]:  # fmt: skip
+    """A block for every width of the target's pass and context, with the drafting before it.
+
+    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS).
+    """
+    for context in contexts:
+        for width in widths:
+            own = []
+            for number in range(untimed + len(FIRST_WIDTHS)):
+                steps = []
+                if width > 1:
+                    first = FIRST_WIDTHS[number % len(FIRST_WIDTHS)]
+                    run = draft(first, context)
+                    steps.append(Step("draft", "catch_up", first, context, run, batch))
+                later = Step("draft", "forward", 1, context, draft(1, context), batch)
+                run = target(width, context)
+                verify = Step("target", "forward", width, context, run, batch)
+                own.append([*steps, *[later] * (width - 2), verify])
+            yield Block(own, untimed)
+        # Two tokens in a later pass occur in no round; they show what a token more costs.
+        pair = [Step("draft", "forward", n, context, draft(n, context), batch) for n in (1, 2)]
+        yield Block([pair] * 2, 1)
+
+
+def signal_block(
+    target: Pass, draft: Pass, read: Callable[[], object], widths: Sequence[int], context: int,
+    batch: int = 1,
+) -> Block:  # fmt: skip
+    """Rounds of a policy that reads the signals of every token it drafts."""
+    width = max(w for w in widths if w <= max(5, min(widths)))
+    drafting = Step("draft", "forward", 1, context, draft(1, context), batch)
+    reading = Step("draft", "signal", 1, 0, read, batch)
+    verify = Step("target", "forward", width, context, target(width, context), batch)
+    return Block([[*[drafting, reading] * max(width - 1, 1), verify]] * (UNTIMED + 3), UNTIMED)
+
+
+def random_ids(runner: Runner, count: int) -> Tensor:
+    """`count` token ids on the model's device, the same each time."""
+    seeded = torch.Generator().manual_seed(0)
+    return torch.randint(runner.vocab_size, (count,), generator=seeded).to(runner.device)
+
+
+def _pass(runner: Runner, ids: Tensor, context: int, keep: int) -> Callable[[], object]:
+    return lambda: runner.forward(ids, context, keep=keep)

@@ -1,0 +1,164 @@
+"""The random choices of sampled decoding with early exits, and the recorded ones in their place.
+
+A real run draws from a generator.  With the draws of a recording instead, everything that is
+not random (exits, confidences, layers run, emitted text) must come out as in the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from traces.sources.base import true_tokens
+from traces.sources.exits import ExitRecording
+from traces.trace import Trace
+
+
+def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One index per row in proportion to `weights` (rows, vocab) by an exponential race."""
+    noise = torch.empty_like(weights).exponential_(generator=generator)
+    return (weights / noise).argmax(-1)
+
+
+class Draws(Protocol):
+    """What a sampled decoder leaves to chance."""
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature, above 0."""
+        ...
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The token that the prefill emits, from logits (1, vocab); (1,)."""
+        ...
+
+    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
+        """The token that exit `at` drafts at an output position after `so_far`; (1,)."""
+        ...
+
+    def settle(
+        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
+    ) -> tuple[int, list[int]]:
+        """Verify a round that began at an output position.
+
+        ``drafted`` (count,) tokens from the raw logits ``proposals`` (count, vocab); ``logits``
+        (positions, vocab) of the target, as many positions or one more.  Returns the number
+        of accepted tokens and the tokens emitted.
+        """
+        ...
+
+
+class RandomDraws:
+    """Lossless rejection sampling (Leviathan et al., 2211.17192, Alg. 1) from a generator.
+
+    ``temperature`` above 0; `generator` None is torch's global one.
+    """
+
+    def __init__(self, temperature: float, generator: torch.Generator | None = None) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature is {temperature}, expected above 0")
+        self.temperature, self.generator = temperature, generator
+
+    def first(self, logits: Tensor) -> Tensor:
+        """A draw from the target."""
+        return draw(self.probs(logits), self.generator)
+
+    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
+        """A draw from the exit head."""
+        del at, position, so_far
+        return draw(self.probs(logits), self.generator)
+
+    def settle(
+        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
+    ) -> tuple[int, list[int]]:
+        """A coin per drafted token, and a draw from the residual behind the first that fails."""
+        del position
+        count = drafted.shape[0]
+        target, proposal = self.probs(logits), self.probs(proposals)
+        index = drafted[:, None]
+        ratio = target[:count].gather(1, index) / proposal.gather(1, index)
+        coins = torch.rand(count, generator=self.generator, device=ratio.device)
+        accepted = int((coins < ratio[:, 0]).long().cumprod(0).sum())
+        tokens = drafted[:accepted]
+        if accepted < target.shape[0]:
+            left = target[accepted : accepted + 1]
+            if accepted < count:
+                left = (left - proposal[accepted]).clamp(min=0)
+            tokens = torch.cat([tokens, draw(left, self.generator)])
+        return accepted, tokens.tolist()
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Probabilities at the temperature; (rows, vocab)."""
+        return torch.softmax(logits.float() / self.temperature, -1)
+
+
+class RecordedDraws:
+    """The draws along one request of a sampled trace, as its recording has them."""
+
+    def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
+        self.temperature = recording.temperature
+        self._recording, self._device = recording, device
+        starts = trace.request_starts
+        self._true = true_tokens(trace, sampled=True)[
+            int(starts[request]) : int(starts[request + 1])
+        ]
+        self._path = recording.path_starts[request]
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The output's first token."""
+        del logits
+        return self._tensor(self._true[:1])
+
+    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
+        """What was drawn at the node of this prefix.
+
+        Raises KeyError where the prefix was not recorded.
+        """
+        del logits
+        node, on_path = self._path + position, True
+        for i, token in enumerate(so_far):
+            on_path = on_path and token.token_id == self._true[position + i]
+            node = node + 1 if on_path else self._recording.children[node, token.token_id]
+        return self._tensor([int(self._recording.argmax[node, at])])
+
+    def settle(
+        self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
+    ) -> tuple[int, list[int]]:
+        """The drafted tokens that the output has, and its next one where a position is left."""
+        del proposals
+        true = self._true[position : position + int(logits.shape[0])]
+        accepted = 0
+        for token, own in zip(drafted.tolist(), true, strict=False):
+            if token != own:
+                break
+            accepted += 1
+        return accepted, true[: accepted + 1]
+
+    def _tensor(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, device=self._device)
+
+
+class SharedDraws:
+    """One coin and one noise per row, whichever exit the row takes."""
+
+    def __init__(
+        self, rows: int, vocab_size: int, generator: torch.Generator | None, device: Any
+    ) -> None:
+        shape = (rows, vocab_size)
+        self._noise = torch.empty(shape, device=device).exponential_(generator=generator)
+        self._coins = torch.rand(rows, generator=generator, device=device)
+
+    def tokens(self, head: Tensor, truth: tuple[Tensor, Tensor] | None) -> Tensor:
+        """A draw per row of `head` (rows, vocab), given `truth` where the output is known."""
+        if truth is None:
+            return (head / self._noise).argmax(-1)
+        emitted, target = truth
+        index = emitted[:, None]
+        match = self._coins < (head.gather(1, index) / target.gather(1, index))[:, 0]
+        # Where the two agree there is no residual, and no rejection either.
+        residual = (head - target).clamp(min=0)
+        rejected = (torch.where(match[:, None], head, residual) / self._noise).argmax(-1)
+        return torch.where(match, emitted, rejected)
