@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from profiler import pair, pair_text  # noqa: E402 - both need torch
+from profiler.pair import models as pair_models  # noqa: E402 - needs torch
+from profiler.pair import prompts as pair_prompts  # noqa: E402
+from profiler.pair import repetition, text, training  # noqa: E402
 
-BUNDLED = Path(pair.__file__).parent / "bundled"
+BUNDLED = Path(text.__file__).parents[1] / "bundled"
 MODELS = ("target", "draft")
 
 
@@ -31,7 +34,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def documents():
-    return pair_text.load_documents()
+    return text.load_documents()
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +76,17 @@ def test_tokenizer_is_shared(models, tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "def f(x):\n    return x\n", " \t\n\n é 漢字 🙂 ", "\x00"]
+    "written", ["", "x", "def f(x):\n    return x\n", " \t\n\n é 漢字 🙂 ", "\x00"]
 )
-def test_tokenizer_round_trip(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+def test_tokenizer_round_trip(tokenizer, written):
+    ids = tokenizer.encode(written)
+    assert tokenizer.decode(ids) == written
     assert 0 not in ids  # no special token is added
 
 
 def test_prompt_categories(prompts):
     counts = Counter(row["category"] for row in prompts)
-    assert set(counts) <= set(pair_text.CATEGORIES)
+    assert set(counts) <= set(text.CATEGORIES)
     assert len(counts) >= 5
     assert min(counts.values()) >= 12
     assert len({row["id"] for row in prompts}) == len({row["prompt"] for row in prompts})
@@ -107,20 +110,20 @@ def test_split_is_by_source(documents):
     training, held_out = documents
     assert not {d.source for d in training} & {d.source for d in held_out}
     assert not {d.text for d in training} & {d.text for d in held_out}
-    assert all(pair_text.is_held_out(d.source) for d in held_out)
-    assert not any(pair_text.is_held_out(d.source) for d in training)
-    assert {d.category for d in held_out} == set(pair_text.CATEGORIES)
+    assert all(text.is_held_out(d.source) for d in held_out)
+    assert not any(text.is_held_out(d.source) for d in training)
+    assert {d.category for d in held_out} == set(text.CATEGORIES)
 
 
 def test_load_documents_names_an_empty_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python source under"):
-        pair_text.load_documents(tmp_path)
+        text.load_documents(tmp_path)
 
 
 def test_cut_prompt_is_a_prefix_in_tokens(documents, tokenizer):
     cut = 0
     for document in documents[1][:60]:
-        prompt = pair_text.cut_prompt(document.text, tokenizer.encode)
+        prompt = pair_prompts.cut_prompt(document.text, tokenizer.encode)
         if prompt is not None:
             cut += 1
             ids = tokenizer.encode(prompt)
@@ -129,22 +132,22 @@ def test_cut_prompt_is_a_prefix_in_tokens(documents, tokenizer):
 
 
 def test_unique_4gram_share():
-    assert pair_text.unique_4gram_share([1, 2, 3]) == 1.0
-    assert pair_text.unique_4gram_share(range(10)) == 1.0
-    assert pair_text.unique_4gram_share([7] * 13) == pytest.approx(0.1)
+    assert pair_prompts.unique_4gram_share([1, 2, 3]) == 1.0
+    assert pair_prompts.unique_4gram_share(range(10)) == 1.0
+    assert pair_prompts.unique_4gram_share([7] * 13) == pytest.approx(0.1)
 
 
 def test_grown_model_computes_the_same():
     torch.manual_seed(0)
-    small = pair.build_model(1).eval()
-    grown = pair.grow(small, 3).eval()
+    small = pair_models.build_model(1).eval()
+    grown = pair_models.grow(small, 3).eval()
     ids = torch.arange(40)[None]
     with torch.inference_mode():
         torch.testing.assert_close(grown(input_ids=ids).logits, small(input_ids=ids).logits)
 
 
 def test_batch_is_seeded_and_half_starts_at_documents(documents, tokenizer):
-    stream = pair.Stream(documents[1][:400], tokenizer)
+    stream = training.Stream(documents[1][:400], tokenizer)
     first, second = (stream.batch(256, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, second)
     assert first.shape == (8, 257)
@@ -154,7 +157,47 @@ def test_batch_is_seeded_and_half_starts_at_documents(documents, tokenizer):
 
 def test_greedy_continuation_is_bounded(models, tokenizer, prompts):
     ids = tokenizer.encode(prompts[0]["prompt"])
-    new = pair_text.continue_greedily(models["target"], ids, limit=16)
+    new = pair_prompts.continue_greedily(models["target"], ids, limit=16)
     assert 0 < len(new) <= 16
-    assert new == pair_text.continue_greedily(models["target"], ids, limit=16)
+    assert new == pair_prompts.continue_greedily(models["target"], ids, limit=16)
     assert 0 not in new[:-1]
+
+
+def test_repeats_marks_what_completes_a_seen_4gram_up_to_the_end():
+    row = [5, 6, 7, 8, 5, 6, 7, 8, 9, 0, 6, 7, 8, 9]  # 8 at 7 repeats; past EOS (0) nothing counts
+    found = repetition.repeats(torch.tensor([row]), prompt=2, eos=0)
+    assert found.nonzero()[:, 1].tolist() == [7]
+    assert not repetition.repeats(torch.tensor([row]), prompt=8, eos=0).any()
+
+
+def test_unlikelihood_falls_with_the_probability_of_repeats():
+    rows = torch.tensor([[3, 3, 3]])
+    repeated = torch.tensor([[False, False, True]])
+    logits = torch.zeros(1, 2, 4)
+    even = repetition.unlikelihood(logits, rows, repeated)
+    assert float(even) == pytest.approx(-math.log(1 - 1 / 4))
+    logits[0, 1, 3] = -10.0
+    assert float(repetition.unlikelihood(logits, rows, repeated)) < 1e-4
+    assert float(repetition.unlikelihood(logits, rows, torch.zeros_like(repeated))) == 0
+
+
+def test_written_text_is_the_models_own_greedy_text(models):
+    heads = torch.tensor([[5, 6, 7], [9, 4, 3]])
+    written = repetition.write_greedily(models["draft"], heads, 5)
+    assert torch.equal(written[:, :3], heads)
+    for row in written:
+        with torch.inference_mode():
+            greedy = models["draft"](input_ids=row[None, :-1]).logits[0].argmax(-1)
+        assert torch.equal(row[3:], greedy[2:])
+
+
+def test_update_scales_the_full_rate():
+    torch.manual_seed(0)
+    model = pair_models.build_model(1)
+    steppers = training.optimisers(model, rate=0.5)
+    loss = training.prediction_loss(model, torch.arange(12)[None])
+    training.update(model, steppers, loss, factor=0.1)
+    assert [g["lr"] for s in steppers for g in s.param_groups] == pytest.approx([0.0015, 0.0005])
+    loss = training.prediction_loss(model, torch.arange(12)[None])
+    training.update(model, steppers, loss, factor=1.0)
+    assert [g["lr"] for s in steppers for g in s.param_groups] == pytest.approx([0.015, 0.005])

@@ -1,4 +1,4 @@
-"""Text and prompts of the bundled pair: the running Python's standard library, in documents.
+"""Text of the bundled pair: the running Python's standard library, in documents.
 
 Every file becomes many short documents (a function, a class head, a run of constants, a
 section of reference text), each ended by the end-of-sequence token in training. Short
@@ -11,17 +11,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import re
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from rich.progress import track
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CATEGORIES = (
     "reference",
@@ -30,6 +25,7 @@ CATEGORIES = (
     "method",
     "class",
     "header",
+    "charmap",
     "table",
 )
 # Tests are stripped from many Python builds and idlelib is optional: leaving them out keeps the
@@ -37,14 +33,10 @@ CATEGORIES = (
 _SKIPPED_DIRS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "idlelib", "lib2to3", "turtledemo"}
 )
+_CHARMAP = re.compile(r"encodings/(?!aliases)")
 _HELD_OUT_ONE_IN = 8  # one file (or reference topic) in eight is held out
 _MIN_CHARS = 60  # shorter documents teach little but the end token
 _SECTION_CHARS = 900  # reference text and tables are cut to about this size
-MAX_NEW_TOKENS = 128  # limit of a greedy continuation when prompts are picked or measured
-MIN_UNIQUE_4GRAMS = 0.3  # a prompt whose continuation repeats itself more than this is dropped
-PROMPTS_PER_CATEGORY = 14
-_PROMPT_TOKENS = (48, 128)  # least and most
-_MIN_LEFT_TOKENS = 24  # of a document after the prompt, so that there is something to continue
 _MIN_TABLE_LINES = 12  # an assignment this long is a table, not a constant
 
 
@@ -105,7 +97,9 @@ def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
         return
     if source != "pydoc_data/topics.py":
         for category, text in _module_pieces(module, code.splitlines()):
-            yield category, source, text
+            # Tables of characters are by far the most predictable text there is here.
+            charmap = category == "table" and _CHARMAP.match(source)
+            yield "charmap" if charmap else category, source, text
         return
     for statement in module.body:
         if isinstance(statement, ast.Assign):
@@ -164,100 +158,3 @@ def _sections(text: str, separator: str) -> Iterator[str]:
             yield separator.join(section)
             section = []
     yield separator.join(section)
-
-
-def cut_prompt(text: str, encode: Callable[[str], list[int]]) -> str | None:
-    """The first lines of a document as a prompt of _PROMPT_TOKENS tokens, or None if none fits.
-
-    The length aimed at differs by document. The cut is at the end of a line, before its line
-    break: there the prompt's tokens are the first tokens of the document, as in training.
-    """
-    shortest, longest = _PROMPT_TOKENS
-    aim = shortest + stable_hash(text) % (longest - shortest + 1)
-    total = len(encode(text))
-    lines = text.split("\n")
-    for count in range(len(lines) - 1, 0, -1):
-        prompt = "\n".join(lines[:count])
-        length = len(encode(prompt))
-        if lines[count - 1] and shortest <= length <= min(aim, total - _MIN_LEFT_TOKENS):
-            return prompt
-    return None
-
-
-@torch.inference_mode()
-def continue_greedily(
-    model: LlamaForCausalLM, prompt: Sequence[int], limit: int = MAX_NEW_TOKENS
-) -> list[int]:
-    """Token ids that follow `prompt`, the likeliest each time: at most `limit`, EOS included."""
-    cache = DynamicCache(config=model.config)
-    new: list[int] = []
-    step = torch.tensor([list(prompt)])
-    while len(new) < limit and (not new or new[-1] != model.config.eos_token_id):
-        step = model(input_ids=step, past_key_values=cache).logits[:, -1:].argmax(-1)
-        new.append(int(step))
-    return new
-
-
-def unique_4gram_share(tokens: Sequence[int]) -> float:
-    """Distinct 4-grams over all 4-grams of `tokens` (1.0 = no repetition; 1.0 below 4 tokens)."""
-    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def _screen(
-    target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
-) -> list[bool]:
-    """Whether each greedy continuation repeats itself little enough, all prompts in one batch."""
-    inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-    model: Any = target  # the type hints of `generate` do not fit the class they are on
-    out = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=MAX_NEW_TOKENS,
-        do_sample=False,
-    )
-    width = inputs["input_ids"].shape[1]
-    rows = [
-        [token for token in row[width:] if token != tokenizer.pad_token_id] for row in out.tolist()
-    ]
-    return [unique_4gram_share(row) >= MIN_UNIQUE_4GRAMS for row in rows]
-
-
-def pick_prompts(
-    target: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    train_documents: Sequence[Document],
-    held_out: Sequence[Document],
-) -> tuple[list[dict[str, str]], dict[str, tuple[int, int]]]:
-    """The prompts, and per category how many candidates were (tried, dropped for repetition).
-
-    Candidates come in hash order from held-out documents; one whose text occurs anywhere in the
-    training text is no candidate. The first PROMPTS_PER_CATEGORY whose greedy continuation has a
-    unique 4-gram share of at least MIN_UNIQUE_4GRAMS are kept. The draft takes no part in this.
-    """
-    seen_in_training = "\0".join(document.text for document in train_documents)
-    encode = partial(tokenizer.encode, verbose=False)  # documents may be longer than the context
-    rows: list[dict[str, str]] = []
-    counts: dict[str, tuple[int, int]] = {}
-    ordered = sorted(held_out, key=lambda document: stable_hash(document.text))
-    for category in track(CATEGORIES, description="prompts     "):
-        cuts = (cut_prompt(d.text, encode) for d in ordered if d.category == category)
-        candidates = list(dict.fromkeys(c for c in cuts if c and c not in seen_in_training))
-        kept: list[str] = []
-        tried = 0
-        while len(kept) < PROMPTS_PER_CATEGORY and tried < len(candidates):
-            batch = candidates[tried : tried + PROMPTS_PER_CATEGORY]
-            for prompt, passed in zip(batch, _screen(target, tokenizer, batch), strict=True):
-                tried += 1
-                # A batch rounds differently from one prompt alone, so what passed is done again.
-                alone = continue_greedily(target, encode(prompt)) if passed else []
-                if passed and unique_4gram_share(alone) >= MIN_UNIQUE_4GRAMS:
-                    kept.append(prompt)
-                if len(kept) == PROMPTS_PER_CATEGORY:
-                    break
-        counts[category] = (tried, tried - len(kept))
-        rows += [
-            {"id": f"{category}-{i:02}", "category": category, "prompt": prompt}
-            for i, prompt in enumerate(kept)
-        ]
-    return rows, counts
