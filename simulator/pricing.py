@@ -5,7 +5,8 @@ A round of a draft model costs
 * a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one,
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
-* host time per round and per drafted token, and taking rejected tokens out of the caches.
+* host time per round and per drafted token, and taking rejected tokens out of the caches,
+* under a lossy verify rule, the time to judge the drafted tokens, a part of the host time.
 
 Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compares like
 with like.  Decode time counts the rounds; prefill is kept apart.
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from policies.rule_registry import RULES
 from simulator.calls import call_seconds
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
@@ -59,6 +61,8 @@ class Priced:
     host_s: Floats
     prefill_s: Floats
     passes: PassCount
+    left_out: tuple[str, ...] = ()
+    """Parts that ran and for which a measured table has no cells: the seconds lack them."""
 
     @cached_property
     def round_s(self) -> Floats:
@@ -118,7 +122,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         Rounds of plain decoding, of a draft model, or of another source with its calls.
     latency:
         Target and draft latencies.  Host phases it lacks cost nothing; without prefill
-        cells prefill costs nothing either, and a first pass counts as any other.
+        cells prefill costs nothing either, and a first pass counts as any other.  Judging
+        under a lossy rule that a measured table lacks is named in `Priced.left_out`.
     batch:
         Identical sequences decoded in step; the seconds are those of the shared passes.
 
@@ -183,7 +188,33 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     for model, rejected in zip(MODELS, (accepted < drafted, accepted < forwards - 1), strict=True):
         if latency.has(model, "rollback") and (calls is None or model == "target"):
             host_s += rejected * _scalar(latency, model, "rollback", batch)
-    return Priced(log, draft_s, verify_s, signal_s, host_s, prefill_s, passes + count)
+    left_out: tuple[str, ...] = ()
+    if log.mismatched is not None:
+        phase = judging_phase(log)
+        if latency.has("target", phase):
+            host_s += _judging(latency, phase, batch, drafted)
+        elif not latency.is_constant:
+            left_out = ("judging",)
+    return Priced(log, draft_s, verify_s, signal_s, host_s, prefill_s, passes + count, left_out)
+
+
+def judging_phase(log: RoundLog) -> str:
+    """The phase of `traces.latency.PHASES` that the verdicts of a lossy run cost.
+
+    It follows from what the run's rule reads, by the rule's name where the rule itself was
+    not kept.
+    """
+    rule = log.rule or RULES.get(log.verify.partition(":")[0])
+    reads = set(rule.reads) if rule is not None else set()
+    return "judge_signals" if reads - {"token_id"} else "judge"
+
+
+def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Floats:
+    """Seconds of each round's verdicts, read once per draft length."""
+    lengths, inverse = _distinct(drafted)
+    cells = latency.cells[latency.cells["phase"] == phase]
+    nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
+    return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)[inverse]
 
 
 def _draft(

@@ -16,6 +16,7 @@ import numpy as np
 from policies.core import Round
 from simulator.serving.reader import Coverage, PassReader
 from simulator.serving.sequence import Slot
+from simulator.serving.work import Work, work_of
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 
@@ -40,6 +41,16 @@ class Seconds(NamedTuple):
     def total_s(self) -> float:
         """Seconds of the iteration."""
         return self.draft_s + self.target_s + self.host_s
+
+
+class _Host(NamedTuple):
+    """The host's seconds at one batch size."""
+
+    round_s: float
+    draft_s: float
+    """Of each draft step, signals included where the policy reads any."""
+    target_rollback_s: float
+    draft_rollback_s: float
 
 
 class IterationCost:
@@ -96,7 +107,7 @@ class IterationCost:
             m: PassReader(latency, m, "prefill")
             for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
         }  # fmt: skip
-        self._host: dict[tuple[str | None, str, int], float] = {}
+        self._host: dict[int, _Host] = {}
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -105,12 +116,14 @@ class IterationCost:
 
         Slots must still show their context from before the rounds.
         """
-        draft_s = host_s = 0.0
-        if rounds:
-            draft_s, host_s = self._speculation(slots, rounds)
-        if chunks and self._draft is not None:
+        if not rounds:
+            drafting_s = self._prompts("draft", self._draft, chunks)
+            return Seconds(drafting_s, self._prompts("target", self._target, chunks), 0.0)
+        work = work_of(slots, rounds)
+        draft_s, host_s = self._speculation(work, slots, rounds)
+        if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
-        return Seconds(draft_s, self._target_pass(slots, rounds, chunks), host_s)
+        return Seconds(draft_s, self._target_pass(work, slots, rounds, chunks), host_s)
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -129,46 +142,39 @@ class IterationCost:
             if not any(self.latency.has(m, phase) for m in MODELS)
         ]  # fmt: skip
 
-    def _speculation(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> tuple[float, float]:
+    def _speculation(
+        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
+    ) -> tuple[float, float]:
         batch = len(rounds)
-        longest = max([r.draft_forwards for r in rounds])
-        host_s = self._hosts("host_round", batch) + longest * self._hosts("host_draft", batch)
-        draft_s = 0.0
-        if longest:
-            draft_s = self._draft_passes(slots, rounds, longest)
-            if self.reads:
-                host_s += longest * self._hosts("signal", batch)
-        if self.latency.has("target", "rollback") and any(r.accepted < r.drafted for r in rounds):
-            host_s += self._scalar("target", "rollback", batch)
-        if self.latency.has("draft", "rollback") and any(
-            r.accepted < r.draft_forwards - 1 for r in rounds
-        ):
-            host_s += self._scalar("draft", "rollback", batch)
-        return draft_s, host_s
+        host = self._host.get(batch)
+        if host is None:
+            host = self._host[batch] = self._host_costs(batch)
+        host_s = host.round_s
+        if work.rejected:
+            host_s += host.target_rollback_s
+        if work.unread:
+            host_s += host.draft_rollback_s
+        if not work.longest:
+            return 0.0, host_s
+        host_s += work.longest * host.draft_s
+        return self._draft_passes(work, slots, rounds), host_s
 
-    def _draft_passes(self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int) -> float:
+    def _draft_passes(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         read, read_first = self._draft, self._first
         if read is None or read_first is None:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
         if self.passes == "padded":
-            return self._draft_rectangles(slots, rounds, longest)
-        catch_up = context = drafting = 0
-        for slot, r in zip(slots, rounds, strict=True):
-            if r.draft_forwards:
-                drafting += 1
-                catch_up += r.catch_up
-                context += slot.context
-        width, mean = catch_up / drafting, context / drafting
-        padded = self.draft_batch == "padded"
-        batch = len(rounds) if padded else drafting
-        seconds = read_first(batch, width, max(mean - width, 0.0))
-        for step in range(1, longest):
-            if not padded:
-                still = [
-                    s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
-                ]
-                batch, mean = len(still), sum(still) / len(still)
-            seconds += read(batch, 1.0, mean + step - 1)
+            return self._draft_rectangles(slots, rounds, work.longest)
+        width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
+        if self.draft_batch == "padded":
+            first_s = read_first(len(rounds), width, max(mean - width, 0.0))
+            return first_s + read.run(len(rounds), mean, work.longest - 1)
+        seconds = read_first(work.drafting, width, max(mean - width, 0.0))
+        for step in range(1, work.longest):
+            still = [
+                s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
+            ]
+            seconds += read(len(still), 1.0, sum(still) / len(still) + step - 1)
         return seconds
 
     def _draft_rectangles(
@@ -193,28 +199,25 @@ class IterationCost:
         return seconds
 
     def _target_pass(
-        self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
+        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
     ) -> float:
         if chunks and "target" not in self._prefill:
             chunks = ()
-        if not rounds:
-            return self._prompts("target", self._target, chunks)
         if self.passes == "padded" and not chunks:
             width = max(r.drafted for r in rounds) + 1
             seen = max(s.context + r.drafted for s, r in zip(slots, rounds, strict=True))
             return self._target(len(rounds), width, max(seen - width, 0))
-        batch = len(rounds) + len(chunks)
-        tokens = sum([r.drafted for r in rounds]) + len(rounds)
+        batch, tokens = len(rounds) + len(chunks), len(rounds) + work.drafted
         # The last token emitted is in no cache yet: it is the first this pass processes.
-        cached = sum([slot.context for slot in slots]) - len(rounds)
+        cached = work.context - len(rounds)
         for slot, count in chunks:
             tokens += count
             cached += slot.prefilled
         return self._target(batch, tokens / batch, cached / batch)
 
-    def _prompts(self, model: str, forward: PassReader, chunks: Sequence[Chunk]) -> float:
+    def _prompts(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:
         prefill = self._prefill.get(model)
-        if prefill is None or not chunks:
+        if prefill is None or forward is None or not chunks:
             return 0.0
         count = len(chunks)
         tokens = sum([c.tokens for c in chunks])
@@ -223,23 +226,22 @@ class IterationCost:
         reader, context = (prefill, 0.0) if whole and not cached else (forward, cached / count)
         return reader(count, tokens / count, context)
 
-    def _hosts(self, phase: str, batch: int) -> float:
-        key = (None, phase, batch)
-        if key not in self._host:
-            self._host[key] = sum(
-                self._scalar(m, phase, batch) for m in MODELS if self.latency.has(m, phase)
-            )
-        return self._host[key]
+    def _host_costs(self, batch: int) -> _Host:
+        def seconds(phase: str, *models: str) -> float:
+            return sum(self._scalar(m, phase, batch) for m in models if self.latency.has(m, phase))
+
+        draft_s = seconds("host_draft", *MODELS)
+        if self.reads:
+            draft_s += seconds("signal", *MODELS)
+        rollbacks = seconds("rollback", "target"), seconds("rollback", "draft")
+        return _Host(seconds("host_round", *MODELS), draft_s, *rollbacks)
 
     def _scalar(self, model: str, phase: str, batch: int) -> float:
-        key = (model, phase, batch)
-        if key not in self._host:
-            cells = self.latency.cells
-            own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
-            # Host phases are measured at one size: read them at that size, at any context.
-            new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
-            nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
-            self._host[key] = float(
-                self.latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
-            )
-        return self._host[key]
+        cells = self.latency.cells
+        own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
+        # Host phases are measured at one size: read them at that size, at any context.
+        new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
+        nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
+        return float(
+            self.latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
+        )

@@ -1,7 +1,7 @@
 """The engine as SimPy processes: requests arrive, iterations run, requests leave.
 
-One event per iteration and one per arrival.  A round's outcome is decided when its
-iteration begins and takes effect when it ends.
+One event per arrival, and one per iteration during which anything else is to happen.  A
+round's outcome is decided when its iteration begins and takes effect when it ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import simpy
 from policies.core import Round
 from policies.rules import VerifyRule
 from simulator.serving.arrivals import Job
+from simulator.serving.clock import Clock
 from simulator.serving.cost import Chunk, IterationCost, Seconds
 from simulator.serving.metrics import Recorder
 from simulator.serving.scheduler import Iteration, Scheduler
@@ -27,7 +28,7 @@ class Engine:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        env: Clock,
         trace: Trace,
         source: Source,
         scheduler: Scheduler,
@@ -88,9 +89,12 @@ class Engine:
             rounds = self.speculation.step(plan.decode) if plan.decode else []
             cost = self.cost(plan.decode, rounds, plan.chunks)
             start = env.now
-            yield env.timeout(cost.total_s)
+            seconds = cost.total_s
+            if not env.skip(seconds):
+                yield env.timeout(seconds)
             self._account(start, plan, rounds, cost)
-            self._decoded(start, plan.decode, rounds)
+            if rounds:
+                self._decoded(start, plan.decode, rounds)
             for chunk in plan.chunks:
                 self._prefilled(chunk)
 
@@ -98,7 +102,9 @@ class Engine:
         recorder, now = self.recorder, self.env.now
         recorder.iterations += 1
         recorder.busy_s += now - start
-        recorder.batch.add(start, now, len(self.scheduler.running))
+        running = len(self.scheduler.running)
+        recorder.peak_batch = max(recorder.peak_batch, running)
+        recorder.batch.add(start, now, running)
         recorder.kv_blocks.add(start, now, self.scheduler.pool.used)
         if self.timeline is not None:
             _draw(self.timeline, start, plan, rounds, cost)
@@ -107,6 +113,7 @@ class Engine:
         recorder, now = self.recorder, self.env.now
         on_time = emitted_all = drafted_all = accepted_all = forwards_all = 0
         skip = recorder.skip
+        ended: list[Slot] = []
         for slot, (_, drafted, accepted, emitted, forwards, _) in zip(slots, rounds, strict=True):
             slot.context += emitted
             slot.tokens += emitted
@@ -123,15 +130,16 @@ class Engine:
             elif slot.index >= skip:
                 on_time += 1
             slot.last_s = now
+            if slot.decoder.ended:
+                ended.append(slot)
         if on_time:
             recorder.itl.add(now - start, on_time)
         recorder.tokens += emitted_all
         recorder.drafted += drafted_all
         recorder.accepted += accepted_all
         recorder.draft_forwards += forwards_all
-        for slot in slots:
-            if slot.decoder.ended:
-                self._leave(slot)
+        for slot in ended:
+            self._leave(slot)
 
     def _prefilled(self, chunk: Chunk) -> None:
         slot, now = chunk.slot, self.env.now

@@ -44,7 +44,7 @@ class Histogram:
         """Count `value` `times` times; values below a nanosecond share one bin."""
         self.count += times
         self.total += value * times
-        at = math.floor(math.log(max(value, 1e-9)) / self.WIDTH)
+        at = math.floor(math.log(value if value > 1e-9 else 1e-9) / self.WIDTH)
         self._bins[at] = self._bins.get(at, 0) + times
 
     @property
@@ -67,16 +67,33 @@ class Series:
     When the last interval is full, neighbours are merged and intervals double.
     """
 
-    def __init__(self, points: int = 256) -> None:
+    def __init__(self, points: int = 128) -> None:
         self.points = points
         self.interval_s = 1e-3
-        self.integral = 0.0
+        self._integral = 0.0
         self._sums = [0.0] * points
+        # The value that the quantity last had, and since and until when.
+        self._value, self._since_s, self._until_s = 0.0, 0.0, 0.0
 
     def add(self, start_s: float, end_s: float, value: float) -> None:
         """The quantity had this value from `start_s` to `end_s`."""
-        self.integral += value * (end_s - start_s)
-        if not value:
+        if value == self._value and start_s == self._until_s:
+            self._until_s = end_s
+            return
+        self._settle()
+        self._value, self._since_s, self._until_s = value, start_s, end_s
+
+    @property
+    def integral(self) -> float:
+        """Integral over time."""
+        self._settle()
+        return self._integral
+
+    def _settle(self) -> None:
+        start_s, end_s, value = self._since_s, self._until_s, self._value
+        self._since_s = end_s
+        self._integral += value * (end_s - start_s)
+        if not value or end_s <= start_s:
             return
         while end_s > self.interval_s * self.points:
             pairs = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
@@ -92,6 +109,7 @@ class Series:
 
     def to_frame(self, until_s: float) -> pd.DataFrame:
         """Columns ``time_s`` (start of the interval) and ``value`` (its mean)."""
+        self._settle()
         count = min(self.points, max(math.ceil(until_s / self.interval_s), 1))
         starts = np.arange(count) * self.interval_s
         widths = np.minimum(until_s - starts, self.interval_s)
@@ -143,6 +161,8 @@ class Recorder:
     area_s: float = 0.0
     """Integral of the number in the system over time, for Little's law."""
     _changed_s: float = 0.0
+    peak_batch: int = 0
+    """Most requests that ran at a time."""
     iterations: int = 0
     busy_s: float = 0.0
     tokens: int = 0

@@ -140,6 +140,7 @@ class Overlapped(ABC):
             slot.policy = self.policy.fresh()
             yield from self.decode(slot)
             recorder.busy_s += env.now - start
+            recorder.peak_batch = 1
             recorder.batch.add(start, env.now, 1)
             recorder.leave(slot, env.now)
             self.source.completed()
@@ -172,7 +173,7 @@ class Overlapped(ABC):
 
     def passes_s(self, context: int, count: int) -> float:
         """Seconds of `count` draft passes after `context` tokens."""
-        return sum(self._draft(1, 1, context + i) for i in range(count))
+        return self._draft.run(1, context, count)
 
     def verify_s(self, tokens: int, context: int) -> float:
         """Seconds of a target pass over `tokens` tokens."""

@@ -43,8 +43,11 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
                     str(int(batch)), (at_x, at_y), xytext=(0, 6), textcoords="offset points",
                     fontsize=7, color=INK, ha="center",
                 )  # fmt: skip
-    first = frame["policy"].iloc[0]
-    axes.set_xlabel(f"throughput (tokens/s; numbers: batch size of {first})")
+    first, sizes = frame["policy"].iloc[0], sorted(set(frame["batch"].astype(int)))
+    axes.set_xlabel(
+        f"throughput (tokens/s; points: batch {', '.join(map(str, sizes))}, named along {first})"
+        if len(sizes) > 1 else f"throughput (tokens/s) at batch {sizes[0]}"
+    )  # fmt: skip
     axes.set_ylabel(f"{_NAMES[latency]} (ms)")
     axes.set_xscale("log")
     _plain_logarithm(axes.xaxis)
@@ -68,10 +71,12 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
     figure = Figure(figsize=(6.0, 3.8), layout="constrained")
     axes = figure.subplots()
     metric = f"{latency}_mean"
+    unit, per_s = ("s", 1) if latency == "e2e_s" else ("ms", 1e3)
+    crossed = 0
     for i, (policy, part) in enumerate(_by_policy(frame)):
         line = part.sort_values("rate")
         look = _look(i)
-        axes.plot(line["rate"], line[metric], **look, label=policy)
+        axes.plot(line["rate"], per_s * line[metric], **look, label=policy)
         if policy == baseline:
             continue
         shared = line.merge(plain, on="rate", suffixes=("", "_plain"))
@@ -79,20 +84,48 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         if np.isfinite(load):
             axes.axvline(load, color=look["color"], linestyle=(0, (1, 2)), linewidth=1)
             axes.annotate(
-                f"{load:.2g}/s",
-                (load, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(2, -9 - 10 * i),
-                textcoords="offset points",
-                fontsize=7,
+                f"{load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
+                xytext=(2, -9 - 10 * crossed), textcoords="offset points", fontsize=7,
                 color=look["color"],
-            )
-    axes.set_xlabel(f"offered load (requests/s; dotted: break-even with {baseline})")
-    axes.set_ylabel(f"{_NAMES[latency]} (s)")
+            )  # fmt: skip
+            crossed += 1
+    axes.set_xlabel(
+        f"offered load (requests/s; vertical: break-even with {baseline})"
+        if crossed else "offered load (requests/s)"
+    )  # fmt: skip
+    axes.set_ylabel(f"mean {_NAMES[latency]} ({unit})")
     axes.set_yscale("log")
     _plain_logarithm(axes.yaxis)
     axes.set_xlim(left=0)
     _finish(figure, axes)
+    return figure
+
+
+def plot_over_time(rows: Rows) -> Figure:
+    """Requests running and cache blocks in use over simulated time, one curve a policy.
+
+    Rows of one load or batch size; of replications, the first is drawn.
+    """
+    if not rows:
+        raise DraftsimError("there are no rows to draw: sweep first")
+    blocks = any(any(row["over_time"]["kv_blocks"]) for row in rows)
+    figure = Figure(figsize=(6.0, 5.2 if blocks else 3.2), layout="constrained")
+    panels = figure.subplots(1 + blocks, 1, sharex=True, squeeze=False)[:, 0]
+    shown = [("batch", "requests running"), ("kv_blocks", "cache blocks in use")]
+    for axes, (name, label) in zip(panels, shown, strict=False):
+        for i, row in enumerate(rows):
+            look = {**_look(i), "marker": ""}
+            times, values = row["over_time"]["time_s"], row["over_time"][name]
+            axes.step(times, values, where="post", **look, label=row["policy"])
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        _style(axes)
+    rate, batch = rows[0]["rate"], rows[0]["batch"]
+    where = f"at {rate:.3g} requests/s" if rows[0]["concurrency"] is None and rate else ""
+    panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
     return figure
 
 
@@ -127,11 +160,21 @@ def plot_speedup_grid(
     axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
     bar.outline.set_visible(False)
-    bar.set_label(f"speedup of {policy}" if policy else "speedup", fontsize=9)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{2**value:.2g}")
+    bar.set_label(f"speedup of {policy} over plain decoding".replace(" of  ", " "), fontsize=8)
+    ticks = [t for t in _SPEEDUPS if abs(np.log2(t)) <= reach]
+    # At most seven, break-even among them.
+    half = len(ticks) // 2
+    ticks = [t for i, t in enumerate(ticks) if (i - half) % -(-len(ticks) // 7) == 0]
+    bar.set_ticks(np.log2(ticks).tolist(), labels=[f"{t:g}" for t in ticks])
     bar.ax.tick_params(labelsize=8)
     return figure
 
+
+_SPEEDUPS = (
+    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0,
+    1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 5.0, 7.0, 10.0,
+)  # fmt: skip
+"""Where the colour bar of a speedup may be marked."""
 
 _NAMES = {
     "ttft_s": "time to first token",
@@ -166,6 +209,11 @@ def _plain_logarithm(axis: Axis) -> None:
 
 
 def _finish(figure: Figure, axes: Axes) -> None:
+    _style(axes)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+
+
+def _style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=INK, labelsize=8, length=3)
@@ -173,4 +221,3 @@ def _finish(figure: Figure, axes: Axes) -> None:
     axes.yaxis.label.set_fontsize(9)
     axes.grid(color="#E3E3E3", linewidth=0.6)
     axes.set_axisbelow(True)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)

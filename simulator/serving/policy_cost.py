@@ -22,7 +22,7 @@ class TableCost:
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification."""
-        drafting = sum(self._draft(batch, 1, context + i) for i in range(draft_length))
+        drafting = self._draft.run(batch, context, draft_length)
         verifying = self._target(batch, verify_tokens / batch, context)
         return drafting + verifying + self._round_s + draft_length * self._draft_s
 

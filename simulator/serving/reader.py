@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from simulator.serving.surface import Line, Roofline, Surface
 from traces.errors import DraftsimError
-from traces.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Grid
+from traces.interpolate import EXTRAPOLATED, MEASURED, Grid
 from traces.latency import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
@@ -41,41 +42,49 @@ class Coverage(NamedTuple):
     context: Span
 
 
-class _Line(NamedTuple):
-    """Measured seconds over contexts at one batch and width, and its share in a reading."""
+class _Side(NamedTuple):
+    """Lines at one batch near the one asked for."""
 
     weight: float
-    batch: float
-    width: float
-    contexts: list[float]
-    seconds: list[float]
-
-    def at(self, context: float) -> float:
-        """Linear between the contexts, constant beyond them."""
-        contexts, seconds = self.contexts, self.seconds
-        i = bisect_right(contexts, context) - 1
-        if i < 0:
-            return seconds[0]
-        value = seconds[i]
-        if i + 1 < len(contexts) and context != contexts[i]:
-            step = (context - contexts[i]) / (contexts[i + 1] - contexts[i])
-            value += step * (seconds[i + 1] - value)
-        return value
+    nearest_width: float | None
+    """Where the width asked for lies outside, the measured width that is read instead."""
+    lines: list[tuple[float, Line]]
+    """(weight, line) by width."""
 
 
 class _Plan:
-    """How to read every context at one (batch, width): nearby lines, and where they end."""
+    """How to read one (batch, width) at every context, and the passes read so.
 
-    __slots__ = ("between", "common", "high", "lines", "low", "nearest_batch", "sides")
+    ``start`` to ``stop`` are the contexts of the stretch last read, ``base`` its seconds
+    at ``cut`` and ``slope`` those per token.  A tally is [passes, lowest, highest context].
+    """
 
-    def __init__(self) -> None:
-        self.lines: list[_Line] = []
-        self.sides: list[tuple[float, float | None, list[_Line]]] = []
-        """Per nearby batch: its weight, the nearest width if outside, lines by width."""
-        self.nearest_batch: float | None = None
-        self.low, self.high = -math.inf, math.inf
-        self.between = False
-        self.common: frozenset[float] = frozenset()
+    __slots__ = (
+        "at_cut", "base", "cut", "inside", "nearest_batch", "sides", "slope", "start", "stop",
+        "surface", "tallies", "weights",
+    )  # fmt: skip
+
+    def __init__(self, sides: list[_Side], nearest_batch: float | None) -> None:
+        self.sides = sides
+        self.nearest_batch = nearest_batch
+        self.surface: Surface | None = None
+        self.weights: list[float] = []
+        self.tallies: tuple[list[float], ...] = tuple([0, math.inf, -math.inf] for _ in ORIGINS)
+        # No context lies in there: the first reading looks for its stretch.
+        self.start, self.stop, self.cut = math.inf, -math.inf, 0.0
+        self.base = self.slope = 0.0
+        self.at_cut = self.inside = self.tallies[EXTRAPOLATED]
+
+    def move(self, surface: Surface, context: float) -> None:
+        """Make the stretch that holds `context` the one read."""
+        found = surface.stretch(context)
+        self.start, self.stop, self.cut = found.start, found.stop, found.cut
+        self.base = self.slope = 0.0
+        for weight, value, slope in zip(self.weights, found.values, found.slopes, strict=True):
+            self.base += weight * value
+            self.slope += weight * slope
+        if self.nearest_batch is None:
+            self.at_cut, self.inside = self.tallies[found.at_cut], self.tallies[found.inside]
 
 
 class PassReader(Grid):
@@ -94,111 +103,144 @@ class PassReader(Grid):
         own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
         super().__init__(own, flat=table.is_constant)
         self.model, self.phase = model, phase
-        self._lists = {
-            b: {w: (c.tolist(), t.tolist()) for w, (c, t) in by_width.items()}
+        self._batches = sorted(self._lines)
+        self._widths = {b: sorted(by_width) for b, by_width in self._lines.items()}
+        self._rows = {
+            b: {w: Line(b, w, c.tolist(), t.tolist()) for w, (c, t) in by_width.items()}
             for b, by_width in self._lines.items()
         }
+        self._surfaces: dict[tuple[tuple[float, float], ...], Surface] = {}
         self._plans: dict[tuple[float, float], _Plan] = {}
-        self._seen: list[list[float] | None] = [None, None, None]
+        self._seen: list[Coverage | None] = [None, None, None]
 
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
         """Seconds of one pass over `batch` sequences of `new_tokens` after `context` tokens."""
         plan = self._plans.get((batch, new_tokens))
         if plan is None:
             plan = self._plan(batch, new_tokens)
-        if not plan.low <= context <= plan.high:
-            self._note(EXTRAPOLATED, batch, new_tokens, context)
-            return self._beyond(plan, batch, new_tokens, context)
-        total = 0.0
-        for line in plan.lines:
-            total += line.weight * line.at(context)
-        measured = not plan.between and (self.flat or context in plan.common)
-        self._note(MEASURED if measured else INTERPOLATED, batch, new_tokens, context)
-        return total
+        if not plan.start <= context < plan.stop and plan.surface is not None:
+            plan.move(plan.surface, context)
+        tally = plan.inside if context != plan.cut else plan.at_cut
+        tally[0] += 1
+        if not tally[1] <= context <= tally[2]:
+            tally[1], tally[2] = min(tally[1], context), max(tally[2], context)
+        if plan.surface is None:
+            return self._outside(plan, batch, new_tokens, context)
+        seconds = plan.base + plan.slope * (context - plan.cut)
+        if plan.nearest_batch is not None:
+            nearest = plan.nearest_batch, new_tokens, context
+            seconds *= self._roofline.growth((batch, new_tokens, context), nearest)
+        return seconds
+
+    def run(self, batch: float, context: float, count: int) -> float:
+        """Seconds of `count` passes in a row, a token each, from `context` tokens on."""
+        plan = self._plans.get((batch, 1.0))
+        last = context + (count - 1)
+        if plan is None or plan.nearest_batch is not None or not (
+            plan.start <= context and last < plan.stop and context != plan.cut and count > 0
+        ):  # fmt: skip
+            seconds = 0.0
+            for step in range(count):
+                seconds += self(batch, 1.0, context + step)
+            return seconds
+        tally = plan.inside
+        tally[0] += count
+        if context < tally[1] or last > tally[2]:
+            tally[1], tally[2] = min(tally[1], context), max(tally[2], last)
+        return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.cut))
 
     @property
     def coverage(self) -> list[Coverage]:
         """One entry per origin that occurred."""
-        return [
-            Coverage(
-                self.model, self.phase, origin, int(s[0]), Span(s[1], s[2]), Span(s[3], s[4]),
-                Span(s[5], s[6]),
-            )
-            for origin, s in zip(ORIGINS, self._seen, strict=True) if s is not None
-        ]  # fmt: skip
-
-    def _note(self, origin: int, batch: float, width: float, context: float) -> None:
-        seen = self._seen[origin]
-        if seen is None:
-            self._seen[origin] = [1, batch, batch, width, width, context, context]
-            return
-        seen[0] += 1
-        for at, value in ((1, batch), (3, width), (5, context)):
-            if value < seen[at]:
-                seen[at] = value
-            elif value > seen[at + 1]:
-                seen[at + 1] = value
+        self._fold()
+        return [entry for entry in self._seen if entry is not None]
 
     def _plan(self, batch: float, width: float) -> _Plan:
         if batch <= 0 or width <= 0:
             raise DraftsimError(f"a pass over {batch} sequences of {width} tokens has no latency")
         if len(self._plans) >= PLANS:
+            self._fold()
             self._plans.clear()
-        plan = self._plans[batch, width] = _Plan()
         if self.flat:
-            # A ragged verification is a wide pass, however little its mean width exceeds 1.
-            by_width = next(iter(self._lines.values()))
-            wide = max((w for w in by_width if w <= math.ceil(width)), default=min(by_width))
-            plan.lines = [_Line(1.0, batch, wide, [0.0], [float(by_width[wide][1][0])])]
+            plan = self._plans[batch, width] = self._constant_plan(width)
             return plan
-        inside, near = _around(self._lines, batch)
-        plan.nearest_batch = None if inside else near[0][1]
+        inside, near = _around(self._batches, batch)
+        sides, covered = [], True
         for batch_weight, b in near:
-            covered, widths = _around(self._lines[b], width)
-            side = [_Line(share, b, w, *self._lists[b][w]) for share, w in widths]
-            plan.sides.append((batch_weight, None if covered else widths[0][1], side))
-            plan.lines += [line._replace(weight=batch_weight * line.weight) for line in side]
-            inside = inside and covered
-        plan.between = len(plan.lines) > 1
-        plan.low = max(line.contexts[0] for line in plan.lines) if inside else math.inf
-        plan.high = min(line.contexts[-1] for line in plan.lines) if inside else -math.inf
-        plan.common = frozenset.intersection(*(frozenset(line.contexts) for line in plan.lines))
+            known, widths = _around(self._widths[b], width)
+            covered = covered and known
+            rows = self._rows[b]
+            sides.append(
+                _Side(batch_weight, None if known else widths[0][1],
+                      [(share, rows[w]) for share, w in widths])
+            )  # fmt: skip
+        plan = self._plans[batch, width] = _Plan(sides, None if inside else near[0][1])
+        if covered:
+            key = tuple([(line.batch, line.width) for side in sides for _, line in side.lines])
+            surface = self._surfaces.get(key)
+            if surface is None:
+                lines = [line for side in sides for _, line in side.lines]
+                surface = self._surfaces[key] = Surface(lines, lambda: self._roofline)
+            plan.surface = surface
+            plan.weights = [side.weight * share for side in sides for share, _ in side.lines]
         return plan
 
-    def _beyond(self, plan: _Plan, batch: float, width: float, context: float) -> float:
-        total = 0.0
-        for batch_weight, nearest_width, side in plan.sides:
+    def _constant_plan(self, width: float) -> _Plan:
+        # A ragged verification is a wide pass, however little its mean width exceeds 1.
+        by_width = self._rows[self._batches[0]]
+        wide = max((w for w in by_width if w <= math.ceil(width)), default=min(by_width))
+        plan = _Plan([], None)
+        plan.surface = Surface([by_width[wide]], lambda: self._roofline)
+        plan.start, plan.stop = -math.inf, math.inf
+        plan.base = by_width[wide].seconds[0]
+        plan.at_cut = plan.inside = plan.tallies[MEASURED]
+        return plan
+
+    def _outside(self, plan: _Plan, batch: float, width: float, context: float) -> float:
+        """A width outside the measured ones: the nearest reading, carried on along the fit."""
+        growth, total = self._roofline.growth, 0.0
+        for side in plan.sides:
             value = 0.0
-            for line in side:
+            for weight, line in side.lines:
                 edge = min(max(context, line.contexts[0]), line.contexts[-1])
-                grown = self._growth(
-                    (line.batch, line.width, context), (line.batch, line.width, edge)
-                )
-                value += line.weight * line.at(context) * grown
-            if nearest_width is not None:
-                b = side[0].batch
-                value *= self._growth((b, width, context), (b, nearest_width, context))
-            total += batch_weight * value
+                own = line.batch, line.width
+                value += weight * line.at(context) * growth((*own, context), (*own, edge))
+            if side.nearest_width is not None:
+                b = side.lines[0][1].batch
+                value *= growth((b, width, context), (b, side.nearest_width, context))
+            total += side.weight * value
         if plan.nearest_batch is not None:
-            total *= self._growth((batch, width, context), (plan.nearest_batch, width, context))
+            total *= growth((batch, width, context), (plan.nearest_batch, width, context))
         return total
 
-    def _growth(self, at: tuple[float, float, float], base: tuple[float, float, float]) -> float:
-        below = self._shape(*base)
-        return self._shape(*at) / below if below > 0 else 1.0
-
-    def _shape(self, b: float, n: float, c: float) -> float:
-        w0, w1, w2, w3, w4 = self._weights
-        return w0 + b * (w1 + n * w2 + c * (w3 + n * w4))
+    def _fold(self) -> None:
+        """Add the plans' tallies to what was seen, and begin them anew."""
+        for (batch, width), plan in self._plans.items():
+            for origin, tally in enumerate(plan.tallies):
+                if not tally[0]:
+                    continue
+                old = self._seen[origin] or Coverage(
+                    self.model, self.phase, ORIGINS[origin], 0, *[Span(math.inf, -math.inf)] * 3
+                )
+                self._seen[origin] = old._replace(
+                    passes=old.passes + int(tally[0]),
+                    batch=_wider(old.batch, batch, batch),
+                    new_tokens=_wider(old.new_tokens, width, width),
+                    context=_wider(old.context, tally[1], tally[2]),
+                )
+                tally[:] = [0, math.inf, -math.inf]
 
     @cached_property
-    def _weights(self) -> tuple[float, ...]:
-        return tuple(self._fit.tolist())
+    def _roofline(self) -> Roofline:
+        return Roofline(self._fit.tolist())
 
 
-def _around(points: Iterable[float], x: float) -> tuple[bool, list[tuple[float, float]]]:
-    """Whether `x` lies within `points`, and (weight, point) pairs bracketing it."""
-    ordered = sorted(points)
+def _wider(span: Span, low: float, high: float) -> Span:
+    return Span(min(span.low, low), max(span.high, high))
+
+
+def _around(ordered: Sequence[float], x: float) -> tuple[bool, list[tuple[float, float]]]:
+    """Whether `x` lies within `ordered` points, and (weight, point) pairs bracketing it."""
     if not ordered[0] <= x <= ordered[-1]:
         return False, [(1.0, ordered[0] if x < ordered[0] else ordered[-1])]
     below = ordered[bisect_right(ordered, x) - 1]

@@ -8,17 +8,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
+from simulator.serving.merge import merged_rows, t_interval
 from simulator.serving.metrics import Recorder, summary
 from simulator.serving.reader import Coverage
 from simulator.serving.scenario import Scenario
-
-TOTALS = {
-    "requests", "rejected", "preemptions", "interpolated", "extrapolated", "simulated_tokens",
-    "elapsed_s", "simulated_s",
-}  # fmt: skip
-"""Fields of a row that replications add up; other numbers are averaged."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +60,10 @@ class Run:
         """The run in one record; latencies as mean, p50, p95 and p99.
 
         ``overloaded``: when the last request arrived, more than a tenth of all requests,
-        and a full batch besides, were still without their first token.
+        and as many besides as ever ran at a time, were still without their first token.
+        ``coverage`` has an entry per model, phase and origin of the latencies that were
+        read (`simulator.serving.reader.Coverage`); ``over_time`` the mean batch and blocks
+        in use over equal intervals, which begin at ``time_s``.
         """
         r, frame = self.recorder, self.requests
         kept = frame[frame["index"] >= r.skip]
@@ -85,7 +82,7 @@ class Run:
         scenario = self.scenario
         offered = scenario.arrivals.rate
         begun = int((frame["first_s"] <= end_s).sum())
-        queued = r.arrived - r.rejected - begun - scenario.limits.max_batch
+        queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
             "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
             "rate": offered, "scale": getattr(scenario.arrivals, "scale", None),
@@ -98,6 +95,7 @@ class Run:
             "itl_s": r.itl.summary,
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
             "within_targets": float(within.mean()) if len(kept) else float("nan"),
+            "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / self.simulated_s if self.simulated_s else 0.0,
             "utilisation": r.busy_s / self.simulated_s if self.simulated_s else 0.0,
             "mean_kv_blocks": r.kv_blocks.integral / self.simulated_s if self.simulated_s else 0.0,
@@ -108,12 +106,24 @@ class Run:
             "overloaded": offered is not None and queued > 0.1 * r.arrived,
             "interpolated": self._passes("interpolated"),
             "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
+            "coverage": [_entry(c) for c in self.coverage], "over_time": self._over_time(),
             "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
             "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
         }  # fmt: skip
 
     def _passes(self, origin: str) -> int:
         return sum(c.passes for c in self.coverage if c.origin == origin)
+
+    def _over_time(self) -> dict[str, list[float]]:
+        batch, blocks = (
+            series.to_frame(self.simulated_s)
+            for series in (self.recorder.batch, self.recorder.kv_blocks)
+        )
+        return {
+            "time_s": batch["time_s"].tolist(), "batch": batch["value"].tolist(),
+            # Both were fed the same intervals, unless all blocks stayed free.
+            "kv_blocks": blocks["value"].reindex(batch.index, fill_value=0.0).tolist(),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +139,7 @@ class ServeResult:
         ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
         there are two or more replications.
         """
-        return [_merged([run.row() for run in runs]) for runs in self.runs.values()]
+        return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
 
     @property
     def summary(self) -> pd.DataFrame:
@@ -153,38 +163,6 @@ class ServeResult:
         return t_interval(sides[0] - sides[1])
 
 
-def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
-    """Mean and t interval of independent `values`; NaN bounds for fewer than two."""
-    values = np.asarray(values, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2:
-        return mean, float("nan"), float("nan")
-    half = float(
-        stdtrit(len(values) - 1, 0.5 + confidence / 2) * values.std(ddof=1) / np.sqrt(len(values))
-    )
-    return mean, mean - half, mean + half
-
-
-def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of replications in one: numbers averaged, counts summed, flags or-ed."""
-    if len(rows) == 1:
-        return {**rows[0], "replications": 1}
-    merged: dict[str, Any] = {}
-    for key, first in rows[0].items():
-        values = [row[key] for row in rows]
-        if isinstance(first, dict):
-            merged[key] = {q: float(np.mean([v[q] for v in values])) for q in first}
-        elif isinstance(first, bool):
-            merged[key] = any(values)
-        elif key in TOTALS:
-            merged[key] = sum(values)
-        elif isinstance(first, float):
-            merged[key] = float(np.mean(values))
-        elif key == "status":
-            merged[key] = next((v for v in values if v != "complete"), "complete")
-        else:
-            merged[key] = first
-    for key in ("throughput_tok_s", "ttft_s", "tpot_s", "e2e_s"):
-        values = [row[key]["mean"] if isinstance(row[key], dict) else row[key] for row in rows]
-        _, merged[f"{key}_lo"], merged[f"{key}_hi"] = t_interval(values)
-    return {**merged, "replications": len(rows)}
+def _entry(coverage: Coverage) -> dict[str, Any]:
+    named = coverage._asdict()
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 
 import numpy as np
-import simpy
 
 from policies.basic import Autoregressive
 from policies.batch import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
+from simulator.serving.clock import Clock
 from simulator.serving.cost import IterationCost
 from simulator.serving.dsi import Dsi
 from simulator.serving.engine import Engine
@@ -114,7 +114,7 @@ def simulate(
     if expected is None or hasattr(scenario.arrivals, "rows"):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
-    env = simpy.Environment()
+    env = Clock()
     source = Source(env, jobs, scenario.arrivals.concurrency, scenario.arrivals.think_s, advance)
     recorder = Recorder(skip=int(scenario.warmup * expected), expected=expected)
     server: Engine | Overlapped

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from policies.core import Load, Round
+from policies.core import DraftPolicy, Load, Round, speculate
 from policies.rules import VerifyRule
 from simulator.serving.arrivals import Job
 from traces.replay import ReplayDecoder
 from traces.scores import score_tape
+from traces.tape import RecordedToken
 from traces.trace import Trace
 
 
@@ -72,8 +73,9 @@ class ServedSequence(ReplayDecoder):
         """The engine's decoding batch and this sequence's context."""
         start = self._start + self.position
         run = self._runs[start]
-        known = start + run not in self._tape.unknown
-        length = min(run, self._limit - self.position - 1) if known else None
+        length: int | None = min(run, self._limit - self.position - 1)
+        if start + run in self._tape.unknown:
+            length = None
         return Load(self._engine.batch, self.prompt + self.position, length)
 
     @property
@@ -85,6 +87,81 @@ class ServedSequence(ReplayDecoder):
     def segment_left(self) -> int:
         """Tokens the request still emits before it ends or its recording begins again."""
         return min(self.length, self._seam) - self.position
+
+    def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
+        """What `policies.core.speculate` yields, read off the recording without detours.
+
+        The inner loop of every engine: a test holds the two together.
+        """
+        if self._rule is not None:
+            return speculate(self, policy)
+        return self._rounds(policy)
+
+    def _rounds(self, policy: DraftPolicy) -> Iterator[Round]:
+        keep_drafting, observe = policy.keep_drafting, policy.observe
+        kind = type(policy)
+        begin_round = (
+            policy.begin_round if kind.begin_round is not DraftPolicy.begin_round else None
+        )
+        submit = policy.submit if kind.submit is not DraftPolicy.submit else None
+        silent = kind.observe is DraftPolicy.observe
+        signals, tokens, rows, runs = self._signals, self._tokens, self._rows, self._runs
+        row_limit, unknown, make = self._row_limit, self._tape.unknown, self._tape.make
+        most, length = self._cap - 1, self.length
+        blank = RecordedToken(-1, -1, False, 0.0, 0.0, 0.0, 0.0)
+        catch_up = 1
+        while (position := self.position) < length:
+            if begin_round is not None:
+                begin_round(self.load)
+            at = self._start + position
+            run = runs[at]
+            longest = min(self._limit - position - 1, most)
+            draft: list[RecordedToken] = []
+            forwards = 0
+            if signals:
+                row = rows[at]
+                last = row_limit[at]
+                while forwards < longest and keep_drafting(draft):
+                    if row >= last:
+                        self.draft(draft)  # raises: past the recorded tail
+                    token = tokens[row] or make(row)
+                    draft.append(token)
+                    row += 1
+                    forwards += 1
+                    if token.ends:
+                        break
+            else:
+                end = self._eos_at - position
+                while forwards < longest and keep_drafting(draft):
+                    if forwards == end < run:
+                        draft.append(self.draft(draft))  # the drafted end of the output
+                        forwards += 1
+                        break
+                    draft.append(blank)
+                    forwards += 1
+            drafted = forwards
+            if submit is not None:
+                del draft[submit(draft) :]
+                drafted = len(draft)
+            accepted = drafted
+            if run < drafted:
+                accepted = run
+                if unknown and at + run in unknown:
+                    raise self._unobserved(run)
+            after = position + accepted + 1
+            if after < self._seam and after < length:
+                self.position = after
+            else:
+                self._advance(accepted)
+                after = self.position
+            outcome = Round(position, drafted, accepted, after - position, forwards, catch_up)
+            if not silent:
+                observe(outcome, draft)
+            yield outcome
+            if forwards:
+                catch_up = 1 if accepted < forwards else 2
+            else:
+                catch_up += 1
 
     def judge(self, draft: Sequence[Any]) -> int:
         """How many of `draft` verification accepts, without moving on.
@@ -116,9 +193,12 @@ class ServedSequence(ReplayDecoder):
         self._advance(accepted)
 
     def _advance(self, accepted: int) -> None:
-        position = min(self.position + accepted + 1, self._seam, self.length)
-        self.position = position
-        if position == self._seam and position < self.length:
+        position = self.position + accepted + 1
+        if position < self._seam and position < self.length:
+            self.position = position
+            return
+        self.position = min(position, self._seam, self.length)
+        if self.position == self._seam < self.length:
             self._wrap()
 
     def _wrap(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.batch import BatchPolicy
-from policies.core import DraftPolicy, Round, speculate
+from policies.core import DraftPolicy, Round
 from simulator.serving.sequence import Slot
 
 
@@ -46,7 +46,7 @@ class PerRequest(Speculation):
     def join(self, slot: Slot) -> None:
         """Give the request its own copy of the policy, or its seat's."""
         if not self.policy.learns_across_requests:
-            slot.rounds = speculate(slot.decoder, self.policy.fresh())
+            slot.rounds = slot.decoder.rounds(self.policy.fresh())
             return
         seat = next((i for i, (_, taken) in enumerate(self._seats) if taken is None), None)
         if seat is None:
@@ -54,7 +54,7 @@ class PerRequest(Speculation):
             self._seats.append((copy.deepcopy(self.policy), slot))
         policy = self._seats[seat][0]
         self._seats[seat] = policy, slot
-        slot.rounds = speculate(slot.decoder, policy)
+        slot.rounds = slot.decoder.rounds(policy)
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Each request's next round."""

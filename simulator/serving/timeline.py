@@ -2,6 +2,12 @@
 
 Events go to the file as they happen: the writer holds none.  The file is the JSON array
 form of the format, which viewers also read when a killed run left it without its end.
+
+Perfetto's importer (json_trace_parser_impl.cc, slice_tracker.cc) drops a slice that
+overlaps another of its track without lying inside it; it turns fractional microseconds
+into nanoseconds by cutting off, which can make neighbours overlap; it knows a thread by
+its number whatever its process; and it gives counters and process names to the thread
+numbered like the process.  Hence whole microseconds, and numbers that nothing shares.
 """
 
 from __future__ import annotations
@@ -15,13 +21,16 @@ from typing import Any, TextIO
 from traces.errors import FileError
 
 DEVICES, REQUESTS = 1, 2
+"""Processes."""
+FIRST = {DEVICES: 100, REQUESTS: 10_000}
+"""Thread number of the first track of each."""
 
 
 class Timeline:
     """Writes one track per device and one per request; use it as a context manager.
 
-    Times are given in seconds; the format holds microseconds.  Slices of one track come in
-    order and never overlap.
+    Times are given in seconds and written as whole microseconds, at least one a slice.
+    Slices of one track come in order and never overlap; what took no time has none.
 
     Raises
     ------
@@ -32,7 +41,7 @@ class Timeline:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
-        self._ends_ns: dict[tuple[int, int], int] = {}
+        self._ends_us: dict[tuple[int, int], int] = {}
 
     def __enter__(self) -> Timeline:
         try:
@@ -41,7 +50,7 @@ class Timeline:
             raise FileError(f"timeline {self.path} cannot be written: {error.strerror}") from None
         self._file.write("[\n")
         for pid, name in ((DEVICES, "devices"), (REQUESTS, "requests")):
-            self._emit(name="process_name", ph="M", pid=pid, args={"name": name})
+            self._emit(name="process_name", ph="M", pid=pid, tid=pid, args={"name": name})
         return self
 
     def __exit__(
@@ -52,7 +61,7 @@ class Timeline:
     ) -> None:
         if self._file is not None:
             # A last element without a comma, which the JSON array needs.
-            last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES}
+            last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES, "tid": DEVICES}
             self._file.write(json.dumps({**last, "args": {"sort_index": 0}}) + "\n]\n")
             self._file.close()
             self._file = None
@@ -70,22 +79,26 @@ class Timeline:
     def tokens(self, now: float, drafted: int, accepted: int) -> None:
         """Counter of an iteration's accepted and wasted drafts."""
         args = {"accepted": accepted, "wasted": drafted - accepted}
-        self._emit(name="drafted tokens", ph="C", ts=now * 1e6, pid=DEVICES, args=args)
+        ts = round(now * 1e6)
+        self._emit(name="drafted tokens", ph="C", ts=ts, pid=DEVICES, tid=DEVICES, args=args)
 
     def _slice(
-        self, pid: int, tid: int, track: str, start_s: float, seconds: float, label: str,
+        self, pid: int, number: int, track: str, start_s: float, seconds: float, label: str,
         args: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        if (pid, tid) not in self._ends_ns:
+        if seconds <= 0:
+            return
+        tid = FIRST[pid] + number
+        if (pid, tid) not in self._ends_us:
             self._emit(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": track})
             self._emit(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
-        # Viewers round start and duration to nanoseconds each, and drop slices that then
-        # overlap: whole nanoseconds leave them nothing to round.
-        start_ns = max(round(start_s * 1e9), self._ends_ns.get((pid, tid), 0))
-        end_ns = max(round((start_s + seconds) * 1e9), start_ns)
-        self._ends_ns[pid, tid] = end_ns
+        # Both ends are rounded, not the duration: neighbours still touch.
+        start_us = max(round(start_s * 1e6), self._ends_us.get((pid, tid), 0))
+        # Slices without length would pile up as children of each other.
+        end_us = max(round((start_s + seconds) * 1e6), start_us + 1)
+        self._ends_us[pid, tid] = end_us
         self._emit(
-            name=label, ph="X", ts=start_ns / 1e3, dur=(end_ns - start_ns) / 1e3, pid=pid, tid=tid,
+            name=label, ph="X", ts=start_us, dur=end_us - start_us, pid=pid, tid=tid,
             args=dict(args),
         )  # fmt: skip
 

@@ -1,0 +1,48 @@
+"""What the rounds of an iteration add up to, counted in one go: no seconds yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from policies.core import Round
+from simulator.serving.sequence import Slot
+
+
+class Work(NamedTuple):
+    """Counts over one round per sequence."""
+
+    context: int
+    drafted: int
+    longest: int
+    """Draft passes of the sequence that drafted most."""
+    drafting: int
+    """Sequences that drafted at all; the next two are theirs alone."""
+    catch_up: int
+    draft_context: int
+    rejected: bool
+    """Whether any drafted token leaves the target's cache."""
+    unread: bool
+    """Whether any token that the draft model has read leaves its cache."""
+
+
+def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
+    """The work of `rounds`, one per slot; contexts are those from before the rounds."""
+    context = drafted_all = longest = drafting = catch_up_all = draft_context = 0
+    rejected = unread = False
+    for slot, (_, drafted, accepted, _, forwards, catch_up) in zip(slots, rounds, strict=True):
+        own = slot.context
+        context += own
+        drafted_all += drafted
+        if accepted < drafted:
+            rejected = True
+        if forwards:
+            drafting += 1
+            catch_up_all += catch_up
+            draft_context += own
+            longest = max(longest, forwards)
+            if accepted < forwards - 1:
+                unread = True
+    return Work(
+        context, drafted_all, longest, drafting, catch_up_all, draft_context, rejected, unread
+    )
