@@ -2,7 +2,9 @@
 
 The aim is under 5 minutes on 2 cores over the bundled recording, with the axis of cost
 ratios at next to no cost: `test_ratios` replays the same two acceptance rates at one
-ratio and at a hundred.  Run with ``make bench``, or ``pytest benchmarks/bench_study.py``.
+ratio and at a hundred.  `test_rounds` replays all policies at one rate, asked before every
+token and with their draft lengths looked up (`simulator.whatif.walk`).
+Run with ``make bench``, or ``pytest benchmarks/bench_study.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import pytest
 
 from policies import DraftPolicy, parse_policy
 from simulator.whatif import Local, Prices, Sweep, Tilter, expand, parse_axis, with_gammas
+from simulator.whatif.walk import Walker
 from traces.errors import FileError
 from traces.recordings import find_trace
+from traces.replay import replay
 from traces.synthetic import Bursty, synthetic_trace
 from traces.trace import Trace
 
@@ -58,6 +62,21 @@ def test_study(benchmark: Any) -> None:
 def test_ratios(benchmark: Any, ratios: int) -> None:
     some = study(RATIOS[:ratios], (0.5, 0.8))
     assert len(benchmark.pedantic(some.run, (Local(1),), rounds=2)) == ratios * 2 * 72
+
+
+@pytest.mark.parametrize("way", ["asked", "looked up"])
+def test_rounds(benchmark: Any, way: str) -> None:
+    trace = Tilter(recording()).to(0.6)
+
+    def run() -> int:
+        walker = Walker(trace)
+        logs = (walker.replay(p) if way == "looked up" else replay(trace, p)
+                for p in policies().values())  # fmt: skip
+        return sum(map(len, logs))
+
+    assert benchmark.pedantic(run, rounds=2) == sum(
+        len(replay(trace, p)) for p in policies().values()
+    )
 
 
 def test_tilt(benchmark: Any) -> None:

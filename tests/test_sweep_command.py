@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import draftsim
 from simulator.whatif import read_sweep
+from simulator.whatif.grid import search_space
 from traces.errors import DraftsimError
 from traces.files import write_trace
 from traces.synthetic import Bursty, synthetic_trace
@@ -92,6 +93,35 @@ def test_ladder(trace: str, tmp_path: Path) -> None:
     assert (tmp_path / "ladder.png").exists()
 
 
+def test_parameters_are_searched_on_other_prompts_than_they_are_judged_on(trace: str) -> None:
+    found = rows(
+        "--trace", trace, "--latency", CONST, "--tune", "--policy", "fixed:gamma={1..8}",
+        "--policy", "gammatune:gamma=2,eta={0.1,0.5}", "--resamples", "20",
+    )  # fmt: skip
+    assert [row["policy"] for row in found[:2]] == ["autoregressive", "fixed"]
+    best = found[2]
+    assert best["policy"].startswith("fixed:gamma=")
+    assert best["tried"] == 9  # eight lengths, and the setting it comes with
+    # Prompts held out are others than those searched on: the two speedups are not the same one.
+    assert best["train_speedup"] != best["speedup"]
+    # Judged by itself on the held-out prompts, the same setting gives the same speedup.
+    again = rows(
+        "--trace", trace, "--latency", CONST, "--tune", "--policy",
+        best["policy"].replace("gamma=", "gamma={") + "}", "--resamples", "20",
+    )  # fmt: skip
+    assert again[-1]["speedup"] == pytest.approx(best["speedup"])
+    assert found[3]["policy"] == "gammatune:gamma=2"
+
+
+def test_search_space_tells_values_from_braces() -> None:
+    assert search_space("fixed:gamma={1..3}") == ("fixed", {"gamma": ["1", "2", "3"]})
+    assert search_space("svip") == ("svip", {})
+    text = "cm-asd:weights=[1,0,0],beta={2,4}"
+    assert search_space(text) == ("cm-asd:weights=[1,0,0]", {"beta": ["2", "4"]})
+    with pytest.raises(DraftsimError, match="braces stand for a value"):
+        search_space("{svip,fixed}:gamma=1{2}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -103,6 +133,9 @@ def test_ladder(trace: str, tmp_path: Path) -> None:
         (("--c", "0.1", "--context", "5"), "--context needs a latency table"),
         (("--c", "0.1", "--jobs", "2", "--cluster", "tcp://x:1"), "give one"),
         (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
+        (("--latency", CONST, "--tune", "--policy", "svip"), "none of"),
+        (("--latency", CONST, "--tune"), "needs a --policy"),
+        (("--latency", CONST, "--tune", "--ladder"), "leave out --tune"),
     ],
 )
 def test_errors_say_what_to_change(trace: str, arguments: tuple[str, ...], message: str) -> None:

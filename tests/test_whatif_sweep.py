@@ -24,9 +24,10 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, in_steps, step_seconds
-from simulator.whatif.cells import COLUMNS, Bench, Part, Prices
+from simulator.whatif.cells import COLUMNS, Bench, Part
 from simulator.whatif.executors import Cluster, Columns, Local, Lost
 from simulator.whatif.grid import expand, parse_axis, with_gammas
+from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.sweep_file import read_sweep
 from simulator.whatif.tilt import tilt_to

@@ -101,12 +101,12 @@ def test_no_shift_returns_the_recording() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.9])
-def test_signals_stay_and_tails_follow_the_matches(alpha: float) -> None:
+def test_texts_stay_and_tails_follow_the_matches(alpha: float) -> None:
     trace = bursty()
     tilted = tilter().to(alpha)
     before, after = trace.columns, tilted.columns
     old, new = trace.on_path, tilted.on_path
-    for name in ("draft_logprob", "draft_entropy", "draft_top1", "token", "position", "request"):
+    for name in ("token", "position", "request"):
         np.testing.assert_array_equal(after[name][new], before[name][old])
     match = after["match"][new]
     tails = np.diff(np.append(new, len(tilted))) - 1
@@ -116,6 +116,72 @@ def test_signals_stay_and_tails_follow_the_matches(alpha: float) -> None:
     # Whatever a policy drafts, the tails reach.
     replay(tilted, Fixed(trace.max_gamma or 0))
     replay(tilted, SVIP(gamma_max=trace.max_gamma or 0))
+
+
+SCORES = ("draft_logprob", "draft_entropy", "draft_top1", "draft_top2", "draft_logsumexp")
+
+
+def shown(trace: Trace) -> set[tuple[float, ...]]:
+    """Outcome and scores of every on-path position."""
+    columns = [trace.columns[n][trace.on_path].tolist() for n in ("match", *SCORES)]
+    return set(zip(*columns, strict=True))
+
+
+@pytest.mark.parametrize("method", ["coupled", "redraw"])
+def test_signals_move_with_the_acceptance(method: Any) -> None:
+    trace = bursty()
+    mean = {"recorded": trace.signal("prob")[trace.on_path].mean()}
+    for alpha in (0.3, 0.9):
+        tilted = tilter(method).to(alpha)
+        # Those of one recorded position of that outcome, all together.
+        assert shown(tilted) <= shown(trace)
+        mean[str(alpha)] = tilted.signal("prob")[tilted.on_path].mean()
+    assert mean["0.3"] < mean["recorded"] < mean["0.9"]
+
+
+def test_signals_still_tell_the_chance_of_a_match() -> None:
+    # Calibrated as recorded: among positions that show like chances, that share matches.
+    # (Synthetic drafts match with just their probability.)
+    trace = synthetic_trace(Bursty(), requests=60, tokens=150, concentration=8.0, seed=5)
+    for alpha in (0.45, 0.8):
+        tilted = tilt_to(trace, alpha)
+        match = tilted.columns["match"][tilted.on_path] == 1
+        prob = tilted.signal("prob")[tilted.on_path]
+        kept = trace.signal("prob")[trace.on_path]
+        gaps = {}
+        for name, chance in (("moved", prob), ("kept", kept)):
+            parts = np.array_split(np.argsort(chance, kind="stable"), 6)
+            gaps[name] = max(abs(match[p].mean() - chance[p].mean()) for p in parts)
+        assert gaps["moved"] < gaps["kept"] / 2, alpha
+
+
+def test_redrawn_outcomes_show_the_signals_of_like_ones() -> None:
+    trace, again = bursty(), tilter("redraw").shifted(0.0)
+    old, new = trace.on_path, again.on_path
+    same = trace.columns["match"][old] == again.columns["match"][new]
+    assert 0 < same.mean() < 1
+    for name in SCORES:
+        np.testing.assert_array_equal(
+            again.columns[name][new][same], trace.columns[name][old][same]
+        )
+
+
+def test_moved_signals_come_nearer_to_a_real_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(bursty(s, 0.95, 0.5), bursty(s + 10, 0.85, 0.3)) for s in range(2)]
+    reading = {"svip": SVIP(gamma_max=16), "cm-asd": CMASD(gamma_max=16)}
+
+    def errors() -> Any:
+        rows = [
+            compare_tilt(*order, policies=reading)
+            for easy, hard in pairs for order in ((easy, hard), (hard, easy))
+        ]  # fmt: skip
+        found = pd.concat(rows)
+        return found.loc[found["metric"] == "speedup", "error"].to_numpy(float)
+
+    moved = errors()
+    monkeypatch.setattr(Tilter, "_shown", lambda *_: None)
+    kept = errors()
+    assert np.sqrt((moved**2).mean()) < np.sqrt((kept**2).mean())
 
 
 def test_new_mismatches_borrow_from_like_signals() -> None:

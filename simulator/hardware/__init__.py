@@ -2,9 +2,9 @@
 
 from simulator.hardware.devices import DEVICES, Device, find_device
 from simulator.hardware.measured import check_recording
-from simulator.hardware.published import check_published
+from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
-from simulator.hardware.scaling import carry_over
+from simulator.hardware.scaling import carry_over, fit_table
 from simulator.hardware.shapes import SHAPES, ModelShape
 
 __all__ = [
@@ -18,5 +18,7 @@ __all__ = [
     "check_published",
     "check_recording",
     "find_device",
+    "fit_table",
     "observations",
+    "published_error",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -93,6 +94,26 @@ def check_published(
         for task, (fast, slow) in SPECBOUND_4.items()
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+class PublishedError(NamedTuple):
+    """Absolute relative errors of the cost model against published figures."""
+
+    median: float
+    worst: float
+    figures: int
+
+
+def published_error(fitted: Roofline | None = None) -> PublishedError:
+    """The error of `check_published` over the models whose kernels are those of bf16.
+
+    ``fitted``: an eager model, carried over to each paper's device; the papers decode eagerly,
+    so that one of graphs has nothing to be held against, and the launches are then fitted to
+    the papers' other models.
+    """
+    rows = check_published(fitted if fitted is not None and fitted.mode == "eager" else None)
+    error = rows.loc[~rows["kind"].str.contains("quantised"), "error"].abs()
+    return PublishedError(float(error.median()), float(error.max()), len(error))
 
 
 def _launches(names: Sequence[str]) -> Roofline:

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from simulator.hardware.devices import Device, find_device
+from simulator.hardware.devices import DEVICES, Device, find_device
 from simulator.hardware.roofline import Mode, Roofline, observations
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
+
+MOST_ERROR = 0.25
+"""Median relative error on the measured passes beyond which a fit describes no such table."""
+PASSES = ("forward", "catch_up", "prefill", "layer")
+"""Phases that run a model's layers, and so scale as its passes do."""
 
 
 def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
@@ -26,6 +31,65 @@ def table_shapes(latency: LatencyTable) -> dict[str, ModelShape]:
         )
     size = {"float32": 4.0}.get(str(meta.get("dtype")), 2.0)
     return {str(role): ModelShape.from_meta(shape, size) for role, shape in known.items()}
+
+
+def home_device(latency: LatencyTable) -> Device:
+    """The GPU that a table was measured on, by its provenance.
+
+    Raises DraftsimError if the latencies were assumed, or measured on something whose peak
+    rates are not known, such as a CPU: no ratio of rates leads from there to a GPU.
+    """
+    remedy = "give the table of one: `python -m profiler.suite latency --device cuda`"
+    name = str(latency.meta.get("device", ""))
+    if latency.is_constant or not name:
+        raise DraftsimError(
+            f"the latencies were assumed, not measured on a GPU, and cannot be carried over: "
+            f"{remedy}"
+        )
+    try:
+        return find_device(name)
+    except DraftsimError:
+        raise DraftsimError(
+            f"the latencies were measured on {name!r}, which has no GPU data sheet here "
+            f"({', '.join(DEVICES)}), and cannot be carried over: {remedy}"
+        ) from None
+
+
+def fit_table(
+    latency: LatencyTable,
+    *,
+    source: Device | None = None,
+    shapes: Mapping[str, ModelShape] | None = None,
+    mode: Mode | None = None,
+) -> tuple[Roofline, float]:
+    """The cost model of the device measured, and its median relative error on the passes.
+
+    Parameters as of `carry_over`.
+
+    Raises
+    ------
+    DraftsimError
+        If the device or the shapes are not known, the passes ran in float32 (data sheets
+        give the rates of bf16), there are too few of them, or the fit misses them by more
+        than `MOST_ERROR`.
+    """
+    home = source or home_device(latency)
+    if latency.meta.get("dtype") == "float32":
+        raise DraftsimError(
+            "the latencies were measured in float32, and data sheets are compared by their bf16 "
+            "rates: measure in bfloat16 to carry them over"
+        )
+    how: Mode = mode or ("graph" if latency.meta.get("mode") == "graph" else "eager")
+    observed = observations(latency, shapes or table_shapes(latency))
+    fit = Roofline(home, how).fitted(observed)
+    error = float(np.median(np.abs(fit.errors(observed))))
+    if error > MOST_ERROR:
+        raise DraftsimError(
+            f"the cost model misses the passes measured on {home.name} by {error:.0%} in the "
+            f"median, over {MOST_ERROR:.0%}: it does not describe this table and cannot carry it "
+            "over"
+        )
+    return fit, error
 
 
 def carry_over(
@@ -52,17 +116,21 @@ def carry_over(
     Raises
     ------
     DraftsimError
-        If the device or the shapes are not known, or there are too few cells to fit.
+        If the table cannot be fitted (see `fit_table`), or the models' weights are larger
+        than the memory of `to`.
     """
-    home = source or find_device(str(latency.meta.get("device", "")))
     known = dict(shapes or table_shapes(latency))
-    how: Mode = mode or ("graph" if latency.meta.get("mode") == "graph" else "eager")
-    observed = observations(latency, known)
-    fit = Roofline(home, how).fitted(observed)
-    away = fit.on(to)
+    fit, error = fit_table(latency, source=source, shapes=known, mode=mode)
+    held = sum(shape.weights * shape.weight_bytes for shape in known.values())
+    if held > to.memory:
+        raise DraftsimError(
+            f"{to.name} has {to.memory / 1e9:.0f} GB of memory and the models' weights take "
+            f"{held / 1e9:.0f} GB: leave it out, or choose a smaller pair"
+        )
+    home, away = fit.device, fit.on(to)
     cells = latency.cells.copy()
     for role, shape in known.items():
-        rows = (cells["model"] == role) & cells["phase"].isin(["forward", "prefill", "layer"])
+        rows = (cells["model"] == role) & cells["phase"].isin(PASSES)
         if not rows.any():
             continue
         sizes = [cells.loc[rows, c].to_numpy(float) for c in ("batch", "new_tokens", "context")]
@@ -73,9 +141,8 @@ def carry_over(
     heads = cells["phase"].eq("head")
     cells.loc[heads, ["median_s", "spread_s"]] *= home.bandwidth / to.bandwidth
     note = {
-        "from": home.name, "to": to.name, "mode": how, "fixed_s": fit.fixed_s,
+        "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
-        "compute_share": fit.compute_share,
-        "median_error": float(np.median(np.abs(fit.errors(observed)))),
+        "compute_share": fit.compute_share, "median_error": error,
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})

@@ -16,7 +16,7 @@ from simulator.tune.formats import (
     check_vllm,
 )
 from simulator.tune.huggingface import tune_huggingface
-from simulator.tune.served import compare_served
+from simulator.tune.served import closed_load, compare_served, unbeaten
 from simulator.tune.settings import ENGINES, TUNE_COLUMNS, Tuned, write_settings
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.vllm import tune_vllm
@@ -35,6 +35,7 @@ __all__ = [
     "check_sglang",
     "check_vllm",
     "choose",
+    "closed_load",
     "compare_served",
     "cross_fitted",
     "default_batches",
@@ -43,5 +44,6 @@ __all__ = [
     "tune_huggingface",
     "tune_sglang",
     "tune_vllm",
+    "unbeaten",
     "write_settings",
 ]

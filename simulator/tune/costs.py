@@ -80,6 +80,8 @@ def default_batches(latency: LatencyTable) -> list[int]:
     if latency.is_constant:
         return [1]
     cells = latency.cells[latency.cells["phase"] == "forward"]
+    # Other sources have forward cells as well, at one sequence.
+    cells = cells[cells["model"].isin(["target", "draft"])]
     largest = min((int(part["batch"].max()) for _, part in cells.groupby("model")), default=1)
     return sorted({b for b in POWERS if b <= largest} | {largest})
 

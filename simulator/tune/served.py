@@ -7,19 +7,58 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from policies.basic import Autoregressive, Fixed
+from simulator.serving.arrivals import ClosedLoop
+from simulator.serving.merge import t_interval
 from simulator.serving.report import ServeResult
 from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
+from simulator.serving.scheduler import Limits
+from simulator.tune.costs import Slo
 from traces.latency import LatencyTable
 from traces.trace import Trace
+
+Bools = npt.NDArray[np.bool_]
 
 RIVALS: Mapping[str, Policy] = {
     "off": Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
 }  # fmt: skip
 """What people set by hand."""
+
+
+def closed_load(trace: Trace, batch: int, slo: Slo | None = None, seed: int = 0) -> Scenario:
+    """As many requests at a time as `batch`, each followed by the next: a full engine."""
+    targets = slo or Slo()
+    return Scenario(
+        ClosedLoop(batch), Limits(max_batch=batch), seed=seed,
+        requests=max(len(trace.requests), 4 * batch),
+        ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
+    )  # fmt: skip
+
+
+def unbeaten(
+    trace: Trace, latency: LatencyTable, lengths: Sequence[int], batch: int,
+    slo: Slo | None = None, *, replications: int = 5, seed: int = 0,
+) -> Bools:  # fmt: skip
+    """Draft lengths that no other beats when served at a batch, shape (lengths,).
+
+    All meet the same requests at the same times; a length is beaten where the 95 % t interval
+    of the paired differences to the best lies below 0.
+    """
+    policies = {str(k): Fixed(k) if k else Autoregressive() for k in lengths}
+    scenario = replace(closed_load(trace, batch, slo, seed), replications=replications)
+    runs = serve(trace, latency, policies, scenario).runs
+    rows = [[run.row() for run in runs[name]] for name in policies]
+    rates = np.array(
+        [[r["throughput_tok_s"] * (r["within_targets"] if slo else 1) for r in own] for own in rows]
+    )
+    best = rates[int(rates.mean(axis=1).argmax())]
+    highest = [t_interval(own - best)[2] for own in rates]
+    return np.array([h >= -1e-9 * best.mean() for h in highest])
 
 
 def compare_served(

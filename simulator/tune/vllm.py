@@ -23,6 +23,7 @@ from simulator.tune.costs import (
 )
 from simulator.tune.evidence import about_batches, about_recording, about_row, summed_up
 from simulator.tune.formats import CONTEXT_END
+from simulator.tune.served import unbeaten
 from simulator.tune.settings import Tuned
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
@@ -48,8 +49,11 @@ def tune_vllm(
 
     At every batch (and context) the recorded rounds of each fixed K are priced and the
     smallest K is taken that the best does not beat beyond the paired bootstrap interval
-    over prompts.  Neighbours that some K serves alike share a range.  A range ends at the
-    geometric middle between two searched batches, and at the middle between contexts.
+    over prompts.  Without contexts it must also be one that no other K beats when served at
+    that batch, where requests of unlike lengths meet and prompts are prefilled in between;
+    if none is both, serving decides.  Neighbours that some K serves alike share a range.  A
+    range ends at the geometric middle between two searched batches, and at the middle between
+    contexts.
 
     The default that gains are held against is vLLM's own: no speculation.
 
@@ -83,10 +87,16 @@ def tune_vllm(
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
     objectives = [[Objective(g.tokens, g.seconds, weights) for g in row] for row in grids]
-    table = _choose(objectives)
+    served = [
+        np.ones(len(options), bool) if by_context
+        else unbeaten(trace, latency, options, b, slo, seed=seed)
+        for b in sizes
+    ]  # fmt: skip
+    table = _choose(objectives, served)
     held_out = can_hold_back(second)
     halves = [
-        _choose([[o.on(half) for o in row] for row in objectives]) for half in (~second, second)
+        _choose([[o.on(half) for o in row] for row in objectives], served)
+        for half in (~second, second)
     ] if held_out else None  # fmt: skip
     rows = []
     for i, j in np.ndindex(*table.shape):
@@ -129,9 +139,11 @@ def _row(
     return {**row, "warnings": about_row(row)}
 
 
-def _choose(objectives: Sequence[Sequence[Objective]]) -> Ints:
+def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:
     """Option of every batch and context, the same over ranges that one serves alike."""
-    allowed = np.array([[o.admissible for o in row] for row in objectives])
+    admissible = np.array([[o.admissible for o in row] for row in objectives])
+    both = admissible & np.array(served)[:, None]
+    allowed = np.where(both.any(axis=2, keepdims=True), both, np.array(served)[:, None])
     by_batch = _merged(allowed)
     by_context = _merged(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))

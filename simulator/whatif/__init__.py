@@ -5,7 +5,7 @@ Figures live in `simulator.whatif.plots`.
 """
 
 from simulator.whatif.breakeven import break_even, crossing, overview, regret, select, surface
-from simulator.whatif.cells import COLUMNS, Prices
+from simulator.whatif.cells import COLUMNS
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.executors import Cluster, Local
 from simulator.whatif.fidelity import (
@@ -18,6 +18,7 @@ from simulator.whatif.fidelity import (
 )
 from simulator.whatif.grid import expand, parse_axis, with_gammas
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
+from simulator.whatif.prices import Prices
 from simulator.whatif.rate import RateFit, fit_rate_optimal
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.sweep_file import read_sweep, write_sweep

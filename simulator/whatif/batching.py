@@ -103,7 +103,7 @@ def step_seconds(steps: Steps, latency: LatencyTable, context: float | None = No
         count = steps.longest[ran]
         first = np.maximum(np.round(steps.catch_up[ran] * batch) / batch, 1.0)
         draft = latency.seconds(
-            "draft", "forward", batch=batch, new_tokens=first,
+            "draft", latency.first_draft_phase, batch=batch, new_tokens=first,
             context=np.maximum(held[ran] - first, 0),
         )  # fmt: skip
         later = latency.seconds("draft", "forward", batch=batch, context=held[ran] + count / 2)

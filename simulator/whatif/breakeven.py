@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from simulator.whatif.prices import ANY
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
 
-POINT = ("alpha_asked", "alpha", "source", "c", "latency", "batch", "context")
+POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
 """Columns that name one point of the grid, the policies apart."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
 
@@ -184,6 +185,8 @@ def regret(frame: pd.DataFrame) -> pd.DataFrame:
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per policy over the whole grid, by falling mean speedup.
 
+    Where the grid has several devices, or latencies carried over to another one, there is a
+    row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error``.
     ``points``; ``pays``, ``surely_pays`` and ``surely_loses``: shares of the points with
     speedup, lower bound above 1, upper bound below it; ``below_1``: mean share of prompts
     slower than plain decoding; ``least_alpha`` and ``largest_c`` that pay anywhere on the
@@ -193,11 +196,16 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     rows = regret(frame)
     rates = "alpha_asked" if frame["alpha_asked"].notna().all() else "alpha"
     found = []
-    for name, part in rows.groupby("policy", sort=False, observed=True):
+    devices = set(frame["gpu"].astype(str)) - {ANY}
+    by = ["gpu", "policy"] if len(devices) > 1 or frame["scaled"].any() else ["policy"]
+    for names, part in rows.groupby(by, sort=False, observed=True):
         pays = part["speedup"] > 1
+        keys: dict[str, Any] = {key: str(name) for key, name in zip(by, names, strict=True)}
+        if len(by) > 1:
+            keys |= {"scaled": part["scaled"].any(), "scale_error": part["scale_error"].max()}
         found.append(
             {
-                "policy": str(name), "points": len(part), "mean_speedup": part["speedup"].mean(),
+                **keys, "points": len(part), "mean_speedup": part["speedup"].mean(),
                 "pays": pays.mean(), "surely_pays": (part["speedup_lo"] > 1).mean(),
                 "surely_loses": (part["speedup_hi"] < 1).mean(), "below_1": part["below_1"].mean(),
                 "least_alpha": part.loc[pays, rates].min(), "largest_c": part.loc[pays, "c"].max(),
@@ -207,4 +215,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
             }
         )  # fmt: skip
     table = pd.DataFrame(found)
-    return table.sort_values("mean_speedup", ascending=False, kind="stable", ignore_index=True)
+    order = [*by[:-1], "mean_speedup"]
+    return table.sort_values(
+        order, ascending=[True] * (len(order) - 1) + [False], kind="stable", ignore_index=True
+    )

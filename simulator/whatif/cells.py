@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,10 @@ import numpy.typing as npt
 from policies.core import DraftPolicy
 from simulator.pricing import autoregressive, price
 from simulator.whatif.batching import InBatches
+from simulator.whatif.prices import ANY, Prices
 from simulator.whatif.rate import in_batch
 from simulator.whatif.tilt import Tilter, acceptance, iid_like
-from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
+from simulator.whatif.walk import Walker
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
@@ -24,53 +24,24 @@ Floats = npt.NDArray[np.float64]
 
 COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
-    "context", "tokens", "rounds", "drafted", "accepted", "draft_forwards", "block_efficiency",
-    "acceptance_rate", "wall_s", "speedup", "speedup_lo", "speedup_hi", "below_1",
-    "tilt_error", "tilt_tried", "fidelity",
+    "context", "gpu", "scaled", "scale_error", "tokens", "rounds", "drafted", "accepted",
+    "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
+    "speedup_hi", "below_1", "tilt_error", "tilt_tried", "fidelity",
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
 ``alpha`` is the share of matches replayed and ``alpha_asked`` the one asked for (NaN: as
 recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN where a latency table
 prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
+``gpu`` is the device of the latencies (``any`` under a ratio), ``scaled`` whether they were
+carried over to it from another one, and ``scale_error`` the median relative error of the
+model that carried them on the passes it was fitted to.
 ``wall_s`` is decode seconds, or target passes under a ratio; NaN in a batch.  ``below_1``
 is the share of prompts slower than plain decoding.  ``tilt_error`` is the relative error
 to expect of a speedup from tilting, larger for policies that read signals; ``tilt_tried``
 says whether it was measured at a shift as large.
 """
-TEXT = ("policy", "family", "source", "latency", "fidelity")
-
-
-@dataclass(frozen=True)
-class Prices:
-    """At what costs every round log is priced.
-
-    Parameters
-    ----------
-    ratios:
-        Cost ratios c = T_draft / T_target, with verification at `verify` target passes.
-    latencies:
-        Tables by name, each read at every context of `contexts` (None: as recorded).
-    """
-
-    ratios: Sequence[float] = ()
-    latencies: Mapping[str, LatencyTable] = field(default_factory=dict)
-    contexts: Sequence[int | None] = (None,)
-    verify: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not len(self.ratios) and not self.latencies:
-            raise DraftsimError("nothing to price with: give cost ratios or a latency table")
-        for c in self.ratios:
-            if not 0 <= c < np.inf:
-                raise DraftsimError(f"cost ratio c is {c}, expected a finite number >= 0")
-        if not 0 < self.verify < np.inf:
-            raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes")
-
-    @property
-    def count(self) -> int:
-        """Rows of every log priced."""
-        return len(self.ratios) + len(self.latencies) * len(self.contexts)
+TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")
 
 
 @dataclass(frozen=True)
@@ -120,16 +91,17 @@ class Bench:
             elif self.iid:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
         blocks = []
+        walker, alpha = Walker(trace), acceptance(trace)
         for name in part.policies:
             policy = self.policies[name]
-            log = replay(trace, in_batch(policy, part.batch), name=name)
+            log = walker.replay(in_batch(policy, part.batch), name)
             counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
                       ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
             fixed = {
                 "policy": name, "family": name.partition(":")[0],
                 "gamma": float("nan") if gamma is None else float(gamma),
-                "alpha": acceptance(trace),
+                "alpha": alpha,
                 "alpha_asked": float("nan") if part.alpha is None else part.alpha,
                 "source": source, "batch": part.batch, "tokens": counts["emitted"],
                 "rounds": len(log), "drafted": counts["drafted"], "accepted": counts["accepted"],
@@ -161,20 +133,30 @@ class Bench:
             pieces.append({"c": c, **(piece or self._ratios(log, c))})
         for context in prices.contexts:
             seen = log if context is None else _at_context(log, context)
-            for table in prices.latencies.values():
+            for at in prices.tables:
                 if batches is not None:
-                    piece = self._in_batch(batches.at_latency(table, context))
+                    piece = self._in_batch(batches.at_latency(at.table, context))
                 else:
-                    ours, plain = price(seen, table), price(autoregressive(seen), table)
+                    ours, plain = price(seen, at.table), price(autoregressive(seen), at.table)
                     piece = self._bootstrap(plain.decode_s, ours.decode_s)
                 pieces.append({"c": np.array([np.nan]), **piece})
-        names = [*["ratio"] * len(prices.ratios),
-                 *(n for _ in prices.contexts for n in prices.latencies)]  # fmt: skip
-        contexts = [*[np.nan] * len(prices.ratios),
-                    *(np.nan if k is None else float(k)
-                      for k in prices.contexts for _ in prices.latencies)]  # fmt: skip
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
-        return {**columns, "latency": np.array(names, dtype=object), "context": np.array(contexts)}
+        return {**columns, **self._labels()}
+
+    def _labels(self) -> dict[str, npt.NDArray[Any]]:
+        """What tells the prices of one log apart, shape (prices,)."""
+        prices = self.prices
+        none = len(prices.ratios)
+        cells = [(k, t) for k in prices.contexts for t in prices.tables]
+        return {
+            "latency": np.array(["ratio"] * none + [t.latency for _, t in cells], dtype=object),
+            "gpu": np.array([ANY] * none + [t.gpu for _, t in cells], dtype=object),
+            "scaled": np.array([False] * none + [t.scaled for _, t in cells], dtype=bool),
+            "scale_error": np.array([0.0] * none + [t.error for _, t in cells]),
+            "context": np.array(
+                [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
+            ),
+        }  # fmt: skip
 
     def _ratios(self, log: RoundLog, c: Floats) -> dict[str, Any]:
         # Two sums per prompt price every ratio: its draft passes, and its target passes.
@@ -184,7 +166,7 @@ class Bench:
         plain = log.per_request(log.rounds["emitted"])
         total = passes.sum() + c * forwards.sum()
         low = high = np.full(len(c), np.nan)
-        if (weights := self._weights(len(plain))) is not None:
+        if (weights := self._weights) is not None:
             drawn = (weights @ passes)[:, None] + c * (weights @ forwards)[:, None]
             low, high = self._tails((weights @ plain)[:, None] / drawn)
         # A prompt breaks even where c takes what its rounds saved; rounding is no loss.
@@ -201,7 +183,7 @@ class Bench:
     def _bootstrap(self, plain: Floats, ours: Floats) -> dict[str, Any]:
         """Speedup of costs `ours` over `plain`, both (prompts,), as columns of one row."""
         low = high = np.full(1, np.nan)
-        if (weights := self._weights(len(plain))) is not None:
+        if (weights := self._weights) is not None:
             low, high = self._tails(((weights @ plain) / (weights @ ours))[:, None])
         counted = plain > 0
         slower = (ours[counted] > plain[counted] * (1 + 1e-12)).mean()
@@ -211,8 +193,10 @@ class Bench:
             "speedup_lo": low, "speedup_hi": high, "below_1": np.array([slower]),
         }  # fmt: skip
 
-    def _weights(self, prompts: int) -> Floats | None:
+    @cached_property
+    def _weights(self) -> Floats | None:
         """How often each prompt is drawn, shape (resamples, prompts); None: no interval."""
+        prompts = len(self.trace.requests)
         if not self.resamples or prompts < 2:
             return None
         rng = np.random.default_rng(self.seed)

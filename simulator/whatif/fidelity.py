@@ -19,8 +19,8 @@ from policies.core import DraftPolicy
 from policies.entropy import SVIP
 from simulator.estimate import Estimate, ratio
 from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
+from simulator.whatif.walk import Walker
 from traces.errors import DraftsimError
-from traces.replay import replay
 from traces.trace import Trace
 
 GAMMAS = (1, 2, 4, 8)
@@ -92,16 +92,15 @@ def _compare(
 ) -> pd.DataFrame:  # fmt: skip
     # `known` keeps what recordings themselves achieve: many comparisons share them.
     source, alpha = tilter.trace, acceptance(reference)
-    tilted = tilter.to(alpha)
-    iid = iid_like(source, alpha, tilter.seed)
+    walkers = [Walker(t) for t in (tilter.to(alpha), iid_like(source, alpha, tilter.seed))]
     chosen = policies or default_policies(source, reference)
     rows = []
     for name, policy in chosen.items():
         for recording in (reference, source):
             if (recording, name) not in known:
-                known[recording, name] = _metrics(recording, policy)
+                known[recording, name] = _metrics(Walker(recording), policy)
         runs = [
-            known[reference, name], _metrics(tilted, policy), _metrics(iid, policy),
+            known[reference, name], *(_metrics(walker, policy) for walker in walkers),
             known[source, name],
         ]  # fmt: skip
         for metric in runs[0]:
@@ -166,10 +165,11 @@ def summarize_error(rows: pd.DataFrame) -> TiltError:
 
 
 class TiltErrors(NamedTuple):
-    """The error of tilting apart for policies that read signals, which it leaves as they were.
+    """The error of tilting apart for policies that read signals.
 
-    A better draft is also surer of itself; a tilted one is not, so that the second error
-    is the larger where prompts or pairs differ in confidence.
+    Signals move with the acceptance as far as they tell it; texts that differ in how easy they
+    are to foretell differ in signals at the same acceptance, which makes the second error the
+    larger one.
     """
 
     lengths: TiltError
@@ -203,8 +203,8 @@ def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
     return chosen
 
 
-def _metrics(trace: Trace, policy: DraftPolicy) -> dict[str, Estimate]:
-    log = replay(trace, policy)
+def _metrics(walker: Walker, policy: DraftPolicy) -> dict[str, Estimate]:
+    log = walker.replay(policy)
     emitted = log.per_request(log.rounds["emitted"])
     rounds = log.per_request(np.ones(len(log)))
     return {

@@ -16,6 +16,7 @@ MOST_POINTS = 100_000
 """An axis longer than this is taken for a slip."""
 
 _RANGE = re.compile(r"^([^:]+):([^:]+):(\d+)(log|lin)?$")
+_COMMAS = re.compile(r",(?![^{]*\})")  # those outside braces
 _BRACES = re.compile(r'\{([^{}":]*)\}')
 _STEPS = re.compile(r"^(-?\d+)\.\.(-?\d+)(?:\.\.(\d+))?$")
 
@@ -96,6 +97,31 @@ def expand(texts: Sequence[str]) -> list[str]:
                 filled += [value, after]
             found.append("".join(filled))
     return list(dict.fromkeys(found))
+
+
+def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
+    """A policy without its ``{...}``, and the values that these give its parameters.
+
+    Raises
+    ------
+    DraftsimError
+        If the braces hold neither a range nor a list, or are not a parameter's value.
+
+    >>> search_space("gammatune:gamma=4,eta={0.1,0.3}")
+    ('gammatune:gamma=4', {'eta': ['0.1', '0.3']})
+    """
+    name, _, given = text.partition(":")
+    fixed: list[str] = []
+    space: dict[str, list[str]] = {}
+    for part in filter(None, _COMMAS.split(given)):
+        key, _, value = part.partition("=")
+        if braces := _BRACES.fullmatch(value):
+            space[key] = _alternatives(braces.group(1), text)
+        elif "{" in part:
+            raise DraftsimError(f"policy {text!r}: braces stand for a value, as in gamma={{1..8}}")
+        else:
+            fixed.append(part)
+    return name + (":" + ",".join(fixed) if fixed else ""), space
 
 
 def _alternatives(inner: str, text: str) -> list[str]:

@@ -21,6 +21,11 @@ NEIGHBOURS = 8
 STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_logprob", "overlap"}
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
 
+SCORES = frozenset(
+    {"draft_logprob", "draft_entropy", "draft_top1", "draft_top2", "draft_logsumexp"}
+)
+"""What the signals of a draft are computed from; its token is none of it."""
+
 
 class Rebuilder:
     """Makes traces of one recording with given matches; call it with them.
@@ -50,13 +55,17 @@ class Rebuilder:
         self._needed = _tail_lengths(trace)
         self._lender = self._lenders(np.flatnonzero(recorded == MISMATCH))
 
-    def __call__(self, match: Bools, meta: Mapping[str, Any]) -> Trace:
-        """The trace whose on-path matches are `match`, shape (positions,), with more `meta`."""
+    def __call__(self, match: Bools, meta: Mapping[str, Any], shown: Ints | None = None) -> Trace:
+        """The trace whose on-path matches are `match`, shape (positions,), with more `meta`.
+
+        ``shown``: per position the one whose recorded signals it shows, by default its own.
+        """
         trace = self.trace
         meta = {**trace.meta, **meta}
         outcome = np.where(match, MATCH, MISMATCH).astype(np.int8)
         if trace.max_gamma is None:
-            return Trace({**self._kept, "match": outcome}, trace.requests, None, meta)
+            columns = {**self._kept, "match": outcome}
+            return Trace(columns | self._signals(columns, shown), trace.requests, None, meta)
         recorded = trace.columns["match"][trace.on_path]
         source = np.where(recorded == MISMATCH, np.arange(len(match)), self._lender)
         lengths = np.where(
@@ -85,7 +94,21 @@ class Rebuilder:
             lost = np.flatnonzero(~match & (recorded == MATCH))
             drafted[lost] = trace.columns["draft_token"][trace.on_path[source[lost]]]
             columns["draft_token"][heads] = drafted
+        columns |= self._signals(columns, shown)
         return Trace(columns, trace.requests, trace.max_gamma, meta)
+
+    def _signals(
+        self, columns: Mapping[str, npt.NDArray[Any]], shown: Ints | None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """The columns behind the signals, on the path as recorded where `shown` says."""
+        if shown is None:
+            return {}
+        moved = {}
+        heads = np.flatnonzero(columns["offset"] == 0)
+        for name in SCORES & columns.keys():
+            values = moved[name] = columns[name].copy()
+            values[heads] = self.trace.columns[name][self.trace.on_path[shown]]
+        return moved
 
     def _lenders(self, mismatches: Ints) -> Ints:
         """Per position the recorded mismatch that would lend its tail, shape (positions,)."""

@@ -19,9 +19,10 @@ import numpy as np
 import pandas as pd
 
 from policies.core import DraftPolicy
-from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part, Prices
+from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part
 from simulator.whatif.executors import Executor, Local, Lost
 from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
+from simulator.whatif.prices import Prices
 from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
 from simulator.whatif.tilt import METHODS, Method, Tilter
 from traces.errors import DraftsimError
@@ -43,7 +44,7 @@ class Sweep:
     policies:
         Prototypes by name.
     prices:
-        Cost ratios, latency tables and contexts.
+        Cost ratios, latency tables, contexts and GPUs.
     alphas:
         Acceptance rates to tilt to; none leaves the recording as it is.
     batches:
@@ -180,6 +181,10 @@ class Sweep:
             "batches": list(self.batches), "ratios": list(bench.prices.ratios),
             "verify": bench.prices.verify, "contexts": list(bench.prices.contexts),
             "latencies": {n: dict(t.meta) for n, t in bench.prices.latencies.items()},
+            "gpus": [
+                {"latency": t.latency, "gpu": t.gpu, "scaled": t.table.meta.get("scaled")}
+                for t in bench.prices.tables
+            ],
             "method": self.method, "resamples": bench.resamples, "seed": bench.seed,
             "confidence": bench.confidence,
             "tilt_error": None
@@ -221,7 +226,7 @@ class Sweep:
             SCHEMA, dict(bench.trace.columns), [asdict(r) for r in bench.trace.requests],
             bench.trace.max_gamma, dict(bench.policies), list(bench.prices.ratios),
             bench.prices.verify, list(bench.prices.contexts),
-            {n: t.cells.to_dict("list") for n, t in bench.prices.latencies.items()},
+            [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
             self.method, bench.resamples, bench.confidence, bench.seed,
         ]  # fmt: skip
         return str(joblib.hash(content))

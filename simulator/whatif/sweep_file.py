@@ -22,7 +22,7 @@ from traces.parquet import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class KeptParts:
@@ -86,10 +86,10 @@ def read_sweep(path: str | Path) -> pd.DataFrame:
     except (OSError, pa.ArrowException) as error:
         raise FileError(f"{path}: cannot be read as Parquet ({error}): sweep again") from None
     header = (table.schema.metadata or {}).get(b"draftsim")
-    if header is None or set(COLUMNS) - set(table.column_names):
+    found: dict[str, Any] = json.loads(header) if header is not None else {}
+    if found.get("kind") != "sweep":
         raise FileError(f"{path}: is no table of `draftsim sweep`")
-    found: dict[str, Any] = json.loads(header)
-    if found.get("schema") != SCHEMA or found.get("kind") != "sweep":
+    if found.get("schema") != SCHEMA or set(COLUMNS) - set(table.column_names):
         raise FileError(
             f"{path}: is of schema {found.get('schema')}, expected {SCHEMA}: sweep again"
         )

@@ -1,4 +1,4 @@
-"""Another acceptance rate for a recorded trace: its signals kept, its matches tilted.
+"""Another acceptance rate for a recorded trace: its matches tilted, its signals with them.
 
 What would the same pair do if the draft were better or worse?  The chance of a match at
 every position, calibrated on the recording (`MatchModel`), is shifted on the logit scale
@@ -16,12 +16,17 @@ Two ways to draw:
 * ``redraw``: fresh uniform numbers.  All dependence then comes from the model; at shift 0
   this tests it.
 
+A draft that is right more often is also surer of itself.  What a signal says of the chance
+of a match is therefore kept, and the signals move: each position shows those of a recorded
+one of the same outcome whose chance lies higher by the shift, on the logit scale.
+
 A match that becomes a mismatch gets the wrong token and the off-path tail of a recorded
 mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
 holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
 refuse it, and its replays have fidelity ``approximate``.  How far off they are is
-measured by `simulator.whatif.fidelity`: more for policies that read signals, since a better
-draft would also be surer of itself, and its signals are kept.
+measured by `simulator.whatif.fidelity`: more for policies that read signals, where it is the
+texts that differ: one that is itself easier to foretell is drafted with other signals at the
+same rate.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.whatif.matchmodel import Bools, Floats, MatchModel
-from simulator.whatif.rebuild import Rebuilder
+from simulator.whatif.rebuild import Ints, Rebuilder
 from traces.errors import DraftsimError
 from traces.trace import Trace
 
@@ -43,6 +48,8 @@ METHODS: tuple[Method, ...] = ("coupled", "redraw")
 LARGEST_SHIFT = 40.0
 """Log-odds beyond which no recorded chance is left undecided."""
 _HALVINGS = 32
+_FEW = 4
+"""Rates up to which a draw's time is that of its steps, not of its numbers."""
 
 
 class Tilter:
@@ -88,7 +95,8 @@ class Tilter:
             "method": self.method, "seed": self.seed, "shift": shift,
             "alpha": float(match.mean()), "recorded_alpha": self.alpha,
         }  # fmt: skip
-        return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"})
+        shown = self._shown(match, shift)
+        return self._rebuild(match, {"tilt": tilt, "fidelity": "approximate"}, shown)
 
     def to(self, alpha: float) -> Trace:
         """The trace whose share of matches is as near to `alpha` as one more draft can be."""
@@ -102,16 +110,48 @@ class Tilter:
                 raise DraftsimError(f"alpha is {value:g}, expected strictly between 0 and 1")
         low = np.full(wanted.shape, -LARGEST_SHIFT)
         high = -low
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            above = self._draw(middle).mean(axis=1) >= wanted
-            high, low = np.where(above, middle, high), np.where(above, low, middle)
+        # A draw costs the same for one shift and for a few: then several halvings at once.
+        at_once = 4 if len(wanted) <= _FEW else 1
+        for _ in range(_HALVINGS // at_once):
+            low, high = self._halved(wanted, low, high, at_once)
         # Of the two neighbours of the jump, the nearer to the rate asked for.
         both = np.stack([low, high])
         miss = np.abs(np.stack([self._draw(s).mean(axis=1) for s in both]) - wanted)
         nearest = both[miss.argmin(axis=0), np.arange(len(wanted))]
         unmoved = (np.abs(self.alpha - wanted) < 1e-12) & (self.method == "coupled")
         return np.where(unmoved, 0.0, nearest)
+
+    def _halved(
+        self, wanted: Floats, low: Floats, high: Floats, times: int
+    ) -> tuple[Floats, Floats]:
+        """The interval of each rate's shift, halved `times` times; all of shape (alphas,)."""
+        parts = 2**times
+        step = (high - low) / parts
+        inner = low + step * np.arange(1, parts)[:, None]
+        above = self._draw(inner.ravel()).mean(axis=1).reshape(inner.shape) >= wanted
+        each = np.arange(len(wanted))
+        first, last = np.zeros(len(wanted), dtype=int), np.full(len(wanted), parts)
+        for _ in range(times):
+            middle = (first + last) // 2
+            left = above[middle - 1, each]
+            first, last = np.where(left, first, middle), np.where(left, middle, last)
+        return low + step * first, low + step * last
+
+    def _shown(self, match: Bools, shift: float) -> Ints | None:
+        """The position whose signals each one shows under the new matches, shape (positions,)."""
+        if not self.trace.signals:
+            return None
+        logit, recorded = self.model.signal_logit, self._recorded
+        shown = np.arange(len(match))
+        for outcome in (True, False):
+            pool = np.flatnonzero(recorded == outcome)
+            pool = pool[np.argsort(logit[pool], kind="stable")]
+            moved = np.flatnonzero((match == outcome) & ((recorded != outcome) | (shift != 0)))
+            wanted, there = logit[moved] + shift, logit[pool]
+            above = np.clip(np.searchsorted(there, wanted), 1, len(pool) - 1)
+            nearer = wanted - there[above - 1] < there[above] - wanted
+            shown[moved] = pool[above - nearer] if len(pool) > 1 else pool[0]
+        return shown
 
     @cached_property
     def _uniform(self) -> Floats:

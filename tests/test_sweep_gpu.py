@@ -1,0 +1,203 @@
+"""``draftsim sweep --gpu``: tables carried over to other devices, and where they cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import draftsim
+from simulator.hardware import DEVICES, Roofline, carry_over, fit_table, published_error
+from simulator.hardware.shapes import ModelShape
+from simulator.whatif import Prices, overview, read_sweep
+from traces.errors import DraftsimError, FileError
+from traces.files import write_latency, write_trace
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.synthetic import Bursty, synthetic_trace
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "target": {"layers": 32, "hidden_size": 4096, "vocab_size": 32000, "parameters": 6.74e9},
+    "draft": {"layers": 12, "hidden_size": 768, "vocab_size": 32000, "parameters": 162e6},
+}
+TRUTH = Roofline(DEVICES["h200"], "graph", 5e-5, 5e-6, 0.7, 0.5)
+
+
+def cells(model: Roofline, prefix: str = "", wrinkle: float = 0.0) -> pd.DataFrame:
+    """Passes as `model` has them, apart from noise; phases of the host that it knows nothing of."""
+    rng = np.random.default_rng(1)
+    rows: list[tuple[Any, ...]] = []
+    for role, meta in SHAPES.items():
+        shape = ModelShape.from_meta(meta)
+        phases = ("forward",) if role == "target" else ("forward", "catch_up")
+        rows += [
+            (prefix + role, phase, b, n, c,
+             float(model.seconds(shape, b, n, c)) * np.exp(wrinkle * rng.normal()), 1e-6, 5)
+            for phase in phases
+            for b in (1, 16) for n in (1, 2, 9, 25) for c in (16, 2048)
+        ]  # fmt: skip
+    rows.append((prefix + "target", "host_round", 1, 1, 0, 3e-4, 0.0, 5))
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+
+
+def measured(**meta: Any) -> LatencyTable:
+    about = {"kind": "measured", "device": "NVIDIA H200", "dtype": "bfloat16", "mode": "graph"}
+    return LatencyTable(cells(TRUTH), {**about, "shapes": SHAPES, **meta})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    write_trace(
+        synthetic_trace(Bursty(), requests=8, tokens=60, concentration=8.0, seed=2),
+        folder / "trace.parquet",
+    )
+    write_latency(measured(), folder / "latency.parquet")
+    write_latency(measured(device="Intel(R) Xeon(R)"), folder / "cpu.parquet")
+    both = [cells(TRUTH, f"vicuna-7b+160m/{mode}/") for mode in ("eager", "graph")]
+    shapes = {"vicuna-7b+160m": SHAPES}
+    meta = {**measured().meta, "shapes": shapes}
+    write_latency(LatencyTable(pd.concat(both), meta), folder / "suite.parquet")
+    return folder
+
+
+def run(files: Path, *arguments: str, expect: int = 0) -> Any:
+    common = ("--trace", str(files / "trace.parquet"), "--jobs", "1", "--resamples", "0")
+    result = CliRunner().invoke(draftsim.app, ["sweep", *common, *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == expect, result.output
+    return result
+
+
+def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    table = str(files / "latency.parquet")
+    result = run(
+        files, "--latency", table, "--gpu", "h100,rtx3090, h200", "--policy", "fixed:gamma={2,4}",
+        "--batch", "1,4", "--context", "100,1000", "--out", str(out), "--json", "-",
+    )  # fmt: skip
+    frame = read_sweep(out)
+    assert len(frame) == 3 * 2 * 2 * 2
+    scaled = dict(frame.groupby("gpu", observed=True)["scaled"].all())
+    assert scaled == {"h100": True, "rtx-3090": True, "h200": False}
+    assert (frame.loc[~frame["scaled"], "scale_error"] == 0).all()
+    assert (frame.loc[frame["scaled"], "scale_error"] > 0).all()
+    notes = frame.attrs["sweep"]["gpus"]
+    assert [n["scaled"] and n["scaled"]["to"] for n in notes] == ["h100", "rtx-3090", None]
+    rows = json.loads(result.stdout)["results"]
+    assert {(r["gpu"], r["policy"]) for r in rows} == {
+        (gpu, f"fixed:gamma={g}") for gpu in scaled for g in (2, 4)
+    }
+    assert "measured on h200, scaled to h100, rtx-3090: approximate" in result.stderr
+    assert "published figures of H100, H800 and RTX 3090" in result.stderr
+    # Every row is what the carried table gives by itself.
+    alone = tmp_path / "alone.parquet"
+    carried = tmp_path / "h100.parquet"
+    write_latency(carry_over(measured(), DEVICES["h100"]), carried)
+    run(files, "--latency", str(carried), "--policy", "fixed:gamma={2,4}", "--batch", "1,4",
+        "--context", "100,1000", "--out", str(alone))  # fmt: skip
+    same = frame[frame["gpu"] == "h100"].reset_index(drop=True)
+    np.testing.assert_allclose(read_sweep(alone)["speedup"], same["speedup"])
+
+
+def test_ratios_belong_to_no_device(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    run(files, "--latency", str(files / "latency.parquet"), "--gpu", "a100", "--c", "0.1,0.2",
+        "--policy", "fixed", "--out", str(out))  # fmt: skip
+    frame = read_sweep(out)
+    assert frame["gpu"].tolist() == ["any", "any", "a100-80gb"]
+    assert set(overview(frame)["gpu"]) == {"any", "a100-80gb"}
+
+
+def test_a_table_of_the_suite_stands_for_its_pairs(files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    suite = f"{files / 'suite.parquet'}"
+    run(files, "--latency", suite, "--gpu", "h800", "--policy", "fixed", "--out", str(out))
+    names = {f"{suite}:vicuna-7b+160m/{mode}" for mode in ("eager", "graph")}
+    assert set(read_sweep(out)["latency"]) == names
+    run(files, "--latency", f"{suite}:vicuna-7b+160m/graph", "--policy", "fixed", "--out", str(out))
+    assert read_sweep(out)["gpu"].tolist() == ["h200"]
+    with pytest.raises(DraftsimError, match=r"vicuna-7b\+160m/graph, not 'vicuna-7b/graph'"):
+        run(files, "--latency", f"{suite}:vicuna-7b/graph", "--policy", "fixed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--latency", "{}/cpu.parquet", "--gpu", "h100"), r"'Intel\(R\) Xeon\(R\)'.* no GPU data"),
+        (("--latency", "const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
+        (("--latency", "{}/latency.parquet", "--gpu", "h20"), "did you mean 'h200'"),
+        (("--latency", "{}/latency.parquet", "--gpu", "h100", "--ladder"), "leave out --gpu"),
+    ],
+)
+def test_what_cannot_be_carried_over_says_so(
+    files: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(DraftsimError, match=message) as caught:
+        run(files, *(a.format(files) for a in arguments))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_ends_with_2_and_one_line(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--trace", f"{files}/trace.parquet", "--latency", f"{files}/cpu.parquet"]
+    monkeypatch.setattr("sys.argv", ["draftsim", "sweep", *arguments, "--gpu", "h100"])
+    with pytest.raises(SystemExit) as left:
+        draftsim.main()
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_fit_that_does_not_hold_is_refused() -> None:
+    with pytest.raises(DraftsimError, match="measured in float32"):
+        fit_table(measured(dtype="float32"))
+    wild = LatencyTable(cells(TRUTH, wrinkle=1.5), measured().meta)
+    with pytest.raises(DraftsimError, match=r"misses the passes measured on h200 by \d+%"):
+        carry_over(wild, DEVICES["h100"])
+    large = {**SHAPES, "target": {**SHAPES["target"], "parameters": 14e9}}
+    # Heavier weights than the passes show are fitted by a larger share of the bandwidth.
+    with pytest.raises(DraftsimError, match="24 GB of memory and the models' weights take 28 GB"):
+        carry_over(measured(shapes=large), DEVICES["rtx-3090"])
+    with pytest.raises(DraftsimError, match="GPUs need a latency table"):
+        Prices((0.1,), gpus=("h100",))
+
+
+def test_first_draft_passes_scale_as_the_others() -> None:
+    away = carry_over(measured(), DEVICES["rtx-3090"])
+    key = ["model", "phase", "batch", "new_tokens", "context"]
+    before, after = (t.cells.set_index(key).sort_index()["median_s"] for t in (measured(), away))
+    ratio = after / before
+    np.testing.assert_allclose(
+        ratio.xs(("draft", "catch_up")).to_numpy(), ratio.xs(("draft", "forward")).to_numpy()
+    )
+    assert (ratio.xs(("draft", "forward")) > 1.5).all()  # a fifth of the bandwidth
+    assert ratio["target", "host_round", 1, 1, 0] == 1
+
+
+def test_published_error_is_of_the_tables_own_fit_where_the_papers_ran_as_it_did() -> None:
+    eager = Roofline(DEVICES["h200"], "eager", 1e-4, 4.5e-4)
+    slow = Roofline(DEVICES["h200"], "eager", 1e-4, 9e-4)
+    assert published_error(slow).median > published_error(eager).median
+    assert published_error(TRUTH) == published_error()
+    assert published_error().figures == 6 + 1 + 7
+
+
+def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path) -> None:
+    import pyarrow.parquet as pq
+
+    out = tmp_path / "grid.parquet"
+    run(files, "--c", "0.1", "--policy", "fixed", "--out", str(out))
+    table = pq.read_table(out)
+    header = json.loads(table.schema.metadata[b"draftsim"])
+    old = table.drop(["gpu", "scaled", "scale_error"]).replace_schema_metadata(
+        {"draftsim": json.dumps({**header, "schema": 1})}
+    )
+    pq.write_table(old, out)
+    with pytest.raises(FileError, match=r"is of schema 1, expected 2: sweep again"):
+        read_sweep(out)
