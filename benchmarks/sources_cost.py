@@ -18,8 +18,10 @@ import torch
 
 from policies.registry import parse_policy
 from profiler.decoder import greedy
-from profiler.latency import Grid, measure_host, measure_steps, pass_steps, table
+from profiler.host_latency import measure_host
+from profiler.latency import Grid, Sweeps, table
 from profiler.loading import load_pair, read_prompts
+from profiler.pass_latency import pass_blocks
 from profiler.runner import Runner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import load_modules, record_sources
@@ -94,10 +96,13 @@ def main() -> None:
         print(f"  {name:14s} {seconds / sum(plain_s):6.2f}")
     layered = LayerRunner(pair.target, 384)
     grid = Grid(widths=(1, 2, 3, 5, 9, 13), contexts=(32, 128, 256), prompts=(64,), repeats=15)
-    steps = pass_steps(Runner(pair.target, 320), Runner(pair.draft, 320), grid)
+    blocks = pass_blocks(Runner(pair.target, 320), Runner(pair.draft, 320), grid)
+    sweeps = Sweeps(blocks, pair.device)
+    for _ in range(grid.repeats):
+        sweeps.run()
     latency = table(
         [
-            measure_steps(steps, pair.device, repeats=grid.repeats),
+            sweeps.cells(),
             measure_host(Runner(pair.target, 320), Runner(pair.draft, 320)),
             measure_sources(layered, modules, trace),
         ],

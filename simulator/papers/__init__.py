@@ -6,7 +6,7 @@ contradict themselves in places; `notes.CONTRADICTIONS` lists where.
 
 from simulator.papers.compare import side_by_side
 from simulator.papers.notes import CONTRADICTIONS, notes_on
-from simulator.papers.ours import Ours
+from simulator.papers.ours import Ours, Sampled
 from simulator.papers.quantities import quantity_rows
 from simulator.papers.rows import Kind, PaperTable, Row
 
@@ -16,6 +16,7 @@ __all__ = [
     "Ours",
     "PaperTable",
     "Row",
+    "Sampled",
     "notes_on",
     "quantity_rows",
     "side_by_side",

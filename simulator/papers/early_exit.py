@@ -5,12 +5,13 @@ from __future__ import annotations
 from policies.basic import Fixed
 from policies.registry import parse_policy
 from simulator.papers.experiments import distribution_rows
-from simulator.papers.ours import Ours
+from simulator.papers.ours import Ours, Sampled
 from simulator.papers.published import SPECBOUND_2
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.pricing import autoregressive, price
 from simulator.summary import prompt_speedups
 from traces.errors import DraftsimError
+from traces.latency import LatencyTable
 from traces.rounds import RoundLog
 from traces.sources.registry import SYSTEMS, parse_source
 from traces.sources.replay import replay_source
@@ -44,18 +45,25 @@ FIGURE_3_SOURCES = tuple(
     dict.fromkeys(figure_3_source(name, v) for name, values in FIGURE_3.items() for v in values)
 )
 """What a recording must have followed for the sweeps."""
-SAMPLED = (
-    "early exits are recorded along greedy output alone: this needs a recording along sampled "
-    "outputs"
-)
+TABLE_2: dict[str, float | None] = {
+    "greedy decoding": 0.0, "temperature sampling (T=0.3)": 0.3,
+    "temperature sampling (T=1.0)": 1.0, "top-p sampling (p=0.9)": None,
+}  # fmt: skip
+"""Table 2's rows and their temperatures; None where sampling is cut to the likeliest tokens."""
+TOP_P = "outputs are sampled at a temperature, from all tokens: top-p is not recorded"
 
 
-def system_log(ours: Ours, name: str) -> RoundLog:
+def system_log(ours: Ours | Sampled, name: str) -> RoundLog:
     """A named system replayed; DraftsimError where its source was not recorded."""
     system = SYSTEMS[name]
     policy = parse_policy(system.policy, max_gamma=ours.trace.max_gamma)
     source = parse_source(system.source)
     return replay_source(ours.trace, source, policy, recordings=ours.recordings, name=name)
+
+
+def speedup(log: RoundLog, latency: LatencyTable) -> float:
+    """Seconds of plain decoding over those of `log`."""
+    return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
 
 
 def early_exit_rows(ours: Ours) -> list[Row]:
@@ -70,9 +78,7 @@ def early_exit_rows(ours: Ours) -> list[Row]:
         table = TABLE if name == "specbound" else "SpecBound Figure 4"
         try:
             log = system_log(ours, name)
-            speed = (
-                price(autoregressive(log), ours.latency).total_s / price(log, ours.latency).total_s
-            )
+            speed = speedup(log, ours.latency)
         except DraftsimError as error:
             rows.append(Row(table, f"our pair, {label}", "SD", None, None, EXPERIMENT, str(error)))
             continue
@@ -85,20 +91,40 @@ def early_exit_rows(ours: Ours) -> list[Row]:
         if name == "specbound":
             rows += _by_category(log, ours, note)
             rows += distribution_rows(log, ours, "SpecBound")
-            rows += _by_sampling(speed, note)
+            rows += sampling_rows(ours, speed, note)
     return rows + sweep_rows(ours)
 
 
-def _by_sampling(speed: float, note: str) -> list[Row]:
-    """Table 2: our prompts as a whole; the categories are Table 1's rows."""
-    return [
-        Row(
-            SPECBOUND_2.name, row, "Overall", SPECBOUND_2.value(row, "Overall"),
-            speed if row == "greedy decoding" else None, EXPERIMENT,
-            note if row == "greedy decoding" else SAMPLED,
+def sampling_rows(ours: Ours, greedy: float, note: str) -> list[Row]:
+    """Table 2: our prompts as a whole; the categories are Table 1's rows.
+
+    ``greedy``: SpecBound's speedup along greedy output, and what to say of it.
+    """
+    rows = []
+    for row, temperature in TABLE_2.items():
+        own: tuple[float | None, str] = (greedy, note)
+        if temperature != 0:
+            own = (None, TOP_P) if temperature is None else _sampled(ours, temperature)
+        published = SPECBOUND_2.value(row, "Overall")
+        rows.append(Row(SPECBOUND_2.name, row, "Overall", published, own[0], EXPERIMENT, own[1]))
+    return rows
+
+
+def _sampled(ours: Ours, temperature: float) -> tuple[float | None, str]:
+    """SpecBound's speedup along outputs sampled at `temperature`, and what to say of it."""
+    found = [s for s in ours.sampled if s.trace.temperature == temperature]
+    if not found:
+        return None, (
+            "no early exits were recorded along outputs sampled so: `draftsim profile "
+            f"--exit-layers --temperature {temperature:g}` records them"
         )
-        for row in SPECBOUND_2.cells
-    ]  # fmt: skip
+    try:
+        log = system_log(found[0], "specbound")
+        value = speedup(log, ours.latency)
+    except DraftsimError as error:
+        return None, str(error)
+    rate = float(log.rounds["emitted"].mean())
+    return value, f"{SYSTEMS['specbound'].source}; replayed: {log.fidelity}; CR {rate:.2f}"
 
 
 def sweep_rows(ours: Ours) -> list[Row]:
@@ -120,8 +146,7 @@ def sweep_rows(ours: Ours) -> list[Row]:
                 log = replay_source(
                     ours.trace, parse_source(text), Fixed(gamma), recordings=ours.recordings
                 )
-                plain = price(autoregressive(log), ours.latency).total_s
-                speed = plain / price(log, ours.latency).total_s
+                speed = speedup(log, ours.latency)
             except DraftsimError as error:
                 rows.append(Row(table, label, "SD", None, None, EXPERIMENT, str(error)))
                 continue

@@ -20,6 +20,15 @@ from traces.sources.base import Recordings
 from traces.trace import Trace
 
 REAL, REPLAYED = "decoded for real under the rule", "replayed along the recorded text: approximate"
+UNJUDGED = "judging time not included: these latencies were measured without it"
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """Outputs sampled at a temperature, and the early exits recorded along them."""
+
+    trace: Trace
+    recordings: Recordings
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +41,8 @@ class Ours:
     """Real runs under lossy rules, preferred to a replay."""
     recordings: Recordings = field(default_factory=Recordings)
     """Early exits and the like."""
+    sampled: Sequence[Sampled] = ()
+    """The pair's recordings along sampled outputs, by temperature at most one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +92,12 @@ def outcome(
         wanted = (describe(policy), describe_rule(rule), [r.id for r in trace.requests])
         for run in ours.runs:
             if (run.log.policy, run.log.verify, [r.id for r in run.log.requests]) == wanted:
-                return Outcome(run.log, ours.latency, REAL, quality(run.outputs, ours.trace))
+                found = quality(run.outputs, ours.trace)
+                return Outcome(run.log, ours.latency, _said(REAL, run.log, ours), found)
     log = replay(trace, policy, rule, name=describe(policy))
-    return Outcome(log, ours.latency, REPLAYED if lossy else f"replayed: {log.fidelity}")
+    how = REPLAYED if lossy else f"replayed: {log.fidelity}"
+    return Outcome(log, ours.latency, _said(how, log, ours))
+
+
+def _said(how: str, log: RoundLog, ours: Ours) -> str:
+    return f"{how}; {UNJUDGED}" if price(log, ours.latency).left_out else how
