@@ -11,6 +11,7 @@ import typer
 from commands import (
     calibrate,
     check,
+    demo,
     imports,
     papers,
     profile,
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(validate.demo)
+app.command("demo")(demo.demo)
 app.command("profile")(profile.profile)
 app.command("simulate")(simulate.simulate)
 app.command("validate")(validate.validate)

@@ -35,7 +35,7 @@ def batch_check(
     ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
     """
-    from commands.serve import load_serving_policies
+    from commands.serve_policies import load_serving_policies
     from commands.validate import spread_over_categories
     from profiler.batched_runs import BatchArm, groups_of, run_batches
     from profiler.profile import progress_bar

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
@@ -15,6 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from traces.latency import LatencyTable
 
 SCHEMA = 1
 
@@ -76,7 +79,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if name in ("error", "speedup_error", "bias"):
+        if name in ("error", "speedup_error", "profile_error", "bias"):
             return f"{100 * value:+.1f} %"
         if name in ("spread", "share"):
             return f"{100 * value:.1f} %"
@@ -100,3 +103,12 @@ def _plain(value: Any) -> Any:
 def note(text: str) -> None:
     """A remark for the person at the terminal, kept off standard output."""
     Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+
+
+def say_unjudged(latency: LatencyTable) -> None:
+    """A note where the table has no time for the verdicts of lossy rules."""
+    if not latency.is_constant and not latency.has("target", "judge"):
+        note(
+            "the latencies hold no time for judging under a lossy rule: it is not included in "
+            "what is predicted; measure it with `draftsim profile --latency-only`"
+        )

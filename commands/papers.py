@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
 from commands.output import JsonOption, emit, note
 from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.papers import Sampled
 
 
 def papers(
@@ -21,6 +25,14 @@ def papers(
             metavar="FILE",
             help="Rounds that `profile --verify` recorded, preferred to a replay; a run folder "
             "for all of its own. Default: those beside the trace.",
+        ),
+    ] = None,
+    sampled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Run folders of the same pair profiled with --exit-layers --temperature T; "
+            "repeatable. The trace's own counts as well.",
         ),
     ] = None,
     table: Annotated[
@@ -50,6 +62,7 @@ def papers(
         load_latency(latency, trace),
         [read_run(file) for file in files],
         Recordings() if folder is None else read_recordings(folder),
+        sampled_runs([*([folder] if folder else []), *(sampled or [])]),
     )
     rows = [
         row
@@ -64,3 +77,21 @@ def papers(
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
             note(f"{name}: {text}")
+
+
+def sampled_runs(folders: Sequence[Path]) -> list[Sampled]:
+    """What the run folders hold of early exits along sampled outputs, one per temperature."""
+    from commands.sources import load_recordings
+    from simulator.papers import Sampled
+    from traces.files import read_trace
+
+    found: dict[float, Sampled] = {}
+    for folder in folders:
+        path = folder / "sampled.parquet"
+        if not path.is_file():
+            continue
+        trace = read_trace(path)
+        recordings = load_recordings(str(path), trace)
+        if recordings.exits is not None:
+            found.setdefault(trace.temperature, Sampled(trace, recordings))
+    return list(found.values())

@@ -44,7 +44,7 @@ def profile(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=3, help="Timed repeats of every latency cell.")] = 25,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed sweeps over all latency cells.")] = 15,
     batches: Annotated[
         str,
         typer.Option(metavar="B,...", help="Batch sizes whose latencies are measured, 1 included."),
@@ -140,6 +140,8 @@ def profile(
         check_layers(pair)
     if not ((again or exit_layers) and is_complete(info, out)):
         run_profile(info, prompts, out, settings, limit, pair)
+    elif settings.temperature > 0:
+        add_sampled(info, prompts, out, settings, limit, pair)
     if pair is not None:
         from commands.source_runs import profile_sources
 
@@ -160,6 +162,35 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
         profile_latency(pair, settings, out, progress)
     if has_sources(out):
         remeasure(pair, info, out, repeats=settings.grid.repeats)
+
+
+def add_sampled(
+    info: RunInfo,
+    prompts: Path,
+    out: Path,
+    settings: Settings,
+    limit: int | None = None,
+    pair: Pair | None = None,
+) -> None:
+    """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
+
+    Raises DraftsimError if it holds outputs sampled at another temperature.
+    """
+    from profiler.loading import read_prompts
+    from profiler.profile import profile_trace, progress_bar
+    from traces.files import read_trace
+
+    path = out / "sampled.parquet"
+    if path.is_file():
+        if (held := read_trace(path).temperature) != settings.temperature:
+            raise DraftsimError(
+                f"{out} holds outputs sampled at temperature {held:g}: name another --out for "
+                f"--temperature {settings.temperature:g}"
+            )
+        return
+    with progress_bar() as progress:
+        loaded = info.load() if pair is None else pair
+        profile_trace(loaded, read_prompts(prompts, limit), settings, out, progress)
 
 
 def is_complete(info: RunInfo, out: Path) -> bool:

@@ -23,7 +23,7 @@ from commands.inputs import (
     replay_all,
     say_memory,
 )
-from commands.output import JsonOption, emit, note
+from commands.output import JsonOption, emit, note, say_unjudged
 from commands.sources import (
     SourceOption,
     load_recordings,
@@ -105,6 +105,8 @@ def simulate(
             for row in to_rows(summary(group, table, resamples=resamples, prefill=prefill))
         ]
         emit("simulate", rows, json, show=shown)
+        if any(log.mismatched is not None for log in logs):
+            say_unjudged(table)
         return
     recorded = load_trace(trace)
     table = load_latency(latency, trace)
@@ -145,6 +147,8 @@ def simulate(
     frame = summary([*logs, *more], table, resamples=resamples, prefill=prefill)
     emit("simulate", to_rows(frame), json, show=shown)
     say_memory([*logs, *more])
+    if any(log.mismatched is not None for log in [*logs, *more]):
+        say_unjudged(table)
     if plots is not None:
         from commands.figures import save_all
 

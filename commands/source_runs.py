@@ -37,7 +37,7 @@ def has_sources(folder: Path) -> bool:
     """Whether a run folder holds recordings of other sources than the draft model."""
     from traces.sources.files import STARTS_OF
 
-    names = ("exits", *(f"starts-{name}" for name in STARTS_OF))
+    names = ("exits", "exits-kangaroo", *(f"starts-{name}" for name in STARTS_OF))
     return any((folder / f"{name}.parquet").is_file() for name in names)
 
 
@@ -70,6 +70,7 @@ def profile_sources(
     trace = read_trace(out / "trace.parquet")
     settings, skip = wanted(trace, sources)
     modules = modules_of(pair, info, out, trace, text)
+    record_sampled(pair, out, modules, sources)
     stamp, kept = stamp_of(trace), read_recordings(out)
     if kept.exits is not None and kept.exits.meta.get(STAMP) == stamp:
         settings = list(dict.fromkeys([*kept.exits.settings, *settings]))
@@ -82,19 +83,50 @@ def profile_sources(
                 pair.target, trace, modules, settings, skip=skip, skip_offsets=SKIP_OFFSETS,
                 only=[name],
             )  # fmt: skip
-            write_recordings(_stamped(found, provenance), out)
+            own = provenance
+            if found.adapter is not None:
+                own = {**provenance, "adapter": adapter_digest(modules)}
+            write_recordings(_stamped(found, own), out)
             progress.advance(task)
     measure(pair, out, trace, modules, repeats=repeats)
     note(f"recorded {', '.join(todo) or 'nothing new'} into {out}")
 
 
-def wanted(trace: Trace, sources: Sequence[str]) -> tuple[list[ExitSetting], list[int] | None]:
+def record_sampled(pair: Pair, out: Path, modules: Modules, sources: Sequence[str]) -> None:
+    """Record early exits along the sampled outputs in `out`, unless they are there.
+
+    Followed are the settings of the named systems and of `sources`.
+    """
+    from profiler.sources.modules import record_sources
+    from traces.files import read_trace
+    from traces.sources.files import read_recordings, write_recordings
+
+    path = out / "sampled.parquet"
+    if modules.exits is None or not path.is_file():
+        return
+    trace = read_trace(path)
+    settings, _ = wanted(trace, sources, sweeps=False)
+    kept = read_recordings(out, sampled=True)
+    provenance = {STAMP: stamp_of(trace), "heads": heads_digest(modules)}
+    if "early-exit" not in missing(kept, modules, settings, None, provenance):
+        return
+    seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
+    found = record_sources(pair.target, trace, modules, settings, only=["early-exit"], seed=seed)
+    write_recordings(_stamped(found, provenance), out)
+    note(f"recorded early exits along sampled outputs into {out}")
+
+
+def wanted(
+    trace: Trace, sources: Sequence[str], *, sweeps: bool = True
+) -> tuple[list[ExitSetting], list[int] | None]:
     """Early-exit settings to follow behind wrong exits, and the layers to skip.
 
-    The settings are those of the named systems, of SpecBound's Figure 3, and `sources`.
+    The settings are those of the named systems, with ``sweeps`` of SpecBound's Figure 3, and
+    `sources`.
     """
     from policies.registry import parse_policy
     from simulator.papers.early_exit import FIGURE_3_GAMMA, FIGURE_3_SOURCES
+    from traces.sources.adapter import Kangaroo
     from traces.sources.early_exit import EarlyExit
     from traces.sources.registry import SYSTEMS, parse_source
     from traces.sources.start_sources import LayerSkip
@@ -103,7 +135,7 @@ def wanted(trace: Trace, sources: Sequence[str]) -> tuple[list[ExitSetting], lis
     lengths: dict[ExitSetting, int] = {}
 
     def follow(source: Source, gamma: int) -> None:
-        if isinstance(source, EarlyExit):
+        if isinstance(source, EarlyExit) and not isinstance(source, Kangaroo):
             key = source.setting(1)
             lengths[key] = max(lengths.get(key, 0), min(gamma, most))
 
@@ -115,13 +147,13 @@ def wanted(trace: Trace, sources: Sequence[str]) -> tuple[list[ExitSetting], lis
         source = load_source(text)
         if isinstance(source, LayerSkip):
             skip = None if source.skip is None else list(source.skip)
-        elif not isinstance(source, EarlyExit):
+        elif type(source) is not EarlyExit:
             raise DraftsimError(
                 f"--source {text} has nothing to set in a recording: name early-exit or "
                 "layer-skip with its parameters"
             )
         follow(source, most)
-    for text in FIGURE_3_SOURCES:
+    for text in FIGURE_3_SOURCES if sweeps else ():
         follow(parse_source(text), FIGURE_3_GAMMA)
     return [key._replace(gamma_max=gamma) for key, gamma in lengths.items()], skip
 
@@ -142,6 +174,10 @@ def missing(
         and set(settings) <= set(kept.exits.settings)
     ):
         todo.append("early-exit")
+    if modules.adapter is not None:
+        own = {**provenance, "adapter": adapter_digest(modules)}
+        if kept.adapter is None or any(kept.adapter.meta.get(n) != v for n, v in own.items()):
+            todo.append("kangaroo")
     names = [*modules.parallel, *(["space"] if modules.masks is not None else []), "layer-skip"]
     for name in names:
         found = kept.starts.get(name)
@@ -160,13 +196,25 @@ def _stamped(found: Recordings, provenance: dict[str, str]) -> Recordings:
     starts = {
         name: replace(part, meta={**part.meta, **provenance}) for name, part in found.starts.items()
     }
-    return Recordings(exits, starts)
+    adapter = found.adapter
+    if adapter is not None:
+        adapter = replace(adapter, meta={**adapter.meta, **provenance})
+    return Recordings(exits, starts, adapter)
 
 
 def heads_digest(modules: Modules) -> str:
-    """A digest of all trained weights."""
+    """A digest of all trained weights but the adapter's."""
+    return _digest(modules.exits, *modules.parallel.values(), modules.masks)
+
+
+def adapter_digest(modules: Modules) -> str:
+    """A digest of the adapter's weights."""
+    return _digest(modules.adapter)
+
+
+def _digest(*modules: Any) -> str:
     digest = hashlib.sha256()
-    for module in (modules.exits, *modules.parallel.values(), modules.masks):
+    for module in modules:
         if module is not None:
             for name, weights in sorted(module.state_dict().items()):
                 digest.update(name.encode() + weights.detach().float().cpu().numpy().tobytes())
@@ -238,7 +286,8 @@ def measure(
 
     path = out / "latency.parquet"
     table = read_latency(path)
-    if table.has("exit", "layer") and not again:
+    complete = modules.adapter is None or table.has("adapter", "forward")
+    if table.has("exit", "layer") and complete and not again:
         return
     note("measuring the latencies of single layers, heads and lookups")
     limit = int(pair.target.config.get_text_config().max_position_embeddings)

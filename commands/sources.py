@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,8 +26,8 @@ SourceOption = Annotated[
         "--source",
         metavar="S",
         help="Draft with this source, name[:key=value,...], instead of the draft model: "
-        "early-exit, layer-skip, blockwise, medusa, medusa-tree, space, specdec, pld, rest or "
-        "lookahead.",
+        "early-exit, kangaroo, layer-skip, blockwise, medusa, medusa-tree, space, specdec, pld, "
+        "rest or lookahead.",
     ),
 ]
 
@@ -58,11 +59,13 @@ def load_recordings(trace_name: str, trace: Trace) -> Recordings:
     from traces.sources.files import read_recordings
 
     folder = folder_of(trace_name)
+    if trace.temperature > 0:
+        folder = Path(trace_name).parent  # sampled outputs are named by their file
     if folder is None:
         return Recordings()
-    found = read_recordings(folder)
+    found = read_recordings(folder, sampled=trace.temperature > 0)
     metas = [part.meta for part in found.starts.values()]
-    metas += [found.exits.meta] if found.exits is not None else []
+    metas += [part.meta for part in (found.exits, found.adapter) if part is not None]
     stamps = {meta[STAMP] for meta in metas if STAMP in meta}
     if stamps and stamps != {stamp_of(trace)}:
         raise DraftsimError(
@@ -84,7 +87,7 @@ def stamp_of(trace: Trace) -> str:
 
     from traces.sources.base import true_tokens
 
-    digest = hashlib.sha256(np.asarray(true_tokens(trace), dtype=np.int64).tobytes())
+    digest = hashlib.sha256(np.asarray(true_tokens(trace, sampled=True), dtype=np.int64).tobytes())
     for request in trace.requests:
         digest.update(np.asarray(request.prompt_ids or (), dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]
@@ -98,6 +101,7 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     DraftsimError
         If what the source needs was not recorded.
     """
+    from traces.sources.adapter import Kangaroo
     from traces.sources.early_exit import EarlyExit
     from traces.sources.registry import describe_source
     from traces.sources.start_sources import LayerSkip
@@ -109,6 +113,10 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
         return recordings.starts[source.key].offsets
     if not isinstance(source, EarlyExit):
         return trace.max_gamma
+    if isinstance(source, Kangaroo):
+        if recordings.adapter is None:
+            raise DraftsimError(f"Kangaroo's adapter was not recorded: {RECORD} records it")
+        return max(s.gamma_max for s in recordings.adapter.settings)
     if recordings.exits is None:
         raise DraftsimError(f"early exits were not recorded: {RECORD} records them")
     wanted = source.setting(1)[:-1]

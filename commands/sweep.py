@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.inputs import BUNDLED, TraceOption, load_latency, load_policies, load_trace
+from commands.devices import gpu_names, latencies, say_scaling
+from commands.held_out import SEARCHED, tuned_rows
+from commands.inputs import BUNDLED, TraceOption, load_policies, load_trace
+from commands.maps import draw_maps
 from commands.output import JsonOption, emit, note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from simulator.whatif.executors import Executor
+    from simulator.whatif.prices import Prices
     from simulator.whatif.sweep import Sweep
     from traces.latency import LatencyTable
     from traces.trace import Trace
 
 SHOWN = (
-    "policy", "points", "mean_speedup", "pays", "surely_pays", "below_1", "least_alpha",
-    "largest_c", "regret_fixed", "regret_oracle", "tilt_error",
+    "gpu", "scaled", "scale_error", "policy", "points", "mean_speedup", "pays", "surely_pays",
+    "below_1", "least_alpha", "largest_c", "regret_fixed", "regret_oracle", "tilt_error",
 )  # fmt: skip
 RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
@@ -47,7 +51,8 @@ def sweep(
             "--latency",
             metavar="L",
             help="Latency file, run folder, bundled recording's name, or const:...; repeatable, "
-            "one device each. Default: the trace's own, unless --c is given.",
+            "one device each; FILE:PAIR/MODE of a GPU suite's table. Default: the trace's own, "
+            "unless --c is given.",
         ),
     ] = None,
     policy: Annotated[
@@ -75,6 +80,13 @@ def sweep(
     context: Annotated[
         str | None,
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="GPUs to carry latencies measured on one over to: see `draftsim list --devices`.",
+        ),
     ] = None,
     verify: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
@@ -104,6 +116,14 @@ def sweep(
             help="Instead: policies from plain decoding to the oracle, on held-out prompts.",
         ),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Instead: search the values in braces of every --policy on part of the prompts, "
+            "and judge the best on the others.",
+        ),
+    ] = False,
     plots: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also draw the maps as PNG files.")
     ] = None,
@@ -115,27 +135,40 @@ def sweep(
 
     recorded = load_trace(trace)
     ratios = _axis(c, "c", low=0.0)
-    tables = _latencies(latency, trace, bool(ratios))
-    if ladder:
-        _ladder(
-            recorded, tables or _latencies(None, trace, False), policy, resamples, seed, plots, json
+    tables = latencies(latency, trace, bool(ratios) and gpu is None)
+    if ladder or tune:
+        mode = "--ladder" if ladder else "--tune"
+        if gpu is not None or (ladder and tune):
+            other = "--gpu" if gpu is not None else "--tune"
+            raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
+        table = _one(tables or latencies(None, trace, False), mode)
+        if ladder:
+            _ladder(recorded, table, policy, resamples, seed, plots, json)
+            return
+        found = tuned_rows(
+            recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
         )
+        if not found:
+            raise DraftsimError("--tune needs a --policy with values in braces")
+        emit("sweep", found, json, show=SEARCHED)
         return
     study = Sweep(
         recorded,
         _policies(policy, gamma, recorded),
-        _prices(ratios, tables, context, verify),
+        _prices(ratios, tables, context, verify, gpu),
         _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         [int(b) for b in _axis(batch, "batch", low=1, whole=True)],
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
     _say_tilt(study)
+    say_scaling(study.bench.prices)
     frame = _run(study, _executor(jobs, cluster), out, json)
     if out is not None:
         note(f"wrote {len(frame)} rows to {out}")
-    emit("sweep", overview(frame), json, show=SHOWN)
+    rows = overview(frame)
+    emit("sweep", rows, json, show=[n for n in SHOWN if n in rows])
     if plots is not None:
-        for path in _draw(frame, plots):
+        for path in draw_maps(frame, plots):
             note(f"wrote {path}")
 
 
@@ -147,23 +180,18 @@ def _axis(
     return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
 
 
-def _latencies(names: list[str] | None, trace_name: str, priced: bool) -> dict[str, LatencyTable]:
-    if names:
-        return {name: load_latency(name, trace_name) for name in names}
-    return {} if priced else {trace_name: load_latency(None, trace_name)}
-
-
 def _prices(
-    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None, verify: float
-) -> Any:
-    from simulator.whatif.cells import Prices
+    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
+    verify: float, gpu: str | None,
+) -> Prices:  # fmt: skip
+    from simulator.whatif.prices import Prices
 
     contexts: list[int | None] = [None]
     if context is not None:
         if not tables:
             raise DraftsimError("--context needs a latency table: add --latency")
         contexts = [int(k) for k in _axis(context, "context", low=0, whole=True)]
-    return Prices(ratios, tables, contexts, verify)
+    return Prices(ratios, tables, contexts, verify, gpu_names(gpu))
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
@@ -224,8 +252,14 @@ def _say_tilt(study: Sweep) -> None:
             note(f"  policies {kind}: error not measured, these prompts are too alike")
 
 
+def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
+    if len(tables) != 1:
+        raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
+    return next(iter(tables.values()))
+
+
 def _ladder(
-    trace: Trace, tables: dict[str, LatencyTable], policy: list[str] | None, resamples: int,
+    trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None,
 ) -> None:  # fmt: skip
     from simulator.plots import save
@@ -233,45 +267,8 @@ def _ladder(
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.plots import plot_ladder
 
-    if len(tables) != 1:
-        raise DraftsimError(f"--ladder takes one latency table, got {len(tables)}")
     chosen = dict(load_policies(expand(policy), trace)) if policy else None
-    rungs = climb(
-        trace, next(iter(tables.values())), policies=chosen, resamples=max(resamples, 1), seed=seed
-    )
+    rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     emit("sweep", rungs, json, show=RUNGS)
     if plots is not None:
         note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")
-
-
-def _draw(frame: Any, folder: Path) -> list[Path]:
-    """Every map that the grid's axes allow."""
-    from simulator.plots import save
-    from simulator.whatif import plots
-
-    drawn = []
-    rates = frame["alpha_asked"].notna().all()
-    first = frame[frame["batch"] == frame["batch"].iloc[0]]
-    by_ratio = first[first["latency"] == "ratio"]
-    if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
-        drawn += [
-            ("break_even_c", plots.plot_break_even(by_ratio)),
-            ("map_c_alpha", plots.plot_maps(by_ratio)),
-        ]
-        if {"fixed", "oracle"} <= set(by_ratio["family"]):
-            drawn.append(("adapting", plots.plot_adapting(by_ratio)))
-    tables = [n for n in dict.fromkeys(frame["latency"]) if n != "ratio"]
-    for i, name in enumerate(tables):
-        part = frame[frame["latency"] == name]
-        part = part[part["alpha"] == part["alpha"].iloc[0]]
-        suffix = f"_{i + 1}" if len(tables) > 1 else ""
-        if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
-            drawn.append((f"map_context_batch{suffix}", plots.plot_maps(part, "context", "batch")))
-        contexts = part["context"].fillna(-1)
-        at = part[contexts == contexts.iloc[0]]
-        if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
-            drawn.append((f"map_batch_gamma{suffix}", plots.plot_maps(at, "batch", "gamma")))
-    if not drawn:
-        note("nothing to map: give two values or more of c and alpha, batch and gamma, or "
-             "batch and context")  # fmt: skip
-    return [save(figure, folder / f"{name}.png") for name, figure in drawn]

@@ -124,16 +124,10 @@ def _served(
     trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]], seed: int
 ) -> None:
     """Add to each row what serving at its batch size in a closed loop gave."""
-    from simulator.serving import ClosedLoop, Limits, Scenario
-    from simulator.tune import compare_served
+    from simulator.tune import closed_load, compare_served
 
     batches = sorted({row["batch"] for row in rows})
-    loads = [
-        Scenario(
-            ClosedLoop(b), Limits(max_batch=b), seed=seed,
-            requests=max(len(trace.requests), 4 * b),
-        ) for b in batches
-    ]  # fmt: skip
+    loads = [closed_load(trace, b, seed=seed) for b in batches]
     found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
     at = {int(r["batch"]): r for r in found.to_dict("records")}
     for row in rows:

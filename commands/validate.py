@@ -1,4 +1,4 @@
-"""``draftsim validate`` and ``draftsim demo``: predictions held against real runs."""
+"""``draftsim validate``: predictions held against real runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pandas as pd
 import typer
 
 from commands.inputs import MemoryOption, PolicyOption, VerifyOption, load_policies, replay_all
-from commands.output import JsonOption, emit, note, print_table
+from commands.output import JsonOption, emit, note, say_unjudged
 from commands.sources import SourceOption, split_systems
 from traces.errors import DraftsimError
 
@@ -40,6 +40,10 @@ ASSISTED = {
 """transformers' schedules: the policy that replays each, and its generation settings."""
 
 
+SWEEPS = 15
+"""Latency sweeps spread over the real runs under --remeasure."""
+
+
 def validate(
     run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")],
     policy: PolicyOption = None,
@@ -55,6 +59,14 @@ def validate(
     assisted: Annotated[
         bool, typer.Option(help="Also run transformers' own assisted generation.")
     ] = True,
+    remeasure: Annotated[
+        bool,
+        typer.Option(
+            "--remeasure",
+            help="Predict from latencies measured again, in turn with the real runs: leaves out "
+            "how the machine has changed since the profile.",
+        ),
+    ] = False,
     source: SourceOption = None,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
@@ -76,6 +88,8 @@ def validate(
     With --source the source drafts in place of the draft model; --policy also takes named
     systems with a source of their own.  Profile with --exit-layers first.
     """
+    if remeasure and (source or batch or verify or split_systems(policy)[1]):
+        raise DraftsimError("--remeasure is for a draft model's lossless runs, one at a time")
     if source is not None or split_systems(policy)[1]:
         from commands.source_check import source_check
 
@@ -93,14 +107,16 @@ def validate(
         rows = batch_check(run, policy, batch, forced, repeats, limit)
     elif verify is not None:
         from commands.lossy import lossy_check
+        from traces.files import read_latency
 
         if forced:
             raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
         rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit)
+        say_unjudged(read_latency(run / "latency.parquet"))
     elif memory is not None:
         raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
     else:
-        rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted)
+        rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted, remeasure)
     emit("validate", rows, json)
     if json is None:
         say_verdict(rows)
@@ -114,9 +130,15 @@ def spot_check(
     repeats: int = 3,
     limit: int | None = None,
     assisted: bool = True,
+    remeasure: bool = False,
 ) -> pd.DataFrame:
-    """The rows of `validate`; the measured times are kept in the run folder."""
-    from profiler.profile import progress_bar
+    """The rows of `validate`; the measured times are kept in the run folder.
+
+    With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
+    predicted from them, and the column `profile_error` is the error of the run's own table.
+    """
+    from profiler.latency import Grid
+    from profiler.profile import LatencyProfile, progress_bar
     from profiler.run import read_run
     from profiler.seq2seq_start import is_seq2seq
     from profiler.spotcheck import Arm, rounds_differ, run_arms
@@ -135,13 +157,30 @@ def spot_check(
         chosen = load_policies(["autoregressive"], trace) + chosen
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
     pair = info.load()
+    again = LatencyProfile(pair, Grid()) if remeasure else None
     with progress_bar() as progress:
-        task = progress.add_task("decoding for real", total=repeats * len(trace.requests))
+        total = repeats * len(trace.requests)
+        task = progress.add_task("decoding for real", total=total)
+        done = 0
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            progress.advance(task)
+            # Sweeps at even distances, so that a slow minute falls on both sides alike.
+            if again is not None and len(again.sweeps) < SWEEPS * done // total:
+                again.sweeps.run()
+
         measured = run_arms(
             pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
-            advance=lambda: progress.advance(task),
+            advance=advance,
         )  # fmt: skip
         rows = compare([price(log, latency) for log in replayed.values()], measured.times)
+        if again is not None:
+            profile_error = rows["error"]
+            now = again.table()
+            rows = compare([price(log, now) for log in replayed.values()], measured.times)
+            rows["profile_error"] = profile_error
         # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
         if trace.temperature == 0:
             rows["rounds_differ"] = [
@@ -195,6 +234,11 @@ def say_verdict(rows: pd.DataFrame) -> None:
         f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked, "
         f"{len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
     )
+    if "profile_error" in priced:
+        note(
+            "predicted from latencies measured between the real runs; from those of the profile "
+            f"before them the median |error| is {priced['profile_error'].abs().median():.1%}"
+        )
 
 
 def spread_over_categories(trace: Trace, limit: int) -> list[int]:
@@ -206,39 +250,3 @@ def spread_over_categories(trace: Trace, limit: int) -> list[int]:
         range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
     )
     return sorted(order[:limit])
-
-
-def demo(
-    out: Annotated[
-        Path, typer.Option(metavar="RUN", help="Folder for everything it makes.")
-    ] = Path("demo"),
-    prompts: Annotated[int, typer.Option(min=4, help="Prompts to profile.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 96,
-    json: JsonOption = None,
-) -> None:
-    """Profile the bundled pair here, predict every policy, and check against real decoding."""
-    from commands.figures import save_all
-    from commands.profile import run_profile
-    from profiler.latency import Grid
-    from profiler.profile import Settings
-    from profiler.run import BUNDLED, RunInfo
-    from simulator.summary import summarize
-    from traces.files import read_latency, read_trace
-
-    info = RunInfo("bundled", "bundled", threads=1)
-    settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
-    run_profile(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
-    trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    # Plain decoding, first of all policies, is a row of every summary anyway.
-    logs = replay_all(trace, load_policies(None, trace)[1:])
-    summary = summarize(logs, latency)
-    rows = spot_check(out, repeats=repeats)
-    if json is None:
-        from commands.simulate import SHOWN
-
-        print_table(summary.to_dict("records"), SHOWN, "Predicted from the recording")
-    emit("demo", rows, json)
-    say_verdict(rows)
-    for path in save_all(trace, latency, logs, out / "plots", rows):
-        note(f"wrote {path}")

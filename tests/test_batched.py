@@ -28,7 +28,7 @@ from policies import (  # noqa: E402
     UCBSpec,
 )
 from policies.batch import BatchPolicy  # noqa: E402
-from profiler.batch_latency import batch_steps, measure_batch_host  # noqa: E402
+from profiler.batch_latency import batch_blocks, measure_batch_host  # noqa: E402
 from profiler.batched import decode_batch, enter, speculate_batch  # noqa: E402
 from profiler.batched_decoder import BatchedDecoder, Verdict  # noqa: E402
 from profiler.batched_forced import ForcedStream  # noqa: E402
@@ -38,7 +38,7 @@ from profiler.batched_styles import PerRequest as EachAlone  # noqa: E402
 from profiler.batched_styles import TruncateToMinimum as TruncatedRounds  # noqa: E402
 from profiler.batched_styles import style_of  # noqa: E402
 from profiler.decoder import greedy  # noqa: E402
-from profiler.latency import Grid, measure_steps  # noqa: E402
+from profiler.latency import Grid, Sweeps  # noqa: E402
 from profiler.loading import Pair  # noqa: E402
 from profiler.profile import Settings, profile_latency, progress_bar  # noqa: E402
 from profiler.record import Recorder  # noqa: E402
@@ -490,7 +490,10 @@ def test_grid_cells_cover_batches_and_host(pair: Pair) -> None:
         repeats=2,
     )  # fmt: skip
     target, draft = Runner(pair.target, 16, 3), Runner(pair.draft, 16, 3)
-    cells = measure_steps(batch_steps(target, draft, grid), target.device, repeats=2, warmup=1)
+    sweeps = Sweeps(batch_blocks(target, draft, grid), target.device, warmup=1)
+    sweeps.run()
+    sweeps.run()
+    cells = sweeps.cells()
     passes = cells.groupby(["model", "phase"]).size().to_dict()
     # Two batches, two contexts: as many widths of each pass as decoding knows.
     assert passes == {

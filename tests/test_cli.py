@@ -6,15 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-import draftsim
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 from traces.files import read_trace, write_latency, write_trace
 from traces.latency import LatencyTable
 from traces.synthetic import synthetic_trace
@@ -29,30 +26,6 @@ SIMULATE_FIELDS = [
 ]  # fmt: skip
 
 
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["draftsim", *map(str, arguments)])
-        code = 0
-        try:
-            draftsim.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a synthetic trace that holds signals and tails."""
@@ -63,28 +36,18 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(ran: Ran) -> list[dict[str, Any]]:
-    assert ran.code == 0, ran.err
-    document = json.loads(ran.out)
-    assert document["schema"] == 1
-    results: list[dict[str, Any]] = document["results"]
-    return results
-
-
 def test_simulate_writes_the_contracted_rows(run: Run, recorded: Path) -> None:
-    found = rows(
-        run(
-            "simulate",
-            "--trace",
-            recorded,
-            "--latency",
-            CONST,
-            "--policy",
-            "fixed:gamma=4",
-            "--json",
-            "-",
-        )
-    )
+    found = run(
+        "simulate",
+        "--trace",
+        recorded,
+        "--latency",
+        CONST,
+        "--policy",
+        "fixed:gamma=4",
+        "--json",
+        "-",
+    ).rows
     assert [r["policy"] for r in found] == ["autoregressive", "fixed:gamma=4"]
     for row in found:
         assert list(row) == SIMULATE_FIELDS
@@ -99,7 +62,7 @@ def test_simulate_writes_the_contracted_rows(run: Run, recorded: Path) -> None:
 
 
 def test_simulate_without_a_policy_runs_them_all(run: Run, recorded: Path) -> None:
-    found = rows(run("simulate", "--trace", recorded, "--json", "-"))
+    found = run("simulate", "--trace", recorded, "--json", "-").rows
     names = [r["policy"].partition(":")[0] for r in found]
     for name in (
         "autoregressive", "fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus",
@@ -109,18 +72,18 @@ def test_simulate_without_a_policy_runs_them_all(run: Run, recorded: Path) -> No
 
 
 def test_category_and_robustness_tables(run: Run, recorded: Path) -> None:
-    by = rows(
-        run("simulate", "--trace", recorded, "--policy", "svip", "--by-category", "--json", "-")
-    )
+    by = run(
+        "simulate", "--trace", recorded, "--policy", "svip", "--by-category", "--json", "-"
+    ).rows
     assert {"category", "policy", "speedup"} <= set(by[0])
-    spread = rows(run("simulate", "--trace", recorded, "--robustness", "--json", "-"))
+    spread = run("simulate", "--trace", recorded, "--robustness", "--json", "-").rows
     fixed = next(r for r in spread if r["policy"] == "fixed")
     assert fixed["mean"] == pytest.approx(1)
     assert fixed["sd"] > 0
 
 
 def test_check_holds_the_formulas(run: Run, recorded: Path) -> None:
-    found = rows(run("check", "--trace", recorded, "--tokens", 4000, "--json", "-"))
+    found = run("check", "--trace", recorded, "--tokens", 4000, "--json", "-").rows
     synthetic = [r for r in found if not r["formula"].startswith("recorded")]
     assert len(synthetic) > 20
     assert all(r["ok"] for r in synthetic)
@@ -262,14 +225,14 @@ def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:
     trace: Trace = read_trace(tmp_path / "t.parquet")
     assert len(trace.requests) == 1
     assert np.isin(trace.columns["match"], (-1, 0, 1)).all()
-    found = rows(
-        run("simulate", "--trace", tmp_path / "t.parquet", "--latency", CONST, "--json", "-")
-    )
+    found = run(
+        "simulate", "--trace", tmp_path / "t.parquet", "--latency", CONST, "--json", "-"
+    ).rows
     assert {r["fidelity"] for r in found[1:]} == {"approximate"}
 
 
 def test_list_shows_devices_and_published_times(run: Run) -> None:
-    devices = rows(run("list", "--devices", "--json", "-"))
+    devices = run("list", "--devices", "--json", "-").rows
     assert {"a100-80gb", "h100", "h200", "h800", "rtx-3090"} <= {d["name"] for d in devices}
-    published = rows(run("list", "--published", "--json", "-"))
+    published = run("list", "--published", "--json", "-").rows
     assert all({"table", "published", "ours", "error"} <= set(row) for row in published)

@@ -12,18 +12,19 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
-import draftsim
-from commands.serve import load_serving_policies
+from commands.serve_policies import load_serving_policies
 from simulator.serving import read_results
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Ran, Run
 from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
+from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.synthetic import synthetic_trace
 
 SERVE_FIELDS = {
@@ -31,12 +32,6 @@ SERVE_FIELDS = {
     "simulated_tokens", "elapsed_s",
 }  # fmt: skip
 QUANTILES = {"mean", "p50", "p95", "p99"}
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 Serve = Callable[..., Ran]
@@ -53,21 +48,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def serve(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Serve:
-    def call(*arguments: object) -> Ran:
-        line = ["draftsim", "serve", "--trace", str(recorded), *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", line)
-        code = 0
-        try:
-            draftsim.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return call
+def serve(recorded: Path, run: Run) -> Serve:
+    return partial(run, "serve", "--trace", recorded)
 
 
 def rows(ran: Ran) -> list[dict[str, Any]]:
@@ -162,35 +144,48 @@ def test_results_are_written_as_lines_or_as_one_table(serve: Serve, tmp_path: Pa
     stored = read_results(lines)
     assert stored.complete
     assert stored.meta["policies"] == ["autoregressive", "fixed:gamma=5"]
+    assert not (tmp_path / "r.parquet.jsonl").exists()
     frame = pd.read_parquet(table)
     assert frame["policy"].tolist() == [r["policy"] for r in stored.rows]
     assert frame["ttft_s_p95"].tolist() == [r["ttft_s"]["p95"] for r in stored.rows]
 
 
-def test_an_interrupted_run_leaves_readable_rows_marked_incomplete(
-    recorded: Path, tmp_path: Path
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet"])
+def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
+    recorded: Path, tmp_path: Path, name: str, stop: signal.Signals
 ) -> None:
-    out = tmp_path / "r.jsonl"
+    out = tmp_path / name
+    lines = out if name == "r.jsonl" else tmp_path / "r.parquet.jsonl"
     command = [
         sys.executable, str(ROOT / "draftsim.py"), "serve", "--trace", str(recorded),
         "--batch", ",".join(["1"] * 400), "--requests", "20", "--policy", "autoregressive",
         "--out", str(out),
     ]  # fmt: skip
-    # Many short runs: rows keep coming until somebody presses Ctrl-C.
+    # Many short runs: rows keep coming until somebody stops them.
     with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path) as run:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and run.poll() is None:
-            if out.exists() and out.read_text().count('{"row"') >= 2:
+            if lines.exists() and lines.read_text().count('{"row"') >= 2:
                 break
             time.sleep(0.02)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(stop)
         _, err = run.communicate(timeout=30)
-    assert run.returncode == 130
-    assert b"marked incomplete" in err
-    stored = read_results(out)
-    assert not stored.complete
-    assert 2 <= len(stored.rows) < 400
-    assert all(r["requests"] == 20 for r in stored.rows)
+    if stop == signal.SIGINT:
+        assert run.returncode == 130
+        assert b"marked incomplete" in err
+    if stop == signal.SIGINT and name == "r.parquet":
+        assert not lines.exists()
+        count = len(pd.read_parquet(out))
+        header = json.loads((pq.read_schema(out).metadata or {})[b"draftsim"])
+        assert header["complete"] is False
+    else:
+        assert not (name == "r.parquet" and out.exists())
+        stored = read_results(lines)
+        assert not stored.complete
+        assert all(r["requests"] == 20 for r in stored.rows)
+        count = len(stored.rows)
+    assert 2 <= count < 400
 
 
 def test_a_timeline_keeps_the_rules_of_the_trace_event_format(serve: Serve, tmp_path: Path) -> None:
@@ -238,9 +233,11 @@ def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path)
     assert serve("--batch", "1,2", *few, "--plots", batches).code == 0
     assert serve("--rate", "0.5,2,8", *few, "--plots", loads).code == 0
     assert {p.name for p in batches.iterdir()} == {
-        "latency_throughput.png", "speedup_1_fixed_gamma_5.png"
+        "latency_throughput.png", "over_time.png", "speedup_1_fixed_gamma_5.png"
     }  # fmt: skip
-    assert {p.name for p in loads.iterdir()} == {"load_e2e.png", "load_tpot.png"}
+    assert {p.name for p in loads.iterdir()} == {
+        "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png"
+    }  # fmt: skip
     for path in (*batches.iterdir(), *loads.iterdir()):
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -266,6 +263,78 @@ def test_prompts_larger_than_the_pool_are_refused_and_counted(serve: Serve, tmp_
     assert "2 request(s) could never fit" in ran.err
 
 
+def test_memory_that_is_too_small_overloads_an_engine_whose_batch_never_fills(
+    serve: Serve,
+) -> None:
+    ran = serve("--rate", 30, "--kv-blocks", 9, "--requests", 60, *PAIR, "--json", "-")
+    for row in rows(ran):
+        assert row["mean_batch"] < 8 < row["batch"]
+        assert row["overloaded"]
+        assert row["preemptions"] > 0
+        assert max(row["over_time"]["kv_blocks"]) <= 9
+    assert "pre-empted" in ran.err
+
+
+def test_rows_say_which_sizes_were_not_measured(serve: Serve, tmp_path: Path) -> None:
+    cells = [
+        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 1e-6 * b * c), 0.0, 3)
+        for m, s in (("target", 1.0), ("draft", 0.1))
+        for b in (1, 2) for n in (1, 8) for c in (0, 40)
+    ]  # fmt: skip
+    path = tmp_path / "latency.parquet"
+    write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), path)
+    ran = serve(
+        "--latency", path, "--batch", "1,4", "--requests", 8, "--replications", 2, *PAIR,
+        "--json", "-",
+    )  # fmt: skip
+    for row in rows(ran):
+        entries = row["coverage"]
+        for origin in ("interpolated", "extrapolated"):
+            mine = [e for e in entries if e["origin"] == origin]
+            assert sum(e["passes"] for e in mine) == row[origin]
+            assert len({(e["model"], e["phase"]) for e in mine}) == len(mine)
+        far = [e for e in entries if e["origin"] == "extrapolated" and e["model"] == "target"]
+        assert far[0]["context"][1] > 40
+        assert far[0]["batch"][1] == min(row["batch"], 4)
+    assert "outside the measured sizes, priced by a fitted roofline:" in ran.err
+
+
+def test_batch_and_memory_over_time_add_up(serve: Serve) -> None:
+    for row in rows(serve("--rate", 4, "--requests", 40, *PAIR, "--json", "-")):
+        times, sizes = row["over_time"]["time_s"], row["over_time"]["batch"]
+        assert len(times) == len(sizes) == len(row["over_time"]["kv_blocks"])
+        widths = [b - a for a, b in itertools.pairwise([*times, row["simulated_s"]])]
+        area = sum(w * n for w, n in zip(widths, sizes, strict=True))
+        assert area / row["simulated_s"] == pytest.approx(row["mean_batch"])
+
+
+def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: Path) -> None:
+    def columns(*arguments: object) -> str:
+        ran = serve(*arguments, "--requests", 12, *PAIR)
+        assert ran.code == 0, ran.err
+        return next(line for line in ran.out.splitlines() if "policy" in line)
+
+    plain = columns("--batch", 2)
+    assert "batch" in plain
+    assert not any(word in plain for word in ("status", "goodput", "±", "rejected"))
+    timed = columns("--rate", 2, "--ttft", 0.2, "--replications", 2)
+    assert all(word in timed for word in ("rate", "in time", "goodput/s", "±"))
+    file = arrivals(tmp_path / "a.csv", "0,20,5", "1,9000,5", "2,20,5")
+    odd = columns("--arrivals", file, "--kv-blocks", 8)
+    assert all(word in odd for word in ("fidelity", "rejected"))
+    assert "status" not in odd
+    stopped = columns("--rate", 1, "--max-time", 2)
+    assert "status" in stopped
+
+
+def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_path: Path) -> None:
+    file, folder = arrivals(tmp_path / "a.csv", "7,20,5", "7,30,9"), tmp_path / "plots"
+    ran = serve("--arrivals", file, *PAIR, "--plots", folder)
+    assert ran.code == 0
+    assert "span no time" in ran.err
+    assert [p.name for p in folder.iterdir()] == ["over_time.png"]
+
+
 def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:
     [row] = rows(serve(
         "--rate", 1, "--requests", 500, "--max-time", 20, "--policy", "fixed", "--json", "-"
@@ -286,6 +355,8 @@ def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:
         (["--batch", "1", "--rate", "1"], "drop --rate and --arrivals, or --batch"),
         (["--scale", "2"], "give a file"),
         (["--rate", "1", "--process", "bursty"], "expected poisson or deterministic"),
+        (["--batch", "2", "--process", "poisson"], "--process shapes the arrivals of --rate"),
+        (["--batch", "2", "--interference", "0.5"], "--interference is of --mode pearl or dsi"),
         (["--policy", "fixd"], "did you mean 'fixed'"),
         (["--mode", "dynamic"], "mode is 'dynamic', expected one of continuous"),
         (["--mode", "pearl", "--batch", "4"], "one stream at a time"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from policies.basic import Fixed
 from simulator.papers import Ours
 from simulator.papers.early_exit import FIGURE_3, early_exit_rows
 from simulator.pricing import price
+from tests.conftest import Run
 from traces.errors import FileError
 from traces.files import read_latency, read_rounds, read_trace, write_latency, write_rounds
 from traces.latency import LatencyTable
@@ -35,36 +34,6 @@ from traces.trace import Request, Trace
 
 FOLDER = BUNDLED / "bundled"
 CONST = "const:target=0.0143,draft=0.00176"
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        assert self.code == 0, self.err
-        results: list[dict[str, Any]] = json.loads(self.out)["results"]
-        return results
-
-
-Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["draftsim", *map(str, arguments)])
-        code = 0
-        try:
-            draftsim.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Ran(code, captured.out, captured.err)
-
-    return call
 
 
 def tokens_alone(requests: int = 3, length: int = 30) -> Trace:
@@ -303,6 +272,50 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     assert read_latency(small_run / "latency.parquet").has("exit", "layer")
     refused = run(*command, "--latency-only", "--exit-layers")
     assert refused.code == 2
+
+
+def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run: Path) -> None:
+    from profiler.run import BUNDLED as PAIR
+
+    command = (
+        "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
+        PAIR / "prompts.jsonl", "--out", small_run, "--limit", 2, "--max-new-tokens", 16,
+        "--max-gamma", 4, "--repeats", 3, "--exit-layers",
+    )  # fmt: skip
+    table = ("papers", "--trace", small_run, "--table", "SpecBound Table 2", "--json", "-")
+
+    def shown() -> dict[str, Any]:
+        return {
+            row["row"]: row for row in run(*table).rows
+            if row["column"] == "Overall" and row["kind"] == "same experiment on our pair"
+        }  # fmt: skip
+
+    row = shown()["temperature sampling (T=1.0)"]
+    assert row["ours"] is None
+    assert "--exit-layers --temperature 1" in row["note"]
+    before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert run(*command, "--temperature", 1).code == 0
+    after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert set(after) - set(before) == {"sampled.parquet", "exits-sampled.parquet"}
+    assert all(after[name] == before[name] for name in before)
+    rows = shown()
+    assert rows["temperature sampling (T=1.0)"]["ours"] > 0
+    assert "exact in distribution" in rows["temperature sampling (T=1.0)"]["note"]
+    assert rows["greedy decoding"]["ours"] > 0
+    assert rows["temperature sampling (T=0.3)"]["ours"] is None
+    assert "top-p is not recorded" in rows["top-p sampling (p=0.9)"]["note"]
+    found = run(
+        "simulate", "--trace", small_run / "sampled.parquet", "--latency", small_run, "--policy",
+        "specbound", "--json", "-",
+    ).rows  # fmt: skip
+    assert (found[1]["verify"], found[1]["fidelity"]) == (
+        "rejection-sampling", "exact in distribution",
+    )  # fmt: skip
+    assert run(*command, "--temperature", 1).code == 0
+    assert (small_run / "exits-sampled.parquet").read_bytes() == after["exits-sampled.parquet"]
+    other = run(*command, "--temperature", 0.3)
+    assert other.code == 2
+    assert "sampled at temperature 1: name another --out" in other.err
 
 
 def test_stale_recordings_are_recorded_again(small_run: Path) -> None:

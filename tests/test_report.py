@@ -26,7 +26,7 @@ from simulator.report.ratio_model import (
 )
 from simulator.summary import summarize
 from simulator.whatif.tilt import Tilter
-from tests.test_cli import Run, run  # noqa: F401
+from tests.conftest import Run
 from traces.errors import DraftsimError, FileError
 from traces.files import write_latency, write_trace
 from traces.latency import CELL_COLUMNS, LatencyTable
@@ -253,7 +253,7 @@ def test_a_trace_without_signals_or_categories_has_a_page(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     write_trace(recording(), tmp_path / "trace.parquet")
     write_latency(latency((1,)), tmp_path / "latency.parquet")
     write_measured(measured(), tmp_path / "measured.parquet")

@@ -11,18 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from policies import Fixed
+from policies.core import Round
 from profiler.architectures import ARCHITECTURES, PAIRS
-from profiler.suite import environment, latency_stage
+from profiler.profile import Settings
+from profiler.suite import environment, kept_pair, latency_stage, passes, trained_stage
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.passes import Timer
 from profiler.suite.points import Point, Refiner, error_summary
+from profiler.suite.recording import record_trace
+from profiler.suite.rounds import loop_trace, pass_seconds
 from simulator.hardware import check_recording
 from simulator.hardware.scaling import table_shapes
+from simulator.pricing import price
 from traces.errors import DraftsimError
 from traces.files import read_latency, read_trace
 from traces.latency import MEASURED, LatencyTable
 from traces.measured import read_measured
+from traces.replay import replay
 
 ROOT = Path(__file__).parents[1]
 SMALL = "cm-asd-12+3"
@@ -59,13 +69,20 @@ def test_latency_stage_leaves_one_table_of_both_modes(measured: Path) -> None:
                 (table.cells["model"] == f"{SMALL}/{mode}/target") & (table.cells["phase"] == phase)
             ]
             assert cells["batch"].tolist() == [1, 4]
-        widths = table.cells[table.cells["model"] == f"{SMALL}/{mode}/draft"]
-        assert {1, 2} <= set(widths[widths["phase"] == "forward"]["new_tokens"])  # catch-up
+        draft = table.cells[table.cells["model"] == f"{SMALL}/{mode}/draft"]
+        first = draft[draft["phase"] == "catch_up"]
+        for batch in (1, 4):  # behind the target's pass, on one token and on two
+            assert set(first[first["batch"] == batch]["new_tokens"]) == {1, 2}
     results = json.loads((measured / "latency" / "latency.json").read_text())
     unit = results["units"][f"{SMALL}.graph"]
     assert {part["part"] for part in unit["parts"]} >= {"argmax of 1 row", "draw of 1 row at T = 1"}
     assert results["meta"]["quick"]
     assert len(unit["drift"]) == 2
+    held_out = unit["held_out"]
+    assert {h["phase"] for h in held_out} == {"forward", "catch_up"}
+    for kind, drawn in (("held_out_error", False), ("random_error", True)):
+        assert unit[kind] == error_summary([h["error"] for h in held_out if h["random"] is drawn])
+    assert unit["random_error"]["points"] > 0
 
 
 def test_a_target_without_a_draft_is_measured_layer_by_layer(tmp_path: Path) -> None:
@@ -150,6 +167,102 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
     assert done == [SMALL, "stopped", "vicuna-7b+68m"]
     assert len(read_latency(tmp_path / "latency.parquet").cells) == 4
     assert not (place.work / "latency").exists()
+
+
+def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trained_stage.sampled_rounds
+
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def again(*_: Any) -> Any:
+        raise AssertionError("done before")
+
+    monkeypatch.setattr(trained_stage, "sampled_rounds", stop)
+    with pytest.raises(KeyboardInterrupt):
+        suite("trained", "--seconds", "30", out=tmp_path)
+    before = json.loads((tmp_path / "trained.json").read_text())
+    trace = read_trace(tmp_path / "trained-trace.parquet")
+    monkeypatch.setattr(trained_stage, "sampled_rounds", real)
+    for module, name in ((kept_pair, "train_pair"), (trained_stage, "_latency")):
+        monkeypatch.setattr(module, name, again)
+    suite("trained", "--seconds", "30", out=tmp_path)
+    after = json.loads((tmp_path / "trained.json").read_text())
+    for part in ("training", "greedy", "latency", "rounds_graph", "assisted"):
+        assert after[part] == before[part], part
+    assert "rounds_eager" in set(after) - set(before)
+    same = read_trace(tmp_path / "trained-trace.parquet")
+    assert same.meta["target"]["fingerprint"] == trace.meta["target"]["fingerprint"]
+    np.testing.assert_array_equal(same.columns["token"], trace.columns["token"])
+    # The pair read back decodes as the one that was recorded.
+    for mode in ("graph", "eager"):
+        assert "unexplained" not in after[f"rounds_{mode}"]["causes"]
+    runs = read_measured(tmp_path / "trained-measured.parquet").times
+    assert set(runs["mode"]) == {"eager", "graph"}
+    assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()
+
+
+def test_a_pair_read_back_is_the_pair_that_was_kept(tmp_path: Path) -> None:
+    place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
+    pair, prompts, record = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    again = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    assert again[1:] == (prompts, record)
+    assert again[0].meta == pair.meta
+    assert again[0].eos == pair.eos
+    text = prompts[0].text
+    assert again[0].encode(text).tolist() == pair.encode(text).tolist()
+    ids = pair.encode(text)[None, :32]
+    with torch.inference_mode():
+        for role in ("target", "draft"):
+            one, other = (getattr(p, role)(input_ids=ids).logits for p in (pair, again[0]))
+            assert torch.equal(one, other)
+
+
+def test_recordings_of_other_weights_are_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
+    monkeypatch.setattr(Workplace, "work", tmp_path / "work")
+    settings = Settings(max_new_tokens=4, max_gamma=2)
+    pair, prompts, _ = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    record_trace(place, pair, prompts[:1], settings, float("inf"))
+    other, _, _ = kept_pair.trained_pair(place, tmp_path / "other", 0.3)
+    with pytest.raises(DraftsimError, match="stopped run with other settings"):
+        record_trace(place, other, prompts[:1], settings, float("inf"))
+
+
+def test_a_call_behind_another_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def takes(seconds: float) -> Any:
+        def run() -> None:
+            clock[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: clock[0])
+    sample = Timer(torch.device("cpu"), repeats=4).behind(takes(8.0), takes(0.25))
+    assert sample == (0.25, 0.0, 4)
+
+
+def test_rounds_are_priced_as_the_simulator_prices_them() -> None:
+    """Host time is what the passes leave: both sides must mean the same passes."""
+    rows = [("target", "forward", 1, w, c, 1e-2 + 1e-3 * w + 1e-6 * c, 0.0, 1)
+            for w in (1, 9) for c in (16, 512)]  # fmt: skip
+    rows += [("draft", phase, 1, w, c, 1e-3 * scale * w + 1e-7 * c, 0.0, 1)
+             for phase, scale in (("forward", 1.0), ("catch_up", 1.7))
+             for w in (1, 2) for c in (16, 512)]  # fmt: skip
+    table = passes.table_of(rows)
+    trace = loop_trace(2, 60, 40, 8)
+    log = replay(trace, Fixed(3))
+    per_request = price(log, table).decode_s
+    assert (log.rounds["catch_up"] > 1).any()
+    for i in range(2):
+        rounds = [Round(*map(int, (r[n] for n in Round._fields)))
+                  for r in log.rounds[log.rounds["request"] == i]]  # fmt: skip
+        assert pass_seconds(rounds, 40, table) == pytest.approx(per_request[i])
 
 
 def test_what_memory_or_the_model_forbids_is_named_and_left_out(
@@ -325,6 +438,16 @@ def test_a_line_left_unfinished_is_not_used() -> None:
     assert Point(3, 128) in refiner.seconds
     assert set(refiner.grid()) == {Point(w, c) for w in (1, 5) for c in (128, 1024)}
     assert refiner.unchecked > 0
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(1, 20))
+def test_points_at_random_had_no_part_in_the_grid(seed: int, count: int) -> None:
+    refiner = Refiner((1, 2, 4), (16, 48))
+    refine(refiner, lambda at: 1e-3 + 1e-5 * at.width**2 + 1e-7 * at.context)
+    drawn = refiner.at_random(count, seed)
+    assert len(drawn) == len(set(drawn)) <= count
+    assert not set(drawn) & (set(refiner.seconds) | set(refiner.held_out))
+    assert all(1 <= at.width <= 4 and 16 <= at.context <= 48 for at in drawn)
 
 
 def test_error_summary_counts_both_signs() -> None:

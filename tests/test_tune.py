@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands.tune import parse_slo
+from policies.basic import Autoregressive, Fixed
 from policies.batch_tables import BatchTable
 from policies.core import Load
 from policies.sglang import SGLangAdaptive
 from simulator.formulas import leviathan
 from simulator.pricing import price
-from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve
 from simulator.tune import (
     TUNE_COLUMNS,
     Objective,
@@ -30,6 +31,7 @@ from simulator.tune import (
     Tuned,
     check_vllm,
     choose,
+    closed_load,
     compare_served,
     cross_fitted,
     default_batches,
@@ -38,11 +40,12 @@ from simulator.tune import (
     tune_huggingface,
     tune_sglang,
     tune_vllm,
+    unbeaten,
 )
 from simulator.tune.choice import folds, resamples
 from simulator.tune.huggingface import DEFAULT, Setting
 from simulator.tune.vllm import _merged, _rows
-from tests.test_cli import Run, rows, run  # noqa: F401
+from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
 from traces.latency import CELL_COLUMNS, LatencyTable
@@ -345,7 +348,7 @@ def recorded(tmp_path: Path) -> SimpleNamespace:
     [("vllm", "num_speculative_tokens"), ("sglang", "1"), ("hf", "num_assistant_tokens")],
 )
 def test_the_command_writes_file_and_rows(
-    run: Run,  # noqa: F811
+    run: Run,
     recorded: SimpleNamespace, engine: str, key: str,
 ) -> None:  # fmt: skip
     more = [] if engine == "hf" else ["--batches", "1,16", "--draws", "4"]
@@ -353,19 +356,19 @@ def test_the_command_writes_file_and_rows(
         "tune", "--engine", engine, "--trace", recorded.folder, "--slo", "ttft=5,tpot=0.05",
         "--out", recorded.out, "--json", "-", *more,
     )  # fmt: skip
-    found = rows(ran)
+    found = ran.rows
     assert [r["batch"] for r in found] == ([1] if engine == "hf" else [1, 16])
     assert tuple(found[0]) == TUNE_COLUMNS
     assert key in json.loads(recorded.out.read_text())
     assert "only 12 prompts" in ran.err
 
 
-def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -> None:  # noqa: F811
+def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -> None:
     ran = run(
         "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4", "--check",
         "--json", "-",
     )  # fmt: skip
-    for row in rows(ran):
+    for row in ran.rows:
         assert row["not_worse"] is True
         assert row["rival"] in ("off", "K=1", "K=3", "K=5")
         assert row["margin_lo"] <= row["margin_hi"]
@@ -383,7 +386,7 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
     ],
 )
 def test_wrong_options_are_one_line(
-    run: Run,  # noqa: F811
+    run: Run,
     recorded: SimpleNamespace, arguments: list[str], message: str,
 ) -> None:  # fmt: skip
     ran = run("tune", "--trace", recorded.folder, *arguments)
@@ -407,3 +410,33 @@ def test_targets_are_parsed() -> None:
         tune_sglang(iid(0.5, 2, 20), CHEAP, draws=5)
     with pytest.raises(DraftsimError, match="batches holds 0"):
         tune_vllm(iid(0.5, 2, 20), CHEAP, [0])
+
+
+def test_other_sources_cells_do_not_bound_the_batches_searched() -> None:
+    cells = batched().cells
+    lookups = cells[cells["phase"] == "forward"].query("batch == 1 and model == 'target'")
+    more = LatencyTable(pd.concat([cells, lookups.head(1).assign(model="pld")]))
+    assert default_batches(more) == default_batches(batched())
+
+
+def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
+    trace = iid(0.8, 30, 40)
+    kept = unbeaten(trace, CHEAP, [0, 1, 2, 4, 8], 1)
+    rates = [
+        serve(
+            trace, CHEAP, {"k": Fixed(k) if k else Autoregressive()}, closed_load(trace, 1)
+        ).summary["throughput_tok_s"][0]
+        for k in (0, 1, 2, 4, 8)
+    ]
+    assert kept[int(np.argmax(rates))]
+    assert not kept[0]  # half the speed, at an acceptance of 0.8 and a draft that costs little
+    slow = LatencyTable.constant(1.0, 0.9)
+    assert unbeaten(iid(0.1, 30, 40), slow, [0, 4], 1).tolist() == [True, False]
+
+
+def test_what_is_tuned_for_vllm_is_not_worse_when_served() -> None:
+    trace, latency = iid(0.7, 40, 40), batched()
+    tuned = tune_vllm(trace, latency, [1, 8, 64], draws=50)
+    loads = [closed_load(trace, b, seed=7) for b in (1, 8, 64)]
+    found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
+    assert found["not_worse"].all()

@@ -1,0 +1,48 @@
+"""``draftsim demo``: the whole path on the bundled pair, from profile to checked prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.inputs import load_policies, replay_all
+from commands.output import JsonOption, emit, note, print_table
+from commands.validate import say_verdict, spot_check
+
+
+def demo(
+    out: Annotated[
+        Path, typer.Option(metavar="RUN", help="Folder for everything it makes.")
+    ] = Path("demo"),
+    prompts: Annotated[int, typer.Option(min=4, help="Prompts to profile.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 96,
+    json: JsonOption = None,
+) -> None:
+    """Profile the bundled pair here, predict every policy, and check against real decoding."""
+    from commands.figures import save_all
+    from commands.profile import run_profile
+    from profiler.latency import Grid
+    from profiler.profile import Settings
+    from profiler.run import BUNDLED, RunInfo
+    from simulator.summary import summarize
+    from traces.files import read_latency, read_trace
+
+    info = RunInfo("bundled", "bundled", threads=1)
+    settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
+    run_profile(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
+    trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
+    # Plain decoding, first of all policies, is a row of every summary anyway.
+    logs = replay_all(trace, load_policies(None, trace)[1:])
+    summary = summarize(logs, latency)
+    rows = spot_check(out, repeats=repeats, remeasure=True)
+    if json is None:
+        from commands.simulate import SHOWN
+
+        print_table(summary.to_dict("records"), SHOWN, "Predicted from the recording")
+    emit("demo", rows, json)
+    say_verdict(rows)
+    for path in save_all(trace, latency, logs, out / "plots", rows):
+        note(f"wrote {path}")

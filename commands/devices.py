@@ -1,0 +1,82 @@
+"""Latency tables of a sweep: several pairs in a file, and other GPUs than the one measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.inputs import load_latency
+from commands.output import note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.whatif.prices import Prices
+    from traces.latency import LatencyTable
+
+
+def latencies(
+    names: Sequence[str] | None, trace_name: str, priced: bool
+) -> dict[str, LatencyTable]:
+    """The tables named, by name; none where something else prices already (`priced`).
+
+    A table of the GPU suite, which holds many pairs and modes, stands for one table each, or
+    for the one named behind it (``FILE:PAIR/MODE``).
+    """
+    if not names:
+        return {} if priced else {trace_name: load_latency(None, trace_name)}
+    found: dict[str, LatencyTable] = {}
+    for name in names:
+        path, _, chosen = name.rpartition(":")
+        if name.startswith("const:") or not Path(path).is_file():
+            path, chosen = name, ""
+        tables = _by_pair(load_latency(path, trace_name))
+        if chosen and chosen not in tables:
+            raise DraftsimError(
+                f"--latency {name}: {path} holds {', '.join(filter(None, tables)) or 'one pair'}, "
+                f"not {chosen!r}"
+            )
+        for pair, table in tables.items():
+            if not chosen:
+                found[f"{path}:{pair}" if pair else path] = table
+            elif pair == chosen:
+                found[name] = table
+    return found
+
+
+def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
+    """The tables of every pair with a draft and mode in a table of the suite; else itself."""
+    models = {str(m) for m in table.cells["model"]}
+    drafts = [tuple(m.split("/")) for m in models if m.endswith("/draft") and m.count("/") == 2]
+    if not drafts:
+        return {"": table}
+    from profiler.suite.unpack import tables_of
+
+    return {f"{pair}/{mode}": tables_of(table, pair, mode) for pair, mode, _ in sorted(drafts)}
+
+
+def gpu_names(text: str | None) -> tuple[str, ...]:
+    """The names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
+    from simulator.hardware import find_device
+
+    names = [part.strip() for part in (text or "").split(",")] if text is not None else []
+    return tuple(dict.fromkeys(find_device(name).name for name in names))
+
+
+def say_scaling(prices: Prices) -> None:
+    """Note what was carried over to another GPU, and the model's known errors."""
+    from simulator.hardware import fit_table, published_error
+
+    scaled = [t for t in prices.tables if t.scaled]
+    for name in dict.fromkeys(t.latency for t in scaled):
+        own = [t for t in scaled if t.latency == name]
+        home = own[0].table.meta["scaled"]["from"]
+        note(f"{name}: measured on {home}, scaled to {', '.join(t.gpu for t in own)}: approximate")
+        note(f"  the cost model is off by {own[0].error:.1%} in the median on the measured passes")
+        fit, _ = fit_table(prices.latencies[name])
+        known = published_error(fit)
+        how = "scaled so too" if fit.mode == "eager" else "fitted to the papers' other models"
+        note(
+            f"  against {known.figures} published figures of H100, H800 and RTX 3090 ({how}): "
+            f"{known.median:.0%} in the median, {known.worst:.0%} at worst"
+        )

@@ -1,0 +1,67 @@
+"""The policies that ``draftsim serve`` runs, per request or per batch, from their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.batch import BatchPolicy
+    from policies.core import DraftPolicy
+    from traces.latency import LatencyTable
+    from traces.trace import Trace
+
+DEFAULT = ("autoregressive", "fixed:gamma=4", "cm-asd", "gammatune")
+"""Policies served where none is named (those of CM-ASD, Fig. 2)."""
+
+ALL = (
+    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "hf-heuristic", "cm-asd",
+    "gammatune", "svip", "rate-optimal", "batch-table", "disable-by-batch-size", "goodput",
+    "turbospec", "confidence-freeze", "adaptive-verification", "sglang-adaptive",
+)  # fmt: skip
+"""What ``all`` stands for: every family that an engine could run."""
+
+
+def load_serving_policies(
+    texts: Sequence[str] | None, trace: Trace, latency: LatencyTable, mode: str = "continuous"
+) -> dict[str, DraftPolicy | BatchPolicy]:
+    """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
+
+    Policies that weigh cost get the table's; those that estimate acceptance, and the rate
+    that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
+    or by default are left out where the trace lacks their signals or the mode does not fit.
+    Raises DraftsimError naming what is wrong with a text.
+    """
+    from policies.batch import BatchPolicy
+    from policies.registry import POLICIES, parse_serving_policy
+    from policies.spec import parameters
+    from simulator.serving import TableCost
+    from simulator.whatif.rate import fit_estimates, fit_rate_optimal
+
+    asked = [t for t in texts or () if t != "all"]
+    implied = DEFAULT if not texts else ALL if "all" in texts else ()
+    batched = mode in ("continuous", "static")
+    vocab = (trace.meta.get("target") or {}).get("vocab_size")
+    chosen: dict[str, DraftPolicy | BatchPolicy] = {}
+    for text in [*asked, *implied]:
+        name = text.partition(":")[0].strip()
+        resources: dict[str, Any] = {"vocab_size": vocab}
+        wants = parameters(POLICIES[name]) if name in POLICIES else {}
+        if "cost" in wants:
+            resources["cost"] = TableCost(latency)
+        if "estimator" in wants:
+            resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
+        try:
+            made: DraftPolicy | BatchPolicy
+            if text == "rate-optimal":
+                made = fit_rate_optimal(trace, latency, batches=(1, 4, 16, 64)).policy
+            else:
+                made = parse_serving_policy(text, max_gamma=trace.max_gamma, **resources)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        fits = set(made.reads) <= trace.signals and (batched or not isinstance(made, BatchPolicy))
+        if text in asked or fits:
+            chosen.setdefault(text, made)
+    return chosen

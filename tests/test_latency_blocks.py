@@ -1,0 +1,109 @@
+"""Timing passes in blocks: which cells, how often, and in which order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from profiler.checkpoint import Checkpoint  # noqa: E402 - needs torch
+from profiler.latency import FIRST_WIDTHS, Block, Step, Sweeps  # noqa: E402
+from profiler.pass_latency import decoding_blocks, signal_block  # noqa: E402
+
+CPU = torch.device("cpu")
+Key = tuple[str, int, int]
+
+
+class Log:
+    """Calls that write down that they were made, in the place of a model's passes."""
+
+    def __init__(self) -> None:
+        self.calls: list[Key] = []
+
+    def passes(self, name: str) -> Callable[[int, int], Callable[[], object]]:
+        return lambda width, context: lambda: self.calls.append((name, width, context))
+
+
+def test_a_block_decodes_as_a_round_does() -> None:
+    log = Log()
+    blocks = list(decoding_blocks(log.passes("target"), log.passes("draft"), (1, 4), (8,)))
+    for steps in blocks[1].rounds:
+        for step in steps:
+            step.run()
+    assert len(log.calls) == 4 * len(blocks[1].rounds)  # three draft passes and a target pass
+    for start in range(0, len(log.calls), 4):
+        models = [name for name, _, _ in log.calls[start : start + 4]]
+        assert models == ["draft", "draft", "draft", "target"]
+        assert [w for _, w, _ in log.calls[start + 1 : start + 4]] == [1, 1, 4]
+    # Plain decoding drafts nothing.
+    assert {step.model for steps in blocks[0].rounds for step in steps} == {"target"}
+
+
+@pytest.mark.parametrize("untimed", [0, 1, 2, 3])
+def test_every_cell_is_timed(untimed: int) -> None:
+    log = Log()
+    made = decoding_blocks(log.passes("target"), log.passes("draft"), (1, 3), (8, 9), 2, untimed)
+    for block in made:
+        seen = {step.cell for steps in block.rounds for step in steps}
+        timed = {step.cell for steps in block.rounds[block.untimed :] for step in steps}
+        assert timed == seen
+        caught_up = {c[3] for c in timed if c[1] == "catch_up"}
+        assert caught_up in (set(), set(FIRST_WIDTHS))
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 3), (1, 2, 3, 4, 5, 7), (7, 9)])
+def test_signals_are_read_token_after_token_at_a_width_of_the_grid(widths: tuple[int, ...]) -> None:
+    log = Log()
+    block = signal_block(log.passes("target"), log.passes("draft"), lambda: None, widths, 8)
+    phases = [step.phase for step in block.rounds[-1]]
+    drafted = max(phases.count("signal"), 1)
+    assert phases == ["forward", "signal"] * drafted + ["forward"]
+    verified = block.rounds[-1][-1].new_tokens
+    assert verified in widths
+    assert drafted == max(verified - 1, 1)
+
+
+def test_sweeps_time_the_last_rounds_only_and_pool_a_cell_over_blocks() -> None:
+    clock = iter([5.0, 1.0, 2.0, 3.0] * 3)
+    counts: Counter[str] = Counter()
+
+    def run(name: str) -> Callable[[], object]:
+        return lambda: counts.update([name])
+
+    shared = Step("draft", "forward", 1, 8, run("shared"))
+    blocks = [Block([[shared], [shared], [shared]], untimed=1), Block([[shared]])]
+    sweeps = Sweeps(blocks, CPU, warmup=2)
+    times: list[float] = []
+
+    def time(call: Callable[[], object]) -> float:
+        call()
+        times.append(next(clock))
+        return times[-1]
+
+    sweeps._watch.time = time  # type: ignore[method-assign]
+    sweeps.run()
+    assert counts["shared"] == 2 + 4
+    row = sweeps.cells().iloc[0]
+    # The order of the two blocks is random: either the first call is untimed, or the second.
+    assert row["median_s"] in (
+        pytest.approx((sum(times) - times[0]) / 3),
+        pytest.approx((sum(times) - times[1]) / 3),
+    )
+    assert row["repeats"] == 1
+
+
+def test_sweeps_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    log = Log()
+    blocks = list(decoding_blocks(log.passes("target"), log.passes("draft"), (1, 2), (8,)))
+    first = Sweeps(blocks, CPU, checkpoint=Checkpoint(tmp_path / "kept", {}))
+    first.run()
+    first.run()
+    again = Sweeps(blocks, CPU, checkpoint=Checkpoint(tmp_path / "kept", {}))
+    assert len(again) == 2
+    assert again.cells().equals(first.cells())
+    again.run()
+    assert (again.cells()["repeats"] == 3).all()

@@ -1,0 +1,115 @@
+"""What lossy rules cost to judge: measured by family, charged by what a rule reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from policies.rule_registry import parse_rule, rule_names
+from policies.rules import TokenRule
+from profiler.rule_latency import RULES, measure_rules
+from profiler.runner import Runner
+from simulator import autoregressive, price
+from simulator.pricing import judging_phase
+from tests.test_pricing import CELLS, HOST, random_log, table
+from traces.files import read_latency, write_latency
+from traces.latency import CELL_COLUMNS, PHASES, LatencyTable
+from traces.rounds import RoundLog
+
+JUDGING = {
+    ("target", phase, 1, n, 0): base + slope * n
+    for phase, base, slope in (("judge", 2e-4, 1e-5), ("judge_signals", 3e-4, 4e-5))
+    for n in (0, 1, 4, 8)
+}
+
+
+def judged(seed: int, verify: str, rule: TokenRule | None = None) -> RoundLog:
+    log = random_log(seed)
+    return replace(log, verify=verify, rule=rule, mismatched=np.zeros(len(log), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("verify", "base", "slope"),
+    [
+        ("spec-verification:beta=3", 2e-4, 1e-5), ("csd:threshold=2", 2e-4, 1e-5),
+        ("cm-asd", 3e-4, 4e-5), ("lenience:factor=0.3", 3e-4, 4e-5),
+    ],
+)  # fmt: skip
+def test_a_lossy_round_pays_its_verdict_by_drafted_length(
+    verify: str, base: float, slope: float
+) -> None:
+    log, latency = judged(3, verify), table(CELLS | HOST | JUDGING)
+    lossless = price(random_log(3), latency)
+    priced = price(log, latency)
+    expected = base + slope * log.rounds["drafted"]
+    np.testing.assert_allclose(priced.round_s - lossless.round_s, expected, rtol=1e-9)
+    np.testing.assert_allclose(priced.host_s - lossless.host_s, expected, rtol=1e-9)
+    assert priced.left_out == lossless.left_out == ()
+    # Plain decoding of the same requests judges nothing.
+    plain = price(autoregressive(log), latency)
+    assert plain.total_s == price(autoregressive(random_log(3)), latency).total_s
+
+
+def test_a_table_without_the_cells_says_that_judging_is_left_out() -> None:
+    log, old = judged(1, "typical"), table(CELLS | HOST)
+    assert price(log, old).left_out == ("judging",)
+    np.testing.assert_array_equal(price(log, old).round_s, price(random_log(1), old).round_s)
+    assert price(random_log(1), old).left_out == ()
+    # An assumed table leaves out nothing: it says what everything costs.
+    assert price(log, LatencyTable.constant(0.01, 0.001)).left_out == ()
+    dearer = LatencyTable.constant(0.01, 0.001, judge=0.5)
+    extra = price(log, dearer).total_s - price(log, LatencyTable.constant(0.01, 0.001)).total_s
+    assert extra == pytest.approx(0.5 * len(log))
+
+
+@pytest.mark.parametrize("name", rule_names())
+def test_the_family_of_a_rule_is_known_from_its_name(name: str) -> None:
+    rule = parse_rule(name, vocab_size=50)
+    by_name = judging_phase(judged(0, name))
+    assert by_name == ("judge_signals" if set(rule.reads) - {"token_id"} else "judge")
+    assert by_name in PHASES
+
+
+def test_a_rule_that_reads_fewer_signals_than_its_class_is_priced_by_what_it_reads() -> None:
+    class Own(TokenRule):
+        """Not in the registry."""
+
+        reads = ("entropy",)
+
+        def accepts(self, token: object, score: object) -> bool:
+            """Always."""
+            return True
+
+    assert judging_phase(judged(0, "Own", Own())) == "judge_signals"
+    assert judging_phase(judged(0, "Own")) == "judge"
+
+
+def runner(layers: int) -> Runner:
+    torch.set_num_threads(1)
+    torch.manual_seed(layers)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return Runner(LlamaForCausalLM(config).eval(), 64)
+
+
+def test_measuring_gives_a_cell_per_family_and_length(tmp_path: Path) -> None:
+    seen = measure_rules(runner(2), runner(1), drafted=(0, 1, 3, 9, 40), repeats=3)
+    assert list(seen.columns) == list(CELL_COLUMNS)
+    # 40 drafted tokens do not fit 64 slots with the room a round needs.
+    assert seen.groupby("phase")["new_tokens"].apply(list).to_dict() == {
+        phase: [0, 1, 3, 9] for phase in RULES
+    }
+    assert (seen["median_s"] >= 0).all()
+    latency = LatencyTable(pd.concat([table(CELLS).cells, seen], ignore_index=True))
+    assert price(judged(2, "bild"), latency).left_out == ()
+    path = tmp_path / "latency.parquet"
+    write_latency(latency, path)
+    assert read_latency(path).has("target", "judge_signals")

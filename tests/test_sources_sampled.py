@@ -1,0 +1,237 @@
+"""Early exit along sampled outputs: the draws' laws, and replay against real decoding."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from policies.basic import Fixed
+from policies.core import DraftPolicy
+from policies.huggingface import Confidence
+from policies.rules import ExactMatch, RejectionSampling
+from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws, draw
+from profiler.sources.exit_record import ExitRecorder, record_exits
+from profiler.sources.heads import ExitHeads
+from profiler.sources.modules import Modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.stack import LayerRunner
+from tests.test_sources_early_exit import trace_of
+from traces.errors import DraftsimError
+from traces.sources import (
+    PLD,
+    EarlyExit,
+    Recordings,
+    read_recordings,
+    replay_source,
+    write_recordings,
+)
+from traces.trace import Trace
+
+HEAT, LIMIT, EOS = 0.8, 14, 7
+ARMS: dict[str, tuple[EarlyExit, DraftPolicy, int]] = {
+    "specbound": (EarlyExit(0.45, 0.3, 0.75), Fixed(4), 4),
+    "no bound": (EarlyExit(0.45, 0.0, 1.0), Fixed(6), 6),
+    "bonus": (EarlyExit(0, 0, 1.0, bonus=True), Confidence(5, 0.3), 5),
+    "margins": (EarlyExit(0.3, 0.2, 0.75), Confidence(5, 0.5), 5),
+}
+
+
+@cache
+def model() -> LlamaForCausalLM:
+    """A random target of 23 tokens with sharp, varied distributions."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        initializer_range=0.5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).float().eval()
+
+
+@cache
+def heads() -> ExitHeads:
+    return ExitHeads((1, 2, 3), 16).start_from(model().model.norm.weight.detach()).eval()
+
+
+def sampled_trace(requests: int, seed: int) -> Trace:
+    """Outputs drawn token by token from the target at `HEAT`."""
+    runner, generator = LayerRunner(model(), 64), torch.Generator().manual_seed(seed)
+    draws = RandomDraws(HEAT, generator)
+    outputs, prompts = [], []
+    for i in range(requests):
+        prompt = torch.tensor([3 + i % 5, 11, 2])
+        feed, start, output = prompt, 0, []
+        while len(output) < LIMIT and EOS not in output:
+            feed_next = draws.first(runner.forward(feed, start, keep=1))
+            start += len(feed)
+            feed = feed_next
+            output.append(int(feed))
+        outputs.append(output)
+        prompts.append(prompt.tolist())
+    trace = trace_of(outputs, LIMIT, prompts, [EOS])
+    meta = {**trace.meta, "sampling": {"temperature": HEAT}}
+    return Trace(trace.columns, trace.requests, None, meta)
+
+
+def record(trace: Trace, seed: int) -> Recordings:
+    settings = [source.setting(gamma) for source, _, gamma in ARMS.values()]
+    return record_sources(model(), trace, Modules(exits=heads()), settings, seed=seed)
+
+
+@cache
+def case() -> tuple[Trace, Recordings]:
+    trace = sampled_trace(12, 0)
+    return trace, record(trace, 1)
+
+
+@pytest.mark.parametrize("name", list(ARMS))
+def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(name: str) -> None:
+    trace, recordings = case()
+    exits = recordings.exits
+    assert exits is not None
+    source, policy, _ = ARMS[name]
+    runner = SourceRunner(
+        model(), trace, Modules(exits=heads()), lambda i: RecordedDraws(exits, trace, i, "cpu")
+    )
+    real = runner.run(source, policy)
+    log = replay_source(trace, source, policy, recordings=recordings)
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    assert real.log.calls is not None
+    assert log.calls is not None
+    np.testing.assert_array_equal(real.log.calls, log.calls)
+    assert (log.fidelity, log.verify) == ("exact in distribution", "rejection-sampling")
+    assert real.log.verify == log.verify
+    starts = trace.request_starts
+    tokens = np.asarray(trace.columns["token"])
+    assert real.outputs == [
+        tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))
+    ]
+    # Neither trivially right nor trivially wrong.
+    accepted, drafted = log.rounds["accepted"].sum(), log.rounds["drafted"].sum()
+    assert 0 < accepted < drafted
+
+
+def test_what_a_token_says_is_what_the_real_one_says() -> None:
+    trace, recordings = case()
+    exits = recordings.exits
+    assert exits is not None
+    source = ARMS["no bound"][0]
+    real = SourceRunner(
+        model(), trace, Modules(exits=heads()), lambda i: RecordedDraws(exits, trace, i, "cpu")
+    ).decoder(source, 0)
+    replayed = source.open(trace, recordings, 1)(0)
+    mine, theirs = real.draft([]), replayed.draft([])
+    while mine is None or theirs is None:  # difficult in both
+        assert (mine, theirs) == (None, None)
+        real.verify([])
+        replayed.verify([])
+        mine, theirs = real.draft([]), replayed.draft([])
+    for field in ("token_id", "exit_layer"):
+        assert getattr(mine, field) == getattr(theirs, field)
+    for field in ("prob", "entropy", "logit_margin", "prob_margin"):
+        assert getattr(mine, field) == pytest.approx(getattr(theirs, field), rel=1e-4)
+
+
+def counts_fit(counts: np.ndarray, probs: np.ndarray) -> bool:
+    """Whether every count is within 4 standard errors of its expectation."""
+    total = counts.sum()
+    error = np.sqrt(total * probs * (1 - probs))
+    return bool((np.abs(counts - total * probs) <= 4 * np.maximum(error, 1e-9)).all())
+
+
+def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling() -> None:
+    rows, target = 60_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
+    heads_probs = [torch.tensor([0.2, 0.5, 0.1, 0.2]), torch.tensor([0.55, 0.2, 0.2, 0.05])]
+    generator = torch.Generator().manual_seed(5)
+    emitted = draw(target.expand(rows, 4), generator)
+    shared = SharedDraws(rows, 4, generator, "cpu")
+    for head in heads_probs:
+        truth = emitted, target.expand(rows, 4)
+        tokens = shared.tokens(head.expand(rows, 4), truth)
+        assert counts_fit(np.bincount(tokens.numpy(), minlength=4), head.numpy())
+        overlap = float(torch.minimum(head, target).sum())
+        matches = int((tokens == emitted).sum())
+        assert abs(matches - rows * overlap) < 4 * np.sqrt(rows * overlap * (1 - overlap))
+        free = shared.tokens(head.expand(rows, 4), None)
+        assert counts_fit(np.bincount(free.numpy(), minlength=4), head.numpy())
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+def test_random_draws_emit_the_targets_distribution(bonus: bool) -> None:
+    trials, head = 6_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
+    target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
+    torch.set_num_threads(1)
+    draws = RandomDraws(1.3, torch.Generator().manual_seed(8))
+    first, second, lengths = np.zeros(3), np.zeros(3), []
+    for _ in range(trials):
+        drafted = torch.cat([draws.propose(row[None], 0, 0, []) for row in head])
+        accepted, tokens = draws.settle(drafted, head, target[: 2 + bonus], 0)
+        assert len(tokens) == min(accepted + 1, 2 + bonus)
+        assert tokens[:accepted] == drafted[:accepted].tolist()
+        lengths.append(accepted)
+        first[tokens[0]] += 1
+        if len(tokens) > 1:
+            second[tokens[1]] += 1
+    want = draws.probs(target).numpy()
+    assert counts_fit(first, want[0])
+    # The rows do not depend on the tokens here, so neither does the second emitted one.
+    assert counts_fit(second, want[1])
+    overlap = np.minimum(draws.probs(head).numpy(), want[:2]).sum(-1)
+    mean = overlap[0] * (1 + overlap[1])
+    error = np.std(lengths) / np.sqrt(trials)
+    assert abs(np.mean(lengths) - mean) < 4 * error
+
+
+def test_real_and_replayed_rounds_have_one_distribution() -> None:
+    source, policy, _ = ARMS["specbound"]
+    count = 120
+    trace = sampled_trace(count, 21)
+    replayed = replay_source(trace, source, policy, recordings=record(trace, 22))
+    torch.manual_seed(23)
+    real = SourceRunner(model(), trace, Modules(exits=heads())).run(source, policy).log
+
+    def rate(log: object, name: str) -> np.ndarray:
+        """Per request; requests are independent, rounds of one are not."""
+        return log.per_request(log.rounds[name])  # type: ignore[attr-defined, no-any-return]
+
+    for name in ("drafted", "accepted", "emitted"):
+        mine, theirs = rate(real, name), rate(replayed, name)
+        error = np.sqrt((mine.var() + theirs.var()) / count)
+        assert abs(mine.mean() - theirs.mean()) < 4 * error, name
+
+
+def test_a_sampled_recording_survives_its_file_and_fits_its_trace_alone(tmp_path: Path) -> None:
+    trace, recordings = case()
+    write_recordings(recordings, tmp_path)
+    assert read_recordings(tmp_path).exits is None
+    again = read_recordings(tmp_path, sampled=True)
+    assert again.exits is not None
+    assert again.exits.temperature == HEAT
+    source, policy, _ = ARMS["specbound"]
+    np.testing.assert_array_equal(
+        replay_source(trace, source, policy, recordings=again).rounds,
+        replay_source(trace, source, policy, RejectionSampling(), recordings=recordings).rounds,
+    )
+    greedy = Trace(trace.columns, trace.requests, None, {"eos_token_ids": [EOS]})
+    with pytest.raises(DraftsimError, match=r"of temperature 0\.8, the trace has 0"):
+        replay_source(greedy, source, policy, recordings=again)
+    with pytest.raises(DraftsimError, match=r"--exit-layers --temperature 0\.8"):
+        replay_source(trace, source, policy)
+    with pytest.raises(DraftsimError, match="use RejectionSampling"):
+        replay_source(trace, source, policy, ExactMatch(), recordings=again)
+    with pytest.raises(DraftsimError, match="was sampled"):
+        replay_source(trace, PLD(), policy)
+    runner = SourceRunner(model(), trace, Modules(exits=heads()))
+    with pytest.raises(DraftsimError, match="'pld' is decoded greedily alone"):
+        runner.decoder(PLD(), 0)
+    recorder = ExitRecorder(LayerRunner(model(), 64), heads(), ())
+    with pytest.raises(DraftsimError, match=r"at temperature 0\.8, and early exits .* at 0"):
+        record_exits(recorder, trace)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        RandomDraws(0)
