@@ -12,6 +12,7 @@ from policies.core import Load
 from policies.rules import VerifyRule
 from profiler.ruled import judge
 from profiler.runner import Runner
+from profiler.sampling import draw
 from profiler.signals import log_probs_at
 from profiler.tokens import ModelToken
 from traces.errors import DraftsimError
@@ -223,9 +224,7 @@ class ModelDecoder:
         return self._sample(torch.softmax(logits.float() / self._temperature, -1)[0])
 
     def _sample(self, probs: Tensor) -> Tensor:
-        # Exponential race: a draw without the host synchronisation of multinomial.
-        noise = torch.empty_like(probs).exponential_(generator=self._generator)
-        return (probs / noise).argmax(-1, keepdim=True)
+        return draw(probs[None], self._generator)
 
     def _coins(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from profiler.attention import Block, dense_mask, in_blocks
 from profiler.cache import SlotCache
 from traces.errors import DraftsimError
 
@@ -24,6 +26,8 @@ class Runner:
         Sequences the cache has room for; `forward` uses the first.
     """
 
+    _attends_in_blocks = False
+
     def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
         if batch < 1:
             raise DraftsimError(f"batch is {batch}, expected at least 1 sequence")
@@ -35,6 +39,7 @@ class Runner:
         config = model.config.get_text_config()
         limit = getattr(config, "max_position_embeddings", None)
         self.model = self.stack = model
+        self._attends_in_blocks = config._attn_implementation == "sdpa"
         self.device = model.device
         self.max_positions: int = limit or slots
         self.vocab_size: int = config.vocab_size
@@ -106,6 +111,18 @@ class Runner:
         )
         logits: Tensor = out.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def forward_blocks(
+        self, tokens: Tensor, start: int, blocks: Sequence[Block], positions: Tensor
+    ) -> Tensor:
+        """As `forward`, for branches of a tree that attend in `blocks` covering all tokens."""
+        if not self._attends_in_blocks:
+            return self.forward(tokens, start, mask=dense_mask(blocks, start), positions=positions)
+        # transformers makes no mask of its own where it is given one of four dimensions.
+        unread = blocks[0].mask.new_zeros(()).expand(len(tokens), start + len(tokens))
+        with in_blocks(self.model, blocks):
+            return self.forward(tokens, start, mask=unread, positions=positions)
 
     @torch.inference_mode()
     def forward_batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from profiler.sampling import draw
 from profiler.signals import log_probs_at, signals
 
 ROWS = 32
@@ -36,8 +37,7 @@ class Sides:
 
     def draw(self, weights: Tensor) -> Tensor:
         """One index per row, with probability as its weight; (rows,)."""
-        noise = torch.empty_like(weights).exponential_(generator=self.generator)
-        return (weights / noise).argmax(-1)
+        return draw(weights, self.generator)
 
     def ends(self, tokens: Tensor) -> Tensor:
         """Which tokens are an EOS; bool (rows,)."""

@@ -41,12 +41,14 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
         index = best[:, None]
         top1 = logits.gather(1, index)[:, 0]
         top2 = logits.scatter(1, index, -torch.inf).amax(-1)
-    lse = logits.logsumexp(-1)
-    log_probs = logits - lse[:, None]
     # exp(-inf) * -inf is NaN: a masked-out token carries no entropy.  In place: over a large
-    # vocabulary fresh memory costs more than the arithmetic.
-    entropy = -log_probs.exp().mul_(log_probs.clamp_(min=-1e30)).sum(-1)
-    return Signals(top1, top2, lse, entropy)
+    # vocabulary fresh memory costs more than the arithmetic; and one exp serves both sums.
+    below = (logits - top1[:, None]).clamp_(min=-1e30)
+    weights = below.exp()
+    total = weights.sum(-1)
+    log_total = total.log()
+    entropy = log_total - weights.mul_(below).sum(-1) / total
+    return Signals(top1, top2, top1 + log_total, entropy)
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

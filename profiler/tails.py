@@ -7,12 +7,16 @@ import math
 import torch
 from torch import Tensor
 
+from profiler.attention import Block
 from profiler.runner import Runner
 from profiler.sides import Sides
 from profiler.signals import log_probs_at
 
 SCORE_TOKENS = 512
-"""Tail tokens the target scores in one pass: bounds masked-out work and logits' memory."""
+"""Tail tokens the target scores in one pass: bounds the memory of their logits."""
+
+BLOCK_TOKENS = 96
+"""Tail tokens that attend together: few enough that little of it is masked out."""
 
 Rows = dict[str, Tensor]
 
@@ -60,7 +64,7 @@ class Tails:
         rows = {name: values[order] for name, values in rows.items()}
         fed = rows.pop("fed")
         parts = []
-        for span in _spans(rows["branch"]):
+        for span in _spans(rows["branch"], SCORE_TOKENS):
             some = {name: values[span] for name, values in rows.items()}
             parts.append(self._scored(fed[span], **some))
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -80,7 +84,10 @@ class Tails:
             start = self._path + owners.shape[0]
             owners = torch.cat([owners, branch])
             sees = torch.cat([self._sees[branch], owners[None] == branch[:, None]], dim=1)
-            logits = _pass(self._draft, feed, start, sees, self._wrong_at[branch] + step)
+            logits = self._draft.forward(
+                feed, start, mask=_to_add(sees, self._draft),
+                positions=self._wrong_at[branch] + step,
+            )  # fmt: skip
             drafted = self._sides.pick(logits)
             at = torch.full_like(branch, step)
             numbers = self._sides.draft(logits, drafted)
@@ -94,21 +101,27 @@ class Tails:
         self, fed: Tensor, branch: Tensor, step: Tensor, draft_token: Tensor, **_: Tensor
     ) -> Rows:
         """The target's columns about the proposals of whole branches, in (branch, step) order."""
-        own = (branch[None] == branch[:, None]).tril()
-        sees = torch.cat([self._sees[branch], own], dim=1)
         positions = self._wrong_at[branch] + step
-        logits = _pass(self._target, fed, self._path, sees, positions)
+        blocks = [self._block(branch[span], span) for span in _spans(branch, BLOCK_TOKENS)]
+        logits = self._target.forward_blocks(fed, self._path, blocks, positions)
         scored = self._sides.target(logits, draft_token)
         if self._sides.temperature > 0:
             scored["heated"] = log_probs_at(logits, draft_token, self._sides.temperature)
         return scored
 
+    def _block(self, branch: Tensor, tokens: slice) -> Block:
+        """What these tokens of whole branches attend to, in (branch, step) order."""
+        path = int(self._wrong_at[branch[-1]])
+        own = (branch[None] == branch[:, None]).tril()
+        sees = torch.cat([self._sees[branch, :path], own], dim=1)
+        return Block(tokens, path, _to_add(sees, self._target))
 
-def _spans(branch: Tensor) -> list[slice]:
-    """Slices of whole branches, about equally many rows and at most about SCORE_TOKENS in each."""
-    # Whole branches: one never looks into another, so few a pass mean few masked-out keys.
+
+def _spans(branch: Tensor, most: int) -> list[slice]:
+    """Slices of whole branches, about equally many rows and at most about `most` in each."""
+    # Whole branches: one never looks into another.
     rows = branch.shape[0]
-    share = rows / math.ceil(rows / SCORE_TOKENS)
+    share = rows / math.ceil(rows / most)
     changes = torch.diff(branch, append=branch[-1:] + 1)
     ends: list[int] = (torch.nonzero(changes)[:, 0] + 1).tolist()
     spans: list[slice] = []
@@ -120,8 +133,7 @@ def _spans(branch: Tensor) -> list[slice]:
     return spans
 
 
-def _pass(runner: Runner, tokens: Tensor, start: int, sees: Tensor, positions: Tensor) -> Tensor:
-    # As numbers to add: attention would make them of booleans again in every layer.
+def _to_add(sees: Tensor, runner: Runner) -> Tensor:
+    # Attention would make numbers of booleans again in every layer.
     mask = torch.zeros(sees.shape, dtype=runner.model.dtype, device=sees.device)
-    mask.masked_fill_(~sees, -torch.inf)
-    return runner.forward(tokens, start, mask=mask, positions=positions)
+    return mask.masked_fill_(~sees, -torch.inf)

@@ -14,7 +14,8 @@ from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from policies.rules import ExactMatch, RejectionSampling
-from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws, draw
+from profiler.sampling import draw
+from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.heads import ExitHeads
 from profiler.sources.modules import Modules, record_sources

@@ -12,15 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from profiler.sampling import draw
 from traces.sources.base import true_tokens
 from traces.sources.exits import ExitRecording
 from traces.trace import Trace
-
-
-def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One index per row in proportion to `weights` (rows, vocab) by an exponential race."""
-    noise = torch.empty_like(weights).exponential_(generator=generator)
-    return (weights / noise).argmax(-1)
 
 
 class Draws(Protocol):

@@ -16,6 +16,7 @@ from profiler.decoder import ModelToken
 from profiler.graphs import GraphRunner
 from profiler.latency import Stopwatch
 from profiler.runner import Runner
+from profiler.sampling import draw
 from traces.latency import CELL_COLUMNS, LatencyTable
 
 EAGER, GRAPH = "eager", "graph"
@@ -176,15 +177,11 @@ def choice_parts(runner: Runner, timer: Timer) -> list[dict[str, Any]]:
     one = rows[:1]
     token = one.argmax(-1)
 
-    def draw() -> Tensor:
-        weights = torch.softmax(one.float(), -1)
-        return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
-
     # A new token each time: one keeps what it has fetched.
     calls: dict[str, Callable[[], object]] = {
         "argmax of 1 row": lambda: one.argmax(-1),
         "argmax of 8 rows": lambda: rows.argmax(-1),
-        "draw of 1 row at T = 1": draw,
+        "draw of 1 row at T = 1": lambda: draw(torch.softmax(one.float(), -1), None),
         "copy of 1 row of logits": one.clone,
         "signals of 1 row, fetched": lambda: ModelToken(token, one, 0.0, None).prob,
         "rollback (cache placement)": lambda: runner.cache.place(0),
