@@ -10,9 +10,13 @@ import numpy.typing as npt
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import RoundLog
-from traces.sources.calls import CALL_KINDS
+from traces.sources.calls import ADAPTER, CALL_KINDS, LAYER
 
-FALLBACKS = {("exit", "head"): ("target", "head"), ("exit", "layer"): ("target", "layer")}
+FALLBACKS = {
+    ("exit", "head"): ("target", "head"),
+    ("exit", "layer"): ("target", "layer"),
+    ("target", "pass"): ("target", "forward"),
+}
 """Where a part was not measured by itself, the nearest that was."""
 
 
@@ -38,7 +42,7 @@ def call_seconds(
         mine = calls[calls["kind"] == kind]
         model, phase = _cells(latency, *CALL_KINDS[kind])
         at = context[mine["round"]]
-        if (model, phase) not in ((model, "layer"), ("target", "forward")):
+        if (model, phase) not in ((model, "layer"), ("target", "forward"), ("target", "pass")):
             # Nothing else attends to the context: it is read where it was measured.
             own = latency.cells[
                 (latency.cells["model"] == model) & (latency.cells["phase"] == phase)
@@ -52,6 +56,17 @@ def call_seconds(
         inside += int(mine["count"][read.origin == INTERPOLATED].sum())
         outside += int(mine["count"][read.origin == EXTRAPOLATED].sum())
     return seconds, (total, inside, outside)
+
+
+def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
+    """The phase of the target's cells that the rounds' verifications cost.
+
+    A pass is dearer behind passes that left other weights in the processor's caches: heads and
+    lookups leave few.
+    """
+    if log.calls is None or not latency.has("target", "pass"):
+        return "forward"
+    return "forward" if np.isin(log.calls["kind"], (LAYER, ADAPTER)).any() else "pass"
 
 
 def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:

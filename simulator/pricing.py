@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from policies.rule_registry import RULES
-from simulator.calls import call_seconds
+from simulator.calls import call_seconds, verify_phase
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import ROUND_DTYPE, RoundLog
@@ -167,7 +167,9 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         passes += PassCount(*counts)
     else:
         rest = ~prompted
-        verify_s[rest], count = _passes(latency, "target", batch, width[rest], cached[rest])
+        verify_s[rest], count = _passes(
+            latency, "target", batch, width[rest], cached[rest], verify_phase(log, latency)
+        )
         passes += count
 
     catch_up = rounds["catch_up"].astype(np.int64)

@@ -226,6 +226,12 @@ def test_rounds_cost_their_calls() -> None:
     drafted = log.rounds["drafted"]
     np.testing.assert_allclose(priced.draft_s, np.where(drafted > 0, 0.25, 0.0))
     np.testing.assert_allclose(priced.verify_s, 1.0 + 0.5 * drafted)
+    # Heads leave the target's weights where they are: their passes are timed apart.
+    alone = pd.concat([table.cells, cells(("target", "pass", 1, 0.75)).cells])
+    assert (price(log, LatencyTable(alone)).verify_s == 0.75).all()
+    modelled = RoundLog(log.rounds, log.requests, "x", source="none")
+    again = price(modelled, LatencyTable(alone)).verify_s
+    np.testing.assert_allclose(again, 1.0 + 0.5 * drafted)
     with pytest.raises(DraftsimError, match="no 'forward' cells of 'heads'"):
         price(log, cells(("target", "forward", 1, 1.0)))
     bare = RoundLog(log.rounds, log.requests, "x", source="medusa")

@@ -34,9 +34,10 @@ def measure_sources(
     * ``adapter``/``forward``: Kangaroo's adapter and the output projection, over contexts;
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
+    * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
     * ``pld``, ``rest``, ``lookahead``/``forward``: one lookup, at a long context.
     """
-    steps = _heads(target, modules)
+    steps = []
     if trace is not None:
         if lookups is None:
             lookups = [PLD(), REST(), Lookahead()]
@@ -44,6 +45,7 @@ def measure_sources(
     depth = first_exit(target, modules)
     with torch.inference_mode():
         blocks = [*_rounds(target, modules, depth, widths, contexts)]
+        blocks += _passes(target, modules, widths, contexts)
         sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
         for _ in range(repeats):
             sweeps.run()
@@ -136,13 +138,30 @@ def _rounds(
             )
 
 
-def _heads(target: LayerRunner, modules: Modules) -> list[Step]:
-    token = torch.zeros(1, dtype=torch.long, device=target.device)
-    one = target.embed(token)
-    if not modules.parallel:
-        return []
-    heads = next(iter(modules.parallel.values()))
-    return [Step("heads", "forward", 1, 0, lambda: head_logits(target, heads, one, token))]
+def _passes(
+    target: LayerRunner, modules: Modules, widths: Sequence[int], contexts: Sequence[int]
+) -> Iterator[Block]:
+    """Rounds of a lookup or of parallel heads: a pass of the target follows the one before."""
+    tokens = torch.zeros(max(widths), dtype=torch.long, device=target.device)
+    one = target.embed(tokens[:1])
+    draft = []
+    if modules.parallel:
+        heads = next(iter(modules.parallel.values()))
+        draft = [
+            Step("heads", "forward", 1, 0, lambda: head_logits(target, heads, one, tokens[:1]))
+        ]
+
+    def verify(width: int, context: int) -> Step:
+        pieces = list(tokens[:width].split(1))
+
+        def run() -> object:
+            return target.forward(torch.cat(pieces), context).argmax(-1).tolist()
+
+        return Step("target", "pass", width, context, run)
+
+    for context in contexts:
+        for width in [w for w in widths if context + w <= target.cache.slots]:
+            yield Block([[*draft, verify(width, context)]] * (UNTIMED + 3), UNTIMED)
 
 
 def _lookup(trace: Trace, source: LookupSource) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from profiler.sources.drafters import head_logits, kept_layers, mask_states
 from profiler.sources.heads import MaskEmbeddings, ParallelHeads
 from profiler.sources.stack import LayerRunner
 from traces.sources.base import SourceToken
-from traces.sources.calls import HEAD, LAYER
+from traces.sources.calls import HEAD, LAYER, PASS
 from traces.sources.lookup import Lookup, Proposal
 from traces.sources.start_sources import HEADS
 
@@ -113,7 +113,7 @@ class HeadsDecoder(_StateDecoder):
         if at >= self._k:
             return None
         logits = self._logits[:, at]
-        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+        return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
@@ -153,14 +153,13 @@ class SpaceDecoder(_StateDecoder):
         if len(so_far) >= self._k:
             return None
         logits = self._drafts[len(so_far)][None]
-        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+        return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
         """One pass over the last token, the draft, and the masks behind each of them."""
         accepted, tokens, width = self._pass([t.device_id for t in draft], self._slot)
-        self.calls.add(LAYER, width, self._target.layers, verify=True)
-        self.calls.add(HEAD, width, verify=True)
+        self.calls.add(PASS, width, verify=True)
         self.calls.end_round()
         self._emit(tokens)
         return accepted
@@ -221,7 +220,7 @@ class LayerSkipDecoder(_StateDecoder):
         logits = self._target.logits(hidden)
         self.calls.add(LAYER, 1, len(self._kept))
         self.calls.add(HEAD, 1)
-        return ModelToken(logits.argmax(-1), logits, 0.0, self.eos or None)
+        return ModelToken(logits.argmax(-1), logits, GREEDY, self.eos or None)
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:

@@ -24,6 +24,7 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("rest", "forward"),
     ("lookahead", "forward"),
     ("adapter", "forward"),
+    ("target", "pass"),
 )
 """(model, phase) of the latency table that a call's time is read from."""
 
@@ -45,7 +46,7 @@ LAYER, HEAD, EXIT_HEAD = (
     CALL_KINDS.index(k) for k in (("target", "layer"), ("target", "head"), ("exit", "head"))
 )
 ADAPTER = CALL_KINDS.index(("adapter", "forward"))
-FORWARD = CALL_KINDS.index(("target", "forward"))
+PASS = CALL_KINDS.index(("target", "pass"))
 
 
 class CallCounter:

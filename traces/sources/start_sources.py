@@ -11,7 +11,7 @@ from policies.parameters import whole
 from traces.errors import DraftsimError, TailError
 from traces.rounds import Fidelity
 from traces.sources.base import SourceReplay, SourceToken
-from traces.sources.calls import CALL_KINDS, FORWARD, HEAD, LAYER
+from traces.sources.calls import CALL_KINDS, HEAD, LAYER, PASS
 from traces.sources.starts import StartRecording, StartReplay, StartSource
 from traces.trace import Trace
 
@@ -102,8 +102,7 @@ class SpaceReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """One pass over the last token, the draft, and the masks behind each of them."""
         width = (submitted + 1) * (self.width + 1)
-        self.calls.add(LAYER, width, int(self.recording.meta["layers"]), verify=True)
-        self.calls.add(HEAD, width, verify=True)
+        self.calls.add(PASS, width, verify=True)
         return submitted + 1
 
 
@@ -179,7 +178,7 @@ class TreeReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """One pass over every node of the tree down to the levels submitted."""
         nodes = 1 + int(np.cumprod(self.tops[:submitted]).sum())
-        self.calls.add(FORWARD, nodes, verify=True)
+        self.calls.add(PASS, nodes, verify=True)
         return submitted + 1
 
 
