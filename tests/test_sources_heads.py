@@ -12,6 +12,7 @@ import pytest
 from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.huggingface import Confidence
+from simulator.calls import verify_phase
 from simulator.pricing import price
 from traces.errors import DraftsimError, TailError
 from traces.latency import CELL_COLUMNS, LatencyTable
@@ -33,7 +34,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.calls import CALL_KINDS
+from traces.sources.calls import CALL_KINDS, LAYER
 from traces.sources.starts import START_SIGNALS
 from traces.trace import Request, Trace
 
@@ -229,9 +230,11 @@ def test_rounds_cost_their_calls() -> None:
     # Heads leave the target's weights where they are: their passes are timed apart.
     alone = pd.concat([table.cells, cells(("target", "pass", 1, 0.75)).cells])
     assert (price(log, LatencyTable(alone)).verify_s == 0.75).all()
-    modelled = RoundLog(log.rounds, log.requests, "x", source="none")
-    again = price(modelled, LatencyTable(alone)).verify_s
-    np.testing.assert_allclose(again, 1.0 + 0.5 * drafted)
+    assert log.calls is not None
+    layered = log.calls.copy()
+    layered["kind"] = LAYER
+    drafting = RoundLog(log.rounds, log.requests, "x", source="layer-skip", calls=layered)
+    assert verify_phase(drafting, LatencyTable(alone)) == "forward"
     with pytest.raises(DraftsimError, match="no 'forward' cells of 'heads'"):
         price(log, cells(("target", "forward", 1, 1.0)))
     bare = RoundLog(log.rounds, log.requests, "x", source="medusa")
