@@ -27,8 +27,6 @@ from commands.serve_progress import kept, progress_bar, rows_file
 from commands.serve_rows import remarks, shown
 from traces.errors import DraftsimError
 
-__all__ = ["load_serving_policies", "serve"]
-
 
 def serve(
     trace: TraceOption = BUNDLED,

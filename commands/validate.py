@@ -42,6 +42,8 @@ ASSISTED = {
 
 SWEEPS = 15
 """Latency sweeps spread over the real runs under --remeasure."""
+CHECKED = "latency-check.parquet"
+"""File of the run folder that keeps the latencies measured so."""
 
 
 def validate(
@@ -136,6 +138,7 @@ def spot_check(
 
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
     predicted from them, and the column `profile_error` is the error of the run's own table.
+    That second table is kept in the run folder as `CHECKED`.
     """
     from profiler.latency import Grid
     from profiler.profile import LatencyProfile, progress_bar
@@ -144,7 +147,7 @@ def spot_check(
     from profiler.spotcheck import Arm, rounds_differ, run_arms
     from simulator.pricing import price
     from simulator.validation import compare
-    from traces.files import read_latency, read_trace
+    from traces.files import read_latency, read_trace, write_latency
     from traces.measured import MeasuredRuns, write_measured
 
     info = read_run(run)
@@ -181,6 +184,7 @@ def spot_check(
             now = again.table()
             rows = compare([price(log, now) for log in replayed.values()], measured.times)
             rows["profile_error"] = profile_error
+            write_latency(now, run / CHECKED)
         # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
         if trace.temperature == 0:
             rows["rounds_differ"] = [

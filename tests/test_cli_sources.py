@@ -20,6 +20,7 @@ from traces.errors import FileError
 from traces.files import read_latency, read_rounds, read_trace, write_latency, write_rounds
 from traces.latency import LatencyTable
 from traces.recordings import BUNDLED
+from traces.replay import replay
 from traces.sources import (
     PLD,
     SYSTEMS,
@@ -241,6 +242,25 @@ def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:
     refused = run("validate", "--run", small_run, "--source", "medusa-tree")
     assert refused.code == 2
     assert "no real decoder" in refused.err
+
+
+def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
+    run: Run, small_run: Path
+) -> None:
+    arms = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
+    ran = run(
+        "validate", "--run", small_run, *arms, "--repeats", 2, "--no-assisted", "--remeasure",
+        "--json", "-",
+    )  # fmt: skip
+    trace = read_trace(small_run / "trace.parquet")
+    log = replay(trace, Fixed(2), name="fixed:gamma=2")
+    row = next(r for r in ran.rows if r["policy"] == "fixed:gamma=2")
+    for file, column in (("latency-check", "error"), ("latency", "profile_error")):
+        predicted = price(log, read_latency(small_run / f"{file}.parquet")).total_s
+        assert row[column] == pytest.approx(predicted / row["measured_s"] - 1)
+    refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
+    assert refused.code == 2
+    assert "--remeasure is for" in refused.err
 
 
 def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
