@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from torch import Tensor
 
 from profiler.seq2seq_start import check_same_start, describe_seq2seq, is_seq2seq
@@ -165,6 +166,8 @@ def _model_factory(target: str | Path, draft: str | Path) -> Any:
 
 
 def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
+    # What the hub's client says of every attempt would bury the one line that counts.
+    hub_logging.set_verbosity_error()
     try:
         return factory.from_pretrained(str(path), **options)
     except torch.OutOfMemoryError:
