@@ -59,7 +59,7 @@ def tune(
         typer.Option(
             "--check",
             help="Also serve the setting against off and K = 1, 3, 5 at every batch, in "
-            "simulated time.",
+            "simulated time, under other random numbers than the search's.",
         ),
     ] = False,
     draws: Annotated[
@@ -68,7 +68,9 @@ def tune(
             min=4, help="Resamples over prompts. Default: 1000; 12 for sglang, each served."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap and of --check.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the bootstrap and of the requests served.")
+    ] = 0,
     json: JsonOption = None,
 ) -> None:
     """Search the draft lengths that pay, and write them as the engine's configuration."""
@@ -90,7 +92,7 @@ def tune(
     if targets is not None:
         shown.append("within_slo")
     if check:
-        _served(recorded, table, tuned, rows, seed)
+        _served(recorded, table, tuned, rows, targets, seed)
         shown += ["served_tok_s", "rival", "rival_tok_s", "not_worse"]
     emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}")
     for warning in tuned.warnings:
@@ -121,13 +123,14 @@ def _search(
 
 
 def _served(
-    trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]], seed: int
-) -> None:
-    """Add to each row what serving at its batch size in a closed loop gave."""
-    from simulator.tune import closed_load, compare_served
+    trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]],
+    slo: Slo | None, seed: int,
+) -> None:  # fmt: skip
+    """Add to each row what serving other requests at its batch size in a closed loop gave."""
+    from simulator.tune import check_seed, closed_load, compare_served
 
     batches = sorted({row["batch"] for row in rows})
-    loads = [closed_load(trace, b, seed=seed) for b in batches]
+    loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
     found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
     at = {int(r["batch"]): r for r in found.to_dict("records")}
     for row in rows:

@@ -16,7 +16,8 @@ class BatchTable(BatchPolicy):
 
     Rows are ``[lo, hi, K]``, batch sizes lo to hi inclusive.  The first row must start at
     1; a batch size in a gap has the K of the row before it, and one past the last row
-    that row's.  Reads no signal.
+    that row's.  A request whose prompt shares the iteration counts as one that decodes does,
+    as in vLLM's scheduler (``dynamic_sd_lookup[len(num_scheduled_tokens)]``).  Reads no signal.
 
     Rows may instead be ``[lo, hi, context_lo, context_hi, K]`` (mean cached tokens per
     sequence, inclusive), read in the same way: among rows of the batch range, the last
@@ -30,7 +31,7 @@ class BatchTable(BatchPolicy):
         self._ranges = _checked(table)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        batch = loads[0].batch
+        batch = loads[0].batch + loads[0].prefilling
         rows = self._ranges[0][1]
         for start, candidates in self._ranges:
             if start > batch:

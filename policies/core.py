@@ -32,7 +32,7 @@ class DraftToken(Protocol):
 
     @property
     def prob(self) -> float:
-        """Probability the draft gave this token, after the sampling temperature."""
+        """Probability the draft drew this token with: after temperature and top-p."""
         ...
 
     @property
@@ -68,6 +68,8 @@ class Load(NamedTuple):
     """Tokens in this sequence's target cache (prompt + output so far)."""
     run_length: int | None = None
     """Drafts that would be accepted from here: only a recording knows, only `Oracle` asks."""
+    prefilling: int = 0
+    """Other requests whose prompts share this iteration; an engine that mixes them counts."""
 
 
 class Round(NamedTuple):

@@ -29,6 +29,7 @@ from simulator.tune import (
     Objective,
     Slo,
     Tuned,
+    check_seed,
     check_vllm,
     choose,
     closed_load,
@@ -37,6 +38,7 @@ from simulator.tune import (
     default_batches,
     fixed_logs,
     price_grid,
+    served_rates,
     tune_huggingface,
     tune_sglang,
     tune_vllm,
@@ -419,9 +421,13 @@ def test_other_sources_cells_do_not_bound_the_batches_searched() -> None:
     assert default_batches(more) == default_batches(batched())
 
 
+def alone(trace: Trace, latency: LatencyTable, lengths: list[int], batch: int) -> Any:
+    return served_rates(trace, latency, [Fixed(k) for k in lengths], closed_load(trace, batch))
+
+
 def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
     trace = iid(0.8, 30, 40)
-    kept = unbeaten(trace, CHEAP, [0, 1, 2, 4, 8], 1)
+    kept = unbeaten(alone(trace, CHEAP, [0, 1, 2, 4, 8], 1))
     rates = [
         serve(
             trace, CHEAP, {"k": Fixed(k) if k else Autoregressive()}, closed_load(trace, 1)
@@ -431,12 +437,12 @@ def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
     assert kept[int(np.argmax(rates))]
     assert not kept[0]  # half the speed, at an acceptance of 0.8 and a draft that costs little
     slow = LatencyTable.constant(1.0, 0.9)
-    assert unbeaten(iid(0.1, 30, 40), slow, [0, 4], 1).tolist() == [True, False]
+    assert unbeaten(alone(iid(0.1, 30, 40), slow, [0, 4], 1)).tolist() == [True, False]
 
 
 def test_what_is_tuned_for_vllm_is_not_worse_when_served() -> None:
     trace, latency = iid(0.7, 40, 40), batched()
     tuned = tune_vllm(trace, latency, [1, 8, 64], draws=50)
-    loads = [closed_load(trace, b, seed=7) for b in (1, 8, 64)]
+    loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 8, 64)]
     found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
     assert found["not_worse"].all()

@@ -86,6 +86,7 @@ class Engine:
                 self._wakeup = None
                 continue
             self.state.batch = len(plan.decode) or 1
+            self.state.prefilling = len(plan.chunks)
             rounds = self.speculation.step(plan.decode) if plan.decode else []
             cost = self.cost(plan.decode, rounds, plan.chunks)
             start = env.now

@@ -15,12 +15,15 @@ from traces.trace import Trace
 
 
 class EngineState:
-    """What every sequence of an engine may see of it: the size of the decoding batch."""
+    """What every sequence of an engine may see of it: who shares the iteration."""
 
-    __slots__ = ("batch",)
+    __slots__ = ("batch", "prefilling")
 
     def __init__(self) -> None:
         self.batch = 1
+        """Requests that decode."""
+        self.prefilling = 0
+        """Requests whose prompts are processed beside them."""
 
 
 class ServedSequence(ReplayDecoder):
@@ -70,13 +73,14 @@ class ServedSequence(ReplayDecoder):
 
     @property
     def load(self) -> Load:
-        """The engine's decoding batch and this sequence's context."""
+        """The engine's iteration and this sequence's context."""
         start = self._start + self.position
         run = self._runs[start]
         length: int | None = min(run, self._limit - self.position - 1)
         if start + run in self._tape.unknown:
             length = None
-        return Load(self._engine.batch, self.prompt + self.position, length)
+        engine = self._engine
+        return Load(engine.batch, self.prompt + self.position, length, engine.prefilling)
 
     @property
     def limit_left(self) -> int:

@@ -16,7 +16,14 @@ from simulator.tune.formats import (
     check_vllm,
 )
 from simulator.tune.huggingface import tune_huggingface
-from simulator.tune.served import closed_load, compare_served, unbeaten
+from simulator.tune.repair import Held, held, mended
+from simulator.tune.served import (
+    check_seed,
+    closed_load,
+    compare_served,
+    served_rates,
+    unbeaten,
+)
 from simulator.tune.settings import ENGINES, TUNE_COLUMNS, Tuned, write_settings
 from simulator.tune.sglang import tune_sglang
 from simulator.tune.vllm import tune_vllm
@@ -26,11 +33,13 @@ __all__ = [
     "TUNE_COLUMNS",
     "Choice",
     "Grid",
+    "Held",
     "Objective",
     "SettingsError",
     "Slo",
     "Tuned",
     "check_huggingface",
+    "check_seed",
     "check_settings",
     "check_sglang",
     "check_vllm",
@@ -40,7 +49,10 @@ __all__ = [
     "cross_fitted",
     "default_batches",
     "fixed_logs",
+    "held",
+    "mended",
     "price_grid",
+    "served_rates",
     "tune_huggingface",
     "tune_sglang",
     "tune_vllm",

@@ -72,6 +72,19 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def about_served(length: int, gain: float, kept: bool, worse: bool) -> list[str]:
+    """What serving the whole table at a batch told of it against K = `length` throughout.
+
+    ``gain`` is the ratio of their rates, ``kept`` whether the length first chosen stands,
+    ``worse`` whether the table is still slower beyond the interval.
+    """
+    rival = f"K={length} throughout" if length else "no speculation"
+    found = [] if kept else [f"{rival} was faster when served with the other lengths: changed"]
+    if worse:
+        found.append(f"served as a whole, the table is {1 - gain:.1%} slower than {rival}")
+    return found
+
+
 def about_batches(batches: Sequence[int]) -> list[str]:
     """Gaps between the batch sizes searched that a range has to bridge by guessing."""
     return [

@@ -129,7 +129,7 @@ def tune_huggingface(
         "throughput_tok_s": float(objective.rates[option]), "default": str(default),
         "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
-        "held_out": held_out,
+        "held_out": held_out, "served_gain": None,
     }  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *summed_up([row])]

@@ -1,4 +1,4 @@
-"""A tuned policy against fixed settings, served at the same loads in simulated time."""
+"""Settings served in simulated time: a full engine at each batch, and the judge of a setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pandas as pd
 from policies.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.merge import t_interval
-from simulator.serving.report import ServeResult
+from simulator.serving.report import Run
 from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
@@ -22,12 +22,17 @@ from simulator.tune.costs import Slo
 from traces.latency import LatencyTable
 from traces.trace import Trace
 
+Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 RIVALS: Mapping[str, Policy] = {
     "off": Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
 }  # fmt: skip
 """What people set by hand."""
+
+SEARCH_CONFIDENCE = 0.5
+"""Of the intervals by which a search calls a setting beaten.  Narrower than the 95 % of the
+check, on other random numbers, that what is written has to pass."""
 
 
 def closed_load(trace: Trace, batch: int, slo: Slo | None = None, seed: int = 0) -> Scenario:
@@ -40,25 +45,40 @@ def closed_load(trace: Trace, batch: int, slo: Slo | None = None, seed: int = 0)
     )  # fmt: skip
 
 
-def unbeaten(
-    trace: Trace, latency: LatencyTable, lengths: Sequence[int], batch: int,
-    slo: Slo | None = None, *, replications: int = 5, seed: int = 0,
-) -> Bools:  # fmt: skip
-    """Draft lengths that no other beats when served at a batch, shape (lengths,).
+def check_seed(seed: int) -> int:
+    """The seed of a check of what was searched under `seed`: other requests, in other order."""
+    return int(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1)[0])
 
-    All meet the same requests at the same times; a length is beaten where the 95 % t interval
-    of the paired differences to the best lies below 0.
+
+def served_rates(
+    trace: Trace, latency: LatencyTable, policies: Sequence[Policy], scenario: Scenario,
+    replications: int = 5,
+) -> Floats:  # fmt: skip
+    """Tokens per second that count towards the targets, shape (policies, replications).
+
+    All policies meet the same requests at the same times.
     """
-    policies = {str(k): Fixed(k) if k else Autoregressive() for k in lengths}
-    scenario = replace(closed_load(trace, batch, slo, seed), replications=replications)
-    runs = serve(trace, latency, policies, scenario).runs
-    rows = [[run.row() for run in runs[name]] for name in policies]
-    rates = np.array(
-        [[r["throughput_tok_s"] * (r["within_targets"] if slo else 1) for r in own] for own in rows]
-    )
+    named = {str(i): policy for i, policy in enumerate(policies)}
+    runs = serve(trace, latency, named, replace(scenario, replications=replications)).runs
+    return np.array([[_in_time(run) for run in runs[name]] for name in named])
+
+
+def _in_time(run: Run) -> float:
+    """Tokens per second, in proportion to the requests that met the targets."""
+    row = run.row()
+    return float(row["throughput_tok_s"] * row["within_targets"])
+
+
+def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:
+    """Whether the t interval of the paired differences to `best` lies below 0; (replications,)."""
+    # Equal runs differ by rounding alone.
+    return bool(t_interval(rates - best, confidence)[2] < -1e-9 * best.mean())
+
+
+def unbeaten(rates: Floats) -> Bools:
+    """Which of the settings served (`served_rates`) the best does not beat, shape (settings,)."""
     best = rates[int(rates.mean(axis=1).argmax())]
-    highest = [t_interval(own - best)[2] for own in rates]
-    return np.array([h >= -1e-9 * best.mean() for h in highest])
+    return np.array([not beaten(own, best) for own in rates])
 
 
 def compare_served(
@@ -69,7 +89,7 @@ def compare_served(
     *,
     replications: int = 5,
     rivals: Mapping[str, Policy] = RIVALS,
-    metric: str = "throughput_tok_s",
+    metric: str | None = None,
     lookahead: int | None = None,
 ) -> pd.DataFrame:
     """`policy` against the best of `rivals` at every load; one row per scenario.
@@ -83,33 +103,43 @@ def compare_served(
     Parameters
     ----------
     metric:
-        A column of `simulator.serving.ServeResult.summary`.
+        A column of `simulator.serving.ServeResult.summary`; by default tokens per second, in
+        proportion to the requests that met the scenario's targets.
     lookahead:
         Longest draft of `policy`, where it does not name one itself.
     """
     rows: list[dict[str, Any]] = []
-    fewer_is_better = not metric.startswith(("throughput", "goodput", "within"))
+    fewer_is_better = metric is not None and not metric.startswith(
+        ("throughput", "goodput", "within")
+    )
+    sign = -1 if fewer_is_better else 1
     for scenario in scenarios:
         repeated = replace(scenario, replications=replications)
         longer = replace(repeated, limits=replace(scenario.limits, lookahead=lookahead))
-        own_runs = serve(
-            trace, latency, {"tuned": policy}, longer if lookahead is not None else repeated
-        ).runs
-        result = ServeResult(repeated, {**own_runs, **serve(trace, latency, rivals, repeated).runs})
-        values = result.summary.set_index("policy")[metric].drop("tuned")
-        best = str(values.idxmin() if fewer_is_better else values.idxmax())
-        margin, lo, hi = result.difference("tuned", best, metric)
-        if fewer_is_better:
-            margin, lo, hi = -margin, -hi, -lo
-        own = float(result.summary.set_index("policy")[metric]["tuned"])
+        runs = {
+            **serve(
+                trace, latency, {"tuned": policy}, repeated if lookahead is None else longer
+            ).runs,
+            **serve(trace, latency, rivals, repeated).runs,
+        }
+        values = {name: _values(own, metric) for name, own in runs.items()}
+        best = max(rivals, key=lambda name: sign * values[name].mean())
+        margin, lo, hi = t_interval(sign * (values["tuned"] - values[best]))
+        own = float(values["tuned"].mean())
         # Equal runs differ by rounding alone.
         slack = 1e-9 * abs(own)
         rows.append(
             {
                 "batch": scenario.limits.max_batch, "rate": scenario.arrivals.rate,
-                "tuned": own, "rival": best, "rival_value": float(values[best]),
+                "tuned": own, "rival": best, "rival_value": float(values[best].mean()),
                 "margin": margin, "margin_lo": lo, "margin_hi": hi,
                 "not_worse": bool((margin if math.isnan(hi) else hi) >= -slack),
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _values(runs: Sequence[Run], metric: str | None) -> Floats:
+    if metric is None:
+        return np.array([_in_time(run) for run in runs])
+    return pd.json_normalize([run.row() for run in runs], sep="_")[metric].to_numpy(float)

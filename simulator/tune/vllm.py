@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from policies.basic import Fixed
 from policies.batch_tables import BatchTable
-from simulator.tune.choice import Objective, can_hold_back, cross_fitted, folds, resamples
+from simulator.tune.choice import Choice, Objective, can_hold_back, cross_fitted, folds, resamples
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     Grid,
@@ -21,14 +24,22 @@ from simulator.tune.costs import (
     fixed_logs,
     price_grid,
 )
-from simulator.tune.evidence import about_batches, about_recording, about_row, summed_up
+from simulator.tune.evidence import (
+    about_batches,
+    about_recording,
+    about_row,
+    about_served,
+    summed_up,
+)
 from simulator.tune.formats import CONTEXT_END
-from simulator.tune.served import unbeaten
+from simulator.tune.repair import mended
+from simulator.tune.served import closed_load, served_rates, unbeaten
 from simulator.tune.settings import Tuned
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
 
+Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
@@ -53,7 +64,9 @@ def tune_vllm(
     that batch, where requests of unlike lengths meet and prompts are prefilled in between;
     if none is both, serving decides.  Neighbours that some K serves alike share a range.  A
     range ends at the geometric middle between two searched batches, and at the middle between
-    contexts.
+    contexts.  Last, the table is served as a whole at every batch, and mended where some
+    fixed K is faster there (`simulator.tune.repair`); ``served_gain`` of the rows is its rate
+    over the fastest fixed K's.
 
     The default that gains are held against is vLLM's own: no speculation.
 
@@ -69,8 +82,10 @@ def tune_vllm(
         Draft lengths tried.
     slo:
         Targets; only tokens of prompts that meet them count.
-    draws, seed:
-        Of the bootstrap.
+    draws:
+        Resamples of the bootstrap.
+    seed:
+        Of the bootstrap and of the requests served.
 
     Raises
     ------
@@ -87,12 +102,20 @@ def tune_vllm(
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
     objectives = [[Objective(g.tokens, g.seconds, weights) for g in row] for row in grids]
-    served = [
-        np.ones(len(options), bool) if by_context
-        else unbeaten(trace, latency, options, b, slo, seed=seed)
-        for b in sizes
-    ]  # fmt: skip
-    table = _choose(objectives, served)
+    loads = [closed_load(trace, b, slo, seed) for b in sizes]
+    alone = [served_rates(trace, latency, [Fixed(k) for k in options], load) for load in loads]
+    served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
+    first = _choose(objectives, served)
+
+    @cache
+    def together(ranges: str, i: int) -> Floats:
+        rates = served_rates(trace, latency, [BatchTable(json.loads(ranges))], loads[i])
+        return np.asarray(rates[0])
+
+    found = mended(
+        first, alone, lambda table, i: together(json.dumps(_rows(table, sizes, where, options)), i)
+    )
+    table = found.table
     held_out = can_hold_back(second)
     halves = [
         _choose([[o.on(half) for o in row] for row in objectives], served)
@@ -100,13 +123,16 @@ def tune_vllm(
     ] if held_out else None  # fmt: skip
     rows = []
     for i, j in np.ndindex(*table.shape):
-        o, option = objectives[i][j], int(table[i, j])
-        chosen = cross_fitted(
-            o, second, (o.tokens[0], o.seconds[0]), option,
-            None if halves is None else (int(halves[0][i, j]), int(halves[1][i, j])),
-            default_option=0,
+        o, option, kept = objectives[i][j], int(table[i, j]), bool(table[i, j] == first[i, j])
+        # What serving put in place of a choice, all prompts chose.
+        own = None if halves is None or not kept else (
+            int(halves[0][i, j]), int(halves[1][i, j])
         )  # fmt: skip
-        rows.append(_row(grids[i][j], o, options, chosen, held_out))
+        chosen = cross_fitted(o, second, (o.tokens[0], o.seconds[0]), option, own, 0)
+        gain = float(found.gains[i])
+        row = _row(grids[i][j], o, options, chosen, own is not None, gain)
+        said = about_served(options[found.best[i]], gain, kept, bool(found.worse[i]))
+        rows.append({**row, "warnings": [*about_row(row), *said]})
     ranges = _rows(table, sizes, where, options)
     document = {
         # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
@@ -125,18 +151,18 @@ def tune_vllm(
 
 
 def _row(
-    grid: Grid, objective: Objective, options: Sequence[int], chosen: Any, held_out: bool
-) -> Mapping[str, Any]:
-    row: dict[str, Any] = {
+    grid: Grid, objective: Objective, options: Sequence[int], chosen: Choice, held_out: bool,
+    served_gain: float,
+) -> Mapping[str, Any]:  # fmt: skip
+    return {
         "engine": "vllm", "batch": grid.batch, "context": grid.context,
         "setting": f"K={options[chosen.option]}",
         "throughput_tok_s": grid.batch * float(objective.rates[chosen.option]),
         "default": "off", "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[chosen.option]),
         "outside": float(max(grid.outside[chosen.option], grid.outside[0])),
-        "held_out": held_out,
+        "held_out": held_out, "served_gain": served_gain,
     }  # fmt: skip
-    return {**row, "warnings": about_row(row)}
 
 
 def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:

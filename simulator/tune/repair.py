@@ -1,0 +1,90 @@
+"""A table of lengths held, as a whole, against every fixed length, and mended where one wins.
+
+Lengths that are best each by itself need not be best together: while an engine fills, drains
+or waits for memory it runs at other batches than its limit, and under the lengths chosen for
+those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.tune.served import beaten
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+Serve = Callable[[Ints, int], Floats]
+"""Tokens per second of a table at one searched batch (its index), shape (replications,)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A table of options, shape (batches, contexts), and how it did when served.
+
+    ``gains`` is its rate over that of the best fixed length at every batch, ``best`` that
+    length's option, ``worse`` whether it is slower beyond the interval, each of shape
+    (batches,).
+    """
+
+    table: Ints
+    gains: Floats
+    best: Ints
+    worse: Bools
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """Smaller is better: at how many batches it is worse, then by how much at worst."""
+        return int(self.worse.sum()), -float(self.gains.min())
+
+
+def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
+    """`table` served at every batch against fixed lengths.
+
+    Parameters
+    ----------
+    fixed:
+        For each batch the rates of every option alone, shape (options, replications), in
+        the same replications as `serve` runs.
+    """
+    best = np.array([int(rates.mean(axis=1).argmax()) for rates in fixed])
+    own = [serve(table, i) for i in range(len(fixed))]
+    rivals = [rates[k] for rates, k in zip(fixed, best, strict=True)]
+    gains = np.array([o.mean() / max(r.mean(), 1e-300) for o, r in zip(own, rivals, strict=True)])
+    worse = np.array([beaten(o, r) for o, r in zip(own, rivals, strict=True)])
+    return Held(table, gains, best, worse)
+
+
+def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
+    """`table`, or one near it that fixed lengths beat at fewer batches, if any is found.
+
+    Where a fixed length wins it is put in that batch's row, at one context, and if this does
+    not help at all contexts, and if not in all rows up to it: served at that batch, such a table
+    *is* the fixed length.  A change stays if the table as a whole does better for it; there are
+    at most as many as cells.
+    """
+    now = held(table, fixed, serve)
+    for _ in range(table.size):
+        found = _improved(now, fixed, serve)
+        if found is None:
+            break
+        now = found
+    return now
+
+
+def _improved(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held | None:
+    for i in sorted(np.flatnonzero(now.worse), key=lambda i: float(now.gains[i])):
+        row = slice(i, i + 1)
+        places = [(row, slice(j, j + 1)) for j in range(now.table.shape[1])]
+        for place in [*places, (row, slice(None)), (slice(0, i + 1), slice(None))]:
+            table = now.table.copy()
+            table[place] = now.best[i]
+            found = held(table, fixed, serve)
+            if found.rank < now.rank:
+                return found
+    return None

@@ -1,0 +1,154 @@
+"""A table of lengths served as a whole: against fixed lengths, and mended where they win."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.basic import Fixed
+from policies.batch_tables import BatchTable
+from policies.core import Load
+from simulator.tune import (
+    Slo,
+    check_seed,
+    closed_load,
+    compare_served,
+    held,
+    mended,
+    served_rates,
+    tune_vllm,
+)
+from simulator.tune.repair import Floats, Ints, Serve
+from tests.test_tune import batched, iid
+from traces.latency import LatencyTable
+
+SEEDS = (0, 1, 2)
+
+
+@cache
+def dear_prompts(draft_s: float) -> LatencyTable:
+    """`batched`, and prompts that cost the draft model `draft_s` each, the target almost nothing.
+
+    Rounds alone do not show it: by them, drafting pays.
+    """
+    cells = [("target", "prefill", 1, n, 0, 1e-3, 0.0, 10) for n in (1, 512)]
+    cells += [("draft", "prefill", 1, n, 0, draft_s, 0.0, 10) for n in (1, 512)]
+    kept = batched().cells
+    return LatencyTable(pd.concat([kept, pd.DataFrame(cells, columns=list(kept.columns))]))
+
+
+def test_a_prompt_beside_it_counts_as_a_running_request() -> None:
+    table = BatchTable([[1, 1, 5], [2, 2, 1]])
+    assert table.plan([Load(1, 40)]) == 5
+    assert table.plan([Load(1, 40, None, 1)]) == 1
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_a_full_engine_reads_no_row_of_a_smaller_batch(batch: int) -> None:
+    # While one of them prefills, one fewer decodes: read by that, rows below would slow it.
+    trace = iid(0.6, 30, 30)
+    table = BatchTable([[1, batch - 1, 8], [batch, batch, 1]])
+    own, fixed = served_rates(trace, batched(), [table, Fixed(1)], closed_load(trace, batch), 2)
+    assert own == pytest.approx(fixed, rel=1e-9)
+
+
+def test_lengths_that_lose_when_served_are_changed_and_the_row_says_so() -> None:
+    trace, latency = iid(0.8, 30, 30), dear_prompts(0.2)
+    # By context, lengths are chosen by rounds alone, which do not show what prompts cost.
+    tuned = tune_vllm(trace, latency, [1, 4], by_context=True, draws=50)
+    naive = tune_vllm(trace, batched(), [1, 4], by_context=True, draws=50)
+    loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 4)]
+    before = compare_served(trace, latency, naive.policy, loads)
+    after = compare_served(trace, latency, tuned.policy, loads)
+    assert not before["not_worse"].any()
+    assert after["not_worse"].all()
+    for row in tuned.rows:
+        assert row["served_gain"] == pytest.approx(1)
+        assert not row["held_out"]
+        assert "no speculation was faster when served with the other lengths: changed" in " ".join(
+            row["warnings"]
+        )
+    assert any("changed" in w for w in tuned.warnings)
+
+
+def test_where_no_table_can_be_as_fast_the_warnings_say_so() -> None:
+    # One at a time drafting pays well.  At 64 it does not, but an engine that drafts at all
+    # prefills the draft model too, which `off` does not.
+    trace = iid(0.8, 40, 60)
+    cells = dear_prompts(2e-2).cells.copy()
+    wide = (cells["phase"] == "forward") & (cells["batch"] == 64) & (cells["new_tokens"] > 1)
+    cells.loc[wide, "median_s"] *= 4
+    tuned = tune_vllm(trace, LatencyTable(cells), [1, 64], draws=50)
+    one, many = tuned.rows
+    assert one["setting"] != "K=0"
+    assert many["setting"] == "K=0"
+    assert many["served_gain"] < 1 - 1e-3
+    assert any("slower than no speculation" in w for w in tuned.warnings)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("by_context", [False, True])
+def test_what_is_written_passes_a_check_on_other_random_numbers(
+    seed: int, by_context: bool
+) -> None:
+    trace, latency, slo = iid(0.7, 30, 40), batched(), Slo(tpot_s=0.02)
+    for targets in (None, slo):
+        tuned = tune_vllm(
+            trace, latency, [1, 4, 16], by_context=by_context, slo=targets, draws=50, seed=seed
+        )
+        loads = [closed_load(trace, b, targets, check_seed(seed)) for b in (1, 4, 16)]
+        found = compare_served(trace, latency, tuned.policy, loads)
+        assert found["not_worse"].all(), found.to_string()
+
+
+def test_a_check_meets_other_requests_than_the_search() -> None:
+    assert len({check_seed(s) for s in range(100)} | set(range(100))) == 200
+    trace = iid(0.7, 30, 40)
+    loads = [closed_load(trace, 1, seed=s) for s in (0, check_seed(0))]
+    one, other = (served_rates(trace, batched(), [Fixed(2)], load, 2)[0] for load in loads)
+    assert not np.isclose(one, other).any()
+
+
+def mixed(alone: Floats, share: float) -> tuple[list[Floats], Serve]:
+    """Rates of tables that spend `share` of their time in the row below the batch's own."""
+    # (batches, options): constants in both replications, with a spread of a thousandth.
+    spread = np.array([0.999, 1.001])
+
+    def serve(table: Ints, i: int) -> Floats:
+        below = alone[i, table[max(i - 1, 0), 0]]
+        return spread * ((1 - share) * alone[i, table[i, 0]] + share * below)
+
+    batches, options = alone.shape
+    every = [np.full((batches, 1), k) for k in range(options)]
+    return [np.array([serve(t, i) for t in every]) for i in range(batches)], serve
+
+
+def test_a_length_that_suits_its_own_batch_but_not_the_next_gives_way() -> None:
+    # Alone at batch 1 both are about equal; at batch 2, whose engine is now and then at 1,
+    # option 1 costs a quarter.
+    alone = np.array([[1.0, 1.0], [2.0, 1.5]])
+    fixed, serve = mixed(alone, 0.2)
+    naive = np.array([[1], [0]])
+    before, after = held(naive, fixed, serve), mended(naive, fixed, serve)
+    assert before.worse.tolist() == [False, True]
+    assert not after.worse.any()
+    assert after.table.tolist() == [[0], [0]]
+    assert after.gains == pytest.approx([1, 1])
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_mending_never_makes_a_table_worse_and_ends(data: st.DataObject) -> None:
+    shape = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    values = st.lists(st.floats(0.5, 2), min_size=shape[1], max_size=shape[1])
+    alone = np.array([data.draw(values) for _ in range(shape[0])])
+    fixed, serve = mixed(alone, data.draw(st.floats(0, 0.5)))
+    table = np.array([[data.draw(st.integers(0, shape[1] - 1))] for _ in range(shape[0])])
+    before, after = held(table, fixed, serve), mended(table, fixed, serve)
+    assert after.rank <= before.rank
+    assert held(after.table, fixed, serve).rank == after.rank
