@@ -41,6 +41,15 @@ def profile(
             min=0.0, help="Also record sampled outputs at this temperature; 0 = greedy only."
         ),
     ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Draw sampled outputs and drafts from the likeliest tokens alone, as many as "
+            "reach this probability; 1 = from all.",
+        ),
+    ] = 1.0,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
     ] = None,
@@ -114,9 +123,10 @@ def profile(
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import RunInfo
+    from traces.sampling import Sampling
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batches", batches)}))
-    settings = Settings(max_new_tokens, max_gamma, temperature, seed, grid)
+    settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid)
     info = RunInfo(_kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None)
     again = jobs(verify, policy, method or [], split, papers)
     if policy and not verify:
@@ -140,14 +150,14 @@ def profile(
         check_layers(pair)
     if not ((again or exit_layers) and is_complete(info, out)):
         run_profile(info, prompts, out, settings, limit, pair)
-    elif settings.temperature > 0:
+    elif not settings.sampling.greedy:
         add_sampled(info, prompts, out, settings, limit, pair)
     if pair is not None:
         from commands.source_runs import profile_sources
 
         profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
     if again:
-        decode_again(info, out, again, memory, settings.temperature > 0)
+        decode_again(info, out, again, memory, not settings.sampling.greedy)
 
 
 def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
@@ -174,7 +184,7 @@ def add_sampled(
 ) -> None:
     """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
 
-    Raises DraftsimError if it holds outputs sampled at another temperature.
+    Raises DraftsimError if it holds outputs sampled otherwise.
     """
     from profiler.loading import read_prompts
     from profiler.profile import profile_trace, progress_bar
@@ -182,10 +192,10 @@ def add_sampled(
 
     path = out / "sampled.parquet"
     if path.is_file():
-        if (held := read_trace(path).temperature) != settings.temperature:
+        if (held := read_trace(path).sampling) != settings.sampling:
             raise DraftsimError(
-                f"{out} holds outputs sampled at temperature {held:g}: name another --out for "
-                f"--temperature {settings.temperature:g}"
+                f"{out} holds outputs sampled at {held.label}: name another --out for "
+                f"{settings.sampling.options}"
             )
         return
     with progress_bar() as progress:
@@ -222,6 +232,7 @@ def run_profile(
     from profiler.profile import profile_latency, profile_trace, progress_bar
     from profiler.run import write_run
     from profiler.seq2seq_start import is_seq2seq
+    from traces.sampling import GREEDY
 
     texts = read_prompts(prompts, limit)
     pair = info.load() if pair is None else pair
@@ -235,9 +246,9 @@ def run_profile(
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
     write_run(info, out)
     with progress_bar() as progress:
-        greedy = replace(settings, temperature=0.0)
+        greedy = replace(settings, sampling=GREEDY)
         trace = profile_trace(pair, texts, greedy, out, progress)
-        if settings.temperature > 0:
+        if not settings.sampling.greedy:
             profile_trace(pair, texts, settings, out, progress)
         profile_latency(pair, settings, out, progress)
     spent = trace.meta["recording_s"]

@@ -62,7 +62,7 @@ class Confidence(DraftPolicy):
     """Stops after a token the draft gave less than `confidence_threshold` (transformers >= 4.45).
 
     The trigger token is kept.  The length cap does not change (schedule ``constant``).
-    The probability is the one after the sampling temperature.
+    The probability is the one after temperature and top-p, as transformers reads it.
 
     Parameters
     ----------

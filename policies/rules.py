@@ -104,11 +104,14 @@ class VerifyRule(ABC):
         The target's own token follows the accepted ones: a correction, or the bonus.
         """
 
-    def begin_run(self, vocab_size: int | None, temperature: float) -> None:  # noqa: B027
+    def begin_run(  # noqa: B027
+        self, vocab_size: int | None, temperature: float, top_p: float = 1.0
+    ) -> None:
         """Called once before a run with what the rule may need to know about it.
 
-        ``temperature`` is the sampling temperature, 0 for greedy.  Raises ValueError if
-        the rule cannot run under these.
+        ``temperature`` is the sampling temperature, 0 for greedy; below 1, ``top_p`` is the
+        share of the probability that the draft's and the target's distributions were cut to.
+        Raises ValueError if the rule cannot run under these.
         """
 
     def end_request(self) -> None:  # noqa: B027

@@ -146,7 +146,7 @@ class FLy(VerifyRule):
         self.vocab_size = vocab_size
         self.look_ahead = window
 
-    def begin_run(self, vocab_size: int | None, temperature: float) -> None:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
 

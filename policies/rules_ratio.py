@@ -25,7 +25,8 @@ class Lenience(TokenRule):
     mode:
         ``greedy``: accept ``p(d) >= l * p(best)`` (this form is ours; the paper states
         the sampled one).  ``sample``: accept with probability ``min(1, p(d) / (l q(d)))``,
-        which needs a run sampled at temperature 1, where target scores are known.
+        which needs a run sampled at temperature 1 from all tokens: the target's scores are
+        those.
     seed:
         Of the coins in ``sample`` mode: an integer or a numpy Generator.
 
@@ -49,12 +50,14 @@ class Lenience(TokenRule):
         self.seed = seed
         self._rng = np.random.default_rng(seed)
 
-    def begin_run(self, vocab_size: int | None, temperature: float) -> None:
-        """Refuse a run whose temperature the mode cannot serve."""
-        if self.mode == "sample" and temperature != 1:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
+        """Refuse a run whose sampling the mode cannot serve."""
+        if self.mode == "sample" and (temperature != 1 or top_p != 1):
+            cut = f" with top-p {top_p:g}" if top_p != 1 else ""
             raise ValueError(
                 f"lenience with mode=sample needs a run sampled at temperature 1, not "
-                f"{temperature:g}: target probabilities are known at 1 only; use mode=greedy"
+                f"{temperature:g}{cut}: target probabilities are known at 1, of all tokens, only; "
+                "use mode=greedy"
             )
 
     def accepts(self, token: Any, score: Any) -> bool:
@@ -113,7 +116,7 @@ class Ensemble(TokenRule):
         self.seed = seed
         self._rng = np.random.default_rng(seed)
 
-    def begin_run(self, vocab_size: int | None, temperature: float) -> None:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Refuse a mode that does not fit how the run decodes."""
         if (self.mode == "sample") != (temperature > 0):
             fitting = "sample" if temperature > 0 else "greedy"

@@ -106,7 +106,7 @@ class CMASDVerification(TokenRule):
         # A component of weight 0 is never read, so that its signal need not be there.
         self.reads = tuple(s for s, w in zip(type(self).reads, weights, strict=True) if w)
 
-    def begin_run(self, vocab_size: int | None, temperature: float) -> None:
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""
         self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
-from profiler.signals import log_probs_at, signals
+from profiler.sampling import log_probs_at
+from profiler.signals import signals
+from traces.sampling import GREEDY
 
 
 class DraftStep:
@@ -32,7 +34,7 @@ class DraftStep:
     def values(self) -> list[list[float]]:
         """Top-1 and top-2 logit, log-sum-exp, entropy and log probability of each row."""
         if self._values is None:
-            log_prob = log_probs_at(self.logits, self.picks, 0.0)
+            log_prob = log_probs_at(self.logits, self.picks, GREEDY)
             table = torch.cat([signals(self.logits).stack(), log_prob[:, None]], dim=1)
             self._values = table.tolist()  # (batch, 5)
         return self._values

@@ -12,10 +12,10 @@ from policies.core import Load
 from policies.rules import VerifyRule
 from profiler.ruled import judge
 from profiler.runner import Runner
-from profiler.sampling import draw
-from profiler.signals import log_probs_at
+from profiler.sampling import draw, log_probs_at, probs
 from profiler.tokens import ModelToken
 from traces.errors import DraftsimError
+from traces.sampling import GREEDY, Sampling
 
 __all__ = ["ModelDecoder", "ModelToken", "check_prompt", "greedy"]
 
@@ -37,9 +37,10 @@ class ModelDecoder:
         Output limit.
     eos:
         Ids that end the output.
-    temperature:
-        0: greedy matching.  Above 0: lossless rejection sampling (Leviathan et al.,
-        2211.17192, Alg. 1) at that temperature, with random numbers from `generator`.
+    sampling:
+        Greedy matching; or else lossless rejection sampling (Leviathan et al., 2211.17192,
+        Alg. 1) between both models' distributions under it, as transformers does it, with
+        random numbers from `generator`.
     rule:
         A lossy verify rule, which then decides in the place of the lossless one.  It is
         used as it is: callers that decode several prompts share one, in their order, and
@@ -73,7 +74,7 @@ class ModelDecoder:
         max_new_tokens: int,
         eos: frozenset[int] = frozenset(),
         *,
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
         first: int = 1,
         watch_eos: bool = True,
@@ -87,7 +88,7 @@ class ModelDecoder:
         prompt = target.begin(prompt)
         self._target, self._draft = target, draft
         self._eos, self._watch = eos, (eos if watch_eos and eos else None)
-        self._temperature, self._generator = temperature, generator
+        self._sampling, self._generator = sampling, generator
         self._limit, self._context, self._runs = max_new_tokens, length, run_lengths
         self._prompt = int(prompt.shape[0])
         self._rule = rule
@@ -134,7 +135,7 @@ class ModelDecoder:
             feed = self._sequence[self._in_draft : self._prompt + len(self.output)]
         logits = self._draft.forward(feed, self._in_draft, keep=1)
         self._in_draft += feed.shape[0]
-        return ModelToken(self._pick(logits), logits, self._temperature, self._watch)
+        return ModelToken(self._pick(logits), logits, self._sampling, self._watch)
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
@@ -162,7 +163,7 @@ class ModelDecoder:
         """Tokens accepted, and the tokens emitted: on the device, and on the host."""
         if self._rule is not None:
             return self._judge(self._rule, draft, drafted, logits)
-        if self._temperature > 0:
+        if not self._sampling.greedy:
             return self._reject(*self._coins(draft, drafted, logits), drafted)
         return self._compare(drafted, logits)
 
@@ -185,17 +186,16 @@ class ModelDecoder:
         self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[int, Tensor, list[int]]:
         """The rule's verdict; its refusals are corrected as lossless verification does."""
-        sampled = self._temperature > 0
         target = proposal = coins = None
-        if sampled:
+        if not self._sampling.greedy:
             target, proposal, coins = self._coins(draft, drafted, logits)
-        seen = judge(rule, draft, drafted, logits, self._temperature, coins)
+        seen = judge(rule, draft, drafted, logits, self._sampling, coins)
         count, kept = len(draft), seen.accepted
         if target is not None and proposal is not None:
             # A token that only the rule refused leaves no residual to draw from.
             own = self._replacement(target, proposal, kept, kept < count and seen.mismatched[kept])
             emitted = torch.cat([drafted[:kept], own])
-            own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, 0.0))
+            own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, GREEDY))
             tokens = emitted.tolist()
         else:
             emitted = torch.cat([drafted[:kept], logits[kept : kept + 1].argmax(-1)])
@@ -219,23 +219,21 @@ class ModelDecoder:
         return accepted, picks[: accepted + 1], both[count : count + accepted + 1]
 
     def _pick(self, logits: Tensor) -> Tensor:
-        if self._temperature == 0:
+        if self._sampling.greedy:
             return logits.argmax(-1)
-        return self._sample(torch.softmax(logits.float() / self._temperature, -1)[0])
+        return self._sample(probs(logits, self._sampling)[0])
 
-    def _sample(self, probs: Tensor) -> Tensor:
-        return draw(probs[None], self._generator)
+    def _sample(self, weights: Tensor) -> Tensor:
+        return draw(weights[None], self._generator)
 
     def _coins(
         self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Target and draft distributions, and per token whether rejection sampling accepts."""
-        target = torch.softmax(logits.float() / self._temperature, -1)  # (count + 1, vocab)
+        target = probs(logits, self._sampling)  # (count + 1, vocab)
         if not draft:
             return target, target[:0], drafted.bool()
-        proposal = torch.softmax(
-            torch.cat([t.logits for t in draft]).float() / self._temperature, -1
-        )
+        proposal = probs(torch.cat([t.logits for t in draft]), self._sampling)
         index = drafted[:, None]
         ratio = (target[:-1].gather(1, index) / proposal.gather(1, index))[:, 0]
         coins = torch.rand(len(draft), generator=self._generator, device=ratio.device)

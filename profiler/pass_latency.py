@@ -10,6 +10,7 @@ from torch import Tensor
 from profiler.latency import FIRST_WIDTHS, Block, Grid, Step
 from profiler.runner import Runner
 from profiler.tokens import ModelToken
+from traces.sampling import GREEDY
 
 UNTIMED = 2
 """Rounds of a block that only bring the processor's caches into their usual state."""
@@ -39,7 +40,7 @@ def pass_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
         return _pass(draft, ids["draft"][:width], context, 1)
 
     def read() -> object:
-        return ModelToken(token, logits, 0.0, None).prob
+        return ModelToken(token, logits, GREEDY, None).prob
 
     contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
     blocks += decoding_blocks(verify, propose, grid.widths, contexts)

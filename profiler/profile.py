@@ -29,6 +29,7 @@ from profiler.seq2seq_start import check_room, is_seq2seq
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
+from traces.sampling import GREEDY, Sampling
 from traces.trace import Request, Trace
 
 NEAR_TIE = 1e-3
@@ -41,7 +42,7 @@ class Settings:
 
     max_new_tokens: int = 128
     max_gamma: int = 24
-    temperature: float = 0.0
+    sampling: Sampling = GREEDY
     seed: int = 0
     grid: Grid = field(default_factory=Grid)
 
@@ -126,9 +127,9 @@ def profile_trace(
     recorder = Recorder(
         make_runner(pair.target, slots), make_runner(pair.draft, slots),
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
-        temperature=settings.temperature, generator=generator,
+        sampling=settings.sampling, generator=generator,
     )  # fmt: skip
-    name = "trace" if settings.temperature == 0 else "sampled"
+    name = "trace" if settings.sampling.greedy else "sampled"
     stamp = {"settings": asdict(settings), "meta": pair.meta, "prompts": [p.id for p in prompts]}
     checkpoint = Checkpoint(folder / f".{name}", stamp)
     task = progress.add_task(f"recording {name}", total=len(prompts))
@@ -175,7 +176,7 @@ def _assemble(
     margins = columns["target_top1"][on_path] - columns["target_top2"][on_path]
     meta: dict[str, Any] = {
         **pair.meta,
-        "sampling": {"temperature": settings.temperature, "seed": settings.seed},
+        "sampling": {**settings.sampling.meta, "seed": settings.seed},
         "eos_token_ids": sorted(eos),
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
         "recording_s": {"plain": float(seconds[:, 0].sum()), "all": float(seconds[:, 1].sum())},

@@ -12,7 +12,8 @@ Per prompt:
 With a temperature the output is sampled, and each position carries one coin: by the
 coupling of rejection sampling, given the emitted token x the draft's proposal was
 accepted with probability min(1, draft(x) / target(x)), and otherwise was a draw from
-the normalised positive part of draft - target.
+the normalised positive part of draft - target.  Top-p cuts both distributions before that, so
+draft(x) may be 0: x is then never proposed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch import Tensor
 
 from profiler.decoder import check_prompt
 from profiler.runner import Runner
+from profiler.sampling import coupled, log_probs_at, probs
 from profiler.sides import Sides
-from profiler.signals import check_finite, log_probs_at
+from profiler.signals import check_finite
 from profiler.tails import Tails
+from traces.sampling import GREEDY, Sampling
 from traces.trace import COLUMNS, MATCH, MISMATCH
 
 Columns = dict[str, "np.ndarray[Any, Any]"]
@@ -46,8 +49,8 @@ class Recorder:
         Output limit, and the longest draft that can be replayed.
     eos:
         Ids that end an output, and a draft.
-    temperature, generator:
-        0 records greedy decoding; above 0 one sampled output per prompt.
+    sampling, generator:
+        How outputs are drawn, one per prompt; greedily by default.
     """
 
     def __init__(
@@ -58,17 +61,15 @@ class Recorder:
         max_new_tokens: int,
         max_gamma: int = 24,
         eos: frozenset[int] = frozenset(),
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> None:
         if max_gamma < 1:
             raise ValueError(f"max_gamma is {max_gamma}, expected at least 1")
-        if temperature < 0:
-            raise ValueError(f"temperature is {temperature}, expected >= 0")
         self.target, self.draft = target, draft
         self.max_new_tokens, self.max_gamma = max_new_tokens, max_gamma
-        self.eos, self.temperature, self.generator = eos, temperature, generator
-        self.sides = Sides(temperature, generator, eos)
+        self.eos, self.sampling, self.generator = eos, sampling, generator
+        self.sides = Sides(sampling, generator, eos)
         self.decode_s = 0.0
         """Seconds the last prompt's plain decoding took, prefill included."""
 
@@ -92,7 +93,7 @@ class Recorder:
         count = output.shape[0]
         path = torch.cat([prompt, output[:-1]])
         draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)
-        proposal, match = self._propose(draft_logits, target_logits, output)
+        proposal, match, overlap = self._propose(draft_logits, target_logits, output)
         on_path = {
             "position": torch.arange(count),
             "offset": torch.zeros(count, dtype=torch.long),
@@ -100,9 +101,9 @@ class Recorder:
             "token": output,
             **self.sides.draft(draft_logits, proposal),
             **self.sides.target(target_logits, proposal),
-            "overlap": self._overlap(draft_logits, target_logits),
-            "draft_path_logprob": log_probs_at(draft_logits, output, self.temperature),
-            "target_path_logprob": log_probs_at(target_logits, output, self.temperature),
+            "overlap": overlap,
+            "draft_path_logprob": log_probs_at(draft_logits, output, self.sampling),
+            "target_path_logprob": log_probs_at(target_logits, output, self.sampling),
         }
         check_finite(on_path["draft_logsumexp"], "draft", "while recording")
         check_finite(on_path["target_logsumexp"], "target", "while recording")
@@ -129,27 +130,19 @@ class Recorder:
 
     def _propose(
         self, draft_logits: Tensor, target_logits: Tensor, output: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What the draft proposes on the path, and whether it is accepted; both (tokens,)."""
-        if self.temperature == 0:
-            proposal = draft_logits.argmax(-1)
-            return proposal, proposal == output
-        draft = torch.softmax(draft_logits.float() / self.temperature, -1)
-        target = torch.softmax(target_logits.float() / self.temperature, -1)
-        index = output[:, None]
-        ratio = (draft.gather(1, index) / target.gather(1, index))[:, 0]
-        coins = torch.rand(ratio.shape, generator=self.generator, device=ratio.device)
-        match = coins < ratio
-        residual = (draft - target).clamp(min=0)
-        # Where the two agree there is no residual, and no rejection either.
-        rejected = self.sides.draw(torch.where(match[:, None], draft, residual))
-        return torch.where(match, output, rejected), match
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the draft proposes on the path, whether it is accepted, and the overlap.
 
-    def _overlap(self, draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-        """Sum over the vocabulary of the smaller probability; (rows,)."""
-        scale = self.temperature or 1.0
-        draft = torch.softmax(draft_logits.float() / scale, -1)
-        return torch.minimum(draft, torch.softmax(target_logits.float() / scale, -1)).sum(-1)
+        The last is the sum over the vocabulary of the smaller probability; (tokens,) each.
+        """
+        draft, target = (probs(logits, self.sampling) for logits in (draft_logits, target_logits))
+        overlap = torch.minimum(draft, target).sum(-1)
+        if self.sampling.greedy:
+            proposal = draft_logits.argmax(-1)
+            return proposal, proposal == output, overlap
+        coins = torch.rand(output.shape, generator=self.generator, device=output.device)
+        match, residual = coupled(draft, target, output, coins)
+        return torch.where(match, output, self.sides.draw(residual)), match, overlap
 
     def _tail_plan(self, match: Tensor) -> tuple[Tensor, Tensor]:
         """Positions whose proposal was wrong, and the tail tokens each may need."""
@@ -162,13 +155,13 @@ class Recorder:
 
     def _tail_columns(self, rows: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
         """Trace columns from the rows of `Tails.record`."""
-        branch, step, heated = rows.pop("branch"), rows.pop("step"), rows.pop("heated", None)
-        if heated is None:
+        branch, step, drawn = rows.pop("branch"), rows.pop("step"), rows.pop("drawn", None)
+        if drawn is None:
             match = rows["draft_token"] == rows["target_token"]
         else:
             # Whether rejection sampling would accept the token: one coin each.
             coins = torch.rand(step.shape, generator=self.generator, device=step.device)
-            match = coins.log() < heated - rows["draft_logprob"]
+            match = coins.log() < drawn - rows["draft_logprob"]
         missing = torch.full_like(rows["draft_logprob"], torch.nan)
         return {
             "position": starts[branch],

@@ -24,6 +24,7 @@ from profiler.decoder import ModelDecoder, ModelToken
 from profiler.latency import Stopwatch
 from profiler.runner import Runner
 from traces.latency import CELL_COLUMNS
+from traces.sampling import GREEDY
 
 DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
@@ -124,5 +125,6 @@ def _round(
     proposals = models[1].forward(torch.cat([prompts[1], ids]), 0, keep=count or 1)
     given[0].rows = models[0].forward(torch.cat([prompts[0], ids]), 0, keep=count + 1)
     picks = given[0].rows.argmax(-1).clamp(max=models[1].vocab_size - 1)
-    tokens = [ModelToken(picks[i : i + 1], proposals[i : i + 1], 0.0, None) for i in range(count)]
+    parts = [slice(i, i + 1) for i in range(count)]
+    tokens = [ModelToken(picks[at], proposals[at], GREEDY, None) for at in parts]
     return partial(decoder.verify, tokens)

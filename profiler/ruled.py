@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from policies.rules import VerifyRule
-from profiler.signals import log_probs_at, signals
+from profiler.sampling import log_probs_at
+from profiler.signals import signals
+from traces.sampling import Sampling
 from traces.scores import RecordedScore
 
 
@@ -37,7 +39,7 @@ def judge(
     draft: Sequence[Any],
     drafted: Tensor,
     logits: Tensor,
-    temperature: float,
+    sampling: Sampling,
     coins: Tensor | None = None,
 ) -> Judged:
     """Let `rule` decide on a round, with one transfer to the host.
@@ -48,7 +50,7 @@ def judge(
         The drafted tokens, and their ids on the device, (count,).
     logits:
         The target's raw logits, (count + 1, vocab).
-    temperature:
+    sampling:
         Of the draft's probabilities.
     coins:
         (count,) outcomes of rejection sampling, which are then the lossless verdicts;
@@ -64,7 +66,7 @@ def judge(
     own = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
     if own and len(own) == count:
         proposal = torch.cat([t.logits for t in own])  # (count, vocab)
-        log_prob = log_probs_at(proposal, drafted, temperature)[:, None]
+        log_prob = log_probs_at(proposal, drafted, sampling)[:, None]
         side = torch.cat([signals(proposal).stack(), log_prob], dim=1)  # (count, 5)
         parts.append(torch.cat([side, side.new_zeros(1, 5)]))
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()

@@ -1,9 +1,40 @@
-"""Drawing tokens from a distribution, one way everywhere."""
+"""Next-token distributions under a `Sampling`, and draws from them, one way everywhere."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from traces.sampling import Sampling
+
+
+def tempered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits whose softmax is the distribution drawn from, float32 (rows, vocab).
+
+    Divided by the temperature (greedy decoding reads T = 1), and -inf outside the smallest
+    set of likeliest tokens whose mass reaches top-p: the set of transformers' TopPLogitsWarper.
+
+    ``logits``: (rows, vocab), any float dtype.
+    """
+    scaled = logits.float() / (sampling.temperature or 1.0)
+    if sampling.top_p == 1:
+        return scaled
+    # Stable, so that equal tokens at the edge are kept or not alike in passes of other shapes.
+    ascending, order = torch.sort(scaled, stable=True)
+    cut = torch.softmax(ascending, -1).cumsum(-1) <= 1 - sampling.top_p
+    cut[:, -1] = False
+    return scaled.masked_fill(torch.empty_like(cut).scatter_(-1, order, cut), -torch.inf)
+
+
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution drawn from, float32 (rows, vocab), from raw ``logits`` of that shape."""
+    return torch.softmax(tempered(logits, sampling), -1)
+
+
+def log_probs_at(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """log of `probs` of one token per row, float32 (rows,); -inf where top-p cuts it away."""
+    scaled = tempered(logits, sampling)
+    return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -22,3 +53,20 @@ def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     # A coin just below 1 may round to the total; the last token with a weight owns that.
     last = torch.searchsorted(cumulative, total)
     return torch.minimum(index, last)[:, 0]
+
+
+def coupled(draft: Tensor, target: Tensor, emitted: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
+    """Rejection sampling backwards: what the draft proposed where the target emitted a token.
+
+    Given the emitted x the proposal was x with probability min(1, draft(x) / target(x)), and
+    otherwise a draw from the normalised positive part of draft - target, never x.
+
+    ``draft``, ``target``: probabilities, (rows, vocab); ``emitted``, ``coins``: (rows,) tokens
+    drawn from the target, and uniform numbers.  Returns whether x was proposed, (rows,), and
+    the weights of the proposals where it was not, (rows, vocab).
+    """
+    index = emitted[:, None]
+    match = coins < (draft.gather(1, index) / target.gather(1, index))[:, 0]
+    residual = (draft - target).clamp(min=0)
+    # Where the two agree there is no residual, and but for rounding no rejection either.
+    return match, torch.where(residual.any(-1, keepdim=True), residual, draft)

@@ -22,6 +22,7 @@ from profiler.layer_latency import measure_layers
 from profiler.pass_latency import decoding_blocks, signal_block
 from profiler.seq2seq import Seq2SeqRunner
 from traces.errors import DraftsimError
+from traces.sampling import GREEDY
 
 
 def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
@@ -56,7 +57,7 @@ def seq2seq_blocks(target: Seq2SeqRunner, draft: Seq2SeqRunner, grid: Grid) -> l
         return target_at.run(width, context, width)
 
     def read() -> object:
-        return ModelToken(token, logits, 0.0, None).prob
+        return ModelToken(token, logits, GREEDY, None).prob
 
     blocks = [
         Block([[Step(name, "prefill", n, 0, passes.prefill(n))]])

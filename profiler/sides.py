@@ -5,35 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.sampling import draw
-from profiler.signals import log_probs_at, signals
+from profiler.sampling import draw, log_probs_at, probs
+from profiler.signals import signals
+from traces.sampling import GREEDY, Sampling
 
+PLAIN = Sampling(1.0)
+"""From the raw logits as they are."""
 ROWS = 32
 """Rows whose numbers are computed at a time: few enough to stay in a processor's cache."""
 
 
 class Sides:
-    """Picks tokens and computes the columns of `traces.trace.COLUMNS` at one temperature.
+    """Picks tokens and computes the columns of `traces.trace.COLUMNS` under one sampling.
 
     Parameters
     ----------
-    temperature, generator:
-        0 picks the likeliest token; above 0 tokens are drawn with random numbers from
+    sampling, generator:
+        Greedy picks the likeliest token; otherwise tokens are drawn with random numbers from
         ``generator``.
     eos:
         Ids that end a draft.
     """
 
     def __init__(
-        self, temperature: float, generator: torch.Generator | None, eos: frozenset[int]
+        self, sampling: Sampling, generator: torch.Generator | None, eos: frozenset[int]
     ) -> None:
-        self.temperature, self.generator, self.eos = temperature, generator, eos
+        self.sampling, self.generator, self.eos = sampling, generator, eos
 
     def pick(self, logits: Tensor) -> Tensor:
-        """One token per row: argmax, or a draw at the temperature; (rows,)."""
-        if self.temperature == 0:
+        """One token per row: argmax, or a draw; (rows,)."""
+        if self.sampling.greedy:
             return _likeliest(logits)
-        return self.draw(torch.softmax(logits.float() / self.temperature, -1))
+        return self.draw(probs(logits, self.sampling))
 
     def draw(self, weights: Tensor) -> Tensor:
         """One index per row, with probability as its weight; (rows,)."""
@@ -49,11 +52,11 @@ class Sides:
     def draft(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
         """The draft's numbers about one proposal per row; each (rows,)."""
         # Greedily the proposal is the argmax, which need not be sought again.
-        of = signals(logits, proposal if self.temperature == 0 else None)
-        if self.temperature in (0, 1):  # then `log_probs_at`, with the same log-sum-exp
+        of = signals(logits, proposal if self.sampling.greedy else None)
+        if self.sampling in (GREEDY, PLAIN):  # then `log_probs_at`, with the same log-sum-exp
             log_prob = logits.float().gather(1, proposal[:, None])[:, 0] - of.logsumexp
         else:
-            log_prob = log_probs_at(logits, proposal, self.temperature)
+            log_prob = log_probs_at(logits, proposal, self.sampling)
         return {
             "draft_token": proposal,
             "draft_logprob": log_prob,

@@ -51,12 +51,6 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     return Signals(top1, top2, top1 + log_total, entropy)
 
 
-def log_probs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log p(token) of each row at the sampling temperature (0 reads T = 1), float32 (rows,)."""
-    scaled = logits.float() / (temperature or 1.0)
-    return scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
-
-
 def check_finite(values: Tensor, model: str, where: str) -> None:
     """Raise if a log-sum-exp is NaN: the model's logits are then not usable."""
     if bool(values.isnan().any()):

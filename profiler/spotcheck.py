@@ -30,6 +30,7 @@ from traces.errors import DraftsimError
 from traces.measured import MEASURED_COLUMNS
 from traces.outputs import Output, RealRun
 from traces.rounds import RoundLog
+from traces.sampling import Sampling
 from traces.trace import Request, Trace
 
 
@@ -105,7 +106,7 @@ def run_arms(
     for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
         # Policies that learn across requests start each sweep anew.
         shared = {arm.label: arm.policy.fresh() for arm in arms}
-        used = {arm.label: _prepared(arm, target, trace.temperature) for arm in arms}
+        used = {arm.label: _prepared(arm, target, trace.sampling) for arm in arms}
         if repeat == 0:
             rules = used
         for i in range(len(trace.requests) if repeat >= 0 else 1):
@@ -183,13 +184,13 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
     return replace(request, tokens=len(output), ended=ended, wall_s=None)
 
 
-def _prepared(arm: Arm, target: Runner, temperature: float) -> VerifyRule | None:
+def _prepared(arm: Arm, target: Runner, sampling: Sampling) -> VerifyRule | None:
     """The sweep's own copy of the arm's rule; None where verification is lossless."""
     if arm.lossy is None:
         return None
     rule = arm.lossy.fresh()
     try:
-        rule.begin_run(target.vocab_size, temperature)
+        rule.begin_run(target.vocab_size, sampling.temperature, sampling.top_p)
     except ValueError as error:
         raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
     return rule
@@ -234,7 +235,7 @@ def _decoder(
     prompt = torch.tensor(info.prompt_ids, device=pair.device)
     return ModelDecoder(
         target, draft, prompt, info.max_new_tokens, pair.eos,
-        temperature=trace.temperature, generator=generator, run_lengths=runs, rule=rule,
+        sampling=trace.sampling, generator=generator, run_lengths=runs, rule=rule,
     )  # fmt: skip
 
 

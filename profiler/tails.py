@@ -9,8 +9,8 @@ from torch import Tensor
 
 from profiler.attention import Block
 from profiler.runner import Runner
+from profiler.sampling import log_probs_at
 from profiler.sides import Sides
-from profiler.signals import log_probs_at
 
 SCORE_TOKENS = 512
 """Tail tokens the target scores in one pass: bounds the memory of their logits."""
@@ -105,8 +105,8 @@ class Tails:
         blocks = [self._block(branch[span], span) for span in _spans(branch, BLOCK_TOKENS)]
         logits = self._target.forward_blocks(fed, self._path, blocks, positions)
         scored = self._sides.target(logits, draft_token)
-        if self._sides.temperature > 0:
-            scored["heated"] = log_probs_at(logits, draft_token, self._sides.temperature)
+        if not self._sides.sampling.greedy:
+            scored["drawn"] = log_probs_at(logits, draft_token, self._sides.sampling)
         return scored
 
     def _block(self, branch: Tensor, tokens: slice) -> Block:

@@ -7,20 +7,22 @@ import math
 import torch
 from torch import Tensor
 
-from profiler.signals import log_probs_at, signals
+from profiler.sampling import log_probs_at
+from profiler.signals import signals
+from traces.sampling import Sampling
 
 
 class ModelToken:
     """A token just drafted; its signals come to the host only when somebody reads one."""
 
-    __slots__ = ("_eos", "_id", "_logits", "_temperature", "_values", "device_id")
+    __slots__ = ("_eos", "_id", "_logits", "_sampling", "_values", "device_id")
 
     def __init__(
-        self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int] | None
+        self, device_id: Tensor, logits: Tensor, sampling: Sampling, eos: frozenset[int] | None
     ) -> None:
         self.device_id = device_id  # (1,)
         self._logits = logits  # (1, vocab)
-        self._temperature = temperature
+        self._sampling = sampling
         self._eos = eos
         self._values: tuple[float, ...] | None = None
         self._id: int | None = None
@@ -38,7 +40,7 @@ class ModelToken:
     def _fetch(self) -> tuple[float, ...]:
         # One transfer for all signals: the wait costs more than the numbers.
         if self._values is None:
-            log_prob = log_probs_at(self._logits, self.device_id, self._temperature)
+            log_prob = log_probs_at(self._logits, self.device_id, self._sampling)
             parts = [signals(self._logits).stack()[0], log_prob]
             self._values = tuple(torch.cat(parts).tolist())
         return self._values
@@ -52,7 +54,7 @@ class ModelToken:
 
     @property
     def prob(self) -> float:
-        """Probability the draft gave the token, at the sampling temperature."""
+        """Probability the draft drew the token with (T = 1 if greedy)."""
         # exp in float64 of a float32, exactly as Trace.signal derives it.
         return math.exp(self._fetch()[4])
 

@@ -11,6 +11,7 @@ from profiler.loading import Pair, Prompt, load_pair, read_prompts
 from profiler.record import Recorder
 from profiler.run import BUNDLED
 from profiler.runner import Runner
+from traces.sampling import GREEDY, Sampling
 from traces.trace import Request, Trace
 
 MAX_NEW = 40
@@ -35,14 +36,19 @@ def prompts(count: int = 6) -> list[Prompt]:
 
 
 def record(
-    count: int, temperature: float = 0.0, max_new: int = MAX_NEW, *, eos: bool = True, seed: int = 0
+    count: int,
+    sampling: Sampling = GREEDY,
+    max_new: int = MAX_NEW,
+    *,
+    eos: bool = True,
+    seed: int = 0,
 ) -> Trace:
     """A trace of the first prompts of each category, recorded by the real recorder."""
     generator = torch.Generator().manual_seed(seed)
     stop = pair().eos if eos else frozenset[int]()
     recorder = Recorder(
         *runners(), max_new_tokens=max_new, max_gamma=MAX_GAMMA, eos=stop,
-        temperature=temperature, generator=generator,
+        sampling=sampling, generator=generator,
     )  # fmt: skip
     columns, requests = [], []
     for i, prompt in enumerate(prompts(count)):
@@ -58,7 +64,7 @@ def record(
             )
         )  # fmt: skip
     merged = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
-    meta = {"eos_token_ids": sorted(stop), "sampling": {"temperature": temperature}}
+    meta = {"eos_token_ids": sorted(stop), "sampling": sampling.meta}
     return Trace(merged, requests, MAX_GAMMA, meta)
 
 

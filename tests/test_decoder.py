@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from policies import parse_policy
 from policies.basic import Fixed
@@ -21,6 +21,7 @@ from tests import bundled
 from traces.errors import DraftsimError
 from traces.replay import replay
 from traces.rounds import RoundLog
+from traces.sampling import Sampling
 from traces.trace import Trace
 
 POLICIES = (
@@ -104,9 +105,10 @@ def test_transformers_needs_the_predicted_number_of_target_passes(
         assert passes == expected[i], request.id
 
 
-def test_sampled_rounds_agree_with_replay_in_distribution() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
+def test_sampled_rounds_agree_with_replay_in_distribution(sampling: Sampling) -> None:
     """Mean accepted per round of real rejection sampling against the recorded coins."""
-    trace = bundled.record(6, temperature=1.0, seed=5)
+    trace = bundled.record(6, sampling=sampling, seed=5)
     policy = Fixed(4)
     replayed = replay(trace, policy)
     assert replayed.fidelity == "exact in distribution"
@@ -131,27 +133,32 @@ def tiny(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_rejection_sampling_leaves_the_targets_distribution() -> None:
-    """All 25 two-token outputs after the first, against their exact probabilities."""
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, 0.8)], ids=["all", "top-p"])
+def test_rejection_sampling_leaves_the_targets_distribution(sampling: Sampling) -> None:
+    """All 125 three-token outputs, against their exact probabilities."""
     target, draft = Runner(tiny(1), 32), Runner(tiny(2), 32)
     prompt = torch.tensor([1, 2])
     generator = torch.Generator().manual_seed(0)
     counts = np.zeros((5, 5, 5))
     draws = 3000
     for _ in range(draws):
-        decoder = ModelDecoder(target, draft, prompt, 3, temperature=1.0, generator=generator)
+        decoder = ModelDecoder(target, draft, prompt, 3, sampling=sampling, generator=generator)
         list(speculate(decoder, Fixed(2)))
         counts[tuple(decoder.output)] += 1
     expected = np.zeros((5, 5, 5))
     for a, b in product(range(5), range(5)):
         logits = target.forward(torch.tensor([1, 2, a, b]), 0)
-        probs = torch.softmax(logits.float(), -1).double().numpy()
+        kept = TopPLogitsWarper(sampling.top_p)(prompt[None], logits / sampling.temperature)
+        probs = torch.softmax(kept, -1).double().numpy()
         expected[a, b] = probs[1, a] * probs[2, b] * probs[3]
+    assert (counts[expected == 0] == 0).all()
+    assert (expected == 0).any() == (sampling.top_p < 1)
     expected *= draws / expected.sum()
+    counts, expected = counts[expected > 0], expected[expected > 0]
     rare = expected < 5
-    observed = np.append(counts[~rare], counts[rare].sum())
-    wanted = np.append(expected[~rare], expected[rare].sum())
-    result = stats.chisquare(observed, wanted * observed.sum() / wanted.sum())
+    observed = [*counts[~rare], *([counts[rare].sum()] if rare.any() else [])]
+    wanted = [*expected[~rare], *([expected[rare].sum()] if rare.any() else [])]
+    result = stats.chisquare(observed, wanted)
     assert result.pvalue > 6e-5  # four standard errors of a normal
 
 

@@ -19,6 +19,7 @@ from profiler.decoder import ModelDecoder
 from profiler.graphs import WIDEST, GraphRunner, Shape
 from profiler.runner import Runner
 from traces.errors import DraftsimError
+from traces.sampling import GREEDY, Sampling
 
 SLOTS = 200
 
@@ -140,7 +141,7 @@ def test_a_lone_token_needs_no_mask() -> None:
     )
 
 
-def test_one_transfer_per_round_whatever_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_per_round_whatever_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies that read no signal let the draft run ahead: the host waits once a round."""
     waits = 0
 
@@ -157,11 +158,10 @@ def test_one_transfer_per_round_whatever_the_temperature(monkeypatch: pytest.Mon
     target, draft = GraphRunner(model(2, 1), SLOTS), GraphRunner(model(1, 2), SLOTS)
     for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__"):
         counted(name)
-    for temperature in (0.0, 1.0):
+    for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, 0.9)):
         generator = torch.Generator().manual_seed(0)
         decoder = ModelDecoder(
-            target, draft, ids(10), 40, watch_eos=False, temperature=temperature,
-            generator=generator,
+            target, draft, ids(10), 40, watch_eos=False, sampling=sampling, generator=generator,
         )  # fmt: skip
         waits = 0
         rounds = len(list(speculate(decoder, Fixed(4))))

@@ -33,6 +33,7 @@ from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
 from traces.outputs import file_name, find_runs, quality, read_run, write_run
 from traces.replay import RuleReplayDecoder, replay
+from traces.sampling import Sampling
 from traces.scores import score_tape
 from traces.synthetic import synthetic_trace
 from traces.trace import Trace
@@ -224,8 +225,9 @@ def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:
     assert len(memory) == len(loaded)  # the run worked on a copy
 
 
-def test_a_stochastic_rules_seed_reproduces() -> None:
-    trace = bundled.record(3, temperature=1.0, max_new=16, seed=3)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
+def test_a_stochastic_rules_seed_reproduces(sampling: Sampling) -> None:
+    trace = bundled.record(3, sampling, max_new=16, seed=3)
     outputs = []
     for seed in (1, 1, 2):
         _, measured = decode(f"ensemble:mode=sample,weight=0.5,seed={seed}", trace)
@@ -236,12 +238,21 @@ def test_a_stochastic_rules_seed_reproduces() -> None:
 
 def test_lossless_as_lenience_one_keeps_the_sampled_output() -> None:
     """At factor 1 the rule never rescues, so coins, residuals and outputs are unchanged."""
-    trace = bundled.record(3, temperature=1.0, max_new=16, seed=3)
+    trace = bundled.record(3, sampling=Sampling(1.0), max_new=16, seed=3)
     plain = Arm("fixed:gamma=5", Fixed(5))
     measured = run_arms(bundled.pair(), trace, [plain], repeats=1)
     arm, ruled = decode("lenience:mode=sample,factor=1", trace)
     np.testing.assert_array_equal(ruled.logs[arm.label].rounds, measured.logs[plain.label].rounds)
     assert ruled.outputs[arm.label] == measured.outputs[plain.label]
+
+
+def test_a_cut_that_a_rule_cannot_know_is_refused() -> None:
+    trace = bundled.record(2, Sampling(1.0, 0.9), max_new=8)
+    refusal = r"lenience.*: .* not 1 with top-p 0\.9"
+    with pytest.raises(DraftsimError, match=refusal):
+        decode("lenience:mode=sample", trace)
+    with pytest.raises(DraftsimError, match=refusal):
+        replay(trace, Fixed(3), parse_rule("lenience:mode=sample"))
 
 
 def test_rules_share_a_run_in_order_and_are_not_the_callers() -> None:

@@ -440,3 +440,6 @@ def test_modes_that_do_not_fit_the_temperature_are_refused() -> None:
     with pytest.raises(ValueError, match="use mode=sample"):
         Ensemble().begin_run(V, 0.7)
     Lenience(mode="sample").begin_run(V, 1.0)
+    with pytest.raises(ValueError, match=r"not 1 with top-p 0\.9"):
+        Lenience(mode="sample").begin_run(V, 1.0, 0.9)
+    Ensemble(mode="sample").begin_run(V, 1.0, 0.9)

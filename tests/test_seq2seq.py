@@ -41,6 +41,7 @@ from profiler.seq2seq_start import check_same_start, decoder_prefix
 from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
 from traces.errors import DraftsimError
 from traces.replay import replay
+from traces.sampling import GREEDY, Sampling
 from traces.trace import Trace
 
 VOCABULARY, POSITIONS, NEW, GAMMA = 60, 64, 20, 8
@@ -125,13 +126,13 @@ def source(length: int = 11, seed: int = 1) -> torch.Tensor:
 
 
 @cache
-def recorded(kind: str, temperature: float = 0.0) -> Trace:
+def recorded(kind: str, sampling: Sampling = GREEDY) -> Trace:
     """The trace of three sources, made as `draftsim profile` makes it."""
     import tempfile
 
     texts = ("speculation", "encoder", "ab")
     prompts = [Prompt(str(i), "all", text) for i, text in enumerate(texts)]
-    settings = Settings(NEW, GAMMA, temperature)
+    settings = Settings(NEW, GAMMA, sampling)
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         return profile_trace(pair(kind), prompts, settings, Path(folder), progress)
 
@@ -235,8 +236,10 @@ def test_transformers_assisted_generation_writes_the_recorded_output() -> None:
         assert NEW / 5 <= passes <= NEW
 
 
-def test_sampled_recordings_run() -> None:
-    trace = recorded("t5", 1.0)
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)])
+def test_sampled_recordings_run(sampling: Sampling) -> None:
+    trace = recorded("t5", sampling)
+    assert trace.sampling == sampling
     log = replay(trace, parse_policy("fixed:gamma=3", max_gamma=GAMMA))
     assert log.rounds["emitted"].sum() == trace.tokens - len(trace.requests)
 

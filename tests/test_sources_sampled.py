@@ -14,7 +14,7 @@ from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from policies.rules import ExactMatch, RejectionSampling
-from profiler.sampling import draw
+from profiler.sampling import draw, probs
 from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.heads import ExitHeads
@@ -23,6 +23,7 @@ from profiler.sources.run import SourceRunner
 from profiler.sources.stack import LayerRunner
 from tests.test_sources_early_exit import trace_of
 from traces.errors import DraftsimError
+from traces.sampling import GREEDY, Sampling
 from traces.sources import (
     PLD,
     EarlyExit,
@@ -33,7 +34,9 @@ from traces.sources import (
 )
 from traces.trace import Trace
 
-HEAT, LIMIT, EOS = 0.8, 14, 7
+HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
+SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
+LIMIT, EOS = 14, 7
 ARMS: dict[str, tuple[EarlyExit, DraftPolicy, int]] = {
     "specbound": (EarlyExit(0.45, 0.3, 0.75), Fixed(4), 4),
     "no bound": (EarlyExit(0.45, 0.0, 1.0), Fixed(6), 6),
@@ -60,10 +63,10 @@ def heads() -> ExitHeads:
     return ExitHeads((1, 2, 3), 16).start_from(model().model.norm.weight.detach()).eval()
 
 
-def sampled_trace(requests: int, seed: int) -> Trace:
-    """Outputs drawn token by token from the target at `HEAT`."""
+def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
+    """Outputs drawn token by token from the target."""
     runner, generator = LayerRunner(model(), 64), torch.Generator().manual_seed(seed)
-    draws = RandomDraws(HEAT, generator)
+    draws = RandomDraws(sampling, generator)
     outputs, prompts = [], []
     for i in range(requests):
         prompt = torch.tensor([3 + i % 5, 11, 2])
@@ -76,7 +79,7 @@ def sampled_trace(requests: int, seed: int) -> Trace:
         outputs.append(output)
         prompts.append(prompt.tolist())
     trace = trace_of(outputs, LIMIT, prompts, [EOS])
-    meta = {**trace.meta, "sampling": {"temperature": HEAT}}
+    meta = {**trace.meta, "sampling": sampling.meta}
     return Trace(trace.columns, trace.requests, None, meta)
 
 
@@ -86,14 +89,17 @@ def record(trace: Trace, seed: int) -> Recordings:
 
 
 @cache
-def case() -> tuple[Trace, Recordings]:
-    trace = sampled_trace(12, 0)
+def case(sampling: Sampling = HOT) -> tuple[Trace, Recordings]:
+    trace = sampled_trace(12, 0, sampling)
     return trace, record(trace, 1)
 
 
+@SAMPLINGS
 @pytest.mark.parametrize("name", list(ARMS))
-def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(name: str) -> None:
-    trace, recordings = case()
+def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
+    name: str, sampling: Sampling
+) -> None:
+    trace, recordings = case(sampling)
     exits = recordings.exits
     assert exits is not None
     source, policy, _ = ARMS[name]
@@ -118,8 +124,9 @@ def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(name: str) ->
     assert 0 < accepted < drafted
 
 
-def test_what_a_token_says_is_what_the_real_one_says() -> None:
-    trace, recordings = case()
+@SAMPLINGS
+def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None:
+    trace, recordings = case(sampling)
     exits = recordings.exits
     assert exits is not None
     source = ARMS["no bound"][0]
@@ -148,7 +155,10 @@ def counts_fit(counts: np.ndarray, probs: np.ndarray) -> bool:
 
 def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling() -> None:
     rows, target = 60_000, torch.tensor([0.5, 0.3, 0.15, 0.05])
-    heads_probs = [torch.tensor([0.2, 0.5, 0.1, 0.2]), torch.tensor([0.55, 0.2, 0.2, 0.05])]
+    heads_probs = [
+        torch.tensor([0.2, 0.5, 0.1, 0.2]), torch.tensor([0.55, 0.2, 0.2, 0.05]),
+        torch.tensor([0.0, 0.6, 0.0, 0.4]), target,
+    ]  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     emitted = draw(target.expand(rows, 4), generator)
     shared = SharedDraws(rows, 4, generator, "cpu")
@@ -158,17 +168,18 @@ def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling(
         assert counts_fit(np.bincount(tokens.numpy(), minlength=4), head.numpy())
         overlap = float(torch.minimum(head, target).sum())
         matches = int((tokens == emitted).sum())
-        assert abs(matches - rows * overlap) < 4 * np.sqrt(rows * overlap * (1 - overlap))
+        assert abs(matches - rows * overlap) <= 4 * np.sqrt(rows * overlap * (1 - overlap))
         free = shared.tokens(head.expand(rows, 4), None)
         assert counts_fit(np.bincount(free.numpy(), minlength=4), head.numpy())
 
 
+@pytest.mark.parametrize("sampling", [Sampling(1.3), Sampling(1.3, 0.7)])
 @pytest.mark.parametrize("bonus", [False, True])
-def test_random_draws_emit_the_targets_distribution(bonus: bool) -> None:
+def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampling) -> None:
     trials, head = 6_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
     target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
     torch.set_num_threads(1)
-    draws = RandomDraws(1.3, torch.Generator().manual_seed(8))
+    draws = RandomDraws(sampling, torch.Generator().manual_seed(8))
     first, second, lengths = np.zeros(3), np.zeros(3), []
     for _ in range(trials):
         drafted = torch.cat([draws.propose(row[None], 0, 0, []) for row in head])
@@ -179,20 +190,21 @@ def test_random_draws_emit_the_targets_distribution(bonus: bool) -> None:
         first[tokens[0]] += 1
         if len(tokens) > 1:
             second[tokens[1]] += 1
-    want = draws.probs(target).numpy()
+    want = probs(target, sampling).numpy()
     assert counts_fit(first, want[0])
     # The rows do not depend on the tokens here, so neither does the second emitted one.
     assert counts_fit(second, want[1])
-    overlap = np.minimum(draws.probs(head).numpy(), want[:2]).sum(-1)
+    overlap = np.minimum(probs(head, sampling).numpy(), want[:2]).sum(-1)
     mean = overlap[0] * (1 + overlap[1])
     error = np.std(lengths) / np.sqrt(trials)
     assert abs(np.mean(lengths) - mean) < 4 * error
 
 
-def test_real_and_replayed_rounds_have_one_distribution() -> None:
+@SAMPLINGS
+def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
     source, policy, _ = ARMS["specbound"]
     count = 120
-    trace = sampled_trace(count, 21)
+    trace = sampled_trace(count, 21, sampling)
     replayed = replay_source(trace, source, policy, recordings=record(trace, 22))
     torch.manual_seed(23)
     real = SourceRunner(model(), trace, Modules(exits=heads())).run(source, policy).log
@@ -207,32 +219,40 @@ def test_real_and_replayed_rounds_have_one_distribution() -> None:
         assert abs(mine.mean() - theirs.mean()) < 4 * error, name
 
 
-def test_a_sampled_recording_survives_its_file_and_fits_its_trace_alone(tmp_path: Path) -> None:
-    trace, recordings = case()
+@SAMPLINGS
+def test_a_sampled_recording_survives_its_file(tmp_path: Path, sampling: Sampling) -> None:
+    trace, recordings = case(sampling)
     write_recordings(recordings, tmp_path)
     assert read_recordings(tmp_path).exits is None
     again = read_recordings(tmp_path, sampled=True)
     assert again.exits is not None
-    assert again.exits.temperature == HEAT
+    assert again.exits.sampling == trace.sampling == sampling
     source, policy, _ = ARMS["specbound"]
     np.testing.assert_array_equal(
         replay_source(trace, source, policy, recordings=again).rounds,
         replay_source(trace, source, policy, RejectionSampling(), recordings=recordings).rounds,
     )
-    greedy = Trace(trace.columns, trace.requests, None, {"eos_token_ids": [EOS]})
-    with pytest.raises(DraftsimError, match=r"of temperature 0\.8, the trace has 0"):
-        replay_source(greedy, source, policy, recordings=again)
-    with pytest.raises(DraftsimError, match=r"--exit-layers --temperature 0\.8"):
+
+
+def test_a_sampled_recording_fits_its_trace_alone() -> None:
+    trace, recordings = case()
+    source, policy, _ = ARMS["specbound"]
+    for wrong, shown in ((GREEDY, "greedy"), (CUT, r"T=0\.8, top-p 0\.7")):
+        other = Trace(trace.columns, trace.requests, None, {"sampling": wrong.meta})
+        with pytest.raises(
+            DraftsimError, match=rf"follows T=0\.8 outputs, those of the trace are {shown}"
+        ):
+            replay_source(other, source, policy, recordings=recordings)
+        with pytest.raises(DraftsimError, match=rf"are {shown}, and early exits .* along T=0\.8"):
+            record_exits(ExitRecorder(LayerRunner(model(), 64), heads(), (), sampling=HOT), other)
+    with pytest.raises(DraftsimError, match=r"--exit-layers --temperature 0\.8`"):
         replay_source(trace, source, policy)
     with pytest.raises(DraftsimError, match="use RejectionSampling"):
-        replay_source(trace, source, policy, ExactMatch(), recordings=again)
+        replay_source(trace, source, policy, ExactMatch(), recordings=recordings)
     with pytest.raises(DraftsimError, match="was sampled"):
         replay_source(trace, PLD(), policy)
     runner = SourceRunner(model(), trace, Modules(exits=heads()))
     with pytest.raises(DraftsimError, match="'pld' is decoded greedily alone"):
         runner.decoder(PLD(), 0)
-    recorder = ExitRecorder(LayerRunner(model(), 64), heads(), ())
-    with pytest.raises(DraftsimError, match=r"at temperature 0\.8, and early exits .* at 0"):
-        record_exits(recorder, trace)
     with pytest.raises(ValueError, match="temperature is 0"):
-        RandomDraws(0)
+        RandomDraws(GREEDY)

@@ -57,7 +57,7 @@ def agreeing_prefix(
 def output_log_likelihood(trace: Trace) -> float:
     """The target's mean log-probability of the recorded output tokens, nats per token.
 
-    At the recording's sampling temperature (T = 1 if greedy).  For the output of a lossy
+    Under the recording's sampling (T = 1 if greedy).  For the output of a lossy
     rule, pass the recording that was decoded under it; the target's own greedy output
     sets the mark to compare with.
 

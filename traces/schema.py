@@ -18,12 +18,15 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "match": ("int8", "1 accepted by lossless verification, 0 rejected, -1 not recorded"),
     "token": ("int32", "the true output token x_t; -1 in tails"),
     "draft_token": ("int32", "token the draft proposes; -1 not recorded"),
-    "draft_logprob": ("float32", "log-probability of draft_token in nats, sampling temperature"),
+    "draft_logprob": ("float32", "log-probability of draft_token as sampled, nats (greedy: T = 1)"),
     "draft_top1": ("float32", "draft's largest raw logit"),
     "draft_top2": ("float32", "draft's second largest raw logit"),
     "draft_logsumexp": ("float32", "log-sum-exp of the draft's raw logits (T = 1)"),
     "draft_entropy": ("float32", "entropy of the draft's full distribution at T = 1, nats"),
-    "draft_path_logprob": ("float32", "draft's log-probability of x_t at the sampling temperature"),
+    "draft_path_logprob": (
+        "float32",
+        "draft's log-probability of x_t likewise; -inf if it is cut",
+    ),
     "target_token": ("int32", "target's argmax after the same prefix"),
     "target_top1": ("float32", "target's largest raw logit"),
     "target_top2": ("float32", "target's second largest raw logit"),
@@ -31,8 +34,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "target_entropy": ("float32", "entropy of the target's full distribution at T = 1, nats"),
     "target_draft_logit": ("float32", "target's raw logit of draft_token"),
     "target_draft_rank": ("int32", "rank of draft_token under the target, 0 = argmax"),
-    "target_path_logprob": ("float32", "target's log-probability of x_t, sampling temperature"),
-    "overlap": ("float32", "sum over v of min(target, draft) at the sampling temperature"),
+    "target_path_logprob": ("float32", "target's log-probability of x_t likewise"),
+    "overlap": ("float32", "sum over v of min(target, draft) as sampled"),
 }
 """Name -> (numpy dtype, meaning) of the long table."""
 

@@ -110,7 +110,7 @@ def prepared_rule(rule: VerifyRule | None, trace: Trace) -> VerifyRule | None:
     check_rule_columns(trace, rule)
     mine = rule.fresh()
     try:
-        mine.begin_run(_vocab_size(trace), trace.temperature)
+        mine.begin_run(_vocab_size(trace), trace.temperature, trace.sampling.top_p)
     except ValueError as error:
         raise DraftsimError(f"{describe_rule(rule)}: {error}") from None
     return mine

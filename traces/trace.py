@@ -25,6 +25,7 @@ import numpy as np
 
 from traces.check import check_trace, normalised
 from traces.errors import DraftsimError
+from traces.sampling import Sampling
 from traces.schema import (
     COLUMNS,
     KEYS,
@@ -63,12 +64,12 @@ class Trace:
         because it holds no signals either (imported logs, synthetic traces).
     meta:
         Provenance: models and revisions, tokenizer, dtype, sampling, seeds, device,
-        library versions.  ``meta["sampling"]["temperature"]`` is 0 for greedy.
+        library versions.  `sampling` is read from ``meta["sampling"]``.
 
     Raises
     ------
     DraftsimError
-        If the arrays contradict each other or the request table.
+        If the arrays contradict each other or the request table, or the sampling is impossible.
     """
 
     columns: Mapping[str, Array]
@@ -79,6 +80,7 @@ class Trace:
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", normalised(self.columns))
         check_trace(self.columns, self.requests, self.max_gamma)
+        _ = self.sampling
 
     def __len__(self) -> int:
         return len(self.columns["match"])
@@ -88,10 +90,15 @@ class Trace:
         """Output tokens over all requests."""
         return sum(r.tokens for r in self.requests)
 
+    @cached_property
+    def sampling(self) -> Sampling:
+        """How the recorded outputs were drawn."""
+        return Sampling.of(self.meta.get("sampling"))
+
     @property
     def temperature(self) -> float:
         """Sampling temperature of the recording; 0 is greedy."""
-        return float(self.meta.get("sampling", {}).get("temperature", 0.0))
+        return self.sampling.temperature
 
     @cached_property
     def signals(self) -> frozenset[str]:

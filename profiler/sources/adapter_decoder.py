@@ -11,6 +11,7 @@ from torch import Tensor
 from profiler.sources.adapter import Adapter, AdapterRunner
 from profiler.sources.early_exit import EarlyExitDecoder, ExitToken
 from profiler.sources.stack import LayerRunner
+from traces.sampling import GREEDY
 from traces.sources.adapter import Kangaroo
 from traces.sources.calls import ADAPTER
 
@@ -51,7 +52,7 @@ class KangarooDecoder(EarlyExitDecoder):
         self._pending.clear()
         logits = self._target.project(states[-1:])
         self.calls.add(ADAPTER, width)
-        return ExitToken(logits.argmax(-1), logits, 0.0, self.eos, self._exit)
+        return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, self._exit)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """As early exit does; what was refused leaves nothing for the adapter to take in."""

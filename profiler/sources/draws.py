@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from profiler.sampling import draw
+from profiler.sampling import coupled, draw, probs
+from traces.sampling import Sampling
 from traces.sources.base import true_tokens
 from traces.sources.exits import ExitRecording
 from traces.trace import Trace
@@ -22,8 +23,8 @@ class Draws(Protocol):
     """What a sampled decoder leaves to chance."""
 
     @property
-    def temperature(self) -> float:
-        """Sampling temperature, above 0."""
+    def sampling(self) -> Sampling:
+        """How tokens are drawn; not greedily."""
         ...
 
     def first(self, logits: Tensor) -> Tensor:
@@ -49,22 +50,22 @@ class Draws(Protocol):
 class RandomDraws:
     """Lossless rejection sampling (Leviathan et al., 2211.17192, Alg. 1) from a generator.
 
-    ``temperature`` above 0; `generator` None is torch's global one.
+    ``sampling`` is not greedy; `generator` None is torch's global one.
     """
 
-    def __init__(self, temperature: float, generator: torch.Generator | None = None) -> None:
-        if not temperature > 0:
-            raise ValueError(f"temperature is {temperature}, expected above 0")
-        self.temperature, self.generator = temperature, generator
+    def __init__(self, sampling: Sampling, generator: torch.Generator | None = None) -> None:
+        if sampling.greedy:
+            raise ValueError(f"temperature is {sampling.temperature:g}, expected above 0")
+        self.sampling, self.generator = sampling, generator
 
     def first(self, logits: Tensor) -> Tensor:
         """A draw from the target."""
-        return draw(self.probs(logits), self.generator)
+        return draw(probs(logits, self.sampling), self.generator)
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
         """A draw from the exit head."""
         del at, position, so_far
-        return draw(self.probs(logits), self.generator)
+        return draw(probs(logits, self.sampling), self.generator)
 
     def settle(
         self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
@@ -72,7 +73,7 @@ class RandomDraws:
         """A coin per drafted token, and a draw from the residual behind the first that fails."""
         del position
         count = drafted.shape[0]
-        target, proposal = self.probs(logits), self.probs(proposals)
+        target, proposal = (probs(rows, self.sampling) for rows in (logits, proposals))
         index = drafted[:, None]
         ratio = target[:count].gather(1, index) / proposal.gather(1, index)
         coins = torch.rand(count, generator=self.generator, device=ratio.device)
@@ -85,16 +86,12 @@ class RandomDraws:
             tokens = torch.cat([tokens, draw(left, self.generator)])
         return accepted, tokens.tolist()
 
-    def probs(self, logits: Tensor) -> Tensor:
-        """Probabilities at the temperature; (rows, vocab)."""
-        return torch.softmax(logits.float() / self.temperature, -1)
-
 
 class RecordedDraws:
     """The draws along one request of a sampled trace, as its recording has them."""
 
     def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
-        self.temperature = recording.temperature
+        self.sampling = recording.sampling
         self._recording, self._device = recording, device
         starts = trace.request_starts
         self._true = true_tokens(trace, sampled=True)[
@@ -151,9 +148,5 @@ class SharedDraws:
         if truth is None:
             return (head / self._noise).argmax(-1)
         emitted, target = truth
-        index = emitted[:, None]
-        match = self._coins < (head.gather(1, index) / target.gather(1, index))[:, 0]
-        # Where the two agree there is no residual, and no rejection either.
-        residual = (head - target).clamp(min=0)
-        rejected = (torch.where(match[:, None], head, residual) / self._noise).argmax(-1)
-        return torch.where(match, emitted, rejected)
+        match, residual = coupled(head, target, emitted, self._coins)
+        return torch.where(match, emitted, (residual / self._noise).argmax(-1))

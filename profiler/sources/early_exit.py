@@ -15,6 +15,7 @@ from profiler.sources.draws import Draws
 from profiler.sources.heads import ExitHeads
 from profiler.sources.numbers import log_confidence
 from profiler.sources.stack import LayerRunner
+from traces.sampling import GREEDY, Sampling
 from traces.sources.calls import EXIT_HEAD, LayerLedger
 from traces.sources.early_exit import EarlyExit, verified
 from traces.sources.exits import depth_layers, log_threshold, temperature, usable_exits
@@ -26,10 +27,10 @@ class ExitToken(ModelToken):
     __slots__ = ("exit_layer",)
 
     def __init__(
-        self, device_id: Tensor, logits: Tensor, temperature: float, eos: frozenset[int],
+        self, device_id: Tensor, logits: Tensor, sampling: Sampling, eos: frozenset[int],
         exit_layer: int,
     ) -> None:  # fmt: skip
-        super().__init__(device_id, logits, temperature, eos or None)
+        super().__init__(device_id, logits, sampling, eos or None)
         self.exit_layer = exit_layer
 
 
@@ -117,9 +118,9 @@ class EarlyExitDecoder(SourceDecoder):
 
     def _token(self, logits: Tensor, at: int, layer: int, so_far: Sequence[Any]) -> ExitToken:
         if self._draws is None:
-            return ExitToken(logits.argmax(-1), logits, 0.0, self.eos, layer)
+            return ExitToken(logits.argmax(-1), logits, GREEDY, self.eos, layer)
         drawn = self._draws.propose(logits, at, len(self.output), so_far)
-        return ExitToken(drawn, logits, self._draws.temperature, self.eos, layer)
+        return ExitToken(drawn, logits, self._draws.sampling, self.eos, layer)
 
     def _enter(self, token: Tensor, *, count: bool = True) -> None:
         self._states.append(self._target.embed(token))

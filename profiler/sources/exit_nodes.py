@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from traces.sampling import GREEDY, Sampling
 from traces.sources.exits import SIGNALS, ExitRecording, ExitSetting
 
 Columns = dict[str, "npt.NDArray[Any]"]
@@ -36,12 +37,12 @@ class ExitNodes:
 
 def assemble(
     requests: Iterable[ExitNodes], counts: Sequence[int], layers: tuple[tuple[int, ...], int],
-    omegas: tuple[float, ...], settings: tuple[ExitSetting, ...], temperature: float = 0.0,
+    omegas: tuple[float, ...], settings: tuple[ExitSetting, ...], sampling: Sampling = GREEDY,
 ) -> ExitRecording:  # fmt: skip
     """One recording: all path nodes first, then the continuations, request by request.
 
     ``counts``: output tokens of each request; ``layers``: those with a head, and how many the
-    target has; ``temperature``: of the outputs.
+    target has; ``sampling``: of the outputs.
     """
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(int)
     total, branches = int(starts[-1]), []
@@ -70,8 +71,8 @@ def assemble(
     }
     nodes32 = {n: merged[n].astype(np.int32) for n in ("request", "parent", "position", "token")}
     meta: dict[str, Any] = {"off_path_nodes": int(sum(branches))}
-    if temperature > 0:
-        meta["temperature"] = temperature
+    if not sampling.greedy:
+        meta |= sampling.meta
     return ExitRecording(
         nodes32, merged["argmax"].astype(np.int32), merged["log_confidence"].astype(np.float32),
         {name: merged[name].astype(np.float32) for name in SIGNALS},

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.signals import log_probs_at
+from profiler.sampling import log_probs_at, probs
 from profiler.sources.adapter import Adapter
 from profiler.sources.draws import SharedDraws
 from profiler.sources.exit_nodes import Columns, ExitNodes, assemble
@@ -28,6 +28,7 @@ from profiler.sources.heads import ExitHeads
 from profiler.sources.numbers import exit_columns
 from profiler.sources.stack import LayerRunner
 from traces.errors import DraftsimError
+from traces.sampling import GREEDY, Sampling
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.exits import (
     OMEGAS,
@@ -35,9 +36,9 @@ from traces.sources.exits import (
     ExitSetting,
     depth_layers,
     log_threshold,
+    temperature,
     usable_exits,
 )
-from traces.sources.exits import temperature as confidence_temperature
 from traces.trace import Trace
 
 GROUP = 48
@@ -59,26 +60,23 @@ class ExitRecorder:
         Annealing strengths to record; must include those of the settings.
     eos:
         Ids that end an output and a draft.
-    temperature, generator:
-        Of sampled outputs; 0 records along greedy ones.
+    sampling, generator:
+        How the outputs were drawn, and of the exits' own draws.
     """
 
     def __init__(
         self, target: LayerRunner, heads: ExitHeads | Adapter, settings: Sequence[ExitSetting],
         omegas: Sequence[float] = OMEGAS, eos: frozenset[int] = frozenset(),
-        temperature: float = 0.0, generator: torch.Generator | None = None,
+        sampling: Sampling = GREEDY, generator: torch.Generator | None = None,
     ) -> None:  # fmt: skip
-        if temperature < 0:
-            raise ValueError(f"temperature is {temperature}, expected >= 0")
-        self.temperature, self.generator = temperature, generator
+        self.sampling, self.generator = sampling, generator
         self.target, self.heads, self.eos = target, heads, eos
         self.settings, self.omegas = tuple(settings), tuple(omegas)
         self.recorded_s = 0.0
         """Seconds the last request took, prefill of its prompt included."""
         layers = heads.layers
         self._temperatures = [
-            [confidence_temperature(o, layer, target.layers) for o in self.omegas]
-            for layer in layers
+            [temperature(o, layer, target.layers) for o in self.omegas] for layer in layers
         ]
         self._rules = []
         for s in self.settings:
@@ -107,10 +105,11 @@ class ExitRecorder:
             exits.append(self._normed(len(exits), hidden, 0, width - 1))
             at = layer
         truth = None
-        if self.temperature > 0:  # greedy output needs nothing of the layers behind the last head
+        # Greedy output needs nothing of the layers behind the last head.
+        if not self.sampling.greedy:
             hidden = self.target.run_layers(hidden, 0, range(at, self.target.layers))
             logits = self.target.logits(hidden[width - 1 :])
-            truth = prompt.new_tensor(output), self._probs(logits)
+            truth = prompt.new_tensor(output), probs(logits, self.sampling)
         nodes = ExitNodes()
         fed = [int(path[width - 1]), *output[:-1]]
         columns = self._columns(exits, truth)
@@ -149,7 +148,7 @@ class ExitRecorder:
         ``truth``: sampled tokens (tokens,) and the target's probabilities (tokens, vocab).
         """
         chance = None
-        if self.temperature > 0:
+        if not self.sampling.greedy:
             chance = SharedDraws(
                 len(states[0]), self.target.vocab_size, self.generator, self.target.device
             )
@@ -158,15 +157,12 @@ class ExitRecorder:
             logits = self.target.project(normed)
             part = exit_columns(logits, self._temperatures[i])
             if chance is not None:
-                part["argmax"] = drawn = chance.tokens(self._probs(logits), truth)
-                part["log_prob"] = log_probs_at(logits, drawn, self.temperature)
+                part["argmax"] = drawn = chance.tokens(probs(logits, self.sampling), truth)
+                part["log_prob"] = log_probs_at(logits, drawn, self.sampling)
             parts.append(part)
         return {
             name: torch.stack([part[name] for part in parts], 1).cpu().numpy() for name in parts[0]
         }
-
-    def _probs(self, logits: Tensor) -> Tensor:
-        return torch.softmax(logits.float() / self.temperature, -1)
 
     def _choose(
         self, columns: Columns, rule: tuple[list[int], int, float, int]
@@ -261,18 +257,18 @@ def record_exits(
 ) -> ExitRecording:
     """The early-exit recording of the requests of `trace`, whose output it follows.
 
-    Raises DraftsimError if the trace was decoded at another temperature than the recorder's or
-    holds no prompts.
+    Raises DraftsimError if the trace was sampled otherwise than the recorder does or holds no
+    prompts.
     """
-    if trace.temperature != recorder.temperature:
+    if trace.sampling != recorder.sampling:
         raise DraftsimError(
-            f"this trace was decoded at temperature {trace.temperature:g}, and early exits are to "
-            f"be recorded at {recorder.temperature:g}: record both at one"
+            f"this trace's outputs are {trace.sampling.label}, and early exits are to be recorded "
+            f"along {recorder.sampling.label} ones: record both alike"
         )
     layers = recorder.heads.layers, recorder.target.layers
     return assemble(
         (nodes for nodes, _ in recorded(recorder, trace)), [r.tokens for r in trace.requests],
-        layers, recorder.omegas, recorder.settings, recorder.temperature,
+        layers, recorder.omegas, recorder.settings, recorder.sampling,
     )  # fmt: skip
 
 

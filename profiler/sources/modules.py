@@ -109,7 +109,7 @@ def record_sources(
         runner = LayerRunner(target, ExitRecorder.slots_needed(longest, gamma))
         eos = frozenset(trace.meta.get("eos_token_ids") or ())
         recorder = ExitRecorder(
-            runner, modules.exits, settings, eos=eos, temperature=trace.temperature,
+            runner, modules.exits, settings, eos=eos, sampling=trace.sampling,
             generator=torch.Generator(runner.device).manual_seed(seed),
         )  # fmt: skip
         exits = record_exits(recorder, trace)

@@ -52,7 +52,7 @@ class SourceRunner:
     target:
         The model whose output `trace` holds.
     trace:
-        Its prompts are decoded again, at its temperature; its outputs serve as the datastore
+        Its prompts are decoded again, sampled as it was; its outputs serve as the datastore
         of retrieval.
     modules:
         Trained modules of this target.
@@ -77,11 +77,11 @@ class SourceRunner:
         Raises
         ------
         DraftsimError
-            If the source has no real decoder (at the trace's temperature), or its heads were
+            If the source has no real decoder (under the trace's sampling), or its heads were
             not trained.
         """
-        heat = self.trace.temperature
-        if heat > 0 and type(source) is not EarlyExit:
+        sampling = self.trace.sampling
+        if not sampling.greedy and type(source) is not EarlyExit:
             raise DraftsimError(
                 f"{source.name!r} is decoded greedily alone: give a trace of temperature 0"
             )
@@ -99,9 +99,9 @@ class SourceRunner:
         if isinstance(source, EarlyExit):
             if self.modules.exits is None:
                 raise DraftsimError("no exit heads for this target: train some first")
-            draws: Draws | None = RandomDraws(heat) if heat > 0 else None
-            if heat > 0 and self._draws is not None:
-                draws = self._draws(request)
+            draws: Draws | None = None
+            if not sampling.greedy:
+                draws = self._draws(request) if self._draws else RandomDraws(sampling)
             return EarlyExitDecoder(self.target, self.modules.exits, source, *begin, draws)
         if isinstance(source, Heads):
             heads = self.modules.heads(source.name)

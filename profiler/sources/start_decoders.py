@@ -14,6 +14,7 @@ from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import head_logits, kept_layers, mask_states
 from profiler.sources.heads import MaskEmbeddings, ParallelHeads
 from profiler.sources.stack import LayerRunner
+from traces.sampling import GREEDY
 from traces.sources.base import SourceToken
 from traces.sources.calls import HEAD, LAYER, PASS
 from traces.sources.lookup import Lookup, Proposal

@@ -152,7 +152,7 @@ def sampled_rounds(pair: Pair, trace: Trace, gamma: int = 4) -> dict[str, Any]:
     for info in some.requests:
         decoder = ModelDecoder(
             target, draft, torch.tensor(info.prompt_ids, device=pair.device), info.max_new_tokens,
-            pair.eos, temperature=trace.temperature, generator=generator,
+            pair.eos, sampling=trace.sampling, generator=generator,
         )  # fmt: skip
         real.append(list(speculate(decoder, Fixed(gamma))))
     means = []

@@ -18,6 +18,7 @@ from profiler.latency import Stopwatch
 from profiler.runner import Runner
 from profiler.sampling import draw
 from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.sampling import GREEDY
 
 EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
@@ -183,7 +184,7 @@ def choice_parts(runner: Runner, timer: Timer) -> list[dict[str, Any]]:
         "argmax of 8 rows": lambda: rows.argmax(-1),
         "draw of 1 row at T = 1": lambda: draw(torch.softmax(one.float(), -1), None),
         "copy of 1 row of logits": one.clone,
-        "signals of 1 row, fetched": lambda: ModelToken(token, one, 0.0, None).prob,
+        "signals of 1 row, fetched": lambda: ModelToken(token, one, GREEDY, None).prob,
         "rollback (cache placement)": lambda: runner.cache.place(0),
     }
     with torch.inference_mode():

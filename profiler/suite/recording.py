@@ -43,12 +43,12 @@ def record_trace(
     recorder = Recorder(
         GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots),
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
-        temperature=settings.temperature, generator=generator,
+        sampling=settings.sampling, generator=generator,
     )  # fmt: skip
     # Of other weights' outputs nothing may be taken over.
     weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
     kept = Checkpoint(
-        place.work / f"trained-trace-{settings.temperature:g}",
+        place.work / f"trained-trace-{settings.sampling.temperature:g}",
         {"settings": settings, "pair": weights},
     )
     recorded: list[Columns] = []
@@ -64,7 +64,7 @@ def record_trace(
             kept.put(f"{i:05d}", columns)
         recorded.append(columns)
     done = len(recorded)
-    place.say(f"recorded {done} of {len(prompts)} prompts at temperature {settings.temperature:g}")
+    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
     return _assemble(pair, prompts[:done], encoded[:done], recorded, settings)
 
 

@@ -30,6 +30,7 @@ from profiler.suite.training import DRAFT, TARGET
 from traces.files import write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.measured import MeasuredRuns, write_measured
+from traces.sampling import Sampling
 from traces.trace import Trace
 
 
@@ -78,7 +79,7 @@ def run_trained(place: Workplace) -> None:
     _write_measured(place, pair, graphed["times"])
     keep(rounds_graph=graphed["checked"])
     keep(assisted=part("assisted", lambda: checks.against_assisted(3 if place.quick else 6)))
-    hot = Settings(new, settings.max_gamma, temperature=1.0, seed=1)
+    hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
     sampled = recorded("sampled", hot, 0.10 * total)
     kept = write_within(sampled, place.out / "trained-sampled.parquet")
     rounds = part("sampled-rounds", lambda: sampled_rounds(pair, sampled))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.hardware import scaling_words
 from simulator.pricing import price
 from simulator.report import ratio_model
 from simulator.serving import ClosedLoop, Limits, Scenario, sweep
@@ -66,11 +67,11 @@ def _about(trace: Trace, latency: LatencyTable, c: float, v: float, known: bool)
         "prompts": len(trace.requests),
         "tokens": trace.tokens,
         "categories": len({r.category for r in trace.requests}),
-        "temperature": trace.temperature,
+        "sampling": trace.sampling.label,
         "max_gamma": trace.max_gamma,
         "alpha": ratio_model.recorded_alpha(trace),
         "c": c, "v": v, "ratios_measured": known,
-        "scaled": str(latency.meta.get("scaled") or ""),
+        "scaled": scaling_words(latency),
     }  # fmt: skip
 
 

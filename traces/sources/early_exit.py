@@ -27,8 +27,8 @@ class EarlyExit(Source):
     the last drafted token is not processed, and a full match emits no bonus token.  States
     that an exit skipped are computed, exactly, together with the next deeper token.
 
-    Along sampled outputs an exit draws its token from the head at the sampling temperature,
-    and rejection sampling verifies it; where to exit is decided as above.
+    Along sampled outputs an exit draws its token from the head under the same sampling, and
+    rejection sampling verifies it; where to exit is decided as above.
 
     Parameters
     ----------
@@ -78,9 +78,9 @@ class EarlyExit(Source):
     ) -> Callable[[int], SourceReplay]:
         """Needs an early-exit recording of the same requests."""
         if recordings.exits is None:
-            heat = f" --temperature {trace.temperature:g}" if trace.temperature else ""
+            options = " ".join(filter(None, ("--exit-layers", trace.sampling.options)))
             raise DraftsimError(
-                f"no early-exit recording: make one with `draftsim profile --exit-layers{heat}`"
+                f"no early-exit recording: make one with `draftsim profile {options}`"
             )
         if first < 1:
             raise DraftsimError("early exit is recorded behind the prefill: replay with first=1")
@@ -108,11 +108,10 @@ class ExitTape:
                 "the early-exit recording is of other requests than the trace: record both in "
                 "one run"
             )
-        if recording.temperature != trace.temperature:
+        if recording.sampling != trace.sampling:
             raise DraftsimError(
-                f"the early-exit recording follows outputs of temperature "
-                f"{recording.temperature:g}, the trace has {trace.temperature:g}: record both in "
-                "one run"
+                f"the early-exit recording follows {recording.sampling.label} outputs, those of "
+                f"the trace are {trace.sampling.label}: record both in one run"
             )
         self.recording, self.source = recording, source
         self.eos = frozenset(trace.meta.get("eos_token_ids") or ())

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import DraftsimError
+from traces.sampling import Sampling
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",
@@ -93,9 +94,9 @@ class ExitRecording:
     path_starts:
         First path node of each request, and the number of path nodes at the end.
     meta:
-        Provenance; ``temperature`` is that of sampled outputs.
+        Provenance; of sampled outputs also what `sampling` is read from.
     log_prob:
-        (nodes, exits) float32: log-probability of that token at the sampling temperature;
+        (nodes, exits) float32: log-probability that token was drawn with;
         None along greedy outputs, where it follows from the signals.
 
     Raises
@@ -132,10 +133,10 @@ class ExitRecording:
                     f"early-exit recording: {name} has shape {values.shape}, expected {shape}: "
                     "record it again"
                 )
-        if (self.log_prob is None) != (self.temperature == 0):
+        if (self.log_prob is None) != self.sampling.greedy:
             raise DraftsimError(
-                f"early-exit recording: temperature {self.temperature:g} and the probabilities of "
-                "draws do not fit together: record it again"
+                f"early-exit recording: outputs that are {self.sampling.label} and the "
+                "probabilities of draws do not fit together: record it again"
             )
         if sorted(set(self.exit_layers)) != list(self.exit_layers) or not (
             self.exit_layers and self.exit_layers[0] >= 1 and self.exit_layers[-1] < self.layers
@@ -149,10 +150,10 @@ class ExitRecording:
                 "early-exit recording: a confidence is not finite: check the exit heads"
             )
 
-    @property
-    def temperature(self) -> float:
-        """Sampling temperature of the outputs it follows, 0 for greedy."""
-        return float(self.meta.get("temperature") or 0.0)
+    @cached_property
+    def sampling(self) -> Sampling:
+        """How the outputs it follows were drawn."""
+        return Sampling.of(self.meta)
 
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:

@@ -97,7 +97,7 @@ def exits_file(sampled: bool) -> str:
 def write_recordings(recordings: Recordings, folder: Path) -> None:
     """Write what was recorded to ``exits*.parquet`` and ``starts-<source>.parquet``."""
     if recordings.exits is not None:
-        sampled = recordings.exits.temperature > 0
+        sampled = not recordings.exits.sampling.greedy
         write_exits(recordings.exits, folder / exits_file(sampled))
     if recordings.adapter is not None:
         write_exits(recordings.adapter, folder / ADAPTER_FILE)

@@ -1,0 +1,86 @@
+"""How an output is drawn: the temperature, and the cut to the likeliest tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from traces.errors import DraftsimError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What makes a next-token distribution of raw logits.
+
+    Parameters
+    ----------
+    temperature:
+        Divides the logits; 0 is greedy decoding, which draws nothing.
+    top_p:
+        Share of the probability that the likeliest tokens must reach: the fewest that do are
+        kept and renormalised (nucleus sampling, Holtzman et al., 1904.09751); 1 keeps all.
+
+    Raises
+    ------
+    DraftsimError
+        If a value is impossible, or a greedy output is to be cut.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise DraftsimError(
+                f"temperature is {self.temperature:g}, expected a finite number of at least 0"
+            )
+        if not 0 < self.top_p <= 1:
+            raise DraftsimError(f"top-p is {self.top_p:g}, expected above 0 and at most 1")
+        if self.greedy and self.top_p < 1:
+            raise DraftsimError(
+                f"top-p {self.top_p:g} cuts what is drawn, and greedy decoding draws nothing: give "
+                "a temperature above 0 as well"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def label(self) -> str:
+        """Both in a few characters, like ``T=1, top-p 0.9``; ``greedy`` without a temperature."""
+        if self.greedy:
+            return "greedy"
+        return f"T={self.temperature:g}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "")
+
+    @property
+    def options(self) -> str:
+        """What `draftsim profile` records it with; nothing for greedy outputs."""
+        if self.greedy:
+            return ""
+        cut = f" --top-p {self.top_p:g}" if self.top_p < 1 else ""
+        return f"--temperature {self.temperature:g}{cut}"
+
+    @property
+    def meta(self) -> dict[str, float]:
+        """The fields of a file's provenance; ``top_p`` only where something is cut."""
+        cut = {"top_p": self.top_p} if self.top_p < 1 else {}
+        return {"temperature": self.temperature, **cut}
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any] | None) -> Sampling:
+        """What `meta` was written from; fields it lacks stand for greedy, uncut output.
+
+        Raises DraftsimError if a field is no number or impossible.
+        """
+        found = {n: v for n in ("temperature", "top_p") if (v := (meta or {}).get(n)) is not None}
+        for name, value in found.items():
+            if not isinstance(value, int | float):
+                raise DraftsimError(f"sampling has {name}={value!r}, expected a number")
+        return cls(**{name: float(value) for name, value in found.items()})
+
+
+GREEDY = Sampling()
