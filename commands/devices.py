@@ -1,4 +1,4 @@
-"""Latency tables of a sweep: several pairs in a file, and other GPUs than the one measured."""
+"""Latency tables that several commands price with: pairs of a file, and other GPUs."""
 
 from __future__ import annotations
 
@@ -42,6 +42,31 @@ def latencies(
             elif pair == chosen:
                 found[name] = table
     return found
+
+
+def one_latency(name: str | None, trace_name: str, gpu: str | None = None) -> LatencyTable:
+    """The one table that `name` stands for, by default the trace's own, on one GPU or its own.
+
+    Raises
+    ------
+    DraftsimError
+        If it is more than one table or GPU, or the table cannot be carried over.
+    """
+    tables = latencies(None if name is None else [name], trace_name, False)
+    if len(tables) != 1:
+        raise DraftsimError(
+            f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
+        )
+    wanted = gpu_names(gpu)
+    if not wanted:
+        return next(iter(tables.values()))
+    if len(wanted) != 1:
+        raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
+    from simulator.whatif.prices import Prices
+
+    prices = Prices(latencies=tables, gpus=wanted)
+    say_scaling(prices)
+    return prices.tables[0].table
 
 
 def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:

@@ -35,6 +35,15 @@ LatencyOption = Annotated[
         "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
     ),
 ]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="GPU to carry latencies measured on another over to, approximately: see "
+        "`draftsim list --devices`. For `sweep`, several with commas between.",
+    ),
+]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(

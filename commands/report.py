@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from commands.devices import one_latency
 from commands.inputs import (
     BUNDLED,
+    GpuOption,
     PolicyOption,
-    load_latency,
     load_policies,
     load_trace,
     replay_all,
@@ -29,6 +30,7 @@ def report(
         "report.html"
     ),
     policy: PolicyOption = None,
+    gpu: GpuOption = None,
     serve: Annotated[
         bool, typer.Option(help="Also serve batches in simulated time, where they were measured.")
     ] = True,
@@ -38,10 +40,11 @@ def report(
     from simulator.report import build_report, write_report
     from traces.measured import read_measured
 
-    trace, latency = load_trace(run), load_latency(None, run)
+    trace, latency = load_trace(run), one_latency(None, run, gpu)
     chosen = load_policies(policy, trace)
     logs = replay_all(trace, [c for c in chosen if c[0] != "autoregressive"] or chosen)
-    file = measured_file(run)
+    # Times measured on another device are no check of what is predicted for this one.
+    file = None if latency.meta.get("scaled") else measured_file(run)
     measured = None if file is None else read_measured(file)
     page = build_report(
         trace, latency, logs, measured=measured, title=Path(run).name, serve=serve,

@@ -10,7 +10,7 @@ import typer
 
 from commands.devices import gpu_names, latencies, say_scaling
 from commands.held_out import SEARCHED, tuned_rows
-from commands.inputs import BUNDLED, TraceOption, load_policies, load_trace
+from commands.inputs import BUNDLED, GpuOption, TraceOption, load_policies, load_trace
 from commands.maps import draw_maps
 from commands.output import JsonOption, emit, note
 from traces.errors import DraftsimError
@@ -81,13 +81,7 @@ def sweep(
         str | None,
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="GPUs to carry latencies measured on one over to: see `draftsim list --devices`.",
-        ),
-    ] = None,
+    gpu: GpuOption = None,
     verify: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
     ] = 1.0,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
+from commands.devices import one_latency
+from commands.inputs import BUNDLED, GpuOption, LatencyOption, TraceOption, load_trace
 from commands.output import JsonOption, emit, note
 from traces.errors import DraftsimError
 
@@ -34,6 +35,7 @@ def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
+    gpu: GpuOption = None,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +78,7 @@ def tune(
     """Search the draft lengths that pay, and write them as the engine's configuration."""
     from simulator.tune import write_settings
 
-    recorded, table = load_trace(trace), load_latency(latency, trace)
+    recorded, table = load_trace(trace), one_latency(latency, trace, gpu)
     if engine is not Engine.VLLM and (by_context or contexts):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batches", batches)
@@ -91,6 +93,8 @@ def tune(
     shown = [c for c in SHOWN if c != "context" or by_context]
     if targets is not None:
         shown.append("within_slo")
+    if gpu is not None:
+        shown.append("scaled")
     if check:
         _served(recorded, table, tuned, rows, targets, seed)
         shown += ["served_tok_s", "rival", "rival_tok_s", "not_worse"]

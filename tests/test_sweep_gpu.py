@@ -15,6 +15,7 @@ import draftsim
 from simulator.hardware import DEVICES, Roofline, carry_over, fit_table, published_error
 from simulator.hardware.shapes import ModelShape
 from simulator.whatif import Prices, overview, read_sweep
+from tests.conftest import Run
 from traces.errors import DraftsimError, FileError
 from traces.files import write_latency, write_trace
 from traces.latency import CELL_COLUMNS, LatencyTable
@@ -201,3 +202,60 @@ def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path)
     pq.write_table(old, out)
     with pytest.raises(FileError, match=r"is of schema 1, expected 2: sweep again"):
         read_sweep(out)
+
+
+def command(run: Run, files: Path, engine: str, *more: str) -> Any:
+    return run(
+        "tune", "--engine", engine, "--trace", files / "trace.parquet", "--draws", "4",
+        "--latency", *(m.format(files) for m in more),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
+def test_settings_for_another_gpu_say_that_they_are_scaled(
+    files: Path, engine: str, run: Run
+) -> None:
+    here, there = (
+        command(run, files, engine, "{}/latency.parquet", "--gpu", gpu, "--json", "-")
+        for gpu in ("h200", "rtx3090")
+    )
+    assert {row["scaled"] for row in here.rows} == {False}
+    assert {row["scaled"] for row in there.rows} == {True}
+    assert "scaled, not measured" not in here.err
+    assert "warning: latencies were scaled, not measured: from h200 to rtx-3090" in there.err
+    assert "measured on h200, scaled to rtx-3090: approximate" in there.err
+    # A GPU of a fifth of the bandwidth.
+    assert there.rows[0]["throughput_tok_s"] < 0.6 * here.rows[0]["throughput_tok_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU here: run once for each"),
+        (("{}/latency.parquet", "--gpu", "h20"), "did you mean 'h200'"),
+        (("{}/cpu.parquet", "--gpu", "h100"), "has no GPU data sheet"),
+        (("const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
+        (("{}/suite.parquet",), "holds 2 tables, expected one: name"),
+    ],
+)
+def test_settings_for_no_gpu_or_many_are_one_line(
+    files: Path, more: tuple[str, ...], message: str, run: Run
+) -> None:
+    ran = command(run, files, "vllm", *more)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
+    files: Path, tmp_path: Path, run: Run
+) -> None:
+    folder, page = tmp_path / "run", tmp_path / "page.html"
+    folder.mkdir()
+    for name in ("trace.parquet", "latency.parquet"):
+        (folder / name).write_bytes((files / name).read_bytes())
+    common = ["report", "--run", folder, "--policy", "fixed", "--no-serve", "--resamples", "10"]
+    for gpu, scaled in (("h200", False), ("h100", True)):
+        ran = run(*common, "--gpu", gpu, "--out", page)
+        assert ran.code == 0, ran.err
+        assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled

@@ -55,6 +55,17 @@ def home_device(latency: LatencyTable) -> Device:
         ) from None
 
 
+def scaling_words(latency: LatencyTable) -> str:
+    """From where to where a table was carried over, and how well; empty if it was measured."""
+    note = latency.meta.get("scaled") or ""
+    if not isinstance(note, Mapping):
+        return str(note)
+    return (
+        f"from {note['from']} to {note['to']}, by a cost model that is off by "
+        f"{note['median_error']:.1%} in the median on the passes measured"
+    )
+
+
 def fit_table(
     latency: LatencyTable,
     *,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.hardware import scaling_words
 from traces.latency import LatencyTable
 from traces.trace import Trace
 
@@ -33,8 +34,8 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
         )
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         found.append("the trace is approximate: positions that were not observed were filled in")
-    if "scaled" in latency.meta:
-        found.append(f"latencies were carried over, not measured here: {latency.meta['scaled']}")
+    if said := scaling_words(latency):
+        found.append(f"latencies were scaled, not measured: {said}")
     if latency.is_constant:
         found.append("constant latencies do not depend on batch or context: measure them")
         return found
@@ -66,7 +67,7 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
         if hi < 1:
             found.append("on the prompts held back it is slower than the default")
     if not row["held_out"]:
-        found.append("too few prompts to hold some back: the gain is that of the choosing prompts")
+        found.append("no prompts were held back: the gain is that of the choosing prompts")
     if row["within_slo"] < ENOUGH:
         found.append(f"{row['within_slo']:.0%} of prompts meet the targets")
     return found

@@ -130,6 +130,7 @@ def tune_huggingface(
         "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
         "held_out": held_out, "served_gain": None,
+        "scaled": "scaled" in latency.meta,
     }  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *summed_up([row])]

@@ -19,14 +19,16 @@ ENGINES = tuple(CHECKS)
 
 TUNE_COLUMNS = (
     "engine", "batch", "context", "setting", "throughput_tok_s", "default", "gain", "gain_lo",
-    "gain_hi", "within_slo", "outside", "held_out", "served_gain", "warnings",
+    "gain_hi", "within_slo", "outside", "held_out", "served_gain", "scaled",
+    "warnings",
 )  # fmt: skip
 """Columns of `Tuned.rows`: tokens per second of decoding over the whole batch (SGLang's, which
 are served, include prompts); the gain is a ratio to
 the default, with its bootstrap interval over prompts; ``outside`` is the share of passes
 read outside the measured cells, ``held_out`` whether the gain is one of prompts that the
 choice was not made on; ``served_gain`` is the rate of the whole of vLLM's table, served at that
-batch, over that of the best fixed K there (None for other engines)."""
+batch, over that of the best fixed K there (None for other engines); ``scaled`` says that the
+latencies were carried over from another device."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,6 +114,7 @@ def tune_sglang(
             "gain": gain, "gain_lo": gain - spread, "gain_hi": gain + spread,
             "within_slo": float(within[option]), "outside": float(grid.outside.max()),
             "held_out": held_out, "served_gain": None,
+            "scaled": "scaled" in latency.meta,
         }  # fmt: skip
         row["warnings"] = about_row(row)
         rows.append(row)

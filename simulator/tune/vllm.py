@@ -132,7 +132,8 @@ def tune_vllm(
         gain = float(found.gains[i])
         row = _row(grids[i][j], o, options, chosen, own is not None, gain)
         said = about_served(options[found.best[i]], gain, kept, bool(found.worse[i]))
-        rows.append({**row, "warnings": [*about_row(row), *said]})
+        scaled = "scaled" in latency.meta
+        rows.append({**row, "scaled": scaled, "warnings": [*about_row(row), *said]})
     ranges = _rows(table, sizes, where, options)
     document = {
         # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
