@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from profiler.loading import load_pair, read_prompts
+from profiler.loading import load_pair
+from profiler.prompts import read_prompts
 from profiler.record import Recorder
 from profiler.runner import Runner
 

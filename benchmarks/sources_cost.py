@@ -20,8 +20,9 @@ from policies.registry import parse_policy
 from profiler.decoder import greedy
 from profiler.host_latency import measure_host
 from profiler.latency import Grid, Sweeps, table
-from profiler.loading import load_pair, read_prompts
+from profiler.loading import load_pair
 from profiler.pass_latency import pass_blocks
+from profiler.prompts import read_prompts
 from profiler.runner import Runner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import load_modules, record_sources

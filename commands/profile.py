@@ -186,8 +186,8 @@ def add_sampled(
 
     Raises DraftsimError if it holds outputs sampled otherwise.
     """
-    from profiler.loading import read_prompts
     from profiler.profile import profile_trace, progress_bar
+    from profiler.prompts import read_prompts
     from traces.files import read_trace
 
     path = out / "sampled.parquet"
@@ -228,8 +228,8 @@ def run_profile(
     """Profile the pair of `info`, loaded here unless given, into the folder `out`."""
     from dataclasses import replace
 
-    from profiler.loading import read_prompts
     from profiler.profile import profile_latency, profile_trace, progress_bar
+    from profiler.prompts import read_prompts
     from profiler.run import write_run
     from profiler.seq2seq_start import is_seq2seq
     from traces.sampling import GREEDY

@@ -246,8 +246,8 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
     """Train the absent modules into `own`, each file whole or not at all."""
     import tempfile
 
-    from profiler.loading import read_prompts
     from profiler.profile import progress_bar
+    from profiler.prompts import read_prompts
     from profiler.sources.stack import LayerRunner
     from profiler.sources.train import FILES, own_text, train_all
     from traces.sources.base import prompt_tokens

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,6 @@ from profiler.seq2seq_start import check_same_start, describe_seq2seq, is_seq2se
 from traces.errors import DraftsimError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of a prompts file."""
-
-    id: str
-    category: str
-    text: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +157,7 @@ def _model_factory(target: str | Path, draft: str | Path) -> Any:
 
 def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
     # What the hub's client says of every attempt would bury the one line that counts.
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         return factory.from_pretrained(str(path), **options)
     except torch.OutOfMemoryError:
@@ -264,54 +254,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or plain lines.
-
-    With ``limit`` prompts are taken in turn from each category, so that none is left out.
-    Raises DraftsimError naming file and line.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DraftsimError(f"cannot read prompts from {path}: {error}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompts.append(
-            _prompt(line, f"{path}:{number}", number)
-            if path.suffix in (".jsonl", ".json")
-            else Prompt(str(number), "all", line)
-        )
-    if not prompts:
-        raise DraftsimError(f"{path} holds no prompts: give one JSON object or one text a line")
-    return prompts if limit is None else _round_robin(prompts, limit)
-
-
-def _prompt(line: str, where: str, number: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DraftsimError(f"{where} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise DraftsimError(f"{where} is not a JSON object")
-    text = row.get("prompt") or row.get("text") or (row.get("turns") or [None])[0]
-    if not isinstance(text, str) or not text:
-        raise DraftsimError(f"{where} has no text under 'prompt', 'text' or 'turns'")
-    name = row.get("id", row.get("question_id", number))
-    return Prompt(str(name), str(row.get("category", "all")), text)
-
-
-def _round_robin(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(prompt.category, []).append(prompt)
-    chosen: list[Prompt] = []
-    depth = 0
-    while len(chosen) < limit and any(len(g) > depth for g in groups.values()):
-        chosen += [g[depth] for g in groups.values() if len(g) > depth]
-        depth += 1
-    return chosen[:limit]

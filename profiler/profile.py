@@ -18,8 +18,9 @@ from profiler.checkpoint import Checkpoint
 from profiler.host_latency import measure_host
 from profiler.latency import Grid, Sweeps, table
 from profiler.layer_latency import measure_layers
-from profiler.loading import Pair, Prompt
+from profiler.loading import Pair
 from profiler.pass_latency import pass_blocks
+from profiler.prompts import Prompt
 from profiler.record import Columns, Recorder
 from profiler.rule_latency import measure_rules
 from profiler.runner import Runner

@@ -7,7 +7,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from profiler.loading import Pair, Prompt, load_pair, read_prompts
+from profiler.loading import Pair, load_pair
+from profiler.prompts import Prompt, read_prompts
 from profiler.record import Recorder
 from profiler.run import BUNDLED
 from profiler.runner import Runner

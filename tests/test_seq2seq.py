@@ -31,8 +31,9 @@ from policies import parse_policy
 from profiler import bundled_seq2seq as bundled
 from profiler.decoder import greedy
 from profiler.latency import Grid
-from profiler.loading import Pair, Prompt, describe_model, load_pair
+from profiler.loading import Pair, describe_model, load_pair
 from profiler.profile import Settings, profile_latency, profile_trace, progress_bar
+from profiler.prompts import Prompt
 from profiler.record import Recorder
 from profiler.runner import Runner
 from profiler.seq2seq import Seq2SeqRunner, make_runner

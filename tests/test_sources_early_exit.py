@@ -231,7 +231,8 @@ class Case:
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
         from profiler.decoder import greedy
-        from profiler.loading import load_pair, read_prompts
+        from profiler.loading import load_pair
+        from profiler.prompts import read_prompts
         from profiler.sources.exit_record import ExitRecorder, record_exits
         from profiler.sources.heads import ExitHeads
         from profiler.sources.modules import Modules

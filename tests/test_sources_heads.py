@@ -65,7 +65,8 @@ class Case:
     def __init__(self) -> None:
         torch = pytest.importorskip("torch")
         from profiler.decoder import greedy
-        from profiler.loading import load_pair, read_prompts
+        from profiler.loading import load_pair
+        from profiler.prompts import read_prompts
         from profiler.sources.modules import Modules, record_sources
         from profiler.sources.run import SourceRunner
         from profiler.sources.stack import LayerRunner

@@ -150,7 +150,8 @@ def test_corpus_file(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def bundled() -> Any:
     pytest.importorskip("torch")
-    from profiler.loading import load_pair, read_prompts
+    from profiler.loading import load_pair
+    from profiler.prompts import read_prompts
 
     folder = Path(__file__).parents[1] / "profiler" / "bundled"
     pair = load_pair(folder / "target", folder / "draft")

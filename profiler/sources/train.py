@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiler.loading import read_prompts
+from profiler.prompts import read_prompts
 from profiler.sources.heads import ExitHeads, MaskEmbeddings, ParallelHeads, save_module
 from profiler.sources.stack import LayerRunner
 from profiler.sources.train_adapter import train_adapter

@@ -12,7 +12,8 @@ from typing import Any
 
 import transformers
 
-from profiler.loading import Pair, Prompt
+from profiler.loading import Pair
+from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
 from profiler.suite.training import train_pair
 

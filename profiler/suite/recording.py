@@ -12,8 +12,9 @@ import torch
 
 from profiler.checkpoint import Checkpoint
 from profiler.graphs import GraphRunner
-from profiler.loading import Pair, Prompt
+from profiler.loading import Pair
 from profiler.profile import Settings, _assemble
+from profiler.prompts import Prompt
 from profiler.record import Columns, Recorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.stack import LayerRunner

@@ -15,8 +15,9 @@ import pandas as pd
 import torch
 
 from profiler.architectures import PairShape
-from profiler.loading import Pair, Prompt
+from profiler.loading import Pair
 from profiler.profile import Settings
+from profiler.prompts import Prompt
 from profiler.suite.arms import COLUMNS
 from profiler.suite.checks import NAME, Checks, sampled_rounds
 from profiler.suite.environment import Ledger, Workplace, clocks, write_results

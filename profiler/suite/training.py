@@ -18,11 +18,12 @@ import transformers
 from torch import Tensor
 
 from profiler.architectures import Architecture
-from profiler.loading import Pair, Prompt, describe_model
+from profiler.loading import Pair, describe_model
 from profiler.pair.models import VOCABULARY, train_tokenizer
 from profiler.pair.prompts import cut_prompt
 from profiler.pair.text import CATEGORIES, Document, load_documents, stable_hash
 from profiler.pair.training import Stream, optimisers, prediction_loss, update
+from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
 
 ROW_TOKENS = 512
