@@ -164,7 +164,7 @@ def _openers(
     """By arm, a function from a request to a decoder behind its prefill."""
     import torch
 
-    from commands.source_runs import modules_of
+    from commands.source_modules import modules_of
     from profiler.decoder import ModelDecoder
     from profiler.run import read_run
     from profiler.runner import Runner
