@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,8 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.papers import Sampled
+    from traces.sampling import Sampling
+    from traces.trace import Trace
 
 
 def papers(
@@ -31,8 +34,9 @@ def papers(
         list[Path] | None,
         typer.Option(
             metavar="RUN",
-            help="Run folders of the same pair profiled with --exit-layers --temperature T; "
-            "repeatable. The trace's own counts as well.",
+            help="Run folders of the same pair profiled with --exit-layers --temperature T "
+            "[--top-p P]; repeatable. The trace's own count as well. Default: the folders beside "
+            "the trace's.",
         ),
     ] = None,
     table: Annotated[
@@ -62,7 +66,8 @@ def papers(
         load_latency(latency, trace),
         [read_run(file) for file in files],
         Recordings() if folder is None else read_recordings(folder),
-        sampled_runs([*([folder] if folder else []), *(sampled or [])]),
+        sampled_runs(recorded, folder, sampled),
+        command_of(recorded, folder),
     )
     rows = [
         row
@@ -79,19 +84,65 @@ def papers(
             note(f"{name}: {text}")
 
 
-def sampled_runs(folders: Sequence[Path]) -> list[Sampled]:
-    """What the run folders hold of early exits along sampled outputs, one per temperature."""
+def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
+    """Early exits of the pair of `trace` along sampled outputs, one of each sampling.
+
+    Looked for in the trace's own `folder` and in the `named` run folders, or where None is, in
+    those beside its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
+    of another pair.
+    """
     from commands.sources import load_recordings
     from simulator.papers import Sampled
     from traces.files import read_trace
+    from traces.recordings import SAMPLED, pair_of
 
-    found: dict[float, Sampled] = {}
-    for folder in folders:
-        path = folder / "sampled.parquet"
-        if not path.is_file():
+    for run in named or ():
+        if not (run / SAMPLED).is_file():
+            raise DraftsimError(
+                f"--sampled {run}: holds no sampled outputs: record some with "
+                "`draftsim profile --exit-layers --temperature T`"
+            )
+    runs = list(named or ())
+    if folder is not None:
+        beside = [f.parent for f in sorted(folder.parent.glob(f"*/{SAMPLED}"))]
+        own = [folder] if (folder / SAMPLED).is_file() else []
+        runs = [*own, *(beside if named is None else named)]
+    found: dict[Sampling, Sampled] = {}
+    for run in dict.fromkeys(runs):
+        asked = run == folder or named is not None
+        try:
+            sampled = read_trace(run / SAMPLED)
+            if run != folder and pair_of(sampled) != pair_of(trace):
+                if asked:
+                    raise DraftsimError(f"--sampled {run}: was recorded of another pair: drop it")
+                continue
+            recordings = load_recordings(str(run / SAMPLED), sampled)
+        except DraftsimError as error:
+            if asked:
+                raise
+            note(f"sampled outputs beside the trace are left out: {error}")
             continue
-        trace = read_trace(path)
-        recordings = load_recordings(str(path), trace)
         if recordings.exits is not None:
-            found.setdefault(trace.temperature, Sampled(trace, recordings))
+            found.setdefault(sampled.sampling, Sampled(sampled, recordings))
     return list(found.values())
+
+
+def command_of(trace: Trace, folder: Path | None) -> str:
+    """The `draftsim profile` that records the pair of a run folder on the same prompts again.
+
+    What only the user knows is left in capitals.
+    """
+    from traces.recordings import SAMPLED
+
+    target, draft, prompts, out = "TARGET", "DRAFT", "PROMPTS", "RUN"
+    if folder is not None and (file := folder / "run.json").is_file():
+        info = loads(file.read_text())  # not by `profiler.run`, which needs torch
+        target, draft = info.get("target", target), info.get("draft", draft)
+        prompts = "profiler/bundled/prompts.jsonl" if target == BUNDLED else prompts
+        out = out if (folder / SAMPLED).is_file() else str(folder)
+    limits = f"--limit {len(trace.requests)} --max-gamma {trace.max_gamma or 24}"
+    longest = max((r.max_new_tokens for r in trace.requests), default=128)
+    return (
+        f"draftsim profile --target {target} --draft {draft} --prompts {prompts} {limits} "
+        f"--max-new-tokens {longest} --out {out}"
+    )

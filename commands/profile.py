@@ -37,17 +37,13 @@ def profile(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 128,
     temperature: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Also record sampled outputs at this temperature; 0 = greedy only."
-        ),
+        typer.Option(help="Also record sampled outputs at this temperature; 0 = greedy only."),
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
-            min=0.0,
-            max=1.0,
             help="Draw sampled outputs and drafts from the likeliest tokens alone, as many as "
-            "reach this probability; 1 = from all.",
+            "reach this probability; 1 = from all."
         ),
     ] = 1.0,
     limit: Annotated[

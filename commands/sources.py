@@ -59,7 +59,7 @@ def load_recordings(trace_name: str, trace: Trace) -> Recordings:
     from traces.sources.files import read_recordings
 
     folder = folder_of(trace_name)
-    if trace.temperature > 0:
+    if folder is None and trace.temperature > 0:
         folder = Path(trace_name).parent  # sampled outputs are named by their file
     if folder is None:
         return Recordings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from traces.errors import DraftsimError, FileError
 from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
-from traces.recordings import find_latency, find_trace, parse_latency, recordings
+from traces.recordings import find_latency, find_trace, folder_of, parse_latency, recordings
+from traces.sampling import Sampling
 from traces.synthetic import synthetic_trace
+from traces.trace import Trace
 
 
 @pytest.fixture
@@ -33,7 +36,27 @@ def test_recordings_are_listed_with_a_summary(bundled: Path, tmp_path: Path) -> 
 def test_what_is_bundled_can_be_read() -> None:
     for recording in recordings():
         assert find_trace(recording.name).tokens > 0
-        assert find_latency(recording.name).has("target", "forward")
+        # Sampled outputs alone are priced by the latencies of the pair's other recording.
+        if recording.file("trace").is_file():
+            assert find_latency(recording.name).has("target", "forward")
+
+
+def test_a_recording_of_sampled_outputs_alone_is_one(bundled: Path) -> None:
+    hot = synthetic_trace(0.5, requests=3, tokens=7)
+    meta = {**hot.meta, "sampling": {"temperature": 0.3}}
+    (bundled / "hot").mkdir()
+    write_trace(
+        Trace(hot.columns, hot.requests, hot.max_gamma, meta), bundled / "hot" / "sampled.parquet"
+    )
+    assert find_trace("hot", bundled).sampling == Sampling(0.3)
+    assert folder_of("hot", bundled) == bundled / "hot"
+    # Beside a greedy trace they have to be named by their file.
+    shutil.copy(bundled / "hot" / "sampled.parquet", bundled / "code-pair")
+    assert find_trace("code-pair", bundled).sampling.greedy
+    [found] = [r for r in recordings(bundled) if r.name == "hot"]
+    assert found.summary == "synthetic: 3 requests, 21 tokens, sampled at T=0.3"
+    with pytest.raises(FileError, match=r"hot has no latency.parquet: .* \(chat-pair, code-pair\)"):
+        find_latency("hot", bundled)
 
 
 def test_names_folders_and_files(bundled: Path) -> None:

@@ -14,7 +14,11 @@ from traces.latency import PHASES, LatencyTable
 from traces.trace import Trace
 
 BUNDLED = Path(__file__).parent / "recorded"
-"""Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``."""
+"""Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``.
+
+A recording may hold sampled outputs alone, ``<name>/sampled.parquet``; they are its trace then.
+"""
+SAMPLED = "sampled.parquet"
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,17 @@ class Recording:
 
 def recordings(folder: Path = BUNDLED) -> list[Recording]:
     """The bundled recordings, by name."""
-    folders = sorted(f.parent for f in folder.glob("*/trace.parquet"))
-    return [Recording(f.name, f, _summary(f)) for f in folders]
+    folders = {f.parent for name in ("trace.parquet", SAMPLED) for f in folder.glob(f"*/{name}")}
+    return [Recording(f.name, f, _summary(f)) for f in sorted(folders)]
+
+
+def pair_of(trace: Trace) -> tuple[str | None, str | None]:
+    """Fingerprints of the target's and the draft's weights; None where they are not known."""
+    target, draft = (
+        value.get("fingerprint") if isinstance(value := trace.meta.get(role), dict) else None
+        for role in ("target", "draft")
+    )
+    return target, draft
 
 
 def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
@@ -105,13 +118,21 @@ def parse_latency(text: str) -> LatencyTable:
 
 def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:
     path = Path(name_or_path)
-    if len(path.parts) == 1 and (bundled := folder / path / f"{kind}.parquet").is_file():
-        return bundled
-    if path.is_dir() and (inside := path / f"{kind}.parquet").is_file():
-        return inside
+    files = [f"{kind}.parquet", *([SAMPLED] if kind == "trace" else [])]
+    for file in files:
+        if len(path.parts) == 1 and (bundled := folder / path / file).is_file():
+            return bundled
+    for file in files:
+        if path.is_dir() and (inside := path / file).is_file():
+            return inside
+    names = sorted({f.parent.name for file in files for f in folder.glob(f"*/{file}")})
+    if len(path.parts) == 1 and not path.exists() and (folder / path).is_dir():
+        raise FileError(
+            f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "
+            f"({', '.join(names) or 'none has one'})"
+        )
     if path.exists() or len(path.parts) != 1 or path.suffix:
         return path  # the reader says what is wrong with it
-    names = sorted(f.parent.name for f in folder.glob(f"*/{kind}.parquet"))
     listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
     hint = _nearest(str(path), names)
     raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
@@ -123,11 +144,12 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 
 def _summary(folder: Path) -> str:
-    trace = read_trace(folder / "trace.parquet")
+    trace = find_trace(folder)
     named = {role: trace.meta.get(role) for role in ("target", "draft")}
     pair = " + ".join(_label(v) for v in named.values() if v) or str(trace.meta.get("kind", "?"))
     device = trace.meta.get("device")
-    size = f"{len(trace.requests)} requests, {trace.tokens} tokens"
+    drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
+    size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
     return f"{pair}: {size}" + (f", {_label(device)}" if device else "")
 
 

@@ -13,6 +13,7 @@ from simulator.summary import prompt_speedups
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.rounds import RoundLog
+from traces.sampling import GREEDY, Sampling
 from traces.sources.registry import SYSTEMS, parse_source
 from traces.sources.replay import replay_source
 
@@ -45,12 +46,11 @@ FIGURE_3_SOURCES = tuple(
     dict.fromkeys(figure_3_source(name, v) for name, values in FIGURE_3.items() for v in values)
 )
 """What a recording must have followed for the sweeps."""
-TABLE_2: dict[str, float | None] = {
-    "greedy decoding": 0.0, "temperature sampling (T=0.3)": 0.3,
-    "temperature sampling (T=1.0)": 1.0, "top-p sampling (p=0.9)": None,
+TABLE_2 = {
+    "greedy decoding": GREEDY, "temperature sampling (T=0.3)": Sampling(0.3),
+    "temperature sampling (T=1.0)": Sampling(1.0), "top-p sampling (p=0.9)": Sampling(1.0, 0.9),
 }  # fmt: skip
-"""Table 2's rows and their temperatures; None where sampling is cut to the likeliest tokens."""
-TOP_P = "outputs are sampled at a temperature, from all tokens: top-p is not recorded"
+"""Table 2's rows; the paper names no temperature beside its top-p, which is then 1."""
 
 
 def system_log(ours: Ours | Sampled, name: str) -> RoundLog:
@@ -101,22 +101,21 @@ def sampling_rows(ours: Ours, greedy: float, note: str) -> list[Row]:
     ``greedy``: SpecBound's speedup along greedy output, and what to say of it.
     """
     rows = []
-    for row, temperature in TABLE_2.items():
-        own: tuple[float | None, str] = (greedy, note)
-        if temperature != 0:
-            own = (None, TOP_P) if temperature is None else _sampled(ours, temperature)
+    for row, sampling in TABLE_2.items():
+        own = (greedy, note) if sampling.greedy else _sampled(ours, sampling)
         published = SPECBOUND_2.value(row, "Overall")
         rows.append(Row(SPECBOUND_2.name, row, "Overall", published, own[0], EXPERIMENT, own[1]))
     return rows
 
 
-def _sampled(ours: Ours, temperature: float) -> tuple[float | None, str]:
-    """SpecBound's speedup along outputs sampled at `temperature`, and what to say of it."""
-    found = [s for s in ours.sampled if s.trace.temperature == temperature]
+def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
+    """SpecBound's speedup along outputs sampled so, and what to say of it."""
+    found = [s for s in ours.sampled if s.trace.sampling == sampling]
     if not found:
         return None, (
-            "no early exits were recorded along outputs sampled so: `draftsim profile "
-            f"--exit-layers --temperature {temperature:g}` records them"
+            f"no early exits were recorded along outputs sampled at {sampling.label}: "
+            f"`{ours.profile} --exit-layers {sampling.options}` records them, and --sampled RUN "
+            "names them"
         )
     try:
         log = system_log(found[0], "specbound")

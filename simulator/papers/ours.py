@@ -25,7 +25,7 @@ UNJUDGED = "judging time not included: these latencies were measured without it"
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Outputs sampled at a temperature, and the early exits recorded along them."""
+    """Sampled outputs, and the early exits recorded along them."""
 
     trace: Trace
     recordings: Recordings
@@ -42,7 +42,9 @@ class Ours:
     recordings: Recordings = field(default_factory=Recordings)
     """Early exits and the like."""
     sampled: Sequence[Sampled] = ()
-    """The pair's recordings along sampled outputs, by temperature at most one."""
+    """The pair's recordings along sampled outputs, at most one of each `Sampling`."""
+    profile: str = "draftsim profile"
+    """The command that records the same pair on the same prompts, as far as is known."""
 
 
 @dataclass(frozen=True, eq=False)
