@@ -12,13 +12,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Fixed
+from policies.core import Round
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, Timeline, simulate
+from simulator.serving.timeline import verdict
 from tests.test_serving_theory import GRID, bernoulli
 from traces.latency import LatencyTable
 from traces.synthetic import synthetic_trace
@@ -229,3 +232,51 @@ def test_the_importer_here_drops_what_perfetto_s_drops():
     assert dropped((0, 1.001), (math.nextafter(1.001, 0), 3)) == 0
     # Exact in nanoseconds, yet the second begins a nanosecond early and is lost.
     assert dropped((0.5, 0.501), (1.001, 3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Round(0, 0, 0, 1, 0, 1), "no draft"),
+        (Round(0, 3, 3, 4, 3, 1), "all 3 accepted"),
+        (Round(0, 3, 2, 3, 3, 1), "2 of 3 accepted"),
+        (Round(0, 3, 0, 1, 5, 1), "none of 3 accepted"),
+    ],
+)
+def test_a_round_says_what_became_of_its_draft(outcome, words):
+    assert verdict(outcome) == words
+
+
+def test_counters_are_zero_while_nothing_runs(tmp_path):
+    path = tmp_path / "run.json"
+    with Timeline(path) as timeline:
+        timeline.tokens(1.0, 0.5, 3, 1)
+        timeline.tokens(1.5, 0.5, 2, 0)
+        timeline.tokens(4.0, 0.5, 1, 1)
+    found = sorted(checked(path).counters["drafted tokens accepted"])
+    seconds = [(ns / 1e9, value) for ns, value in found]
+    assert seconds == [(0, 0), (1, 3), (1.5, 2), (2, 0), (4, 1), (4.5, 0)]
+
+
+@pytest.mark.parametrize("mode", ["continuous", "pearl", "dsi"])
+def test_devices_show_prompts_and_both_kinds_of_tokens(tmp_path, mode):
+    path = tmp_path / "run.json"
+    trace, policy = bernoulli(0.7, 10, 40), Fixed(3)
+    scenario = Scenario(Poisson(4), Limits(4), requests=10, mode=mode)
+    with Timeline(path) as timeline:
+        simulate(trace, with_prompts(), policy, scenario, timeline=timeline)
+    found = checked(path)
+    for track in ("target model", "draft model"):
+        busy = [s for s in found.slices if s.track == track and "prefill" in s.name]
+        prompts = [s for s in found.slices if s.track.startswith("request") and s.name == "prefill"]
+        assert 0 < len(busy) <= len(prompts) == 10
+    for series in ("accepted", "wasted"):
+        counted = [value for _, value in found.counters[f"drafted tokens {series}"]]
+        assert min(counted) == 0 < max(counted)
+
+
+def with_prompts() -> LatencyTable:
+    cells = GRID.cells
+    rows = cells[(cells["phase"] == "forward") & (cells["batch"] == 1)]
+    return LatencyTable(pd.concat([cells, rows.assign(phase="prefill", context=0)]).drop_duplicates(
+        ["model", "phase", "batch", "new_tokens", "context"]))  # fmt: skip

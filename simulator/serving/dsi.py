@@ -56,7 +56,8 @@ class Dsi(Overlapped):
             outcome = Round(
                 position, max(segment.drafted, accepted), accepted, emitted, forwards, 1
             )
-            self.emit(slot, outcome, segment.block)
+            # Where plain decoding was first, tokens were confirmed that nobody had drafted.
+            self.emit(slot, outcome, segment.block, max(forwards - accepted, 0))
 
     def _drafter(self, slot: Slot, segment: _Segment, servers: simpy.Resource) -> Process:
         env, run, left = self.env, segment.run, segment.left
@@ -106,11 +107,15 @@ class Dsi(Overlapped):
             self.timeline.device(track, name, start, self.env.now - start, label, **args)
 
     def _plain(self, slot: Slot, tokens: int) -> Process:
+        start, label = self.env.now, "plain decoding, overtaken"
         seconds = sum(self.verify_s(1, slot.context + i) for i in range(tokens))
         try:
             yield self.env.timeout(seconds * self._slowed)
+            label = "plain decoding"
         except simpy.Interrupt:
             return
+        finally:
+            self._draw(0, "target model", start, label)
 
 
 class _Segment:

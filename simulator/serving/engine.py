@@ -169,23 +169,23 @@ def _draw(
     timeline: Timeline, start: float, plan: Iteration, rounds: list[Round], cost: Seconds
 ) -> None:
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    prompt = sum(c.tokens for c in plan.chunks)
-    sizes = {"batch": len(rounds), "prompt_tokens": prompt}
+    wasted = sum(r.draft_forwards for r in rounds) - accepted
+    prompts = ["prefill"] if plan.chunks else []
+    sizes = {"batch": len(rounds), "prompt_tokens": sum(c.tokens for c in plan.chunks)}
     if cost.draft_s:
-        timeline.device(1, "draft model", start, cost.draft_s, "draft", **sizes, drafted=drafted)
+        label = " + ".join((["draft"] if accepted + wasted else []) + prompts)
+        timeline.device(1, "draft model", start, cost.draft_s, label, **sizes, drafted=drafted)
+    label = " + ".join(([("verify" if drafted else "decode")] if rounds else []) + prompts)
     timeline.device(
-        0, "target model", start + cost.draft_s, cost.target_s, "verify" if drafted else "forward",
-        **sizes, drafted=drafted, accepted=accepted, wasted=drafted - accepted,
+        0, "target model", start + cost.draft_s, cost.target_s, label,
+        **sizes, drafted=drafted, accepted=accepted, wasted=wasted,
     )  # fmt: skip
     if cost.host_s:
         timeline.device(2, "host", start + cost.draft_s + cost.target_s, cost.host_s, "host")
-    timeline.tokens(start, drafted, accepted)
-    for slot, r in zip(plan.decode, rounds, strict=True):
-        wasted = r.draft_forwards - r.accepted
-        timeline.request(
-            slot.index, start, cost.total_s, f"{r.emitted} of {r.drafted}+1",
-            drafted=r.drafted, accepted=r.accepted, emitted=r.emitted, wasted=wasted,
-        )  # fmt: skip
+    timeline.tokens(start, cost.total_s, accepted, wasted)
+    for slot, outcome in zip(plan.decode, rounds, strict=True):
+        lost = outcome.draft_forwards - outcome.accepted
+        timeline.round(slot.index, start, cost.total_s, outcome, lost)
     for slot, tokens in plan.chunks:
         if not slot.prefilled:
             since = slot.last_s if slot.preemptions and slot.last_s >= 0 else slot.arrival_s

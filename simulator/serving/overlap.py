@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from simulator.serving.timeline import Timeline
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
+
+TRACKS = ("target", "draft")
+"""Models, in the order of their timeline tracks."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,7 @@ class Overlapped(ABC):
         self._target = PassReader(latency, "target")
         self._draft = PassReader(latency, "draft")
         self._prefill = [
-            PassReader(latency, m, "prefill")
-            for m in ("target", "draft")
-            if latency.has(m, "prefill")
+            PassReader(latency, m, "prefill") for m in TRACKS if latency.has(m, "prefill")
         ]
         self._blank = not policy.reads
         self._wakeup: simpy.Event | None = None
@@ -122,12 +124,17 @@ class Overlapped(ABC):
             slot = self.waiting.popleft()
             start = env.now
             # The two prompts are independent: each device processes its own.
-            prefill = [read(1, slot.job.prompt_tokens, 0) for read in self._prefill]
+            prefill: Sequence[float] = [
+                read(1, slot.job.prompt_tokens, 0) for read in self._prefill
+            ]
+            if prefill[1:]:
+                prefill = self.devices.together(*prefill)
             if prefill:
-                yield env.timeout(
-                    max(self.devices.together(*prefill)) if prefill[1:] else prefill[0]
-                )
+                yield env.timeout(max(prefill))
             if self.timeline is not None:
+                for read, seconds in zip(self._prefill, prefill, strict=True):
+                    track = TRACKS.index(read.model)
+                    self.timeline.device(track, f"{read.model} model", start, seconds, "prefill")
                 if start > slot.arrival_s:
                     waited = start - slot.arrival_s
                     self.timeline.request(slot.index, slot.arrival_s, waited, "waiting")
@@ -179,8 +186,8 @@ class Overlapped(ABC):
         """Seconds of a target pass over `tokens` tokens."""
         return self._target(1, max(tokens, 1), max(context - 1, 0))
 
-    def emit(self, slot: Slot, outcome: Round, draft: list[Any]) -> None:
-        """Book a verification's outcome at this moment."""
+    def emit(self, slot: Slot, outcome: Round, draft: list[Any], wasted: int) -> None:
+        """Book a verification's outcome at this moment; `wasted` drafts are lost by it."""
         recorder, now = self.recorder, self.env.now
         recorder.iterations += 1
         recorder.tokens += outcome.emitted
@@ -196,10 +203,8 @@ class Overlapped(ABC):
         if outcome.emitted:
             recorder.gap(slot, now - slot.last_s)
             if self.timeline is not None:
-                self.timeline.request(
-                    slot.index, slot.last_s, now - slot.last_s, f"{outcome.emitted} tokens",
-                    drafted=outcome.drafted, accepted=outcome.accepted,
-                    wasted=outcome.draft_forwards - outcome.accepted,
-                )  # fmt: skip
+                since = slot.last_s
+                self.timeline.round(slot.index, since, now - since, outcome, wasted)
+                self.timeline.tokens(since, now - since, outcome.accepted, wasted)
             slot.last_s = now
         slot.policy.observe(outcome, draft)

@@ -37,21 +37,24 @@ class Pearl(Overlapped):
             draft_s = self.passes_s(slot.context + len(pending), len(block))
             # A pass's logits judge the token after each it reads: as many tokens as checked.
             target_s = self.verify_s(len(checked), slot.context)
-            drafter = self.env.process(self._busy(1, draft_s, target_s))
-            target = self.env.process(self._busy(0, target_s, draft_s))
-            yield drafter & target
             run = decoder.judge([None] * len(checked))
+            drafter = self.env.process(self._busy(1, draft_s, target_s, drafted=len(block)))
+            verified = {"drafted": len(checked), "accepted": run}
+            target = self.env.process(self._busy(0, target_s, draft_s, **verified))
+            yield drafter & target
             position = decoder.position
             rejected = run < len(checked) or not checked
             decoder.commit(run if rejected else run - 1)
             emitted = decoder.position - position
-            pending = [] if rejected else block[1:]
+            kept = [] if rejected or decoder.ended else block[1:]
+            wasted = len(pending) + len(block) - run - len(kept)
+            pending = kept
             outcome = Round(position, len(checked), run, emitted, len(block), 1)
-            self.emit(slot, outcome, checked)
+            self.emit(slot, outcome, checked, wasted)
 
-    def _busy(self, track: int, own_s: float, other_s: float) -> Events:
+    def _busy(self, track: int, own_s: float, other_s: float, **args: int) -> Events:
         start = self.env.now
         yield self.env.timeout(self.devices.together(own_s, other_s)[0])
         if self.timeline is not None and own_s:
-            name = ("target model", "draft model")[track]
-            self.timeline.device(track, name, start, self.env.now - start, name.split()[0])
+            name, label = (("target model", "verify"), ("draft model", "draft"))[track]
+            self.timeline.device(track, name, start, self.env.now - start, label, **args)

@@ -18,12 +18,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from policies.core import Round
 from traces.errors import FileError
 
 DEVICES, REQUESTS = 1, 2
 """Processes."""
 FIRST = {DEVICES: 100, REQUESTS: 10_000}
 """Thread number of the first track of each."""
+
+
+def verdict(outcome: Round) -> str:
+    """What became of a draft; Perfetto colours by the words, whatever the numbers in them."""
+    drafted, accepted = outcome.drafted, outcome.accepted
+    if not drafted:
+        return "no draft"
+    part = "all" if accepted == drafted else f"{accepted} of" if accepted else "none of"
+    return f"{part} {drafted} accepted"
 
 
 class Timeline:
@@ -42,6 +52,7 @@ class Timeline:
         self.path = Path(path)
         self._file: TextIO | None = None
         self._ends_us: dict[tuple[int, int], int] = {}
+        self._counted_us = 0
 
     def __enter__(self) -> Timeline:
         try:
@@ -60,6 +71,7 @@ class Timeline:
         tb: TracebackType | None,
     ) -> None:
         if self._file is not None:
+            self._count(self._counted_us, 0, 0)
             # A last element without a comma, which the JSON array needs.
             last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES, "tid": DEVICES}
             self._file.write(json.dumps({**last, "args": {"sort_index": 0}}) + "\n]\n")
@@ -76,10 +88,25 @@ class Timeline:
         """A request was waiting, prefilled or decoded."""
         self._slice(REQUESTS, index, f"request {index}", start_s, seconds, label, args)
 
-    def tokens(self, now: float, drafted: int, accepted: int) -> None:
-        """Counter of an iteration's accepted and wasted drafts."""
-        args = {"accepted": accepted, "wasted": drafted - accepted}
-        ts = round(now * 1e6)
+    def round(
+        self, index: int, start_s: float, seconds: float, outcome: Round, wasted: int
+    ) -> None:
+        """A request drafted and verified, or decoded plainly; `wasted` drafts are now lost."""
+        self.request(
+            index, start_s, seconds, verdict(outcome), drafted=outcome.drafted,
+            accepted=outcome.accepted, emitted=outcome.emitted, wasted=wasted,
+        )  # fmt: skip
+
+    def tokens(self, start_s: float, seconds: float, accepted: int, wasted: int) -> None:
+        """Counters of an iteration's accepted and wasted drafts; 0 while nothing runs."""
+        start_us = round(start_s * 1e6)
+        if start_us > self._counted_us:
+            self._count(self._counted_us, 0, 0)
+        self._count(start_us, accepted, wasted)
+        self._counted_us = round((start_s + seconds) * 1e6)
+
+    def _count(self, ts: int, accepted: int, wasted: int) -> None:
+        args = {"accepted": accepted, "wasted": wasted}
         self._emit(name="drafted tokens", ph="C", ts=ts, pid=DEVICES, tid=DEVICES, args=args)
 
     def _slice(
