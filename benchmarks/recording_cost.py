@@ -16,6 +16,7 @@ from profiler.loading import load_pair
 from profiler.prompts import read_prompts
 from profiler.record import Recorder
 from profiler.runner import Runner
+from traces.sampling import Sampling
 
 BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
 
@@ -30,21 +31,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--top-p", type=float, nargs="*", default=[0.9], help="Each at T = 1.")
     given = parser.parse_args()
     torch.set_num_threads(1)
     pair = load_pair(given.target, given.draft)
     prompts = [pair.encode(p.text) for p in read_prompts(given.file, given.prompts)]
     recorders = []
-    for temperature in given.temperatures:
-        generator = torch.Generator().manual_seed(0) if temperature > 0 else None
+    samplings = [Sampling(t) for t in given.temperatures] + [Sampling(1.0, p) for p in given.top_p]
+    for sampling in samplings:
+        generator = None if sampling.greedy else torch.Generator().manual_seed(0)
         slots = max(len(p) for p in prompts) + given.tokens * 25
         recorder = Recorder(
             Runner(pair.target, slots), Runner(pair.draft, slots), max_new_tokens=given.tokens,
-            eos=pair.eos, temperature=temperature, generator=generator,
+            eos=pair.eos, sampling=sampling, generator=generator,
         )  # fmt: skip
         recorder.record(prompts[0])  # warm
         recorders.append(recorder)
-    print("temperature  plain s  recording / plain decoding: median (least to most of the repeats)")
+    print(
+        "sampling        plain s  recording / plain decoding: median (least to most of the repeats)"
+    )
     plain = np.zeros((len(recorders), given.repeats))
     whole = np.zeros_like(plain)
     for repeat in range(given.repeats):
@@ -57,7 +62,7 @@ def main() -> None:
     for recorder, a, b in zip(recorders, plain, whole, strict=True):
         share = b / a
         print(
-            f"{recorder.temperature:11g}  {np.median(a):7.2f}  {np.median(share):.3f} "
+            f"{recorder.sampling.label:14s}  {np.median(a):7.2f}  {np.median(share):.3f} "
             f"({share.min():.3f} to {share.max():.3f})"
         )
 

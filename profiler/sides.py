@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.sampling import draw, log_probs_at, probs
+from profiler.sampling import ROWS, draw, log_probs_at, log_softmax_at, probs, tempered
 from profiler.signals import signals
 from traces.sampling import GREEDY, Sampling
 
 PLAIN = Sampling(1.0)
 """From the raw logits as they are."""
-ROWS = 32
-"""Rows whose numbers are computed at a time: few enough to stay in a processor's cache."""
 
 
 class Sides:
@@ -49,13 +47,26 @@ class Sides:
             ended |= tokens == eos
         return ended
 
-    def draft(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
-        """The draft's numbers about one proposal per row; each (rows,)."""
+    def propose(self, logits: Tensor) -> dict[str, Tensor]:
+        """One proposal of the draft per row and its numbers, as of `draft`; each (rows,)."""
+        if self.sampling.top_p == 1:
+            return self.draft(logits, self.pick(logits))
+        scaled = tempered(logits, self.sampling)  # once: the cut is most of the work
+        proposal = self.draw(torch.softmax(scaled, -1))
+        return self.draft(logits, proposal, log_softmax_at(scaled, proposal))
+
+    def draft(
+        self, logits: Tensor, proposal: Tensor, log_prob: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The draft's numbers about one proposal per row; each (rows,).
+
+        ``log_prob``: (rows,) that of drawing it, where the caller has it.
+        """
         # Greedily the proposal is the argmax, which need not be sought again.
         of = signals(logits, proposal if self.sampling.greedy else None)
         if self.sampling in (GREEDY, PLAIN):  # then `log_probs_at`, with the same log-sum-exp
             log_prob = logits.float().gather(1, proposal[:, None])[:, 0] - of.logsumexp
-        else:
+        elif log_prob is None:
             log_prob = log_probs_at(logits, proposal, self.sampling)
         return {
             "draft_token": proposal,

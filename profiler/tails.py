@@ -88,11 +88,10 @@ class Tails:
                 feed, start, mask=_to_add(sees, self._draft),
                 positions=self._wrong_at[branch] + step,
             )  # fmt: skip
-            drafted = self._sides.pick(logits)
             at = torch.full_like(branch, step)
-            numbers = self._sides.draft(logits, drafted)
+            numbers = self._sides.propose(logits)
             steps.append({"branch": branch, "step": at, "fed": feed, **numbers})
-            feed = drafted
+            feed = numbers["draft_token"]
         return (
             {name: torch.cat([rows[name] for rows in steps]) for name in steps[0]} if steps else {}
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import TopPLogitsWarper
 
+from profiler import sampling as sampling_module
 from profiler.sampling import coupled, draw, log_probs_at, probs
 from traces.errors import DraftsimError
 from traces.sampling import GREEDY, Sampling
@@ -84,12 +84,20 @@ def test_the_cut_keeps_the_fewest_tokens_that_reach_top_p_over_a_vocabulary() ->
     assert torch.equal(probs(logits, GREEDY), plain)
 
 
-def test_nothing_is_sorted_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError
+def test_of_equal_tokens_at_the_edge_the_last_are_kept_whatever_the_rows() -> None:
+    row = torch.zeros(1, 40)
+    row[0, 7] = -5.0
+    kept = probs(row, Sampling(1.0, 0.5)) > 0
+    assert torch.nonzero(kept)[:, 1].tolist() == list(range(20, 40))
+    rows = torch.cat([torch.randn(3, 40), row, row.flip(-1)])
+    assert torch.equal(probs(rows, Sampling(1.0, 0.5))[3:4] > 0, kept)
 
-    monkeypatch.setattr(torch, "sort", refuse)
+
+def test_nothing_is_sorted_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "_cut", None)
     probs(torch.randn(2, 9), Sampling(0.7))
+    with pytest.raises(TypeError):
+        probs(torch.randn(2, 9), Sampling(0.7, 0.5))
 
 
 def test_the_coupling_runs_rejection_sampling_backwards() -> None:
