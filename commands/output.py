@@ -83,7 +83,9 @@ def _cell(name: str, value: Any) -> str:
             return f"{100 * value:+.1f} %"
         if name in ("spread", "share"):
             return f"{100 * value:.1f} %"
-        return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}"
+        if 1e4 <= abs(value) < 1e9:
+            return f"{value:,.0f}"
+        return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e9 else f"{value:.3f}"
     return str(value)
 
 

@@ -44,10 +44,15 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     """What a reader of the table should know: overload, refusals, guesses, break-even loads."""
     said = []
     if over := [r for r in rows if r["overloaded"]]:
-        loads = sorted({(r["policy"], f"{r['rate']:.4g}/s") for r in over})
+        loads: dict[str, set[float]] = {}
+        for row in over:
+            loads.setdefault(row["policy"], set()).add(row["rate"])
         said.append(
             "overloaded, latencies grow with --requests: "
-            + ", ".join(f"{policy} at {load}" for policy, load in loads)
+            + "; ".join(
+                f"{policy} at {', '.join(f'{rate:.4g}' for rate in sorted(rates))}/s"
+                for policy, rates in loads.items()
+            )
         )
     if rejected := sum(r["rejected"] for r in rows):
         said.append(

@@ -102,7 +102,7 @@ def sweep(
         str | None, typer.Option(metavar="tcp://HOST:PORT", help="Run on a Dask cluster instead.")
     ] = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of everything drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
     ladder: Annotated[
         bool,
         typer.Option(

@@ -246,6 +246,9 @@ def test_overload_is_said_and_ends(serve: Serve) -> None:
     ran = serve("--rate", 1000, "--max-batch", 2, "--requests", 60, *PAIR, "--json", "-")
     assert all(r["overloaded"] and r["requests"] == 60 for r in rows(ran))
     assert "overloaded" in ran.err
+    # Loads rise in the remark as numbers do, not as words.
+    ran = serve("--rate", "900,1000,20000", "--max-batch", 2, "--requests", 60, *PAIR)
+    assert "autoregressive at 900, 1000, 2e+04/s; fixed:gamma=5 at 900, 1000, 2e+04/s" in ran.err
 
 
 def test_one_token_outputs_have_no_time_per_token(serve: Serve, tmp_path: Path) -> None:
@@ -366,6 +369,7 @@ def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:
         (["--kv-blocks", "0"], "kv_blocks is 0"),
         (["--token-budget", "2", "--batch", "1", "--policy", "fixed"], "token_budget is 2"),
         (["--ttft", "0"], "--ttft is 0.0"),
+        (["--seed=-1", "--batch", "1"], "seed is -1, expected a whole number >= 0"),
         (["--out", "missing/r.jsonl", "--batch", "1"], "results file missing/r.jsonl cannot"),
         (["--timeline", "missing/t.json", "--batch", "1"], "timeline missing/t.json cannot"),
     ],
@@ -390,6 +394,9 @@ def test_impossible_options_are_one_line_and_exit_2(
         (["3,5,5", "1,5,5"], "goes back in time"),
         (["-3,5,5", "1,5,5"], "TIMESTAMP is -3"),
         (["0,5,0"], "GeneratedTokens is 0"),
+        (["0,5,nan"], "GeneratedTokens is nan"),
+        (["0,1e300,5"], "ContextTokens is 1e+300, expected a whole number, 1 to 10000000"),
+        (["0,5,5", "hello,5,5"], "row 2: TIMESTAMP is hello"),
     ],
 )
 def test_bad_arrival_files_are_named_with_their_row(

@@ -365,6 +365,19 @@ def test_overload_ends_and_says_so():
     ]
 
 
+def test_an_overloaded_engine_s_throughput_is_no_lower_for_more_load():
+    # All have arrived before a full batch has decoded: the arrivals' span shows the filling only.
+    scenario = Scenario(Poisson(1), Limits(max_batch=8), requests=200)
+    rows = [
+        simulate(SMALL, CONSTANT, Fixed(3), replace(scenario, arrivals=Poisson(rate))).row()
+        for rate in (100, 1e3, 1e6, 1e12)
+    ]
+    full = simulate(SMALL, CONSTANT, Fixed(3), replace(scenario, arrivals=ClosedLoop(8))).row()
+    for row in rows:
+        assert row["overloaded"]
+        assert row["throughput_tok_s"] == pytest.approx(full["throughput_tok_s"], rel=0.1)
+
+
 def test_prompts_larger_than_the_pool_are_rejected_and_counted():
     for arrivals in (ClosedLoop(3), Poisson(2), Deterministic(2)):
         scenario = Scenario(arrivals, Limits(kv_blocks=2, block_size=16), requests=2000)

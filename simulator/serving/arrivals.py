@@ -24,6 +24,8 @@ from traces.errors import DraftsimError, FileError
 from traces.trace import Trace
 
 FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+LONGEST = 10_000_000
+"""Tokens of a prompt or an output that a file may ask for; more is taken for a mistake."""
 
 
 class Job(NamedTuple):
@@ -162,7 +164,7 @@ class ArrivalFile(Arrivals):
     ------
     FileError
         If the file is missing, empty, lacks a column, or holds a timestamp out of order,
-        a negative one, or a length below one.
+        a negative one, or a length below one or beyond `LONGEST`.
     """
 
     path: str | Path
@@ -237,11 +239,15 @@ def _read_file(
         dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601")
         seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
     lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
-    checks = [~np.isfinite(seconds) | (seconds < 0), *(~(v >= 1) | (v % 1 != 0) for v in lengths)]
+    checks = [
+        ~np.isfinite(seconds) | (seconds < 0),
+        *(~((v >= 1) & (v <= LONGEST)) | (v % 1 != 0) for v in lengths),
+    ]
     for name, bad in zip(FILE_COLUMNS, checks, strict=True):
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            want = "a date or seconds >= 0" if name == "TIMESTAMP" else "a whole number >= 1"
+            whole = f"a whole number, 1 to {LONGEST}"
+            want = "a date or seconds >= 0" if name == "TIMESTAMP" else whole
             value = frame[name].iloc[row]
             raise FileError(
                 f"arrivals file {path}, row {row + 1}: {name} is {value}, expected {want}"

@@ -142,8 +142,9 @@ class Recorder:
     Warm-up rule: the first `skip` requests by order of arrival are left out of every
     latency; throughput is measured from the arrival of the first request kept to the
     arrival of the last of `expected`, so neither the filling nor the draining of the
-    engine counts.  Where all requests arrive at once there is no such interval, and
-    throughput is taken over the whole run.
+    engine counts.  Where all requests arrive at once there is no such interval, and where an
+    overload brings them in less than half of the run it shows little but the filling:
+    throughput is then taken over the whole run.
     """
 
     skip: int = 0

@@ -67,13 +67,7 @@ class Run:
         """
         r, frame = self.recorder, self.requests
         kept = frame[frame["index"] >= r.skip]
-        window = r.window
-        start_s, tokens = window.start_s, r.tokens - window.start_tokens
-        end_s = self.simulated_s
-        if window.end_s > window.start_s:
-            end_s, tokens = window.end_s, window.end_tokens - window.start_tokens
-        else:
-            start_s, tokens = 0.0, r.tokens
+        start_s, end_s, tokens = self._measured()
         span = end_s - start_s
         within = (kept["ttft_s"] <= self.scenario.ttft_target_s) & ~(
             kept["tpot_s"] > self.scenario.tpot_target_s
@@ -81,7 +75,9 @@ class Run:
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
         scenario = self.scenario
         offered = scenario.arrivals.rate
-        begun = int((frame["first_s"] <= end_s).sum())
+        window = r.window
+        last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
+        begun = int((frame["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
             "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
@@ -110,6 +106,15 @@ class Run:
             "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
             "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
         }  # fmt: skip
+
+    def _measured(self) -> tuple[float, float, int]:
+        """Start and end of the interval that throughput is measured over, and its tokens."""
+        r, window = self.recorder, self.recorder.window
+        arriving_s = window.end_s - window.start_s
+        swamped = self.scenario.arrivals.rate is not None and 2 * arriving_s < self.simulated_s
+        if arriving_s > 0 and not swamped:
+            return window.start_s, window.end_s, window.end_tokens - window.start_tokens
+        return 0.0, self.simulated_s, r.tokens
 
     def _passes(self, origin: str) -> int:
         return sum(c.passes for c in self.coverage if c.origin == origin)

@@ -73,6 +73,8 @@ class Scenario:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise DraftsimError(f"{name} is {value}, expected a positive number")
+        if self.seed < 0:
+            raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
         for name in ("ttft_target_s", "tpot_target_s"):
             if not getattr(self, name) > 0:
                 raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
