@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -25,7 +25,7 @@ from commands import (
 from traces.errors import DraftsimError
 
 # typer carries its own copy of click, whose errors it exports only in part.
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
@@ -58,7 +58,8 @@ def main() -> None:
     except DraftsimError as error:
         _fail(str(error), 2)
     except UsageError as error:
-        _fail(str(error), 2)
+        # The message by itself does not name the option.
+        _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("stopped; the same command goes on where it can", 130)
     else:

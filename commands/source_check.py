@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +19,10 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from commands.remeasure import Remeasured
     from policies.core import DraftPolicy, Round
     from profiler.loading import Pair
+    from profiler.sources.modules import Modules
     from traces.rounds import RoundLog
     from traces.sources.base import Recordings, Source
     from traces.trace import Trace
@@ -45,14 +47,19 @@ def source_check(
     source: str | None,
     repeats: int = 3,
     limit: int | None = None,
+    remeasure: bool = False,
 ) -> pd.DataFrame:
     """The rows of ``validate --source`` and of named systems, plain decoding first.
+
+    `remeasure`: as in `commands.validate.spot_check`.
 
     Besides the columns of `simulator.validation.compare`: ``source``, and
     ``outputs_differ``, the requests whose output is not the target's own.
     """
     import pandas as pd
 
+    from commands.remeasure import Remeasured
+    from commands.source_modules import modules_of
     from commands.validate import spread_over_categories
     from profiler.run import read_run
     from profiler.spotcheck import output_of, rounds_differ
@@ -67,9 +74,15 @@ def source_check(
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
     every = arms(trace, recordings, chosen, policy, source)
     pair = info.load()
-    times, rounds, outputs = _run(pair, run, trace, every, chosen, repeats)
+    modules = modules_of(pair, info, run)
+    again = Remeasured(pair, repeats * len(chosen), modules, trace) if remeasure else None
+    start = _openers(pair, modules, trace, every)
+    times, rounds, outputs = _run(pair, start, trace, every, chosen, repeats, again)
     shown = [arm.log for arm in every]
-    rows = compare([price(log, latency) for log in shown], times)
+    if again is not None:
+        rows = again.compare(shown, times, latency, run)
+    else:
+        rows = compare([price(log, latency) for log in shown], times)
     real = [_log(rounds[arm.name], log) for arm, log in zip(every, shown, strict=True)]
     rows["rounds_differ"] = [
         rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)
@@ -116,8 +129,9 @@ def arms(
 
 
 def _run(
-    pair: Pair, run: Path, trace: Trace, every: Sequence[Arm], chosen: Sequence[int], repeats: int
-) -> tuple[pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]]]:
+    pair: Pair, start: Mapping[str, Callable[[int], Any]], trace: Trace, every: Sequence[Arm],
+    chosen: Sequence[int], repeats: int, again: Remeasured | None,
+) -> tuple[pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]]]:  # fmt: skip
     """Times of all runs, and the rounds and outputs of the first repeat, by arm."""
     import pandas as pd
 
@@ -126,7 +140,6 @@ def _run(
     from profiler.spotcheck import timed
     from traces.measured import MEASURED_COLUMNS
 
-    start = _openers(pair, run, trace, every)
     rows: list[tuple[Any, ...]] = []
     rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in every}
     outputs: dict[str, list[list[int]]] = {arm.name: [] for arm in every}
@@ -151,6 +164,8 @@ def _run(
                         outputs[arm.name].append(decoder.output)
                 if repeat >= 0:
                     progress.advance(task)
+                    if again is not None:
+                        again.advance()
     # In the order of the arms, whichever ran first.
     frame = pd.DataFrame(rows, columns=list(MEASURED_COLUMNS))
     order = {arm.name: n for n, arm in enumerate(every)}
@@ -159,20 +174,18 @@ def _run(
 
 
 def _openers(
-    pair: Pair, run: Path, trace: Trace, every: Sequence[Arm]
+    pair: Pair, modules: Modules, trace: Trace, every: Sequence[Arm]
 ) -> dict[str, Callable[[int], Any]]:
     """By arm, a function from a request to a decoder behind its prefill."""
     import torch
 
-    from commands.source_modules import modules_of
     from profiler.decoder import ModelDecoder
-    from profiler.run import read_run
     from profiler.runner import Runner
     from profiler.sources.run import SourceRunner
 
     slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
     target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
-    real = SourceRunner(pair.target, trace, modules_of(pair, read_run(run), run))
+    real = SourceRunner(pair.target, trace, modules)
     starts = trace.request_starts
 
     def draft_model(request: int) -> Any:

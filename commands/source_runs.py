@@ -13,9 +13,13 @@ from commands.sources import STAMP, load_source, stamp_of
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profiler.loading import Pair
     from profiler.run import RunInfo
     from profiler.sources.modules import Modules
+    from profiler.sources.stack import LayerRunner
+    from traces.latency import LatencyTable
     from traces.sources.base import Recordings, Source
     from traces.sources.exits import ExitSetting
     from traces.trace import Trace
@@ -204,12 +208,8 @@ def measure(
     pair: Pair, out: Path, trace: Trace, modules: Modules, *, repeats: int, again: bool = False
 ) -> None:
     """Put the cells of the sources into the latency table of `out`, unless they are there."""
-    import pandas as pd
-
-    from profiler.sources.latency import CONTEXTS, WIDTHS, measure_sources
-    from profiler.sources.stack import LayerRunner
+    from profiler.sources.latency import measure_sources
     from traces.files import read_latency, write_latency
-    from traces.latency import LatencyTable
 
     path = out / "latency.parquet"
     table = read_latency(path)
@@ -217,14 +217,29 @@ def measure(
     if table.has("exit", "layer") and complete and not again:
         return
     note("measuring the latencies of single layers, heads and lookups")
+    found = measure_sources(timed_layers(pair), modules, trace, repeats=repeats)
+    write_latency(with_sources(table, found), path)
+
+
+def timed_layers(pair: Pair) -> LayerRunner:
+    """A runner with room for what is timed of sources."""
+    from profiler.sources.latency import CONTEXTS, WIDTHS
+    from profiler.sources.stack import LayerRunner
+
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    runner = LayerRunner(pair.target, min(limit, max(CONTEXTS) + max(WIDTHS)))
-    found = measure_sources(runner, modules, trace, repeats=repeats)
+    return LayerRunner(pair.target, min(limit, max(CONTEXTS) + max(WIDTHS)))
+
+
+def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
+    """`table` with the cells of sources, in place of those it has of the same parts."""
+    import pandas as pd
+
+    from traces.latency import LatencyTable
+
     # The same part timed in two ways does not belong into one grid.
     ours = set(zip(found["model"], found["phase"], strict=True))
     keep = [key not in ours for key in zip(table.cells["model"], table.cells["phase"], strict=True)]
-    merged = pd.concat([table.cells[keep], found], ignore_index=True)
-    write_latency(LatencyTable(merged, table.meta), path)
+    return LatencyTable(pd.concat([table.cells[keep], found], ignore_index=True), table.meta)
 
 
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:

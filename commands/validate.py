@@ -40,12 +40,6 @@ ASSISTED = {
 """transformers' schedules: the policy that replays each, and its generation settings."""
 
 
-SWEEPS = 15
-"""Latency sweeps spread over the real runs under --remeasure."""
-CHECKED = "latency-check.parquet"
-"""File of the run folder that keeps the latencies measured so."""
-
-
 def validate(
     run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")],
     policy: PolicyOption = None,
@@ -90,8 +84,8 @@ def validate(
     With --source the source drafts in place of the draft model; --policy also takes named
     systems with a source of their own.  Profile with --exit-layers first.
     """
-    if remeasure and (source or batch or verify or split_systems(policy)[1]):
-        raise DraftsimError("--remeasure is for a draft model's lossless runs, one at a time")
+    if remeasure and (batch or verify):
+        raise DraftsimError("--remeasure is for lossless runs, one at a time")
     if source is not None or split_systems(policy)[1]:
         from commands.source_check import source_check
 
@@ -100,7 +94,7 @@ def validate(
                 "other draft sources are run greedily, one request at a time: drop --batch, "
                 "--verify, --memory, --sampled and --forced"
             )
-        rows = source_check(run, policy, source, repeats, limit)
+        rows = source_check(run, policy, source, repeats, limit, remeasure)
     elif batch is not None:
         from commands.batched import batch_check
 
@@ -138,16 +132,16 @@ def spot_check(
 
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
     predicted from them, and the column `profile_error` is the error of the run's own table.
-    That second table is kept in the run folder as `CHECKED`.
+    That second table is kept in the run folder (`commands.remeasure.CHECKED`).
     """
-    from profiler.latency import Grid
-    from profiler.profile import LatencyProfile, progress_bar
+    from commands.remeasure import Remeasured
+    from profiler.profile import progress_bar
     from profiler.run import read_run
     from profiler.seq2seq_start import is_seq2seq
     from profiler.spotcheck import Arm, rounds_differ, run_arms
     from simulator.pricing import price
     from simulator.validation import compare
-    from traces.files import read_latency, read_trace, write_latency
+    from traces.files import read_latency, read_trace
     from traces.measured import MeasuredRuns, write_measured
 
     info = read_run(run)
@@ -160,31 +154,25 @@ def spot_check(
         chosen = load_policies(["autoregressive"], trace) + chosen
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
     pair = info.load()
-    again = LatencyProfile(pair, Grid()) if remeasure else None
+    total = repeats * len(trace.requests)
+    again = Remeasured(pair, total) if remeasure else None
     with progress_bar() as progress:
-        total = repeats * len(trace.requests)
         task = progress.add_task("decoding for real", total=total)
-        done = 0
 
         def advance() -> None:
-            nonlocal done
-            done += 1
             progress.advance(task)
-            # Sweeps at even distances, so that a slow minute falls on both sides alike.
-            if again is not None and len(again.sweeps) < SWEEPS * done // total:
-                again.sweeps.run()
+            if again is not None:
+                again.advance()
 
         measured = run_arms(
             pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
             advance=advance,
         )  # fmt: skip
-        rows = compare([price(log, latency) for log in replayed.values()], measured.times)
+        logs = list(replayed.values())
         if again is not None:
-            profile_error = rows["error"]
-            now = again.table()
-            rows = compare([price(log, now) for log in replayed.values()], measured.times)
-            rows["profile_error"] = profile_error
-            write_latency(now, run / CHECKED)
+            rows = again.compare(logs, measured.times, latency, run)
+        else:
+            rows = compare([price(log, latency) for log in logs], measured.times)
         # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
         if trace.temperature == 0:
             rows["rounds_differ"] = [

@@ -113,6 +113,7 @@ def bad_inputs(recorded: Path, folder: Path) -> dict[str, tuple[list[object], st
         "half a constant": (["--trace", recorded, "--latency", "const:target=1"], "draft"),
         "bundled name": (["--trace", "bundeld"], "bundeld"),
         "option": (["--trase", recorded], "--trase"),
+        "range": (["--resamples", -1], "--resamples"),
     }
 
 
@@ -121,6 +122,7 @@ def bad_inputs(recorded: Path, folder: Path) -> dict[str, tuple[list[object], st
     [
         "missing", "truncated", "garbage", "swapped", "swapped latency", "policy", "parameter",
         "value", "past the tail", "constant", "half a constant", "bundled name", "option",
+        "range",
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(

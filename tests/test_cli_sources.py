@@ -264,6 +264,14 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
     assert refused.code == 2
     assert "--remeasure is for" in refused.err
+    ran = run(
+        "validate", "--run", small_run, "--policy", "medusa", "--repeats", 2, "--remeasure",
+        "--json", "-",
+    )  # fmt: skip
+    assert [row["policy"] for row in ran.rows] == ["autoregressive", "medusa"]
+    kept = read_latency(small_run / "latency-check.parquet")
+    assert kept.has("target", "pass")
+    assert all(np.isfinite(row["profile_error"]) for row in ran.rows)
 
 
 def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(

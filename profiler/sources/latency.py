@@ -22,12 +22,8 @@ WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 CONTEXTS = (32, 128, 256)
 
 
-def measure_sources(
-    target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
-    widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
-    lookups: Sequence[LookupSource] | None = None,
-) -> pd.DataFrame:  # fmt: skip
-    """Cells to add to the target's latency table; columns as in `traces.latency`.
+class SourceLatency:
+    """The cells that sources add to the target's latency table, measured sweep by sweep.
 
     * ``exit``/``layer``: a layer as early exit runs it, over widths and contexts;
     * ``exit``/``head``: an exit head with its test, host wait included;
@@ -36,26 +32,59 @@ def measure_sources(
     * ``heads``/``forward``: all parallel heads in one go;
     * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
     * ``pld``, ``rest``, ``lookahead``/``forward``: one lookup, at a long context.
+
+    Parameters
+    ----------
+    target, modules:
+        The target and its trained modules.
+    trace:
+        Text to look up; None leaves lookups out.
     """
-    steps = []
-    if trace is not None:
-        if lookups is None:
-            lookups = [PLD(), REST(), Lookahead()]
-        steps += [Step(s.name, "forward", 1, 0, _lookup(trace, s)) for s in lookups]
-    depth = first_exit(target, modules)
-    with torch.inference_mode():
-        blocks = [*_rounds(target, modules, depth, widths, contexts)]
-        blocks += _passes(target, modules, widths, contexts)
-        sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
-        for _ in range(repeats):
-            sweeps.run()
-    cells = sweeps.cells()
-    layers = cells["phase"] == "layer"
-    ran = cells["new_tokens"].where(cells["new_tokens"] == 1, target.layers - depth)
-    ran = ran.where(cells["new_tokens"] > 1, depth)
-    for column in ("median_s", "spread_s"):
-        cells.loc[layers, column] /= ran[layers]
-    return cells
+
+    def __init__(
+        self, target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
+        widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
+        lookups: Sequence[LookupSource] | None = None,
+    ) -> None:  # fmt: skip
+        steps = []
+        if trace is not None:
+            if lookups is None:
+                lookups = [PLD(), REST(), Lookahead()]
+            steps = [Step(s.name, "forward", 1, 0, _lookup(trace, s)) for s in lookups]
+        self._layers, self._depth = target.layers, first_exit(target, modules)
+        with torch.inference_mode():
+            blocks = [*_rounds(target, modules, self._depth, widths, contexts)]
+            blocks += _passes(target, modules, widths, contexts)
+            self._sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
+
+    def sweep(self) -> None:
+        """Time everything once more."""
+        with torch.inference_mode():
+            self._sweeps.run()
+
+    def cells(self) -> pd.DataFrame:
+        """The sweeps so far; columns as in `traces.latency.CELL_COLUMNS`."""
+        cells = self._sweeps.cells()
+        layers = cells["phase"] == "layer"
+        ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)
+        ran = ran.where(cells["new_tokens"] > 1, self._depth)
+        for column in ("median_s", "spread_s"):
+            cells.loc[layers, column] /= ran[layers]
+        return cells
+
+
+def measure_sources(
+    target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
+    widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
+    lookups: Sequence[LookupSource] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """The cells of `SourceLatency` from so many sweeps, one after another."""
+    latency = SourceLatency(
+        target, modules, trace, widths=widths, contexts=contexts, lookups=lookups
+    )
+    for _ in range(repeats):
+        latency.sweep()
+    return latency.cells()
 
 
 def first_exit(target: LayerRunner, modules: Modules) -> int:

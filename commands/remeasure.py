@@ -1,0 +1,76 @@
+"""Latencies measured again between real runs, so that drift falls on both sides alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.loading import Pair
+    from profiler.sources.modules import Modules
+    from traces.latency import LatencyTable
+    from traces.rounds import RoundLog
+    from traces.trace import Trace
+
+SWEEPS = 15
+"""Latency sweeps spread over the real runs."""
+CHECKED = "latency-check.parquet"
+"""File of the run folder that keeps the latencies measured so."""
+
+
+class Remeasured:
+    """Sweeps over the latencies of a pair, at even distances between real runs.
+
+    Parameters
+    ----------
+    total:
+        Steps of real work to come.
+    modules, trace:
+        Trained modules of the target, and text to look up: the cells of sources are
+        measured too.
+    """
+
+    def __init__(
+        self, pair: Pair, total: int, modules: Modules | None = None, trace: Trace | None = None
+    ) -> None:
+        from commands.source_runs import timed_layers
+        from profiler.latency import Grid
+        from profiler.profile import LatencyProfile
+        from profiler.sources.latency import SourceLatency
+
+        self._profile = LatencyProfile(pair, Grid())
+        self._sources = None
+        if modules is not None:
+            self._sources = SourceLatency(timed_layers(pair), modules, trace)
+        self._total, self._done = total, 0
+
+    def advance(self) -> None:
+        """A step of real work is done; perhaps a sweep is due."""
+        self._done += 1
+        while len(self._profile.sweeps) < SWEEPS * self._done // self._total:
+            self._profile.sweeps.run()
+            if self._sources is not None:
+                self._sources.sweep()
+
+    def compare(
+        self, logs: Sequence[RoundLog], times: pd.DataFrame, latency: LatencyTable, run: Path
+    ) -> pd.DataFrame:
+        """`simulator.validation.compare` from these latencies, which are kept in `run`.
+
+        The column ``profile_error`` is the error from the run's own, ``latency``.
+        """
+        from commands.source_runs import with_sources
+        from simulator.pricing import price
+        from simulator.validation import compare
+        from traces.files import write_latency
+
+        now = self._profile.table()
+        if self._sources is not None:
+            now = with_sources(now, self._sources.cells())
+        rows = compare([price(log, now) for log in logs], times)
+        before = compare([price(log, latency) for log in logs], times)
+        write_latency(now, run / CHECKED)
+        return rows.assign(profile_error=before["error"])
