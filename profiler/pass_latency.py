@@ -14,6 +14,8 @@ from traces.sampling import GREEDY
 
 UNTIMED = 2
 """Rounds of a block that only bring the processor's caches into their usual state."""
+UNTIMED_PLAIN = 6
+"""The same of plain decoding, whose rounds are a single pass."""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -58,8 +60,8 @@ def decoding_blocks(
     """
     for context in contexts:
         for width in widths:
-            own = []
-            for number in range(untimed + len(FIRST_WIDTHS)):
+            own, before = [], max(untimed, UNTIMED_PLAIN) if width == 1 else untimed
+            for number in range(before + len(FIRST_WIDTHS)):
                 steps = []
                 if width > 1:
                     first = FIRST_WIDTHS[number % len(FIRST_WIDTHS)]
@@ -69,7 +71,7 @@ def decoding_blocks(
                 run = target(width, context)
                 verify = Step("target", "forward", width, context, run, batch)
                 own.append([*steps, *[later] * (width - 2), verify])
-            yield Block(own, untimed)
+            yield Block(own, before)
         # Two tokens in a later pass occur in no round; they show what a token more costs.
         pair = [Step("draft", "forward", n, context, draft(n, context), batch) for n in (1, 2)]
         yield Block([pair] * 2, 1)

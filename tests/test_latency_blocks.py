@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,26 @@ def test_signals_are_read_token_after_token_at_a_width_of_the_grid(widths: tuple
     verified = block.rounds[-1][-1].new_tokens
     assert verified in widths
     assert drafted == max(verified - 1, 1)
+
+
+def test_batch_sizes_take_turns_whole() -> None:
+    ran: list[tuple[int, int]] = []
+
+    def block(batch: int, number: int) -> Block:
+        return Block([[Step("target", "forward", number, 8, lambda: ran.append((batch, number)),
+                            batch)]])  # fmt: skip
+
+    blocks = [block(batch, number) for number in range(1, 9) for batch in (1, 4, 16)]
+    sweeps = Sweeps(blocks, CPU, warmup=0)
+    orders = []
+    for _ in range(4):
+        ran.clear()
+        sweeps.run()
+        assert sorted(ran) == sorted((b, n) for b in (1, 4, 16) for n in range(1, 9))
+        batches = [batch for batch, _ in ran]
+        assert sum(a != b for a, b in pairwise(batches)) == 2
+        orders.append(list(ran))
+    assert len({tuple(order) for order in orders}) > 1
 
 
 def test_sweeps_time_the_last_rounds_only_and_pool_a_cell_over_blocks() -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from profiler.latency import Block, Step, Sweeps
-from profiler.pass_latency import UNTIMED
+from profiler.pass_latency import UNTIMED, UNTIMED_PLAIN
 from profiler.sources.adapter import AdapterRunner
 from profiler.sources.drafters import head_logits
 from profiler.sources.modules import Modules
@@ -149,7 +149,8 @@ def _rounds(
                 round_ = [*draft * (width - 1), part(width, context, range(depth, layers))]
             else:  # plain decoding, exit by exit
                 round_ = draft * (layers // depth)
-            yield Block([[*round_, head(width)]] * (UNTIMED + 3), UNTIMED)
+            before = UNTIMED if width > 1 else UNTIMED_PLAIN
+            yield Block([[*round_, head(width)]] * (before + 3), before)
         if runner is not None and context + 4 <= room:
             wide = max(w for w in widths if w <= max(4, min(widths)))
             ends = [part(wide, context, range(depth, layers)), head(wide)] if wide > 1 else []
@@ -190,7 +191,7 @@ def _passes(
 
     for context in contexts:
         for width in [w for w in widths if context + w <= target.cache.slots]:
-            yield Block([[*draft, verify(width, context)]] * (UNTIMED + 3), UNTIMED)
+            yield Block([[*draft, verify(width, context)]] * (UNTIMED_PLAIN + 3), UNTIMED_PLAIN)
 
 
 def _lookup(trace: Trace, source: LookupSource) -> Callable[[], object]:
