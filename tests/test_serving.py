@@ -643,6 +643,31 @@ def test_azure_conversations_are_served(shared_data):
     assert row["simulated_tokens"] == base.rows[2][:300].sum()
 
 
+def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_policy():
+    scenario = Scenario(Poisson(1), Limits(4), requests=40, replications=3)
+    policies = {"plain": Autoregressive(), "fast": Fixed(3)}
+    rows = [
+        row for rate in (0.05, 0.2, 5)
+        for row in serve(SMALL, GRID, policies, replace(scenario, arrivals=Poisson(rate))).rows()
+    ]  # fmt: skip
+    axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
+    bars = [c for c in axes.collections if len(c.get_paths()) == 3]
+    assert len(bars) == len(policies)
+    assert "bars: 95 %" in axes.get_ylabel()
+    assert all(t.get_text().startswith("fast: ") for t in axes.texts)
+    single = [{k: v for k, v in row.items() if not k.endswith(("_lo", "_hi"))} for row in rows]
+    axes = plots.plot_latency_load(single).axes[0]
+    assert not axes.collections
+    assert "95 %" not in axes.get_ylabel()
+
+
+def test_what_is_slower_than_plain_decoding_is_told_without_colour():
+    axes = plots.plot_speedup_grid([[0.8, 1.2], [1.0, 0.9]], [1, 8], [10, 200], "fixed").axes[0]
+    hatched = [(p.get_x() + 0.5, p.get_y() + 0.5) for p in axes.patches if p.get_hatch()]
+    assert sorted(hatched) == [(0, 0), (1, 1)]
+    assert "hatched: slower" in axes.get_xlabel()
+
+
 def test_figures_show_every_policy():
     base = Scenario(Poisson(1), Limits(max_batch=4), requests=30)
     policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
 from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS
@@ -27,7 +28,8 @@ Rows = Sequence[Mapping[str, Any]]
 def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
     """Latency against throughput, one curve a policy, one point a batch size (CM-ASD, Fig. 2).
 
-    `latency` is ``ttft_s``, ``tpot_s``, ``itl_s`` or ``e2e_s``; its mean is drawn.
+    `latency` is ``ttft_s``, ``tpot_s``, ``itl_s`` or ``e2e_s``; its mean is drawn, and of
+    replications the 95 % intervals.
     """
     frame = _frame(rows)
     figure = Figure(figsize=(6.0, 3.8), layout="constrained")
@@ -36,6 +38,11 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line[f"{latency}_mean"]
         axes.plot(x, y, **_look(i), label=policy)
+        if several := _replicated(line, latency):
+            bar = {"color": _look(i)["color"], "linewidth": 1}
+            axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
+            low, high = (1e3 * line[f"{latency}_{end}"] for end in ("lo", "hi"))
+            axes.vlines(x, low, high, **bar)
         for batch, at_x, at_y in zip(line["batch"], x, y, strict=True):
             # The first curve carries the labels: batch sizes line up along the others.
             if i == 0:
@@ -48,7 +55,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
         f"throughput (tokens/s; points: batch {', '.join(map(str, sizes))}, named along {first})"
         if len(sizes) > 1 else f"throughput (tokens/s) at batch {sizes[0]}"
     )  # fmt: skip
-    axes.set_ylabel(f"{_NAMES[latency]} (ms)")
+    axes.set_ylabel(f"{_NAMES[latency]} (ms{_INTERVAL if several else ''})")
     axes.set_xscale("log")
     _plain_logarithm(axes.xaxis)
     axes.set_ylim(bottom=0)
@@ -77,6 +84,9 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         line = part.sort_values("rate")
         look = _look(i)
         axes.plot(line["rate"], per_s * line[metric], **look, label=policy)
+        if several := _replicated(line, latency):
+            low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
+            axes.vlines(line["rate"], low, high, color=look["color"], linewidth=1)
         if policy == baseline:
             continue
         shared = line.merge(plain, on="rate", suffixes=("", "_plain"))
@@ -84,7 +94,7 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         if np.isfinite(load):
             axes.axvline(load, color=look["color"], linestyle=(0, (1, 2)), linewidth=1)
             axes.annotate(
-                f"{load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
+                f"{policy}: {load:.2g}/s", (load, 1), xycoords=("data", "axes fraction"),
                 xytext=(2, -9 - 10 * crossed), textcoords="offset points", fontsize=7,
                 color=look["color"],
             )  # fmt: skip
@@ -93,7 +103,7 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         f"offered load (requests/s; vertical: break-even with {baseline})"
         if crossed else "offered load (requests/s)"
     )  # fmt: skip
-    axes.set_ylabel(f"mean {_NAMES[latency]} ({unit})")
+    axes.set_ylabel(f"mean {_NAMES[latency]} ({unit}{_INTERVAL if several else ''})")
     axes.set_yscale("log")
     _plain_logarithm(axes.yaxis)
     axes.set_xlim(left=0)
@@ -148,6 +158,12 @@ def plot_speedup_grid(
     image = axes.imshow(logs, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
     for i, j in np.ndindex(*values.shape):
         dark = abs(logs[i, j]) > 0.6 * reach
+        if values[i, j] < 1:
+            # Without colour, slower and faster look alike.
+            axes.add_patch(Rectangle(
+                (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor=GREY, linewidth=0,
+                alpha=0.6,
+            ))  # fmt: skip
         axes.text(
             j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=8,
             color="white" if dark else INK,
@@ -161,6 +177,8 @@ def plot_speedup_grid(
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
     bar.outline.set_visible(False)
     bar.set_label(f"speedup of {policy} over plain decoding".replace(" of  ", " "), fontsize=8)
+    if (values < 1).any():
+        axes.set_xlabel("prompt tokens (hatched: slower than plain decoding)")
     ticks = [t for t in _SPEEDUPS if abs(np.log2(t)) <= reach]
     # At most seven, break-even among them.
     half = len(ticks) // 2
@@ -182,6 +200,14 @@ _NAMES = {
     "itl_s": "inter-token latency",
     "e2e_s": "end-to-end latency",
 }
+
+
+_INTERVAL = "; bars: 95 %"
+
+
+def _replicated(line: pd.DataFrame, latency: str) -> bool:
+    """Whether the rows of a curve have intervals, as replications do."""
+    return f"{latency}_lo" in line and bool(line[f"{latency}_lo"].notna().any())
 
 
 def _frame(rows: Rows) -> pd.DataFrame:
