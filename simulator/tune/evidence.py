@@ -83,6 +83,11 @@ def about_served(length: int, gain: float, kept: bool, worse: bool) -> list[str]
     found = [] if kept else [f"{rival} was faster when served with the other lengths: changed"]
     if worse:
         found.append(f"served as a whole, the table is {1 - gain:.1%} slower than {rival}")
+        if not length:
+            found.append(
+                "the draft model reads every prompt, whatever K: without speculation none does, so "
+                "leave it off where loads stay there"
+            )
     return found
 
 
