@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import draftsim
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import speculate
@@ -27,6 +25,7 @@ from profiler.run import RunInfo
 from profiler.run import write_run as write_info
 from profiler.spotcheck import Arm, Measured, output_of, real_run, rounds_differ, run_arms
 from tests import bundled
+from tests.conftest import Run
 from traces.corrections import calibrated, rejected_pairs, split_requests
 from traces.errors import DraftsimError, FileError
 from traces.files import write_latency, write_trace
@@ -335,9 +334,7 @@ def test_splitting_is_even_and_loses_nothing(share: float) -> None:
             split_requests(trace, wrong)
 
 
-def test_the_commands_record_price_validate_and_calibrate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Path) -> None:
     """The exact way for lossy rules, end to end, on a folder that is already profiled."""
     trace = short_trace()
     write_trace(trace, tmp_path / "trace.parquet")
@@ -345,15 +342,8 @@ def test_the_commands_record_price_validate_and_calibrate(
     write_info(RunInfo("bundled", "bundled", threads=1), tmp_path)
 
     def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["draftsim", *map(str, arguments)])
-        code = 0
-        try:
-            draftsim.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        seen = capsys.readouterr()
-        return code, seen.out, " ".join(seen.err.split())
+        ran = run(*arguments)
+        return ran.code, ran.out, " ".join(ran.err.split())
 
     again = (
         "profile", "--target", "bundled", "--draft", "bundled", "--prompts", "unused", "--out",

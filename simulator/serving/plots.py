@@ -38,7 +38,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
         line = part.sort_values("batch")
         x, y = line["throughput_tok_s"], 1e3 * line[f"{latency}_mean"]
         axes.plot(x, y, **_look(i), label=policy)
-        if several := _replicated(line, latency):
+        if _replicated(line, latency):
             bar = {"color": _look(i)["color"], "linewidth": 1}
             axes.hlines(y, line["throughput_tok_s_lo"], line["throughput_tok_s_hi"], **bar)
             low, high = (1e3 * line[f"{latency}_{end}"] for end in ("lo", "hi"))
@@ -55,7 +55,7 @@ def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
         f"throughput (tokens/s; points: batch {', '.join(map(str, sizes))}, named along {first})"
         if len(sizes) > 1 else f"throughput (tokens/s) at batch {sizes[0]}"
     )  # fmt: skip
-    axes.set_ylabel(f"{_NAMES[latency]} (ms{_INTERVAL if several else ''})")
+    axes.set_ylabel(f"{_NAMES[latency]} (ms{_INTERVAL if _replicated(frame, latency) else ''})")
     axes.set_xscale("log")
     _plain_logarithm(axes.xaxis)
     axes.set_ylim(bottom=0)
@@ -84,7 +84,7 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         line = part.sort_values("rate")
         look = _look(i)
         axes.plot(line["rate"], per_s * line[metric], **look, label=policy)
-        if several := _replicated(line, latency):
+        if _replicated(line, latency):
             low, high = (per_s * line[f"{latency}_{end}"] for end in ("lo", "hi"))
             axes.vlines(line["rate"], low, high, color=look["color"], linewidth=1)
         if policy == baseline:
@@ -103,7 +103,9 @@ def plot_latency_load(rows: Rows, latency: str = "e2e_s", baseline: str | None =
         f"offered load (requests/s; vertical: break-even with {baseline})"
         if crossed else "offered load (requests/s)"
     )  # fmt: skip
-    axes.set_ylabel(f"mean {_NAMES[latency]} ({unit}{_INTERVAL if several else ''})")
+    axes.set_ylabel(
+        f"mean {_NAMES[latency]} ({unit}{_INTERVAL if _replicated(frame, latency) else ''})"
+    )
     axes.set_yscale("log")
     _plain_logarithm(axes.yaxis)
     axes.set_xlim(left=0)

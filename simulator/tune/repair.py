@@ -64,9 +64,9 @@ def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
     """`table`, or one near it that fixed lengths beat at fewer batches, if any is found.
 
     Where a fixed length wins it is put in that batch's row, at one context, and if this does
-    not help at all contexts, and if not in all rows up to it: served at that batch, such a table
-    *is* the fixed length.  A change stays if the table as a whole does better for it; there are
-    at most as many as cells.
+    not help at all contexts, and if not in all rows up to it or all there are: served at that
+    batch, such a table *is* the fixed length.  A change stays if the table as a whole does
+    better for it; there are at most as many as cells.
     """
     now = held(table, fixed, serve)
     for _ in range(table.size):
@@ -81,7 +81,8 @@ def _improved(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held | None:
     for i in sorted(np.flatnonzero(now.worse), key=lambda i: float(now.gains[i])):
         row = slice(i, i + 1)
         places = [(row, slice(j, j + 1)) for j in range(now.table.shape[1])]
-        for place in [*places, (row, slice(None)), (slice(0, i + 1), slice(None))]:
+        rows = [row, slice(0, i + 1), slice(None)]
+        for place in [*places, *((chosen, slice(None)) for chosen in rows)]:
             table = now.table.copy()
             table[place] = now.best[i]
             found = held(table, fixed, serve)

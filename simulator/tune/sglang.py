@@ -202,9 +202,11 @@ def _serve(
             ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
         )  # fmt: skip
         for i, steps in enumerate(lists):
+            # An engine that drafts anywhere prefills the draft model, at 0 steps as well.
+            longest = max(*steps, 1)
             row = simulate(
                 trace, latency, _policy(batch, steps),
-                replace(base, limits=replace(base.limits, lookahead=max(steps))),
+                replace(base, limits=replace(base.limits, lookahead=longest)),
             ).row()  # fmt: skip
             within[i, j] = row["within_targets"] if slo else 1.0
             rates[i, j] = row["throughput_tok_s"] * within[i, j]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -103,9 +104,13 @@ def tune_vllm(
     second = folds([r.category for r in trace.requests])
     objectives = [[Objective(g.tokens, g.seconds, weights) for g in row] for row in grids]
     loads = [closed_load(trace, b, slo, seed) for b in sizes]
-    alone = [served_rates(trace, latency, [Fixed(k) for k in options], load) for load in loads]
+    # An engine that drafts anywhere prefills the draft model, at K = 0 as well.
+    drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
+    alone = [served_rates(trace, latency, [Fixed(k) for k in options], load) for load in drafting]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
     first = _choose(objectives, served)
+    for rates, load in zip(alone, loads, strict=True):
+        rates[0] = served_rates(trace, latency, [Fixed(0)], load)[0]  # the rival loads no draft
 
     @cache
     def together(ranges: str, i: int) -> Floats:
