@@ -226,7 +226,8 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs;
     # a pass costs much the same whatever preceded it.
     named = {("target", "layer"): ("exit", "layer"), ("target", "pass"): ("target", "forward")}
-    return all(latency.has(*(named[kind] if kind in named else kind)) for kind in kinds)
+    wanted = {named.get(kind) or kind for kind in kinds}
+    return all(latency.has(*kind) for kind in wanted)
 
 
 def with_free_lookups(latency: LatencyTable) -> LatencyTable:

@@ -356,17 +356,17 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     code, _, said = call(*again, *rule)
     assert code == 0, said
     [path] = find_runs(tmp_path)
-    run = read_run(path)
-    assert (run.log.policy, run.log.verify) == ("fixed:gamma=4", "csd:threshold=0")
-    assert run.meta["memory_file"] == "memory.npz"
-    assert len(run.meta["memory"]["sizes"]) == 3
+    kept = read_run(path)
+    assert (kept.log.policy, kept.log.verify) == ("fixed:gamma=4", "csd:threshold=0")
+    assert kept.meta["memory_file"] == "memory.npz"
+    assert len(kept.meta["memory"]["sizes"]) == 3
 
     code, out, said = call("simulate", "--rounds", tmp_path, "--json", "-", "--resamples", 5)
     assert code == 0, said
     plain, priced = json.loads(out)["results"]
     assert plain["policy"] == "autoregressive"
-    assert (priced["rounds"], priced["fidelity"]) == (len(run.log), "exact")
-    assert priced["tokens"] == run.log.rounds["emitted"].sum()
+    assert (priced["rounds"], priced["fidelity"]) == (len(kept.log), "exact")
+    assert priced["tokens"] == kept.log.rounds["emitted"].sum()
 
     code, out, said = call("simulate", "--trace", tmp_path, *rule, "--json", "-")
     assert code == 0, said
@@ -376,7 +376,7 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
     code, out, said = call("validate", "--run", tmp_path, *rule, "--repeats", 1, "--json", "-")
     assert code == 0, said
     row = json.loads(out)["results"][1]
-    real = run.log.rounds["accepted"].mean()
+    real = kept.log.rounds["accepted"].mean()
     assert row["accepted_per_round"] == pytest.approx(real)
     assert row["bias"] == pytest.approx(replayed["accepted"] / replayed["rounds"] / real - 1)
     assert 0 <= row["agreement"] <= 1
