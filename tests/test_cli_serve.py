@@ -162,8 +162,14 @@ def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
         "--batch", ",".join(["1"] * 400), "--requests", "20", "--policy", "autoregressive",
         "--out", str(out),
     ]  # fmt: skip
+
+    def heed_interrupts() -> None:  # a shell lets its background jobs ignore them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     # Many short runs: rows keep coming until somebody stops them.
-    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path) as run:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heed_interrupts
+    ) as run:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and run.poll() is None:
             if lines.exists() and lines.read_text().count('{"row"') >= 2:

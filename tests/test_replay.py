@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
-from policies.core import DraftPolicy
+from policies.core import DraftPolicy, Load
 from policies.huggingface import Confidence, HFHeuristic
 from traces.errors import SignalError, TailError
 from traces.replay import ReplayDecoder, replay
@@ -220,9 +220,9 @@ def test_iid_block_efficiency_is_the_closed_form(alpha: float, gamma: int) -> No
 def test_load_reports_context_and_run() -> None:
     trace = matches_trace([1, 1, 0, 1], 4)
     decoder = ReplayDecoder(trace, 0, first=0)
-    assert decoder.load == (1, 3, 2)
+    assert decoder.load == Load(batch=1, context=3, run_length=2)
     assert decoder.verify([None] * 2) == 2
-    assert decoder.load == (1, 6, 0)
+    assert decoder.load == Load(batch=1, context=6, run_length=0)
     assert decoder.remaining == 1
 
 
