@@ -1,8 +1,9 @@
-"""Shared fixtures: the command line, where public data lies, and the packages on the path."""
+"""Shared fixtures: the command line, a profiled pair, public data; the packages on the path."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+SMALL_PROFILE = (
+    "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
+    str(ROOT / "profiler" / "bundled" / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "16",
+    "--max-gamma", "4", "--repeats", "3",
+)  # fmt: skip
+"""The command that profiles the bundled pair on a few prompts."""
 
 
 class Ran(NamedTuple):
@@ -69,3 +77,26 @@ def shared_tables() -> Path:
     if not path.is_dir():
         pytest.skip("needs the papers' tables in ../shared/tables beside the checkout")
     return path
+
+
+@pytest.fixture(scope="session")
+def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torch")
+    import draftsim
+
+    folder = tmp_path_factory.mktemp("profiled") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        command = ["draftsim", *SMALL_PROFILE, "--out", str(folder), "--exit-layers"]
+        patch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as stop:
+            draftsim.main()
+    assert not stop.value.code
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small_run(_profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of `SMALL_PROFILE` with --exit-layers; each module changes its own copy."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    shutil.copytree(_profiled, folder)
+    return folder

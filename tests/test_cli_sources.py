@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import draftsim
 from policies.basic import Fixed
 from simulator.papers import Ours
 from simulator.papers.early_exit import FIGURE_3, early_exit_rows
 from simulator.pricing import price
-from tests.conftest import Ran, Run
+from tests.conftest import Run
 from traces.errors import FileError
 from traces.files import (
     read_latency,
@@ -27,7 +24,6 @@ from traces.files import (
 )
 from traces.latency import LatencyTable
 from traces.recordings import BUNDLED
-from traces.replay import replay
 from traces.sources import (
     PLD,
     SYSTEMS,
@@ -37,7 +33,6 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.base import Recordings
 from traces.trace import Request, Trace
 
 FOLDER = BUNDLED / "bundled"
@@ -211,286 +206,6 @@ def test_the_papers_sweeps_are_monotone_where_they_must_be() -> None:
     sampled = [r for r in rows if r.row.startswith("temperature")]
     assert sampled
     assert all(r.ours is None and "sampled" in r.note for r in sampled)
-
-
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the bundled pair on a few prompts, by the command itself."""
-    pytest.importorskip("torch")
-    folder = tmp_path_factory.mktemp("small") / "run"
-    prompts = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sys, "argv",
-            ["draftsim", "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
-             str(prompts), "--out", str(folder), "--limit", "2", "--max-new-tokens", "16",
-             "--max-gamma", "4", "--repeats", "3", "--exit-layers"],
-        )  # fmt: skip
-        with pytest.raises(SystemExit) as stop:
-            draftsim.main()
-    assert not stop.value.code
-    return folder
-
-
-def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:
-    names = ["specbound", "kangaroo", "medusa", "draft-and-verify-skip", "pld", "rest"]
-    options = [part for name in names for part in ("--policy", name)]
-    rows = run("validate", "--run", small_run, *options, "--repeats", 1, "--json", "-").rows
-    assert [r["policy"] for r in rows] == ["autoregressive", *names]
-    for row in rows:
-        assert row["rounds_differ"] == 0, row
-        assert row["outputs_differ"] == 0, row
-        assert row["measured_s"] > 0
-        assert row["predicted_s"] > 0
-    refused = run("validate", "--run", small_run, "--source", "medusa-tree")
-    assert refused.code == 2
-    assert "no real decoder" in refused.err
-
-
-def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
-    run: Run, small_run: Path
-) -> None:
-    arms = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
-    ran = run(
-        "validate", "--run", small_run, *arms, "--repeats", 2, "--no-assisted", "--remeasure",
-        "--json", "-",
-    )  # fmt: skip
-    trace = read_trace(small_run / "trace.parquet")
-    log = replay(trace, Fixed(2), name="fixed:gamma=2")
-    row = next(r for r in ran.rows if r["policy"] == "fixed:gamma=2")
-    for file, column in (("latency-check", "error"), ("latency", "profile_error")):
-        predicted = price(log, read_latency(small_run / f"{file}.parquet")).total_s
-        assert row[column] == pytest.approx(predicted / row["measured_s"] - 1)
-    refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
-    assert refused.code == 2
-    assert "--remeasure is for" in refused.err
-    ran = run(
-        "validate", "--run", small_run, "--policy", "medusa", "--repeats", 2, "--remeasure",
-        "--json", "-",
-    )  # fmt: skip
-    assert [row["policy"] for row in ran.rows] == ["autoregressive", "medusa"]
-    kept = read_latency(small_run / "latency-check.parquet")
-    assert kept.has("target", "pass")
-    assert all(np.isfinite(row["profile_error"]) for row in ran.rows)
-
-
-def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
-    run: Run, small_run: Path
-) -> None:
-    from profiler.run import BUNDLED as PAIR
-
-    command = (
-        "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
-        PAIR / "prompts.jsonl", "--out", small_run, "--limit", 2, "--max-new-tokens", 16,
-        "--max-gamma", 4, "--repeats", 3,
-    )  # fmt: skip
-    before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
-    (small_run / "starts-medusa.parquet").unlink()
-    assert run(*command, "--exit-layers", "--source", "early-exit:tau=0.55").code == 0
-    after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
-    assert {n for n in before if before[n] != after.get(n)} <= {
-        "exits.parquet", "starts-medusa.parquet", "measured-sources.parquet",
-    }  # fmt: skip
-    found = read_recordings(small_run)
-    assert found.exits is not None
-    settings = {s[:-1] for s in found.exits.settings}
-    assert EarlyExit(tau=0.55).setting(1)[:-1] in settings
-    assert EarlyExit().setting(1)[:-1] in settings
-    assert "medusa" in found.starts
-    assert run(*command, "--latency-only").code == 0
-    again = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
-    assert {n for n in again if again[n] != after.get(n)} == {"latency.parquet"}
-    assert read_latency(small_run / "latency.parquet").has("exit", "layer")
-    refused = run(*command, "--latency-only", "--exit-layers")
-    assert refused.code == 2
-
-
-def profiled(run: Run, folder: Path, *options: object) -> Ran:
-    """The command that made `small_run`, with more options and into another folder."""
-    from profiler.run import BUNDLED as PAIR
-
-    return run(
-        "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
-        PAIR / "prompts.jsonl", "--out", folder, "--limit", 2, "--max-new-tokens", 16,
-        "--max-gamma", 4, "--repeats", 3, "--exit-layers", *options,
-    )  # fmt: skip
-
-
-def table_2(run: Run, folder: Path, *options: object) -> dict[str, dict[str, Any]]:
-    """SpecBound's Table 2 on our pair, by row."""
-    rows = run(
-        "papers", "--trace", folder, "--table", "SpecBound Table 2", *options, "--json", "-"
-    ).rows
-    labels = [(row["row"], row["column"]) for row in rows]
-    assert len(set(labels)) == len(labels)
-    return {row["row"]: row for row in rows if row["kind"] == "same experiment on our pair"}
-
-
-def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run: Path) -> None:
-    row = table_2(run, small_run)["temperature sampling (T=1.0)"]
-    assert row["ours"] is None
-    command = "draftsim profile --target bundled --draft bundled --prompts"
-    assert command in row["note"]
-    assert f"--out {small_run} --exit-layers --temperature 1`" in row["note"]
-    before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
-    assert profiled(run, small_run, "--temperature", 1).code == 0
-    after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
-    assert set(after) - set(before) == {"sampled.parquet", "exits-sampled.parquet"}
-    assert all(after[name] == before[name] for name in before)
-    rows = table_2(run, small_run)
-    assert rows["temperature sampling (T=1.0)"]["ours"] > 0
-    assert "exact in distribution" in rows["temperature sampling (T=1.0)"]["note"]
-    assert rows["greedy decoding"]["ours"] > 0
-    assert rows["temperature sampling (T=0.3)"]["ours"] is None
-    note = rows["top-p sampling (p=0.9)"]["note"]
-    assert "--out RUN --exit-layers --temperature 1 --top-p 0.9`" in note
-    found = run(
-        "simulate", "--trace", small_run / "sampled.parquet", "--latency", small_run, "--policy",
-        "specbound", "--json", "-",
-    ).rows  # fmt: skip
-    assert (found[1]["verify"], found[1]["fidelity"]) == (
-        "rejection-sampling", "exact in distribution",
-    )  # fmt: skip
-    assert profiled(run, small_run, "--temperature", 1).code == 0
-    assert (small_run / "exits-sampled.parquet").read_bytes() == after["exits-sampled.parquet"]
-    for other, said in (((0.3,), "0.3"), ((1, "--top-p", 0.9), "1 --top-p 0.9")):
-        refused = profiled(run, small_run, "--temperature", *other)
-        assert refused.code == 2
-        assert f"sampled at T=1: name another --out for --temperature {said}" in " ".join(
-            refused.err.split()
-        )
-
-
-def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path) -> None:
-    from traces.recordings import recordings
-
-    cut = small_run.parent / "cut"
-    shutil.copytree(small_run, cut)
-    for name in ("sampled.parquet", "exits-sampled.parquet"):
-        (cut / name).unlink(missing_ok=True)
-    assert profiled(run, cut, "--temperature", 1, "--top-p", 0.9).code == 0
-    # What ships of it: no greedy trace and no latencies.
-    for path in cut.glob("*.parquet"):
-        if path.name not in ("sampled.parquet", "exits-sampled.parquet"):
-            path.unlink()
-    row = table_2(run, small_run)["top-p sampling (p=0.9)"]
-    assert row["ours"] > 0
-    assert "exact in distribution" in row["note"]
-    for trace in (cut, cut / "sampled.parquet"):
-        [_, found] = run(
-            "simulate", "--trace", trace, "--latency", small_run, "--policy", "specbound",
-            "--json", "-",
-        ).rows  # fmt: skip
-        assert found["speedup"] == pytest.approx(row["ours"])
-    listed = {r.name: r.summary for r in recordings(small_run.parent)}
-    assert "sampled at T=1, top-p 0.9" in listed["cut"]
-    assert "sampled" not in listed["run"]
-    # Another pair's, or a damaged one, beside the trace is no reason to fail; asked for, it is.
-    other = read_trace(cut / "sampled.parquet")
-    alien = Trace(
-        other.columns, other.requests, other.max_gamma, {**other.meta, "target": {}},
-    )  # fmt: skip
-    write_trace(alien, cut / "sampled.parquet")
-    assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
-    refused = run("papers", "--trace", small_run, "--sampled", cut)
-    assert refused.code == 2
-    assert "was recorded of another pair" in refused.err
-    (cut / "sampled.parquet").write_bytes(b"PAR1")
-    assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
-    shutil.rmtree(cut)
-    refused = run("papers", "--trace", small_run, "--sampled", cut)
-    assert (refused.code, "holds no sampled outputs" in " ".join(refused.err.split())) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--top-p", 0.9), "top-p 0.9 cuts what is drawn"),
-        (("--temperature", 1, "--top-p", 0), "top-p is 0, expected above 0 and at most 1"),
-        (("--temperature", 1, "--top-p", 1.5), "top-p is 1.5, expected"),
-        (("--temperature", -1), "temperature is -1, expected a finite number"),
-        (("--temperature", "nan"), "temperature is nan"),
-    ],
-)
-def test_samplings_that_cannot_be_are_refused(
-    run: Run, tmp_path: Path, options: tuple[object, ...], message: str
-) -> None:
-    refused = profiled(run, tmp_path / "none", *options)
-    assert refused.code == 2
-    assert message in " ".join(refused.err.split())
-    assert not (tmp_path / "none").exists()
-
-
-def test_stale_recordings_are_recorded_again(small_run: Path) -> None:
-    from commands.source_runs import missing
-    from profiler.sources.modules import Modules
-
-    kept = read_recordings(small_run)
-    provenance = {"outputs_sha256": "of another trace"}
-    assert missing(kept, Modules(), [], None, provenance) == ["layer-skip"]
-    assert missing(Recordings(), Modules(), [], None, {}) == ["layer-skip"]
-    true = {"outputs_sha256": kept.starts["layer-skip"].meta["outputs_sha256"]}
-    assert missing(kept, Modules(), [], None, true) == []
-    assert missing(kept, Modules(), [], [2], true) == ["layer-skip"]
-
-
-def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
-
-    from profiler.run import BUNDLED as PAIR
-
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    ran = run(
-        "profile", "--target", tmp_path / "gpt2", "--draft", tmp_path / "gpt2", "--prompts",
-        PAIR / "prompts.jsonl", "--out", tmp_path / "run", "--exit-layers",
-    )  # fmt: skip
-    assert ran.code == 2
-    assert "GPT2LMHeadModel" in ran.err
-    assert "Llama, Mistral and Qwen" in ran.err
-    assert not (tmp_path / "run").exists()
-
-
-def test_heads_are_trained_for_a_target_that_has_none(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from commands.source_modules import HEADS, modules_of
-    from profiler.loading import Pair
-    from profiler.run import read_run
-    from profiler.sources import train
-
-    made: list[str] = []
-    full = train.train_all
-
-    def few(target: Any, text: Any, out: Path, only: Any) -> None:
-        made.extend(only)
-        full(target, text, out, only, seconds=0.0)  # a step each
-
-    own_text = train.own_text
-    monkeypatch.setattr(
-        train, "own_text", lambda target, encoded: own_text(target, encoded, rounds=1, batch=6)
-    )
-    monkeypatch.setattr(train, "train_all", few)
-    info = read_run(small_run)
-    pair: Pair = info.load()
-    texts = tmp_path / "texts.txt"
-    texts.write_text("return first + second; " * 60)
-    trace = read_trace(small_run / "trace.parquet")
-    modules = modules_of(pair, info, tmp_path, trace, texts)
-    assert set(made) == set(train.MODULES)
-    assert modules.exits is not None
-    assert modules.masks is not None
-    assert sorted(p.name for p in (tmp_path / HEADS).iterdir()) == sorted(train.FILES.values())
-    made.clear()
-    modules_of(pair, info, tmp_path, trace, texts)
-    assert made == []
 
 
 def test_recordings_survive_their_folder(tmp_path: Path) -> None:

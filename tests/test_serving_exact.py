@@ -20,7 +20,7 @@ from simulator.serving.clock import Clock
 from simulator.serving.metrics import Series
 from simulator.serving.reader import PassReader
 from simulator.serving.sequence import EngineState, ServedSequence
-from tests.test_serving_theory import GRID, bernoulli, table
+from tests.serving import GRID, bernoulli, table
 from traces.errors import SignalError, TailError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 from traces.synthetic import synthetic_trace

@@ -6,33 +6,18 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from policies.basic import Autoregressive, Fixed
 from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
-from traces.latency import CELL_COLUMNS, LatencyTable
+from tests.serving import GRID, bernoulli, table
+from traces.latency import LatencyTable
 from traces.replay import replay
 from traces.trace import Request, Trace
 
 WHOLE = {"warmup": 0.0}
-
-
-def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:
-    rng = np.random.default_rng(seed)
-    count = requests * tokens
-    columns = {
-        "request": np.repeat(np.arange(requests), tokens).astype(np.int32),
-        "position": np.tile(np.arange(tokens), requests).astype(np.int32),
-        "offset": np.zeros(count, np.int16),
-        "match": (rng.random(count) < alpha).astype(np.int8),
-    }
-    infos = [
-        Request(str(i), "synthetic", prompt, tokens, tokens, "length") for i in range(requests)
-    ]
-    return Trace(columns, infos)
 
 
 def one_token_jobs(prompts: Sequence[int]) -> Trace:
@@ -47,11 +32,6 @@ def one_token_jobs(prompts: Sequence[int]) -> Trace:
     return Trace(
         columns, [Request(str(i), "x", int(p), 1, 1, "length") for i, p in enumerate(prompts)]
     )
-
-
-def table(rows: list[tuple[str, str, int, int, int, float]]) -> LatencyTable:
-    full = [(*row, 0.0, 1) for row in rows]
-    return LatencyTable(pd.DataFrame(full, columns=list(CELL_COLUMNS)))
 
 
 PER_TOKEN_S = 1e-6
@@ -116,30 +96,6 @@ def test_closed_network_bounds(clients, batch):
     if clients <= batch:
         assert run.requests["e2e_s"].max() == pytest.approx(demand, rel=0.25)
     assert run.little_error < 1e-9
-
-
-GRID = table(
-    [
-        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 1e-6 * b * c + 1e-3 * (n > 1)))
-        for m, s in (("target", 1.0), ("draft", 0.15))
-        for b in (1, 2, 8)
-        for n in (1, 2, 4, 9)
-        for c in (0, 50, 300)
-    ]
-    + [
-        (m, "prefill", 1, n, 0, s * 1e-4 * n)
-        for m, s in (("target", 1), ("draft", 0.2))
-        for n in (8, 99)
-    ]
-    + [
-        ("draft", "catch_up", b, n, c, 0.002 + 1e-5 * b * n + 1e-7 * b * c)
-        for b in (1, 2, 8)
-        for n in (1, 2, 4)
-        for c in (0, 50, 300)
-    ]
-    + [("target", "host_round", 1, 1, 0, 7e-4), ("target", "host_draft", 1, 1, 0, 3e-4)]
-    + [("target", "rollback", 1, 1, 0, 2e-4), ("draft", "rollback", 1, 1, 0, 1e-4)]
-)
 
 
 @pytest.mark.parametrize("policy", [Autoregressive(), Fixed(1), Fixed(4), Fixed(8)])

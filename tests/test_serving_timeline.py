@@ -22,7 +22,7 @@ from policies.core import Round
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, Timeline, simulate
 from simulator.serving.timeline import verdict
-from tests.test_serving_theory import GRID, bernoulli
+from tests.serving import GRID, bernoulli
 from traces.latency import LatencyTable
 from traces.synthetic import synthetic_trace
 

@@ -1,0 +1,55 @@
+"""What the tests of the serving simulator serve: a recording of coins, and latency tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.trace import Request, Trace
+
+
+def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:
+    rng = np.random.default_rng(seed)
+    count = requests * tokens
+    columns = {
+        "request": np.repeat(np.arange(requests), tokens).astype(np.int32),
+        "position": np.tile(np.arange(tokens), requests).astype(np.int32),
+        "offset": np.zeros(count, np.int16),
+        "match": (rng.random(count) < alpha).astype(np.int8),
+    }
+    infos = [
+        Request(str(i), "synthetic", prompt, tokens, tokens, "length") for i in range(requests)
+    ]
+    return Trace(columns, infos)
+
+
+def table(rows: list[tuple[str, str, int, int, int, float]]) -> LatencyTable:
+    full = [(*row, 0.0, 1) for row in rows]
+    return LatencyTable(pd.DataFrame(full, columns=list(CELL_COLUMNS)))
+
+
+GRID = table(
+    [
+        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 1e-6 * b * c + 1e-3 * (n > 1)))
+        for m, s in (("target", 1.0), ("draft", 0.15))
+        for b in (1, 2, 8)
+        for n in (1, 2, 4, 9)
+        for c in (0, 50, 300)
+    ]
+    + [
+        (m, "prefill", 1, n, 0, s * 1e-4 * n)
+        for m, s in (("target", 1), ("draft", 0.2))
+        for n in (8, 99)
+    ]
+    + [
+        ("draft", "catch_up", b, n, c, 0.002 + 1e-5 * b * n + 1e-7 * b * c)
+        for b in (1, 2, 8)
+        for n in (1, 2, 4)
+        for c in (0, 50, 300)
+    ]
+    + [("target", "host_round", 1, 1, 0, 7e-4), ("target", "host_draft", 1, 1, 0, 3e-4)]
+    + [("target", "rollback", 1, 1, 0, 2e-4), ("draft", "rollback", 1, 1, 0, 1e-4)]
+)
+CONSTANT = LatencyTable.constant(0.02, 0.002, 0.025)
+SMALL = bernoulli(0.7, 20, 40, seed=1)

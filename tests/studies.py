@@ -1,0 +1,33 @@
+"""A small what-if study, varied by the tests of sweeps."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
+from simulator.whatif.prices import Prices
+from simulator.whatif.sweep import Sweep
+from traces.latency import LatencyTable
+from traces.synthetic import Bursty, synthetic_trace
+from traces.trace import Trace
+
+POLICIES: dict[str, DraftPolicy] = {
+    **{f"fixed:gamma={g}": Fixed(g) for g in (1, 3, 6)},
+    "hf-heuristic": HFHeuristic(gamma_max=20),
+    "oracle": Oracle(),
+}
+TABLE = LatencyTable.constant(0.01, 0.001, 0.0105, host_round=0.0005)
+
+
+@cache
+def recorded() -> Trace:
+    return synthetic_trace(Bursty(), requests=12, tokens=60, concentration=8.0, seed=4)
+
+
+def study(**changes: Any) -> Sweep:
+    given: dict[str, Any] = {
+        "prices": Prices((0.05, 0.2), {"here": TABLE}, (None, 500), verify=1.1),
+        "alphas": (0.4, 0.8), "resamples": 40, "measure_tilt": False,
+    } | changes  # fmt: skip
+    return Sweep(recorded(), POLICIES, **given)

@@ -1,0 +1,173 @@
+"""Batched decoding: outputs of each sequence alone, rounds of the replay and the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from policies import (
+    SVIP,
+    AdaptiveVerification,
+    Autoregressive,
+    Confidence,
+    ConfidenceFreeze,
+    DraftPolicy,
+    Fixed,
+    GammaTune,
+    HFHeuristic,
+    Oracle,
+    Round,
+    UCBSpec,
+)
+from policies.batch import BatchPolicy
+from profiler.batched import decode_batch, speculate_batch
+from profiler.batched_decoder import BatchedDecoder
+from profiler.batched_runs import groups_of
+from profiler.batched_stream import Stream
+from profiler.batched_styles import PerRequest as EachAlone
+from profiler.decoder import greedy
+from profiler.runner import Runner
+from profiler.spotcheck import output_of
+from simulator.serving.arrivals import Job
+from simulator.serving.sequence import EngineState, ServedSequence, Slot
+from simulator.serving.speculation import (
+    Jointly,
+    PerRequest,
+    Speculation,
+    StopAtMean,
+    TruncateToMinimum,
+)
+from tests.batched import (
+    END,
+    GAMMA,
+    NEW,
+    SLOTS,
+    pair,
+    prompts,
+    replayed,
+    run_lengths,
+    runners,
+    trace,
+)
+
+
+def test_the_recording_exercises_what_the_tests_are_about() -> None:
+    """Acceptance is ragged, some outputs end early and at different times, others do not."""
+    assert 0.2 < (trace().run_lengths > 0).mean() < 0.95
+    assert len({r.tokens for r in trace().requests}) > 2
+    assert {r.ended for r in trace().requests} == {"eos", "length"}
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 3, 9, 16])
+def test_outputs_are_those_of_each_sequence_alone(batch: int, continuous: bool) -> None:
+    alone = Runner(pair().target, SLOTS)
+    expected = [greedy(alone, prompt, NEW, END) for prompt in prompts()]
+    done = decode_batch(*runners(batch), prompts(), NEW, END, Fixed(3), continuous=continuous)
+    assert done.outputs == expected
+    assert done.outputs == [output_of(trace(), i) for i in range(len(prompts()))]
+
+
+POLICIES = [
+    Autoregressive(), Fixed(1), Fixed(8), GammaTune(gamma_max=GAMMA), HFHeuristic(gamma_max=GAMMA),
+    Oracle(gamma_max=GAMMA), Oracle("run+1", gamma_max=GAMMA), SVIP(gamma_max=GAMMA),
+    Confidence(gamma=GAMMA, confidence_threshold=0.6, roc_update="in_call"),
+    UCBSpec(gammas=(1, 3, 6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+def test_rounds_are_the_replays(policy: DraftPolicy, continuous: bool) -> None:
+    """Work included: draft passes and catch-up agree, too."""
+    done = decode_batch(
+        *runners(4), prompts(), NEW, END, policy, continuous=continuous,
+        run_lengths=run_lengths(trace()),
+    )  # fmt: skip
+    assert done.rounds == replayed(trace(), policy)
+
+
+def test_a_learner_has_one_copy_per_place_in_the_batch() -> None:
+    policy = UCBSpec(gammas=(1, 3, 6), learns_across_requests=True)
+    done = decode_batch(*runners(3), prompts(), NEW, END, policy)
+    for seat in range(3):
+        own = range(seat, len(prompts()), 3)
+        fresh = UCBSpec(gammas=(1, 3, 6), learns_across_requests=True)
+        assert [done.rounds[i] for i in own] == replayed(trace().select(own), fresh)
+
+
+def test_iterations_of_a_static_batch_are_those_of_its_slowest() -> None:
+    alone = [len(rounds) for rounds in replayed(trace(), Fixed(2))]
+    done = decode_batch(*runners(4), prompts(), NEW, END, Fixed(2))
+    assert done.iterations == sum(max(alone[i] for i in g) for g in groups_of(len(alone), 4))
+    flowing = decode_batch(*runners(4), prompts(), NEW, END, Fixed(2), continuous=True)
+    # Places are never idle while someone waits (list scheduling, Graham 1969).
+    assert -(-sum(alone) // 4) <= flowing.iterations <= sum(alone) / 4 + max(alone)
+
+
+class Alone(DraftPolicy):
+    """Notes the batch sizes it is told."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def begin_round(self, load: Any) -> None:
+        self.batches.append(load.batch)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return not draft
+
+
+def test_policies_are_told_how_many_decode() -> None:
+    decoder, style = BatchedDecoder(*runners(9)), EachAlone(Alone())
+    streams = [Stream(i, prompt, NEW, END) for i, prompt in enumerate(prompts())]
+    sizes = [len(iteration) for iteration in speculate_batch(decoder, style, streams)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
+    for stream in streams:
+        told = stream.policy.batches
+        assert told == sizes[: len(told)]
+
+
+STYLES: list[tuple[Any, Any, type[Speculation]]] = [
+    (SVIP(gamma_max=GAMMA), "ragged", PerRequest),
+    (GammaTune(gamma_max=GAMMA), "minimum", TruncateToMinimum),
+    (SVIP(gamma_max=GAMMA), "mean", StopAtMean),
+    (ConfidenceFreeze(stop_early=True), "ragged", Jointly),
+    (AdaptiveVerification(budget=12), "ragged", Jointly),
+]
+
+
+@pytest.mark.parametrize(("policy", "style", "simulated"), STYLES)
+def test_rounds_are_those_the_simulator_serves(
+    policy: Any, style: Any, simulated: type[Speculation]
+) -> None:
+    done = decode_batch(*runners(4), prompts(), NEW, END, policy, synchronise=style)
+    speculation, engine = simulated(policy), EngineState()
+    served: list[list[Round]] = [[] for _ in prompts()]
+    for group in groups_of(len(prompts()), 4):
+        slots = []
+        for i in group:
+            request = trace().requests[i]
+            job = Job(0.0, i, request.prompt_length, request.tokens)
+            slots.append(Slot(i, job, 0.0, ServedSequence(trace(), job, NEW, engine)))
+        for slot in slots:
+            speculation.join(slot)
+        while slots := [slot for slot in slots if not slot.decoder.ended]:
+            engine.batch = len(slots)
+            for slot, outcome in zip(slots, speculation.step(slots), strict=True):
+                served[slot.index].append(outcome)
+    assert done.rounds == served
+
+
+@pytest.mark.parametrize("policy", [ConfidenceFreeze(), AdaptiveVerification()])
+def test_batch_policies_of_one_are_the_single_stream_ones(policy: BatchPolicy) -> None:
+    from policies.batch import SingleStream
+
+    done = decode_batch(*runners(1), prompts(), NEW, END, policy)
+    assert done.rounds == replayed(trace(), SingleStream(policy.fresh()))

@@ -1,0 +1,118 @@
+"""Whole batched runs: forced and real, their times, and latencies of batched passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from policies import SVIP, ConfidenceFreeze, Fixed, Round
+from profiler.batch_latency import batch_blocks, measure_batch_host
+from profiler.batched import speculate_batch
+from profiler.batched_decoder import BatchedDecoder
+from profiler.batched_forced import ForcedStream
+from profiler.batched_runs import BatchArm, groups_of, run_batches
+from profiler.batched_styles import style_of
+from profiler.latency import Grid, Sweeps
+from profiler.loading import Pair
+from profiler.profile import Settings, profile_latency, progress_bar
+from profiler.runner import Runner
+from profiler.spotcheck import output_of, rounds_differ
+from tests.batched import GAMMA, LENGTHS, VOCAB, llama, pair, replayed, runners, trace
+from traces.errors import DraftsimError
+from traces.latency import INTERPOLATED, LatencyTable
+from traces.replay import replay
+from traces.trace import Trace
+
+
+def test_forced_runs_follow_the_recording_with_any_weights() -> None:
+    other = Pair(llama(1, 20), llama(1, 21), None, {})
+    for policy in (Fixed(4), SVIP(gamma_max=GAMMA)):
+        target, draft = runners(4, other)
+        decoder, style = BatchedDecoder(target, draft, watch_eos=False), style_of(policy)
+        streams = [ForcedStream(trace(), i, VOCAB, target.device) for i in range(len(LENGTHS))]
+        rounds: list[list[Round]] = [[] for _ in streams]
+        for iteration in speculate_batch(decoder, style, streams):
+            for stream, outcome in iteration:
+                rounds[stream.request].append(outcome)
+        assert rounds == replayed(trace(), policy)
+
+
+def test_forced_and_real_agree_where_sequences_wait() -> None:
+    arms = [BatchArm("least", Fixed(4), "minimum"), BatchArm("svip", SVIP(gamma_max=GAMMA), "mean")]
+    both = [
+        run_batches(pair(), trace(), arms, batches=(4,), forced=forced, repeats=1)
+        for forced in (False, True)
+    ]
+    for arm in arms:
+        assert rounds_differ(*(run.logs[arm.name, 4] for run in both)) == 0
+
+
+def test_run_batches_reports_every_group() -> None:
+    arms = [BatchArm("fixed", Fixed(3)), BatchArm("freeze", ConfidenceFreeze())]
+    beats: list[int] = []
+    run = run_batches(
+        pair(), trace(), arms, batches=(1, 4), repeats=2, advance=lambda: beats.append(1)
+    )
+    groups = {1: 9, 4: 3}
+    assert len(beats) == 2 * sum(groups.values())
+    counts = run.times.groupby(["policy", "batch", "repeat"]).size()
+    assert {(b, n) for (_, b, _), n in counts.items()} == set(groups.items())
+    assert (run.times["wall_s"] > 0).all()
+    for batch in groups:
+        assert rounds_differ(run.logs["fixed", batch], replay(trace(), Fixed(3))) == 0
+        assert run.outputs["freeze", batch] == [output_of(trace(), i) for i in range(9)]
+    slowest = run.logs["fixed", 4].per_request(np.ones(len(run.logs["fixed", 4])))
+    own = run.times.query("policy == 'fixed' and batch == 4 and repeat == 0").set_index("request")
+    assert own["rounds"].to_dict() == {str(g[0]): slowest[list(g)].max() for g in groups_of(9, 4)}
+
+
+def test_grid_cells_cover_batches_and_host() -> None:
+    grid = Grid(
+        widths=(1,), contexts=(4, 8), prompts=(4,), batches=(1, 2, 3), batch_widths=(1, 3),
+        repeats=2,
+    )  # fmt: skip
+    target, draft = Runner(pair().target, 16, 3), Runner(pair().draft, 16, 3)
+    sweeps = Sweeps(batch_blocks(target, draft, grid), target.device, warmup=1)
+    sweeps.run()
+    sweeps.run()
+    cells = sweeps.cells()
+    passes = cells.groupby(["model", "phase"]).size().to_dict()
+    # Two batches, two contexts: as many widths of each pass as decoding knows.
+    assert passes == {
+        ("target", "prefill"): 2, ("target", "forward"): 8, ("draft", "prefill"): 2,
+        ("draft", "forward"): 8, ("draft", "catch_up"): 12, ("draft", "signal"): 2,
+    }  # fmt: skip
+    assert set(cells["batch"]) == {2, 3}
+    hosts = measure_batch_host(target, draft, grid.batches, repeats=3, tokens=9)
+    table = LatencyTable(hosts)
+    assert set(hosts["phase"]) == {"host_round", "host_draft"}
+    assert (table.estimate("target", "host_round", batch=[2, 3], new_tokens=1).seconds > 0).all()
+
+
+def test_a_profile_holds_batches_beside_the_single_stream(tmp_path: Path) -> None:
+    grid = Grid(
+        widths=(1, 2), contexts=(4, 48), prompts=(4,), batches=(1, 3), batch_widths=(1, 2),
+        repeats=1, warmup=0,
+    )  # fmt: skip
+    with progress_bar() as progress:
+        table = profile_latency(pair(), Settings(grid=grid), tmp_path, progress)
+    for phase in ("prefill", "forward", "host_round", "host_draft"):
+        own = table.cells[(table.cells["phase"] == phase) & (table.cells["model"] == "target")]
+        assert set(own["batch"]) == {1, 3}, phase
+    between = table.estimate("target", "forward", batch=2, new_tokens=2, context=6)
+    assert between.origin == INTERPOLATED
+
+
+def test_sampled_traces_and_bad_batches_are_refused() -> None:
+    sampled = Trace(
+        trace().columns, trace().requests, GAMMA, {**trace().meta, "sampling": {"temperature": 0.7}}
+    )
+    with pytest.raises(DraftsimError, match=r"sampled at temperature 0\.7"):
+        run_batches(pair(), sampled, [BatchArm("fixed", Fixed(2))])
+    with pytest.raises(DraftsimError, match="batch is 0"):
+        run_batches(pair(), trace(), [BatchArm("fixed", Fixed(2))], batches=(2, 0))

@@ -1,0 +1,156 @@
+"""Draft sources of a pair profiled here: real runs, repeated profiles, heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.basic import Fixed
+from simulator.pricing import price
+from tests.conftest import SMALL_PROFILE, Run
+from traces.files import read_latency, read_trace
+from traces.replay import replay
+from traces.sources import EarlyExit, read_recordings
+from traces.sources.base import Recordings
+
+
+def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:
+    names = ["specbound", "kangaroo", "medusa", "draft-and-verify-skip", "pld", "rest"]
+    options = [part for name in names for part in ("--policy", name)]
+    rows = run("validate", "--run", small_run, *options, "--repeats", 1, "--json", "-").rows
+    assert [r["policy"] for r in rows] == ["autoregressive", *names]
+    for row in rows:
+        assert row["rounds_differ"] == 0, row
+        assert row["outputs_differ"] == 0, row
+        assert row["measured_s"] > 0
+        assert row["predicted_s"] > 0
+    refused = run("validate", "--run", small_run, "--source", "medusa-tree")
+    assert refused.code == 2
+    assert "no real decoder" in refused.err
+
+
+def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
+    run: Run, small_run: Path
+) -> None:
+    arms = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
+    ran = run(
+        "validate", "--run", small_run, *arms, "--repeats", 2, "--no-assisted", "--remeasure",
+        "--json", "-",
+    )  # fmt: skip
+    trace = read_trace(small_run / "trace.parquet")
+    log = replay(trace, Fixed(2), name="fixed:gamma=2")
+    row = next(r for r in ran.rows if r["policy"] == "fixed:gamma=2")
+    for file, column in (("latency-check", "error"), ("latency", "profile_error")):
+        predicted = price(log, read_latency(small_run / f"{file}.parquet")).total_s
+        assert row[column] == pytest.approx(predicted / row["measured_s"] - 1)
+    refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
+    assert refused.code == 2
+    assert "--remeasure is for" in refused.err
+    ran = run(
+        "validate", "--run", small_run, "--policy", "medusa", "--repeats", 2, "--remeasure",
+        "--json", "-",
+    )  # fmt: skip
+    assert [row["policy"] for row in ran.rows] == ["autoregressive", "medusa"]
+    kept = read_latency(small_run / "latency-check.parquet")
+    assert kept.has("target", "pass")
+    assert all(np.isfinite(row["profile_error"]) for row in ran.rows)
+
+
+def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
+    run: Run, small_run: Path
+) -> None:
+    command = (*SMALL_PROFILE, "--out", small_run)
+    before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    (small_run / "starts-medusa.parquet").unlink()
+    assert run(*command, "--exit-layers", "--source", "early-exit:tau=0.55").code == 0
+    after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert {n for n in before if before[n] != after.get(n)} <= {
+        "exits.parquet", "starts-medusa.parquet", "measured-sources.parquet",
+    }  # fmt: skip
+    found = read_recordings(small_run)
+    assert found.exits is not None
+    settings = {s[:-1] for s in found.exits.settings}
+    assert EarlyExit(tau=0.55).setting(1)[:-1] in settings
+    assert EarlyExit().setting(1)[:-1] in settings
+    assert "medusa" in found.starts
+    assert run(*command, "--latency-only").code == 0
+    again = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert {n for n in again if again[n] != after.get(n)} == {"latency.parquet"}
+    assert read_latency(small_run / "latency.parquet").has("exit", "layer")
+    refused = run(*command, "--latency-only", "--exit-layers")
+    assert refused.code == 2
+
+
+def test_stale_recordings_are_recorded_again(small_run: Path) -> None:
+    from commands.source_runs import missing
+    from profiler.sources.modules import Modules
+
+    kept = read_recordings(small_run)
+    provenance = {"outputs_sha256": "of another trace"}
+    assert missing(kept, Modules(), [], None, provenance) == ["layer-skip"]
+    assert missing(Recordings(), Modules(), [], None, {}) == ["layer-skip"]
+    true = {"outputs_sha256": kept.starts["layer-skip"].meta["outputs_sha256"]}
+    assert missing(kept, Modules(), [], None, true) == []
+    assert missing(kept, Modules(), [], [2], true) == ["layer-skip"]
+
+
+def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from profiler.run import BUNDLED as PAIR
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=2, n_head=2,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    ran = run(
+        "profile", "--target", tmp_path / "gpt2", "--draft", tmp_path / "gpt2", "--prompts",
+        PAIR / "prompts.jsonl", "--out", tmp_path / "run", "--exit-layers",
+    )  # fmt: skip
+    assert ran.code == 2
+    assert "GPT2LMHeadModel" in ran.err
+    assert "Llama, Mistral and Qwen" in ran.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_heads_are_trained_for_a_target_that_has_none(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from commands.source_modules import HEADS, modules_of
+    from profiler.loading import Pair
+    from profiler.run import read_run
+    from profiler.sources import train
+
+    made: list[str] = []
+    full = train.train_all
+
+    def few(target: Any, text: Any, out: Path, only: Any) -> None:
+        made.extend(only)
+        full(target, text, out, only, seconds=0.0)  # a step each
+
+    own_text = train.own_text
+    monkeypatch.setattr(
+        train, "own_text", lambda target, encoded: own_text(target, encoded, rounds=1, batch=6)
+    )
+    monkeypatch.setattr(train, "train_all", few)
+    info = read_run(small_run)
+    pair: Pair = info.load()
+    texts = tmp_path / "texts.txt"
+    texts.write_text("return first + second; " * 60)
+    trace = read_trace(small_run / "trace.parquet")
+    modules = modules_of(pair, info, tmp_path, trace, texts)
+    assert set(made) == set(train.MODULES)
+    assert modules.exits is not None
+    assert modules.masks is not None
+    assert sorted(p.name for p in (tmp_path / HEADS).iterdir()) == sorted(train.FILES.values())
+    made.clear()
+    modules_of(pair, info, tmp_path, trace, texts)
+    assert made == []

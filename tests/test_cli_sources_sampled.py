@@ -1,0 +1,123 @@
+"""Sampled outputs on the command line: recorded, found beside the trace, refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import SMALL_PROFILE, Ran, Run
+from traces.files import read_trace, write_trace
+from traces.trace import Trace
+
+
+def profiled(run: Run, folder: Path, *options: object) -> Ran:
+    """The command that made `small_run`, with more options or into another folder."""
+    return run(*SMALL_PROFILE, "--out", folder, "--exit-layers", *options)
+
+
+def table_2(run: Run, folder: Path, *options: object) -> dict[str, dict[str, Any]]:
+    """SpecBound's Table 2 on our pair, by row."""
+    rows = run(
+        "papers", "--trace", folder, "--table", "SpecBound Table 2", *options, "--json", "-"
+    ).rows
+    labels = [(row["row"], row["column"]) for row in rows]
+    assert len(set(labels)) == len(labels)
+    return {row["row"]: row for row in rows if row["kind"] == "same experiment on our pair"}
+
+
+def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run: Path) -> None:
+    row = table_2(run, small_run)["temperature sampling (T=1.0)"]
+    assert row["ours"] is None
+    command = "draftsim profile --target bundled --draft bundled --prompts"
+    assert command in row["note"]
+    assert f"--out {small_run} --exit-layers --temperature 1`" in row["note"]
+    before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert profiled(run, small_run, "--temperature", 1).code == 0
+    after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
+    assert set(after) - set(before) == {"sampled.parquet", "exits-sampled.parquet"}
+    assert all(after[name] == before[name] for name in before)
+    rows = table_2(run, small_run)
+    assert rows["temperature sampling (T=1.0)"]["ours"] > 0
+    assert "exact in distribution" in rows["temperature sampling (T=1.0)"]["note"]
+    assert rows["greedy decoding"]["ours"] > 0
+    assert rows["temperature sampling (T=0.3)"]["ours"] is None
+    note = rows["top-p sampling (p=0.9)"]["note"]
+    assert "--out RUN --exit-layers --temperature 1 --top-p 0.9`" in note
+    found = run(
+        "simulate", "--trace", small_run / "sampled.parquet", "--latency", small_run, "--policy",
+        "specbound", "--json", "-",
+    ).rows  # fmt: skip
+    assert (found[1]["verify"], found[1]["fidelity"]) == (
+        "rejection-sampling", "exact in distribution",
+    )  # fmt: skip
+    assert profiled(run, small_run, "--temperature", 1).code == 0
+    assert (small_run / "exits-sampled.parquet").read_bytes() == after["exits-sampled.parquet"]
+    for other, said in (((0.3,), "0.3"), ((1, "--top-p", 0.9), "1 --top-p 0.9")):
+        refused = profiled(run, small_run, "--temperature", *other)
+        assert refused.code == 2
+        assert f"sampled at T=1: name another --out for --temperature {said}" in " ".join(
+            refused.err.split()
+        )
+
+
+def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path) -> None:
+    from traces.recordings import recordings
+
+    cut = small_run.parent / "cut"
+    shutil.copytree(small_run, cut)
+    for name in ("sampled.parquet", "exits-sampled.parquet"):
+        (cut / name).unlink(missing_ok=True)
+    assert profiled(run, cut, "--temperature", 1, "--top-p", 0.9).code == 0
+    # What ships of it: no greedy trace and no latencies.
+    for path in cut.glob("*.parquet"):
+        if path.name not in ("sampled.parquet", "exits-sampled.parquet"):
+            path.unlink()
+    row = table_2(run, small_run)["top-p sampling (p=0.9)"]
+    assert row["ours"] > 0
+    assert "exact in distribution" in row["note"]
+    for trace in (cut, cut / "sampled.parquet"):
+        [_, found] = run(
+            "simulate", "--trace", trace, "--latency", small_run, "--policy", "specbound",
+            "--json", "-",
+        ).rows  # fmt: skip
+        assert found["speedup"] == pytest.approx(row["ours"])
+    listed = {r.name: r.summary for r in recordings(small_run.parent)}
+    assert "sampled at T=1, top-p 0.9" in listed["cut"]
+    assert "sampled" not in listed["run"]
+    # Another pair's, or a damaged one, beside the trace is no reason to fail; asked for, it is.
+    other = read_trace(cut / "sampled.parquet")
+    alien = Trace(
+        other.columns, other.requests, other.max_gamma, {**other.meta, "target": {}},
+    )  # fmt: skip
+    write_trace(alien, cut / "sampled.parquet")
+    assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
+    refused = run("papers", "--trace", small_run, "--sampled", cut)
+    assert refused.code == 2
+    assert "was recorded of another pair" in refused.err
+    (cut / "sampled.parquet").write_bytes(b"PAR1")
+    assert table_2(run, small_run)["top-p sampling (p=0.9)"]["ours"] is None
+    shutil.rmtree(cut)
+    refused = run("papers", "--trace", small_run, "--sampled", cut)
+    assert (refused.code, "holds no sampled outputs" in " ".join(refused.err.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-p", 0.9), "top-p 0.9 cuts what is drawn"),
+        (("--temperature", 1, "--top-p", 0), "top-p is 0, expected above 0 and at most 1"),
+        (("--temperature", 1, "--top-p", 1.5), "top-p is 1.5, expected"),
+        (("--temperature", -1), "temperature is -1, expected a finite number"),
+        (("--temperature", "nan"), "temperature is nan"),
+    ],
+)
+def test_samplings_that_cannot_be_are_refused(
+    run: Run, tmp_path: Path, options: tuple[object, ...], message: str
+) -> None:
+    refused = profiled(run, tmp_path / "none", *options)
+    assert refused.code == 2
+    assert message in " ".join(refused.err.split())
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,71 @@
+"""Figures of the serving simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policies.basic import Autoregressive, Fixed
+from simulator.serving import (
+    Limits,
+    Poisson,
+    Scenario,
+    over_batches,
+    over_rates,
+    plots,
+    serve,
+    speedup_grid,
+    sweep,
+)
+from tests.serving import GRID, SMALL
+from traces.errors import DraftsimError
+
+
+def test_replications_are_drawn_with_their_intervals_and_break_even_names_its_policy():
+    scenario = Scenario(Poisson(1), Limits(4), requests=40, replications=3)
+    policies = {"plain": Autoregressive(), "fast": Fixed(3)}
+    rows = [
+        row for rate in (0.05, 0.2, 5)
+        for row in serve(SMALL, GRID, policies, replace(scenario, arrivals=Poisson(rate))).rows()
+    ]  # fmt: skip
+    axes = plots.plot_latency_load(rows, "ttft_s").axes[0]
+    bars = [c for c in axes.collections if len(c.get_paths()) == 3]
+    assert len(bars) == len(policies)
+    assert "bars: 95 %" in axes.get_ylabel()
+    assert all(t.get_text().startswith("fast: ") for t in axes.texts)
+    single = [{k: v for k, v in row.items() if not k.endswith(("_lo", "_hi"))} for row in rows]
+    axes = plots.plot_latency_load(single).axes[0]
+    assert not axes.collections
+    assert "95 %" not in axes.get_ylabel()
+
+
+def test_what_is_slower_than_plain_decoding_is_told_without_colour():
+    axes = plots.plot_speedup_grid([[0.8, 1.2], [1.0, 0.9]], [1, 8], [10, 200], "fixed").axes[0]
+    hatched = [(p.get_x() + 0.5, p.get_y() + 0.5) for p in axes.patches if p.get_hatch()]
+    assert sorted(hatched) == [(0, 0), (1, 1)]
+    assert "hatched: slower" in axes.get_xlabel()
+
+
+def test_figures_show_every_policy():
+    base = Scenario(Poisson(1), Limits(max_batch=4), requests=30)
+    policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
+    by_batch = sweep(SMALL, GRID, policies, over_batches(base, [1, 2, 4]))
+    axes = plots.plot_latency_throughput(by_batch).axes[0]
+    for line, name in zip(axes.lines, policies, strict=True):
+        mine = [r for r in by_batch if r["policy"] == name]
+        assert line.get_label() == name
+        assert list(line.get_xdata()) == [r["throughput_tok_s"] for r in mine]
+        np.testing.assert_allclose(line.get_ydata(), [1e3 * r["tpot_s"]["mean"] for r in mine])
+    by_rate = sweep(SMALL, GRID, policies, over_rates(base, [0.2, 1.0]))
+    assert len(plots.plot_latency_load(by_rate).axes[0].lines) >= 2
+    with pytest.raises(DraftsimError, match="rate"):
+        plots.plot_latency_load(by_batch)
+    grid = speedup_grid(SMALL, GRID, Fixed(3), Autoregressive(), [1, 8], [10, 200], base)
+    assert grid.shape == (2, 2)
+    assert (grid[0] > grid[1]).all(), "tokens cost more in a batch here, so speculation pays less"
+    texts = [t.get_text() for t in plots.plot_speedup_grid(grid, [1, 8], [10, 200]).axes[0].texts]
+    assert texts == [f"{v:.2f}" for v in grid.ravel()]
+    with pytest.raises(DraftsimError, match="shape"):
+        plots.plot_speedup_grid(grid, [1], [10, 200])

@@ -1,0 +1,163 @@
+"""Cells of a sweep against single runs: prices, contexts, batches, tilts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from policies import Autoregressive, DraftPolicy, Fixed, Oracle
+from policies.core import Load
+from simulator.pricing import autoregressive, price
+from simulator.ratios import price_ratios
+from simulator.summary import prompt_speedups, summarize
+from simulator.whatif.batching import InBatches, in_steps, step_seconds
+from simulator.whatif.cells import COLUMNS
+from simulator.whatif.executors import Local
+from simulator.whatif.prices import Prices
+from simulator.whatif.sweep import Sweep
+from simulator.whatif.tilt import tilt_to
+from tests.studies import POLICIES, TABLE, recorded, study
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.synthetic import synthetic_trace
+
+SUMMARIZED = (
+    "speedup", "speedup_lo", "speedup_hi", "wall_s", "block_efficiency", "tokens", "rounds",
+    "drafted", "accepted", "acceptance_rate",
+)  # fmt: skip
+
+
+def test_rows_agree_with_single_runs() -> None:
+    frame = study().run(Local(1))
+    assert tuple(frame.columns) == COLUMNS
+    assert len(frame) == study().rows == 2 * 5 * 4
+    for alpha in (0.4, 0.8):
+        tilted = tilt_to(recorded(), alpha)
+        for name, policy in POLICIES.items():
+            log = replay(tilted, policy, name=name)
+            part = frame[(frame["policy"] == name) & (frame["alpha_asked"] == alpha)]
+            by_ratio = part[part["latency"] == "ratio"]
+            curve = price_ratios(log, by_ratio["c"], verify=1.1)
+            np.testing.assert_allclose(by_ratio["speedup"], curve.speedup)
+            np.testing.assert_allclose(by_ratio["wall_s"], curve.cost)
+            own = part[(part["latency"] == "here") & part["context"].isna()].iloc[0]
+            summary = summarize([log], TABLE, resamples=40, seed=0).iloc[1]
+            for column in SUMMARIZED:
+                assert own[column] == pytest.approx(summary[column]), column
+            slower = np.nanmean(prompt_speedups(log, TABLE) < 1)
+            assert own["below_1"] == pytest.approx(slower)
+            at_c = autoregressive(log)
+            for row in by_ratio.itertuples():
+                cost = LatencyTable.constant(1.0, float(row.c), 1.1)
+                each = price(at_c, cost).decode_s / price(log, cost).decode_s
+                assert row.below_1 == pytest.approx((each < 1 - 1e-12).mean())
+    assert (frame["fidelity"] == "approximate").all()
+
+
+def test_contexts_reprice() -> None:
+    rows = [("target", "forward", 1, n, k, 0.01 + 1e-5 * k, 0.0, 5)
+            for n in (1, 30) for k in (0, 4000)]  # fmt: skip
+    rows += [("draft", "forward", 1, 1, k, 0.001 + 1e-6 * k, 0.0, 5) for k in (0, 4000)]
+    from traces.latency import CELL_COLUMNS
+
+    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+    frame = Sweep(
+        recorded(), {"fixed": Fixed(3)}, Prices((), {"t": table}, (10, 3000)), resamples=0
+    ).run(Local(1))
+    longer, shorter = frame[frame["context"] == 3000], frame[frame["context"] == 10]
+    tokens = int(longer["tokens"].iloc[0])
+    extra = longer["wall_s"].iloc[0] - shorter["wall_s"].iloc[0]
+    log = replay(recorded(), Fixed(3))
+    forwards = int(log.rounds["draft_forwards"].sum())
+    assert extra == pytest.approx(2990 * (1e-5 * len(log) + 1e-6 * forwards))
+    assert tokens == log.rounds["emitted"].sum()
+    assert frame["speedup_lo"].isna().all()  # no resamples, no interval
+
+
+def test_a_batch_of_one_is_a_single_stream() -> None:
+    log = replay(recorded(), Fixed(4))
+    steps = in_steps(log, 1, np.random.default_rng(0))
+    single = price(log, TABLE)
+    seconds = step_seconds(steps, TABLE)
+    per_token = seconds.sum() / steps.emitted.sum()
+    # Only which prompts were drawn differs.
+    assert per_token == pytest.approx(single.total_s / log.rounds["emitted"].sum(), rel=0.15)
+    plain = step_seconds(in_steps(autoregressive(log), 1, np.random.default_rng(0)), TABLE)
+    assert plain == pytest.approx(np.full(len(plain), 0.0105))
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_fixed_lengths_in_batches_cost_the_closed_form(batch: int) -> None:
+    trace = synthetic_trace(0.7, requests=40, tokens=200, seed=1)
+    log = replay(trace, Fixed(3))
+    found = InBatches(log, batch, resamples=30).at_ratios(np.array([0.1]), 1.0)
+    single = price_ratios(log, [0.1]).speedup[0]
+    # All slots draft alike, but for the ends of outputs, so that a batch changes nothing.
+    assert found.low[0] - 0.05 < single < found.high[0] + 0.05
+
+
+def test_ragged_drafts_pay_for_the_longest() -> None:
+    log = replay(recorded(), Oracle())
+    speedups = [
+        InBatches(log, b, resamples=5).at_ratios(np.array([0.2]), 1.0).speedup[0]
+        for b in (1, 4, 16)
+    ]
+    assert speedups[0] > speedups[1] > speedups[2]
+
+
+def test_batches_agree_with_the_serving_simulator() -> None:
+    from simulator.serving import ClosedLoop, Limits, Scenario, serve
+
+    trace = synthetic_trace(0.75, requests=30, tokens=120, seed=6, prompt_length=1)
+    table = LatencyTable.constant(1.0, 0.1, 1.2)
+    scenario = Scenario(ClosedLoop(4), Limits(max_batch=4), requests=150)
+    rows = serve(trace, table, {"p": Fixed(3), "b": Autoregressive()}, scenario).rows()
+    served = rows[0]["throughput_tok_s"] / rows[1]["throughput_tok_s"]
+    frame = Sweep(trace, {"p": Fixed(3)}, Prices((), {"t": table}), (), (4,)).run(Local(1))
+    assert frame["speedup"].iloc[0] == pytest.approx(served, rel=0.05)
+
+
+class Aware(DraftPolicy):
+    """Drafts nothing in a batch."""
+
+    def __init__(self) -> None:
+        self.batch = 1
+
+    def begin_round(self, load: Load) -> None:
+        self.batch = load.batch
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return self.batch == 1 and len(draft) < 2
+
+
+def test_policies_are_told_the_batch() -> None:
+    frame = Sweep(recorded(), {"aware": Aware()}, Prices((0.1,)), (), (1, 8)).run(Local(1))
+    assert frame["drafted"].tolist() == [pytest.approx(frame["drafted"].iloc[0]), 0]
+    assert frame["drafted"].iloc[0] > 0
+    assert frame["speedup"].iloc[1] == pytest.approx(1.0)
+
+
+def test_iid_is_labelled_and_its_error_unknown() -> None:
+    frame = study(method="iid").run(Local(1))
+    assert set(frame["source"]) == {"iid"}
+    assert frame["tilt_error"].isna().all()
+    assert not frame["tilt_tried"].any()
+
+
+def test_error_of_the_tilt_comes_with_every_row() -> None:
+    sweep = study(measure_tilt=True)
+    assert sweep.error is not None
+    frame = sweep.run(Local(1))
+    own = sweep.bench.trace.columns["match"][sweep.bench.trace.on_path].mean()
+    for row in frame.itertuples():
+        error = sweep.error.of(False).at(float(row.alpha), float(own))
+        assert row.tilt_error == pytest.approx(error)
+    as_recorded = study(alphas=()).run(Local(1))
+    assert set(as_recorded["source"]) == {"recorded"}
+    assert (as_recorded["tilt_error"] == 0).all()
+    assert as_recorded["tilt_tried"].all()
+    assert (as_recorded["fidelity"] == "exact").all()
