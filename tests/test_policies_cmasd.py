@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,28 @@ def test_cmasd_length_is_clipped(margins: list[float], window: Any) -> None:
     tokens = [Token(prob_margin=m) for m in margins] * 12
     policy = softmax_only(window=window, gamma_min=2, gamma_max=7, alpha=1.7)
     assert 2 <= one_round(policy, 0, tokens)[1] <= 7
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 12), st.floats(0, 50), st.floats(0, 1)), max_size=14),
+    st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.2, 0.3, 0.5)]),
+    st.sampled_from(["intended", "literal"]),
+    st.floats(0, 3),
+    st.integers(1, 4),
+    st.integers(4, 12),
+)
+def test_cmasd_goes_on_while_the_mean_confidence_allows_more(
+    signals: list[tuple[float, float, float]],
+    weights: Any,
+    sign: Any,
+    alpha: float,
+    low: int,
+    high: int,
+) -> None:
+    """The causal window is the printed one over the tokens so far, to the last bit."""
+    policy = CMASD("causal", low, high, alpha, 0.7, weights, sign, vocab_size=5000)
+    tokens = [Token(entropy=h, logit_margin=m, prob_margin=s) for h, m, s in signals]
+    assert policy.keep_drafting([])
+    for n, total in enumerate(accumulate(map(policy.confidence, tokens)), 1):
+        window = min(high, max(low, math.floor(max(0.0, alpha * (total / n) * high))))
+        assert policy.keep_drafting(tokens[:n]) is (n < window)

@@ -40,7 +40,8 @@ class Seconds(NamedTuple):
     @property
     def total_s(self) -> float:
         """Seconds of the iteration."""
-        return self.draft_s + self.target_s + self.host_s
+        draft_s, target_s, host_s = self
+        return draft_s + target_s + host_s
 
 
 class _Host(NamedTuple):
@@ -120,7 +121,8 @@ class IterationCost:
             drafting_s = self._prompts("draft", self._draft, chunks)
             return Seconds(drafting_s, self._prompts("target", self._target, chunks), 0.0)
         work = work_of(slots, rounds)
-        draft_s, host_s = self._speculation(work, slots, rounds)
+        host_s = self._host_seconds(work, len(rounds))
+        draft_s = self._draft_passes(work, slots, rounds) if work.longest else 0.0
         if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
         return Seconds(draft_s, self._target_pass(work, slots, rounds, chunks), host_s)
@@ -142,35 +144,34 @@ class IterationCost:
             if not any(self.latency.has(m, phase) for m in MODELS)
         ]  # fmt: skip
 
-    def _speculation(
-        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
-    ) -> tuple[float, float]:
-        batch = len(rounds)
+    def _host_seconds(self, work: Work, batch: int) -> float:
+        # Taken apart at once, here and below: reading a tuple's fields by name takes longer.
+        _, _, longest, _, _, _, rejected, unread = work
         host = self._host.get(batch)
         if host is None:
             host = self._host[batch] = self._host_costs(batch)
-        host_s = host.round_s
-        if work.rejected:
-            host_s += host.target_rollback_s
-        if work.unread:
-            host_s += host.draft_rollback_s
-        if not work.longest:
-            return 0.0, host_s
-        host_s += work.longest * host.draft_s
-        return self._draft_passes(work, slots, rounds), host_s
+        host_s, draft_s, target_rollback_s, draft_rollback_s = host
+        if rejected:
+            host_s += target_rollback_s
+        if unread:
+            host_s += draft_rollback_s
+        if longest:
+            host_s += longest * draft_s
+        return host_s
 
     def _draft_passes(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         read, read_first = self._draft, self._first
         if read is None or read_first is None:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
+        _, _, longest, drafting, catch_up, draft_context, _, _ = work
         if self.passes == "padded":
-            return self._draft_rectangles(slots, rounds, work.longest)
-        width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
+            return self._draft_rectangles(slots, rounds, longest)
+        width, mean = catch_up / drafting, draft_context / drafting
         if self.draft_batch == "padded":
-            first_s = read_first(len(rounds), width, max(mean - width, 0.0))
-            return first_s + read.run(len(rounds), mean, work.longest - 1)
-        seconds = read_first(work.drafting, width, max(mean - width, 0.0))
-        for step in range(1, work.longest):
+            first_s = read_first(len(rounds), width, mean - width if mean > width else 0.0)
+            return first_s + read.run(len(rounds), mean, longest - 1)
+        seconds = read_first(drafting, width, max(mean - width, 0.0))
+        for step in range(1, longest):
             still = [
                 s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
             ]

@@ -73,10 +73,12 @@ class Engine:
 
     def run(self) -> Events:
         """Iterate until every request has left, or the token limit is reached."""
-        env, scheduler = self.env, self.scheduler
+        env, scheduler, state = self.env, self.scheduler, self.state
+        step, price = self.speculation.step, self.cost
         while self.max_tokens is None or self.recorder.tokens < self.max_tokens:
             plan = scheduler.next(self.source.more_to_come)
-            if not plan.decode and not plan.chunks:
+            decode, chunks = plan
+            if not decode and not chunks:
                 if self.source.exhausted and not scheduler.waiting:
                     return
                 if scheduler.running or (scheduler.waiting and self.source.exhausted):
@@ -85,22 +87,25 @@ class Engine:
                 yield self._wakeup
                 self._wakeup = None
                 continue
-            self.state.batch = len(plan.decode) or 1
-            self.state.prefilling = len(plan.chunks)
-            rounds = self.speculation.step(plan.decode) if plan.decode else []
-            cost = self.cost(plan.decode, rounds, plan.chunks)
+            state.batch = len(decode) or 1
+            state.prefilling = len(chunks)
+            rounds = step(decode) if decode else []
+            cost = price(decode, rounds, chunks)
             start = env.now
             seconds = cost.total_s
             if not env.skip(seconds):
                 yield env.timeout(seconds)
-            self._account(start, plan, rounds, cost)
+            now = env.now
+            self._account(start, now, plan, rounds, cost)
             if rounds:
-                self._decoded(start, plan.decode, rounds)
-            for chunk in plan.chunks:
+                self._decoded(start, now, decode, rounds)
+            for chunk in chunks:
                 self._prefilled(chunk)
 
-    def _account(self, start: float, plan: Iteration, rounds: list[Round], cost: Seconds) -> None:
-        recorder, now = self.recorder, self.env.now
+    def _account(
+        self, start: float, now: float, plan: Iteration, rounds: list[Round], cost: Seconds
+    ) -> None:
+        recorder = self.recorder
         recorder.iterations += 1
         recorder.busy_s += now - start
         running = len(self.scheduler.running)
@@ -110,8 +115,8 @@ class Engine:
         if self.timeline is not None:
             _draw(self.timeline, start, plan, rounds, cost)
 
-    def _decoded(self, start: float, slots: list[Slot], rounds: list[Round]) -> None:
-        recorder, now = self.recorder, self.env.now
+    def _decoded(self, start: float, now: float, slots: list[Slot], rounds: list[Round]) -> None:
+        recorder = self.recorder
         on_time = emitted_all = drafted_all = accepted_all = forwards_all = 0
         skip = recorder.skip
         ended: list[Slot] = []

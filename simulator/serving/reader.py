@@ -121,9 +121,12 @@ class PassReader(Grid):
         if not plan.start <= context < plan.stop and plan.surface is not None:
             plan.move(plan.surface, context)
         tally = plan.inside if context != plan.cut else plan.at_cut
-        tally[0] += 1
-        if not tally[1] <= context <= tally[2]:
-            tally[1], tally[2] = min(tally[1], context), max(tally[2], context)
+        passes, low, high = tally
+        tally[0] = passes + 1
+        # Contexts grow from round to round, so this is the usual case: no calls for it.
+        if not low <= context <= high:
+            tally[1] = context if context < low else low
+            tally[2] = context if context > high else high
         if plan.surface is None:
             return self._outside(plan, batch, new_tokens, context)
         seconds = plan.base + plan.slope * (context - plan.cut)
@@ -144,9 +147,11 @@ class PassReader(Grid):
                 seconds += self(batch, 1.0, context + step)
             return seconds
         tally = plan.inside
-        tally[0] += count
-        if context < tally[1] or last > tally[2]:
-            tally[1], tally[2] = min(tally[1], context), max(tally[2], last)
+        passes, low, high = tally
+        tally[0] = passes + count
+        if context < low or last > high:
+            tally[1] = context if context < low else low
+            tally[2] = last if last > high else high
         return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.cut))
 
     @property

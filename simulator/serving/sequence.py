@@ -111,7 +111,7 @@ class ServedSequence(ReplayDecoder):
         silent = kind.observe is DraftPolicy.observe
         signals, tokens, rows, runs = self._signals, self._tokens, self._rows, self._runs
         row_limit, unknown, make = self._row_limit, self._tape.unknown, self._tape.make
-        most, length = self._cap - 1, self.length
+        most, length, new = self._cap - 1, self.length, tuple.__new__
         blank = RecordedToken(-1, -1, False, 0.0, 0.0, 0.0, 0.0)
         catch_up = 1
         while (position := self.position) < length:
@@ -119,31 +119,33 @@ class ServedSequence(ReplayDecoder):
                 begin_round(self.load)
             at = self._start + position
             run = runs[at]
-            longest = min(self._limit - position - 1, most)
+            left = self._limit - position - 1
+            longest = left if left < most else most
             draft: list[RecordedToken] = []
-            forwards = 0
+            append = draft.append
             if signals:
-                row = rows[at]
-                last = row_limit[at]
-                while forwards < longest and keep_drafting(draft):
-                    if row >= last:
-                        self.draft(draft)  # raises: past the recorded tail
+                first, last = rows[at], row_limit[at]
+                stop = first + longest
+                for row in range(first, stop if stop < last else last):
+                    if not keep_drafting(draft):
+                        break
                     token = tokens[row] or make(row)
-                    draft.append(token)
-                    row += 1
-                    forwards += 1
+                    append(token)
                     if token.ends:
                         break
+                else:
+                    if last < stop and keep_drafting(draft):
+                        self.draft(draft)  # raises: past the recorded tail
             else:
                 end = self._eos_at - position
-                while forwards < longest and keep_drafting(draft):
-                    if forwards == end < run:
-                        draft.append(self.draft(draft))  # the drafted end of the output
-                        forwards += 1
+                for forwards in range(longest):
+                    if not keep_drafting(draft):
                         break
-                    draft.append(blank)
-                    forwards += 1
-            drafted = forwards
+                    if forwards == end < run:
+                        append(self.draft(draft))  # the drafted end of the output
+                        break
+                    append(blank)
+            drafted = forwards = len(draft)
             if submit is not None:
                 del draft[submit(draft) :]
                 drafted = len(draft)
@@ -158,7 +160,10 @@ class ServedSequence(ReplayDecoder):
             else:
                 self._advance(accepted)
                 after = self.position
-            outcome = Round(position, drafted, accepted, after - position, forwards, catch_up)
+            # As Round(...), whose own constructor is a Python function.
+            outcome = new(
+                Round, (position, drafted, accepted, after - position, forwards, catch_up)
+            )
             if not silent:
                 observe(outcome, draft)
             yield outcome

@@ -40,7 +40,7 @@ def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
             drafting += 1
             catch_up_all += catch_up
             draft_context += own
-            longest = max(longest, forwards)
+            longest = forwards if forwards > longest else longest
             if accepted < forwards - 1:
                 unread = True
     return Work(
