@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from traces.trace import Trace
 
 SHOWN = (
-    "batch", "context", "setting", "throughput_tok_s", "default", "gain", "gain_lo", "gain_hi",
+    "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain", "gain_lo",
+    "gain_hi",
 )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def tune(
     draws: Annotated[
         int | None,
         typer.Option(
-            min=4, help="Resamples over prompts. Default: 1000; 12 for sglang, each served."
+            min=4, help="Resamples over prompts. Default: 1000; 8 for sglang, each served."
         ),
     ] = None,
     seed: Annotated[
@@ -135,7 +136,8 @@ def _served(
 
     batches = sorted({row["batch"] for row in rows})
     loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
-    found = compare_served(trace, latency, tuned.policy, loads, lookahead=tuned.longest)
+    policies = [tuned.policy_at(b) for b in batches]
+    found = compare_served(trace, latency, policies, loads)
     at = {int(r["batch"]): r for r in found.to_dict("records")}
     for row in rows:
         served = at[row["batch"]]

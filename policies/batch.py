@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round
+from policies.parameters import flag
 
 B = TypeVar("B", bound="BatchPolicy")
 
@@ -106,6 +107,39 @@ class BatchPolicy(ABC):
         """An independent copy for one run; a cost or an estimator is shared, not copied."""
         shared = (vars(self).get("cost"), vars(self).get("estimator"))
         return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
+
+
+class KeptInStep(BatchPolicy):
+    """A policy of an engine whose draft model reads along where nothing is drafted, too.
+
+    vLLM (v1/spec_decode/llm_base_proposer.py) and SGLang 0.5.23
+    (srt/speculative/eagle_worker_v2.py) run one draft pass in every iteration, whatever K, so
+    that the draft's cache is warm when drafting begins again.  A K of 0 is therefore a draft
+    pass whose token is not verified: what it saves is the verification of drafts, and only an
+    engine that never drafts saves the draft model.
+
+    Parameters
+    ----------
+    longest:
+        The largest K that `plan` may give.
+    in_step:
+        Whether the engine does so; False: at K = 0 the draft model rests, and reads what it
+        missed when drafting begins again.
+    """
+
+    def __init__(self, longest: int, in_step: bool = True) -> None:
+        flag("in_step", in_step)
+        self.longest = longest
+        self.in_step = in_step
+        self._verified = 0
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        self._verified = self.plan(loads)
+        passes = max(self._verified, 1) if self.in_step and self.longest else self._verified
+        return [passes] * len(requests)
+
+    def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
+        return [min(len(draft), self._verified) for draft in drafts]
 
 
 class SingleStream(DraftPolicy):

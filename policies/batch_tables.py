@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from policies.batch import BatchPolicy
+from policies.batch import BatchPolicy, KeptInStep
 from policies.core import Load
 from policies.parameters import flag, whole
 
 _DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
 
-class BatchTable(BatchPolicy):
+class BatchTable(KeptInStep):
     """K by concurrency (vLLM ``num_speculative_tokens_per_batch_size``).
 
     Rows are ``[lo, hi, K]``, batch sizes lo to hi inclusive.  The first row must start at
@@ -24,11 +24,21 @@ class BatchTable(BatchPolicy):
     that starts at or below the context.
 
     The default table is ours; `draftsim tune` writes one from a profile.
+
+    Parameters
+    ----------
+    table:
+        The rows.
+    in_step:
+        Whether the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
     """
 
-    def __init__(self, table: Sequence[Sequence[int]] = _DEFAULT_TABLE) -> None:
+    def __init__(
+        self, table: Sequence[Sequence[int]] = _DEFAULT_TABLE, in_step: bool = True
+    ) -> None:
         self.table = table
         self._ranges = _checked(table)
+        super().__init__(max(row[-1] for row in table), in_step)
 
     def plan(self, loads: Sequence[Load]) -> int:
         batch = loads[0].batch + loads[0].prefilling

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.batch import BatchPolicy
+from policies.batch import KeptInStep
 from policies.core import Load, Round
 from policies.parameters import whole
 
@@ -27,7 +27,7 @@ _SETTINGS = {
 }
 
 
-class SGLangAdaptive(BatchPolicy):
+class SGLangAdaptive(KeptInStep):
     """Steps per batch-size slot from an average of accepted drafts (SGLang 0.5.23).
 
     srt/speculative/adaptive_spec_params.py: each slot keeps e <- 0.8 e + 0.2 (mean accepted
@@ -48,6 +48,8 @@ class SGLangAdaptive(BatchPolicy):
     graph_batches:
         Captured CUDA-graph batch sizes, to the next of which a batch is padded before its
         slot is looked up; None: no padding.
+    in_step:
+        Whether the draft model reads along at 0 steps, as SGLang's does (`KeptInStep`).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SGLangAdaptive(BatchPolicy):
         config: Mapping[str, Any] | None = None,
         initial_steps: int = 3,
         graph_batches: Sequence[int] | None = None,
+        in_step: bool = True,
     ) -> None:
         whole("initial_steps", initial_steps, 0)
         self.config = config
@@ -72,6 +75,7 @@ class SGLangAdaptive(BatchPolicy):
             for size in sorted(slots)
         }
         self._slot = next(iter(self._slots.values()))
+        super().__init__(max(slot.candidates[-1] for slot in self._slots.values()), in_step)
 
     def plan(self, loads: Sequence[Load]) -> int:
         batch = loads[0].batch

@@ -14,6 +14,7 @@ from policies import (
     SVIP,
     AdaptiveVerification,
     Autoregressive,
+    BatchTable,
     Confidence,
     ConfidenceFreeze,
     DraftPolicy,
@@ -22,6 +23,7 @@ from policies import (
     HFHeuristic,
     Oracle,
     Round,
+    SGLangAdaptive,
     UCBSpec,
 )
 from policies.batch import BatchPolicy
@@ -140,6 +142,8 @@ STYLES: list[tuple[Any, Any, type[Speculation]]] = [
     (SVIP(gamma_max=GAMMA), "mean", StopAtMean),
     (ConfidenceFreeze(stop_early=True), "ragged", Jointly),
     (AdaptiveVerification(budget=12), "ragged", Jointly),
+    (BatchTable([[1, 2, 3], [3, 4, 0]]), "ragged", Jointly),
+    (SGLangAdaptive({"1": {"candidate_steps": [0, 2]}}), "ragged", Jointly),
 ]
 
 
@@ -165,7 +169,10 @@ def test_rounds_are_those_the_simulator_serves(
     assert done.rounds == served
 
 
-@pytest.mark.parametrize("policy", [ConfidenceFreeze(), AdaptiveVerification()])
+@pytest.mark.parametrize(
+    "policy",
+    [ConfidenceFreeze(), AdaptiveVerification(), BatchTable([[1, 1, 0], [2, 2, 3]])],
+)
 def test_batch_policies_of_one_are_the_single_stream_ones(policy: BatchPolicy) -> None:
     from policies.batch import SingleStream
 

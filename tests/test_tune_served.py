@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
+from policies.basic import Autoregressive, Fixed
 from policies.batch_tables import BatchTable
 from policies.core import Load
 from simulator.serving import Limits
@@ -25,8 +25,9 @@ from simulator.tune import (
     served_rates,
     tune_vllm,
 )
+from simulator.tune.costs import resting
 from simulator.tune.repair import Floats, Ints, Serve
-from tests.test_tune import batched, iid
+from tests.tuning import batched, iid, loads
 from traces.latency import LatencyTable
 
 SEEDS = (0, 1, 2)
@@ -70,43 +71,49 @@ def test_lengths_that_lose_when_served_are_changed_and_the_row_says_so() -> None
     assert not before["not_worse"].any()
     assert after["not_worse"].all()
     for row in tuned.rows:
-        assert row["served_gain"] == pytest.approx(1)
-        assert not row["held_out"]
-        assert "no speculation was faster when served with the other lengths: changed" in " ".join(
-            row["warnings"]
-        )
-    assert any("changed" in w for w in tuned.warnings)
+        assert (row["setting"], row["deploy"]) == ("off", "off")
+    assert any("pays at no batch searched" in w for w in tuned.warnings)
 
 
-def test_where_no_table_can_be_as_fast_the_warnings_say_so() -> None:
+def dear_above(batch: int, factor: float, draft_s: float = 2e-2) -> LatencyTable:
+    """`dear_prompts`, and drafts that cost `factor` as much to check at `batch`."""
+    cells = dear_prompts(draft_s).cells.copy()
+    wide = (cells["phase"] == "forward") & (cells["batch"] == batch) & (cells["new_tokens"] > 1)
+    cells.loc[wide, "median_s"] *= factor
+    return LatencyTable(cells)
+
+
+def test_where_no_table_can_be_as_fast_as_no_draft_model_the_row_says_off() -> None:
     # One at a time drafting pays well.  At 64 it does not, but an engine that drafts at all
     # prefills the draft model too, which `off` does not.
-    trace = iid(0.8, 40, 60)
-    cells = dear_prompts(2e-2).cells.copy()
-    wide = (cells["phase"] == "forward") & (cells["batch"] == 64) & (cells["new_tokens"] > 1)
-    cells.loc[wide, "median_s"] *= 4
-    tuned = tune_vllm(trace, LatencyTable(cells), [1, 64], draws=50)
+    trace, latency = iid(0.8, 40, 60), dear_above(64, 4)
+    tuned = tune_vllm(trace, latency, [1, 64], draws=50)
     one, many = tuned.rows
+    assert (one["deploy"], many["deploy"]) == ("on", "off")
     assert one["setting"] != "K=0"
     assert many["setting"] == "K=0"
     assert many["served_gain"] < 1 - 1e-3
-    assert any("slower than no speculation" in w for w in tuned.warnings)
+    assert any("no speculation at all is faster by" in w for w in tuned.warnings)
+    assert isinstance(tuned.policy_at(1), BatchTable)
+    assert isinstance(tuned.policy_at(64), Autoregressive)
+    loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 64)]
+    table = compare_served(trace, latency, tuned.policy, loads)
+    assert table["not_worse"].tolist() == [True, False]
+    deployed = compare_served(trace, latency, [tuned.policy_at(b) for b in (1, 64)], loads)
+    assert deployed["not_worse"].all()
 
 
 def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> None:
     # At 16 speculation gains less than the draft model's prompts cost: alone, off is best.  As
     # drafting pays at 1, they are paid anyhow, and then it is better to draft at 16 too.
-    trace, cells = iid(0.8, 30, 60), dear_prompts(5e-2).cells.copy()
-    wide = (cells["phase"] == "forward") & (cells["batch"] == 16) & (cells["new_tokens"] > 1)
-    cells.loc[wide, "median_s"] *= 0.67
-    latency = LatencyTable(cells)
+    trace, latency = iid(0.8, 30, 60), dear_above(16, 0.67, 5e-2)
     prompts = replace(closed_load(trace, 16), limits=Limits(max_batch=16, lookahead=8))
-    idle, drafting = served_rates(trace, latency, [Fixed(0), Fixed(2)], prompts, 2).mean(axis=1)
+    idle, drafting = served_rates(trace, latency, [resting(), Fixed(2)], prompts, 2).mean(axis=1)
     bare = served_rates(trace, latency, [Fixed(0)], closed_load(trace, 16), 2).mean()
     assert idle < drafting < bare
     tuned = tune_vllm(trace, latency, [1, 16], draws=50)
     assert "K=0" not in [row["setting"] for row in tuned.rows]
-    assert any("slower than no speculation" in w for w in tuned.rows[1]["warnings"])
+    assert tuned.rows[1]["deploy"] == "off"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -170,3 +177,31 @@ def test_mending_never_makes_a_table_worse_and_ends(data: st.DataObject) -> None
     before, after = held(table, fixed, serve), mended(table, fixed, serve)
     assert after.rank <= before.rank
     assert held(after.table, fixed, serve).rank == after.rank
+
+
+def test_served_at_any_load_it_is_not_worse_than_a_length_set_by_hand() -> None:
+    trace = iid(0.7, 40, 40)
+    tuned = tune_vllm(trace, batched(), draws=200)
+    found = compare_served(trace, batched(), tuned.policy, loads(trace), replications=3)
+    assert found["not_worse"].all(), found.to_string()
+    assert found["tuned"].min() > 0
+
+
+def test_a_bad_table_is_caught_when_served() -> None:
+    trace = iid(0.3, 40, 40)
+    bad = BatchTable([[1, 64, 8]])
+    found = compare_served(trace, batched(), bad, loads(trace)[1:2], replications=3)
+    assert not found["not_worse"].any()
+    slower = compare_served(
+        trace, batched(), bad, loads(trace)[1:2], replications=3, metric="tpot_s_mean"
+    )
+    assert not slower["not_worse"].any()
+    assert (slower["margin"] < 0).all()
+
+
+def test_what_is_tuned_for_vllm_is_not_worse_when_served() -> None:
+    trace, latency = iid(0.7, 40, 40), batched()
+    tuned = tune_vllm(trace, latency, [1, 8, 64], draws=50)
+    loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 8, 64)]
+    found = compare_served(trace, latency, [tuned.policy_at(b) for b in (1, 8, 64)], loads)
+    assert found["not_worse"].all()

@@ -13,6 +13,7 @@ from simulator.report import ratio_model
 from simulator.serving import ClosedLoop, Limits, Scenario, sweep
 from simulator.summary import prompt_speedups, summarize, summarize_by_category, to_rows
 from simulator.tune import default_batches, fixed_logs, price_grid, tune_vllm
+from simulator.tune.costs import DEFAULT_LENGTHS
 from simulator.tune.served import RIVALS
 from simulator.validation import compare, verdict
 from traces.latency import LatencyTable
@@ -151,12 +152,12 @@ def _batches(trace: Trace, latency: LatencyTable, serve: bool) -> dict[str, Any]
     sizes = default_batches(latency)
     if len(sizes) < 2:
         return {"batches": None, "serving": None}
-    logs = fixed_logs(trace)
-    grids = [price_grid(list(logs.values()), latency, b) for b in sizes]
+    plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])
+    grids = [price_grid([plain, *logs.values()], latency, b) for b in sizes]
     speedup = [(g.tokens.sum(axis=1) / g.seconds.sum(axis=1)).tolist() for g in grids]
     batches = {
         "batches": sizes,
-        "lengths": [k for k in logs if k],
+        "lengths": list(logs),
         "speedup": [[s / row[0] for s in row[1:]] for row in speedup],
     }
     if not serve:
@@ -170,7 +171,7 @@ def _batches(trace: Trace, latency: LatencyTable, serve: bool) -> dict[str, Any]
         ) for b in some
     ]  # fmt: skip
     rows = sweep(trace, latency, {**RIVALS, "tuned": tuned.policy}, loads)
-    table = tuned.document["num_speculative_tokens_per_batch_size"]
+    table = (tuned.document or {}).get("num_speculative_tokens_per_batch_size")
     names = list(dict.fromkeys(r["policy"] for r in rows))
     kept = [
         {

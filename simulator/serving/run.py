@@ -53,11 +53,10 @@ def lookahead_of(policy: Policy, trace: Trace) -> int:
         return 0
     if isinstance(policy, SingleStream):
         return lookahead_of(policy.policy, trace)
-    bound = getattr(policy, "gamma_max", getattr(policy, "gamma", None))
+    names = ("longest", "gamma_max", "gamma")
+    bound = next((v for n in names if (v := getattr(policy, n, None)) is not None), None)
     if arms := getattr(policy, "gammas", None):
         bound = max(arms)
-    elif table := getattr(policy, "table", None):
-        bound = max(row[-1] for row in table)
     if bound is None:
         bound = trace.max_gamma
     if bound is None:

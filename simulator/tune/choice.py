@@ -157,6 +157,25 @@ def gain(own: Floats, default: Floats, weights: Floats) -> tuple[float, float, f
     return value, float(lo), float(hi)
 
 
+def shared_by_neighbours(allowed: Bools) -> Bools:
+    """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
+
+    Runs are as long as every place along the second axis still has a shared option, which
+    gives the fewest runs.
+    """
+    out = allowed.copy()
+    start, common = 0, allowed[0]
+    for i in range(1, len(allowed) + 1):
+        both = common & allowed[i] if i < len(allowed) else np.zeros_like(common)
+        if both.any(axis=1).all():
+            common = both
+            continue
+        out[start:i] = common
+        if i < len(allowed):
+            start, common = i, allowed[i]
+    return out
+
+
 def ratio(over: npt.ArrayLike, under: npt.ArrayLike) -> Floats:
     """Element-wise ratio, NaN where nothing stands below."""
     a, b = np.broadcast_arrays(np.asarray(over, float), np.asarray(under, float))

@@ -9,7 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.basic import Fixed
+from policies.batch import SingleStream
+from policies.batch_tables import BatchTable
 from simulator.pricing import Priced, autoregressive, price
+from simulator.tune.formats import CONTEXT_END
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, LatencyTable
 from traces.replay import replay
@@ -56,8 +59,18 @@ class Grid:
     outside: Floats
 
 
-def fixed_logs(trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS) -> dict[int, RoundLog]:
-    """The trace replayed at each fixed draft length that it can be; 0 is plain decoding.
+def resting() -> BatchTable:
+    """K = 0 at every batch, in an engine that drafts elsewhere: its draft model reads along."""
+    return BatchTable([[1, CONTEXT_END - 1, 0], [CONTEXT_END, CONTEXT_END, 1]])
+
+
+def fixed_logs(
+    trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS
+) -> tuple[RoundLog, dict[int, RoundLog]]:
+    """Plain decoding, and the trace replayed at each fixed draft length that it can be.
+
+    Length 0 is that of an engine that drafts elsewhere (`resting`), which plain decoding,
+    without a draft model, is not.
 
     Raises
     ------
@@ -68,11 +81,12 @@ def fixed_logs(trace: Trace, lengths: Sequence[int] = DEFAULT_LENGTHS) -> dict[i
     kept = sorted({k for k in lengths if most is None or k <= most})
     if not kept or kept[0] < 0:
         raise DraftsimError(f"draft lengths are {list(lengths)}, expected 0 to {most}")
-    logs = {k: replay(trace, Fixed(k), name=f"fixed:gamma={k}") for k in kept if k}
-    first = next(iter(logs.values())) if logs else replay(trace, Fixed(1))
+    policies = {k: Fixed(k) if k else SingleStream(resting()) for k in kept}
+    logs = {k: replay(trace, policy, name=f"K={k}") for k, policy in policies.items()}
+    first = logs[kept[0]]
     if not len(first):
         raise DraftsimError("no output is longer than its first token: nothing to tune on")
-    return {k: logs[k] if k else autoregressive(first) for k in kept}
+    return autoregressive(first), logs
 
 
 def default_batches(latency: LatencyTable) -> list[int]:

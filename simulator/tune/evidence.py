@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from simulator.hardware import scaling_words
+from simulator.tune.served import beaten
 from traces.latency import LatencyTable
 from traces.trace import Trace
+
+Floats = npt.NDArray[np.float64]
 
 FEW_PROMPTS = 30
 """Below this many prompts a bootstrap interval is itself a rough guess."""
@@ -73,22 +77,35 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def about_served(length: int, gain: float, kept: bool, worse: bool) -> list[str]:
-    """What serving the whole table at a batch told of it against K = `length` throughout.
+def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
+    """What serving the whole setting at a batch told of it against `rival` throughout.
 
-    ``gain`` is the ratio of their rates, ``kept`` whether the length first chosen stands,
-    ``worse`` whether the table is still slower beyond the interval.
+    ``gain`` is the ratio of their rates, ``kept`` whether what was first chosen stands,
+    ``worse`` whether the setting is still slower beyond the interval.
     """
-    rival = f"K={length} throughout" if length else "no speculation"
-    found = [] if kept else [f"{rival} was faster when served with the other lengths: changed"]
+    found = [] if kept else [f"{rival} was faster when served with the rest: changed"]
     if worse:
-        found.append(f"served as a whole, the table is {1 - gain:.1%} slower than {rival}")
-        if not length:
-            found.append(
-                "the draft model reads every prompt, whatever K: without speculation none does, so "
-                "leave it off where loads stay there"
-            )
+        found.append(f"served as a whole, the setting is {1 - gain:.1%} slower than {rival}")
     return found
+
+
+def about_deploying(
+    batches: Sequence[int], rates: Iterable[Floats], off: Iterable[Floats]
+) -> list[str]:
+    """Where no speculation beats the setting, served; rates of both, (replications,) a batch."""
+    faster = {
+        batch: plain.mean() / own.mean() - 1
+        for batch, own, plain in zip(batches, rates, off, strict=True) if beaten(own, plain)
+    }  # fmt: skip
+    if not faster:
+        return []
+    if len(faster) == len(batches):
+        return ["speculation pays at no batch searched: leave it off"]
+    said = ", ".join(f"{gain:.1%} at batch {batch}" for batch, gain in faster.items())
+    return [
+        f"no speculation at all is faster by {said}, because the draft model reads every prompt "
+        "and, where K is 0, every token: leave it off where loads stay there"
+    ]
 
 
 def about_batches(batches: Sequence[int]) -> list[str]:

@@ -124,8 +124,11 @@ def tune_huggingface(
         default_option=base,
     )  # fmt: skip
     best = ordered[option]
+    plain_rate = float(plain.tokens.sum() / plain.seconds.sum())
+    pays = plain_rate < objective.rates[option]
     row: dict[str, Any] = {
         "engine": "hf", "batch": 1, "context": None, "setting": str(best),
+        "deploy": "on" if pays else "off",
         "throughput_tok_s": float(objective.rates[option]), "default": str(default),
         "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
@@ -138,8 +141,7 @@ def tune_huggingface(
         warnings.append("the trace lacks the draft's probability: no threshold was searched")
     if default.tokens < DEFAULT.tokens:
         warnings.append(f"the recording is cut at {most} drafts, and so is the default")
-    plain_rate = float(plain.tokens.sum() / plain.seconds.sum())
-    if plain_rate >= objective.rates[option]:
+    if not pays:
         warnings.append(
             f"plain decoding is faster ({plain_rate:.3g} tokens/s): pass no assistant model"
         )

@@ -1,4 +1,4 @@
-"""A table of lengths held, as a whole, against every fixed length, and mended where one wins.
+"""A table of lengths held, as a whole, against each length alone, and mended where one wins.
 
 Lengths that are best each by itself need not be best together: while an engine fills, drains
 or waits for memory it runs at other batches than its limit, and under the lengths chosen for
@@ -19,6 +19,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+NEGLIGIBLE = 5e-4
+"""A loss this small is not worth a range of its own."""
+
 Serve = Callable[[Ints, int], Floats]
 """Tokens per second of a table at one searched batch (its index), shape (replications,)."""
 
@@ -27,12 +30,13 @@ Serve = Callable[[Ints, int], Floats]
 class Held:
     """A table of options, shape (batches, contexts), and how it did when served.
 
-    ``gains`` is its rate over that of the best fixed length at every batch, ``best`` that
-    length's option, ``worse`` whether it is slower beyond the interval, each of shape
-    (batches,).
+    ``rates`` are its tokens per second, shape (batches, replications).  ``gains`` is its mean
+    rate over that of the best option throughout, at every batch, ``best`` that option,
+    ``worse`` whether it is slower beyond the interval, each of shape (batches,).
     """
 
     table: Ints
+    rates: Floats
     gains: Floats
     best: Ints
     worse: Bools
@@ -44,7 +48,7 @@ class Held:
 
 
 def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """`table` served at every batch against fixed lengths.
+    """`table` served at every batch against single options throughout.
 
     Parameters
     ----------
@@ -57,15 +61,16 @@ def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
     rivals = [rates[k] for rates, k in zip(fixed, best, strict=True)]
     gains = np.array([o.mean() / max(r.mean(), 1e-300) for o, r in zip(own, rivals, strict=True)])
     worse = np.array([beaten(o, r) for o, r in zip(own, rivals, strict=True)])
-    return Held(table, gains, best, worse)
+    worse &= gains < 1 - NEGLIGIBLE
+    return Held(table, np.array(own), gains, best, worse)
 
 
 def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
-    """`table`, or one near it that fixed lengths beat at fewer batches, if any is found.
+    """`table`, or one near it that single options beat at fewer batches, if any is found.
 
-    Where a fixed length wins it is put in that batch's row, at one context, and if this does
+    Where one option throughout wins it is put in that batch's row, at one context, and if this does
     not help at all contexts, and if not in all rows up to it or all there are: served at that
-    batch, such a table *is* the fixed length.  A change stays if the table as a whole does
+    batch, such a table *is* that option.  A change stays if the table as a whole does
     better for it; there are at most as many as cells.
     """
     now = held(table, fixed, serve)

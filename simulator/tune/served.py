@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,18 +81,22 @@ def unbeaten(rates: Floats) -> Bools:
     return np.array([not beaten(own, best) for own in rates])
 
 
+def deployed(rates: Iterable[Floats], off: Iterable[Floats]) -> list[str]:
+    """Per batch ``on``, or ``off`` where no speculation beats the setting; (replications,) each."""
+    return ["off" if beaten(own, plain) else "on" for own, plain in zip(rates, off, strict=True)]
+
+
 def compare_served(
     trace: Trace,
     latency: LatencyTable,
-    policy: Policy,
+    policies: Policy | Sequence[Policy],
     scenarios: Sequence[Scenario],
     *,
     replications: int = 5,
     rivals: Mapping[str, Policy] = RIVALS,
     metric: str | None = None,
-    lookahead: int | None = None,
 ) -> pd.DataFrame:
-    """`policy` against the best of `rivals` at every load; one row per scenario.
+    """A policy, or one for each load, against the best of `rivals`; one row per scenario.
 
     Replications are paired: all policies meet the same requests at the same times.
     ``margin`` is policy minus best rival (the sign turned round for latencies, so that
@@ -105,23 +109,16 @@ def compare_served(
     metric:
         A column of `simulator.serving.ServeResult.summary`; by default tokens per second, in
         proportion to the requests that met the scenario's targets.
-    lookahead:
-        Longest draft of `policy`, where it does not name one itself.
     """
     rows: list[dict[str, Any]] = []
     fewer_is_better = metric is not None and not metric.startswith(
         ("throughput", "goodput", "within")
     )
     sign = -1 if fewer_is_better else 1
-    for scenario in scenarios:
+    each = policies if isinstance(policies, Sequence) else [policies] * len(scenarios)
+    for scenario, policy in zip(scenarios, each, strict=True):
         repeated = replace(scenario, replications=replications)
-        longer = replace(repeated, limits=replace(scenario.limits, lookahead=lookahead))
-        runs = {
-            **serve(
-                trace, latency, {"tuned": policy}, repeated if lookahead is None else longer
-            ).runs,
-            **serve(trace, latency, rivals, repeated).runs,
-        }
+        runs = serve(trace, latency, {"tuned": policy, **rivals}, repeated).runs
         values = {name: _values(own, metric) for name, own in runs.items()}
         best = max(rivals, key=lambda name: sign * values[name].mean())
         margin, lo, hi = t_interval(sign * (values["tuned"] - values[best]))

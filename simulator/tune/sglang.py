@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
+from policies.basic import Autoregressive
 from policies.batch import BatchPolicy
 from policies.sglang import SGLangAdaptive
 from simulator.serving.arrivals import ClosedLoop
-from simulator.serving.run import simulate
+from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
 from simulator.tune.choice import (
@@ -24,18 +25,32 @@ from simulator.tune.choice import (
     choose,
     folds,
     resamples,
+    shared_by_neighbours,
 )
 from simulator.tune.costs import DEFAULT_LENGTHS, Grid, Slo, default_batches, fixed_logs, price_grid
-from simulator.tune.evidence import about_batches, about_recording, about_row, summed_up
-from simulator.tune.settings import Tuned
+from simulator.tune.evidence import (
+    about_batches,
+    about_deploying,
+    about_recording,
+    about_row,
+    about_served,
+    summed_up,
+)
+from simulator.tune.formats import CONTEXT_END
+from simulator.tune.repair import mended
+from simulator.tune.served import deployed, unbeaten
+from simulator.tune.settings import Tuned, switched_off
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 ROUNDS = 200
 """Iterations a simulation should last at the least: SGLang's rule moves every fifth."""
+SINGLE = (1, 2, 3, 5)
+"""Fixed lengths among the lists: what people set by hand has to be among the rivals."""
 
 
 def tune_sglang(
@@ -45,22 +60,24 @@ def tune_sglang(
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
     slo: Slo | None = None,
-    draws: int = 12,
+    draws: int = 8,
     seed: int = 0,
 ) -> Tuned:
     """``--speculative-adaptive-config``: candidate steps per batch-size slot.
 
     The rule that moves between candidates sees accepted drafts and no cost, so the
-    candidates must keep it from lengths that do not pay.  For each batch size a few lists
-    are built from the lengths that pay there (the best for all prompts, the best of each
-    category, half of it, none) and SGLang's own; each is served at that batch in simulated
-    time, and the one with the fewest steps is taken that the best does not beat.  A slot
-    begins at the geometric middle between two searched batches.
+    candidates must keep it from lengths that do not pay.  A few lists are built from the
+    lengths that pay at some batch (the best for all prompts, the best of each category, half
+    of it, none), single lengths and SGLang's own; all are served at every batch in simulated
+    time, and of those that the best does not beat the one with the fewest steps is taken.
+    Neighbours that some list serves alike share a slot, which begins at the geometric middle
+    between two searched batches.  Then the slots are served together and mended, and
+    compared with an engine that never drafts, as in `simulator.tune.vllm.tune_vllm`.
 
     Gains are over SGLang's default configuration.  Every draw serves resampled prompts, under
     all lists alike; the interval is the bootstrap t interval from the spread of the draws
-    (Efron & Tibshirani 1993, ch. 12).  Half of the prompts choose, in half of the draws;
-    the others tell the gain.
+    (Efron & Tibshirani 1993, ch. 12).  Half of the draws take their prompts from one half
+    of the recording, half from the other; the gain is that of lists chosen on the other half.
 
     Parameters
     ----------
@@ -83,62 +100,94 @@ def tune_sglang(
         raise DraftsimError(f"batches holds {sizes[0]}, expected whole numbers >= 1")
     if draws < 4 or draws % 2:
         raise DraftsimError(f"draws is {draws}, expected an even number >= 4")
-    logs = fixed_logs(trace, sorted({0, *lengths}))
-    most = max(logs)
+    plain, logs = fixed_logs(trace, sorted({0, *lengths}))
+    options = list(logs)
     second = folds([r.category for r in trace.requests])
     held_out = can_hold_back(second)
-    chosen_from = np.flatnonzero(~second if held_out else np.ones_like(second))
-    told_from = np.flatnonzero(second if held_out else np.ones_like(second))
-    resampled = [
-        _resample(trace, chosen_from if i < draws // 2 else told_from, seed + i)
-        for i in range(draws)
+    late = np.arange(draws) >= draws // 2
+    halves = [np.flatnonzero(second == part if held_out else second | True) for part in late]
+    drawn = [
+        trace.select(np.random.default_rng(seed + i).choice(half, len(half)).tolist())
+        for i, half in enumerate(halves)
     ]
-    slots: dict[int, list[int]] = {}
-    rows = []
+    grids = [price_grid([plain, *logs.values()], latency, batch, slo=slo) for batch in sizes]
+    names = [r.category for r in trace.requests]
+    defaults = [_default_steps(batch, max(options)) for batch in sizes]
+    found = {steps for grid in grids for steps in _lists(grid, options, names)}
+    found |= {(k,) for k in SINGLE if k <= max(options)} | set(defaults)
+    lists = sorted(found, key=lambda steps: (sum(steps), len(steps), steps))
+    alone, within, off = [], [], []
     for batch in sizes:
-        grid = price_grid(list(logs.values()), latency, batch, slo=slo)
-        made = _lists(grid, list(logs), [r.category for r in trace.requests])
-        default = _default_steps(batch, most)
-        lists = sorted({*made, default}, key=lambda steps: (sum(steps), len(steps), steps))
-        rates, within = _serve(resampled, latency, batch, lists, slo)
-        half = draws // 2
-        option = _pick(rates[:, :half])
-        held = rates[option, half:] / rates[lists.index(default), half:]
-        spread = 0.0 if lists[option] == default else _reach(held)
-        gain = float(held.mean())
+        # An engine that drafts anywhere prefills the draft model, at 0 steps as well.
+        policies = [_policy(batch, steps, max(options)) for steps in lists]
+        rates, met = _serve(drawn, latency, batch, [Autoregressive(), *policies], slo)
+        alone.append(rates[1:])
+        within.append(met[1:])
+        off.append(rates[0])
+
+    def chosen_on(part: npt.NDArray[np.bool_]) -> Ints:
+        good = np.array([unbeaten(rates[:, part]) for rates in alone])[:, None]
+        fewest: Ints = np.argmax(shared_by_neighbours(good), axis=2)
+        return fewest
+
+    @cache
+    def together(chosen: tuple[int, ...], i: int) -> Floats:
+        policy = SGLangAdaptive(
+            _document([(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)])
+        )
+        rates, _ = _serve(drawn, latency, sizes[i], [policy], slo)
+        return np.asarray(rates[0])
+
+    first = chosen_on(np.ones_like(late))
+    best = mended(first, alone, lambda table, i: together(tuple(table[:, 0].tolist()), i))
+    deploy = deployed(best.rates, off)
+    warnings = [*about_recording(trace, latency), *about_batches(sizes)]
+    warnings += about_deploying(sizes, best.rates, off)
+    if "on" not in deploy:
+        return switched_off("sglang", grids, latency, warnings)
+    told = np.where(late, chosen_on(~late), chosen_on(late))  # (batches, draws)
+    rows = []
+    for i, batch in enumerate(sizes):
+        option, kept = int(best.table[i, 0]), bool(best.table[i, 0] == first[i, 0])
+        own = told[i] if held_out and kept else np.full(draws, option)
+        base = lists.index(defaults[i])
+        gains = alone[i][own, np.arange(draws)] / alone[i][base]
+        gain, reach = float(gains.mean()), _reach(gains)
+        if option == base:
+            gain, reach = 1.0, 0.0
+        rival = max(float(alone[i][best.best[i]].mean()), float(off[i].mean()))
         row: dict[str, Any] = {
             "engine": "sglang", "batch": batch, "context": None,
-            "setting": " ".join(map(str, lists[option])),
-            "throughput_tok_s": float(rates[option].mean()),
-            "default": " ".join(map(str, default)),
-            "gain": gain, "gain_lo": gain - spread, "gain_hi": gain + spread,
-            "within_slo": float(within[option]), "outside": float(grid.outside.max()),
-            "held_out": held_out, "served_gain": None,
+            "setting": _words(lists[option]), "deploy": deploy[i],
+            "throughput_tok_s": float(best.rates[i].mean()),
+            "default": _words(defaults[i]),
+            "gain": gain, "gain_lo": gain - reach, "gain_hi": gain + reach,
+            "within_slo": float(within[i][option]), "outside": float(grids[i].outside.max()),
+            "held_out": held_out and kept,
+            "served_gain": float(best.rates[i].mean()) / max(rival, 1e-300),
             "scaled": "scaled" in latency.meta,
         }  # fmt: skip
-        row["warnings"] = about_row(row)
-        rows.append(row)
-        slots[batch] = list(lists[option])
-    document = _document(slots)
-    warnings = [*about_recording(trace, latency), *about_batches(sizes), *summed_up(rows)]
-    if all(steps == [0] for steps in slots.values()):
-        warnings.append("speculation pays at no batch searched: leave it off")
+        said = about_served(
+            f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])
+        )
+        rows.append({**row, "warnings": [*about_row(row), *said]})
+    warnings += summed_up(rows)
     warnings.append("SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only")
-    longest = max(max(steps) for steps in slots.values())
-    return Tuned("sglang", document, SGLangAdaptive(document), rows, warnings, longest)
+    document = _document([(b, lists[k]) for b, k in zip(sizes, best.table[:, 0], strict=True)])
+    return Tuned("sglang", document, SGLangAdaptive(document), rows, warnings)
 
 
 def _lists(grid: Grid, options: Sequence[int], categories: Sequence[str]) -> set[tuple[int, ...]]:
-    """Candidate lists made of the lengths that pay at one batch."""
+    """Candidate lists made of the lengths that pay at one batch; the grid's first is no draft."""
     weights = resamples(len(categories), 500, 0)
-    objective = Objective(grid.tokens, grid.seconds, weights)
+    objective = Objective(grid.tokens[1:], grid.seconds[1:], weights)
     best = options[choose(objective)]
     names = np.array(categories)
     apart = {
         options[int(np.argmax(objective.on(names == name).rates))]
         for name in dict.fromkeys(categories)
     }
-    lists = {(best,), (0, best), ((best + 1) // 2, best), (best, *apart), (0, best, *apart)}
+    lists = {(best,), (0, best), ((best + 1) // 2, best), (best, *apart)}
     return {tuple(sorted(set(steps))) for steps in lists}
 
 
@@ -160,20 +209,21 @@ def _hysteresis(batch: int) -> float:
     return -0.25 if batch < 8 else 0.0
 
 
-def _policy(batch: int, steps: Sequence[int]) -> BatchPolicy:
+def _policy(batch: int, steps: Sequence[int], longest: int) -> BatchPolicy:
+    """One list at every batch, in an engine that drafts up to `longest` beyond all of them."""
     settings = {"candidate_steps": list(steps), "down_hysteresis": _hysteresis(batch)}
-    return SGLangAdaptive({"1": settings})
+    return SGLangAdaptive({"1": settings, str(CONTEXT_END): {"candidate_steps": [longest]}})
 
 
-def _document(slots: Mapping[int, list[int]]) -> dict[str, Any]:
+def _document(slots: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
     """Slots with equal neighbours merged; one begins at the geometric middle to the last."""
     document: dict[str, Any] = {}
     last: dict[str, Any] | None = None
     before = 0
-    for batch, steps in slots.items():
+    for batch, steps in slots:
         start, before = math.isqrt(before * batch) + 1, batch
         settings = {
-            "candidate_steps": steps, "up_hysteresis": 0.0,
+            "candidate_steps": list(steps), "up_hysteresis": 0.0,
             "down_hysteresis": _hysteresis(batch), "ceiling_coeff": 0,
         }  # fmt: skip
         if settings != last:
@@ -182,45 +232,30 @@ def _document(slots: Mapping[int, list[int]]) -> dict[str, Any]:
     return document
 
 
-def _resample(trace: Trace, prompts: npt.NDArray[np.int64], seed: int) -> Trace:
-    return trace.select(np.random.default_rng(seed).choice(prompts, len(prompts)).tolist())
+def _words(steps: Sequence[int]) -> str:
+    return " ".join(map(str, steps))
 
 
 def _serve(
-    traces: Sequence[Trace], latency: LatencyTable, batch: int,
-    lists: Sequence[tuple[int, ...]], slo: Slo | None,
+    traces: Sequence[Trace], latency: LatencyTable, batch: int, policies: Sequence[Policy],
+    slo: Slo | None,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Tokens per second that count, (lists, draws), and the share within targets, (lists,)."""
+    """Tokens per second that count, (policies, draws); share within targets, (policies,)."""
     targets = slo or Slo()
-    rates = np.empty((len(lists), len(traces)))
+    rates = np.empty((len(policies), len(traces)))
     within = np.empty_like(rates)
     for j, trace in enumerate(traces):
         mean = trace.tokens / len(trace.requests)
-        base = Scenario(
+        load = Scenario(
             ClosedLoop(batch), Limits(max_batch=batch),
             requests=max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean)),
             ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
         )  # fmt: skip
-        for i, steps in enumerate(lists):
-            # An engine that drafts anywhere prefills the draft model, at 0 steps as well.
-            longest = max(*steps, 1)
-            row = simulate(
-                trace, latency, _policy(batch, steps),
-                replace(base, limits=replace(base.limits, lookahead=longest)),
-            ).row()  # fmt: skip
+        for i, policy in enumerate(policies):
+            row = simulate(trace, latency, policy, load).row()
             within[i, j] = row["within_targets"] if slo else 1.0
             rates[i, j] = row["throughput_tok_s"] * within[i, j]
     return rates, np.asarray(within.mean(axis=1))
-
-
-def _pick(rates: Floats) -> int:
-    """The first list that the best does not beat beyond the interval of their ratio."""
-    best = int(np.argmax(rates.mean(axis=1)))
-    for i, own in enumerate(rates):
-        gain = rates[best] / np.where(own > 0, own, np.nan)
-        if i == best or gain.mean() - _reach(gain) <= 1:
-            return i
-    return best
 
 
 def _reach(values: Floats) -> float:

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Fixed
+from policies.basic import Autoregressive, Fixed
 from policies.batch_tables import BatchTable
-from simulator.tune.choice import Choice, Objective, can_hold_back, cross_fitted, folds, resamples
+from simulator.tune.choice import (
+    Objective,
+    can_hold_back,
+    cross_fitted,
+    folds,
+    resamples,
+    shared_by_neighbours,
+)
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
-    Grid,
     Slo,
     default_batches,
     default_contexts,
     fixed_logs,
     price_grid,
+    resting,
 )
 from simulator.tune.evidence import (
     about_batches,
+    about_deploying,
     about_recording,
     about_row,
     about_served,
@@ -34,8 +41,8 @@ from simulator.tune.evidence import (
 )
 from simulator.tune.formats import CONTEXT_END
 from simulator.tune.repair import mended
-from simulator.tune.served import closed_load, served_rates, unbeaten
-from simulator.tune.settings import Tuned
+from simulator.tune.served import closed_load, deployed, served_rates, unbeaten
+from simulator.tune.settings import Tuned, switched_off
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
@@ -65,9 +72,13 @@ def tune_vllm(
     that batch, where requests of unlike lengths meet and prompts are prefilled in between;
     if none is both, serving decides.  Neighbours that some K serves alike share a range.  A
     range ends at the geometric middle between two searched batches, and at the middle between
-    contexts.  Last, the table is served as a whole at every batch, and mended where some
+    contexts.  Then the table is served as a whole at every batch, and mended where some
     fixed K is faster there (`simulator.tune.repair`); ``served_gain`` of the rows is its rate
-    over the fastest fixed K's.
+    over the fastest fixed K's or that of no speculation.
+
+    A K of 0 costs a draft pass in every iteration (`policies.batch.KeptInStep`) and the
+    draft model reads every prompt, which an engine without one saves.  Where that engine is
+    faster than the table, the row's ``deploy`` is off; if it is everywhere, so is the setting.
 
     The default that gains are held against is vLLM's own: no speculation.
 
@@ -97,20 +108,21 @@ def tune_vllm(
     if by_context:
         where = list(_rising("contexts", contexts or default_contexts(latency, max(lengths))))
     sizes = _rising("batches", batches or default_batches(latency))
-    logs = fixed_logs(trace, sorted({0, *lengths}))
-    grids = [[price_grid(list(logs.values()), latency, b, c, slo) for c in where] for b in sizes]
+    plain, logs = fixed_logs(trace, sorted({0, *lengths}))
+    priced = [plain, *logs.values()]
+    grids = [[price_grid(priced, latency, b, c, slo) for c in where] for b in sizes]
     options = list(logs)
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
-    objectives = [[Objective(g.tokens, g.seconds, weights) for g in row] for row in grids]
+    objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
     loads = [closed_load(trace, b, slo, seed) for b in sizes]
-    # An engine that drafts anywhere prefills the draft model, at K = 0 as well.
+    # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
-    alone = [served_rates(trace, latency, [Fixed(k) for k in options], load) for load in drafting]
+    policies = [Fixed(k) if k else resting() for k in options]
+    alone = [served_rates(trace, latency, policies, load) for load in drafting]
+    off = [served_rates(trace, latency, [Autoregressive()], load)[0] for load in loads]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
     first = _choose(objectives, served)
-    for rates, load in zip(alone, loads, strict=True):
-        rates[0] = served_rates(trace, latency, [Fixed(0)], load)[0]  # the rival loads no draft
 
     @cache
     def together(ranges: str, i: int) -> Floats:
@@ -126,49 +138,49 @@ def tune_vllm(
         _choose([[o.on(half) for o in row] for row in objectives], served)
         for half in (~second, second)
     ] if held_out else None  # fmt: skip
+    deploy = deployed(found.rates, off)
+    warnings = [*about_recording(trace, latency), *about_batches(sizes)]
+    warnings += about_deploying(sizes, found.rates, off)
+    if "on" not in deploy:
+        return switched_off("vllm", [g for row in grids for g in row], latency, warnings)
     rows = []
     for i, j in np.ndindex(*table.shape):
-        o, option, kept = objectives[i][j], int(table[i, j]), bool(table[i, j] == first[i, j])
+        o, grid, option = objectives[i][j], grids[i][j], int(table[i, j])
+        kept = bool(table[i, j] == first[i, j])
         # What serving put in place of a choice, all prompts chose.
         own = None if halves is None or not kept else (
             int(halves[0][i, j]), int(halves[1][i, j])
         )  # fmt: skip
-        chosen = cross_fitted(o, second, (o.tokens[0], o.seconds[0]), option, own, 0)
-        gain = float(found.gains[i])
-        row = _row(grids[i][j], o, options, chosen, own is not None, gain)
-        said = about_served(options[found.best[i]], gain, kept, bool(found.worse[i]))
-        scaled = "scaled" in latency.meta
-        rows.append({**row, "scaled": scaled, "warnings": [*about_row(row), *said]})
+        chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, own)
+        rival = max(float(alone[i][found.best[i]].mean()), float(off[i].mean()))
+        row = {
+            "engine": "vllm", "batch": grid.batch, "context": grid.context,
+            "setting": f"K={options[option]}", "deploy": deploy[i],
+            "throughput_tok_s": grid.batch * float(o.rates[option]),
+            "default": "off", "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
+            "within_slo": float(grid.within[1 + option]),
+            "outside": float(max(grid.outside[1 + option], grid.outside[0])),
+            "held_out": own is not None,
+            "served_gain": float(found.rates[i].mean()) / max(rival, 1e-300),
+            "scaled": "scaled" in latency.meta,
+        }  # fmt: skip
+        said = about_served(
+            f"K={options[found.best[i]]}", float(found.gains[i]), kept, bool(found.worse[i])
+        )
+        rows.append({**row, "warnings": [*about_row(row), *said]})
     ranges = _rows(table, sizes, where, options)
+    warnings += summed_up(rows)
+    if table[-1].any():
+        warnings.append(
+            f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
+            "search on, or limit max_num_seqs"
+        )
     document = {
         # vLLM refuses a window of 0, so a table that never drafts is given one of 1.
         "num_speculative_tokens": max(1, *(options[k] for k in table.ravel())),
         "num_speculative_tokens_per_batch_size": ranges,
     }
-    warnings = [*about_recording(trace, latency), *about_batches(sizes), *summed_up(rows)]
-    if not table.any():
-        warnings.append("speculation pays at no batch searched: leave it off")
-    elif table[-1].any():
-        warnings.append(
-            f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
-            "search on, or limit max_num_seqs"
-        )
     return Tuned("vllm", document, BatchTable(ranges), rows, warnings)
-
-
-def _row(
-    grid: Grid, objective: Objective, options: Sequence[int], chosen: Choice, held_out: bool,
-    served_gain: float,
-) -> Mapping[str, Any]:  # fmt: skip
-    return {
-        "engine": "vllm", "batch": grid.batch, "context": grid.context,
-        "setting": f"K={options[chosen.option]}",
-        "throughput_tok_s": grid.batch * float(objective.rates[chosen.option]),
-        "default": "off", "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
-        "within_slo": float(grid.within[chosen.option]),
-        "outside": float(max(grid.outside[chosen.option], grid.outside[0])),
-        "held_out": held_out, "served_gain": served_gain,
-    }  # fmt: skip
 
 
 def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:
@@ -176,28 +188,9 @@ def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) 
     admissible = np.array([[o.admissible for o in row] for row in objectives])
     both = admissible & np.array(served)[:, None]
     allowed = np.where(both.any(axis=2, keepdims=True), both, np.array(served)[:, None])
-    by_batch = _merged(allowed)
-    by_context = _merged(np.swapaxes(by_batch, 0, 1))
+    by_batch = shared_by_neighbours(allowed)
+    by_context = shared_by_neighbours(np.swapaxes(by_batch, 0, 1))
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
-
-
-def _merged(allowed: Bools) -> Bools:
-    """Along the first axis, options that a whole run of neighbours shares; (n, m, options).
-
-    Runs are as long as every place along the second axis still has a shared option, which
-    gives the fewest runs.
-    """
-    out = allowed.copy()
-    start, common = 0, allowed[0]
-    for i in range(1, len(allowed) + 1):
-        both = common & allowed[i] if i < len(allowed) else np.zeros_like(common)
-        if both.any(axis=1).all():
-            common = both
-            continue
-        out[start:i] = common
-        if i < len(allowed):
-            start, common = i, allowed[i]
-    return out
 
 
 def _rows(

@@ -1,0 +1,287 @@
+"""Searching vLLM's table: against closed forms and by properties."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commands.tune import parse_slo
+from policies.basic import Autoregressive, Fixed
+from policies.batch_tables import BatchTable
+from policies.core import Load
+from simulator.formulas import leviathan
+from simulator.pricing import price
+from simulator.serving import serve
+from simulator.tune import (
+    TUNE_COLUMNS,
+    Objective,
+    Slo,
+    check_vllm,
+    choose,
+    closed_load,
+    cross_fitted,
+    default_batches,
+    fixed_logs,
+    price_grid,
+    served_rates,
+    tune_sglang,
+    tune_vllm,
+    unbeaten,
+)
+from simulator.tune.choice import folds, resamples, shared_by_neighbours
+from simulator.tune.vllm import _rows
+from tests.tuning import CHEAP, batched, iid
+from traces.errors import DraftsimError
+from traces.latency import LatencyTable
+from traces.trace import Trace
+
+
+@pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])
+def test_the_length_chosen_is_as_good_as_leviathans(alpha: float, c: float) -> None:
+    tuned = tune_vllm(iid(alpha), LatencyTable.constant(1.0, c), draws=300)
+    assert tuned.document is not None
+    k = tuned.document["num_speculative_tokens"]
+    optimum = leviathan.optimal_gamma(alpha, c)
+    # Near the optimum the curve is flat: a smaller K may stand for it, not a slower one.
+    assert 1 <= k <= optimum + 2
+    best = max(leviathan.speedup(alpha, g, c) for g in range(9))
+    assert leviathan.speedup(alpha, k, c) > 0.97 * best
+    (row,) = tuned.rows
+    assert row["gain_lo"] - 0.03 < leviathan.speedup(alpha, k, c) < row["gain_hi"] + 0.03
+
+
+def test_limits_are_exact() -> None:
+    always = tune_vllm(iid(1.0, 8, 90), CHEAP, draws=100)
+    assert always.document is not None
+    assert always.document["num_speculative_tokens_per_batch_size"] == [[1, 1, 8]]
+    never = tune_vllm(iid(0.05, 20, 90), LatencyTable.constant(1.0, 0.3), draws=100)
+    assert never.document is None
+    assert isinstance(never.policy, Autoregressive)
+    (row,) = never.rows
+    assert tuple(row) == TUNE_COLUMNS
+    assert (row["setting"], row["deploy"]) == ("off", "off")
+    assert (row["gain"], row["gain_lo"], row["gain_hi"]) == (1, 1, 1)
+    assert row["throughput_tok_s"] == pytest.approx(1)
+    assert any("leave it off" in w for w in never.warnings)
+
+
+def test_a_length_of_0_costs_the_draft_pass_that_keeps_the_draft_in_step() -> None:
+    trace, c = iid(0.5, 10, 60), 0.25
+    plain, logs = fixed_logs(trace, (0, 1))
+    grid = price_grid([plain, *logs.values()], LatencyTable.constant(1.0, c))
+    tokens = grid.tokens[0].sum()
+    off_s, resting_s, drafting_s = grid.seconds.sum(axis=1)
+    # The last token of a request is decoded without a draft pass: nobody reads it.
+    requests = len(trace.requests)
+    assert off_s == pytest.approx(tokens)
+    assert resting_s == pytest.approx(tokens + c * (tokens - requests))
+    assert drafting_s < resting_s
+
+
+def test_lengths_shrink_with_the_batch_and_rows_say_what_was_priced() -> None:
+    trace = iid(0.7, 40, 60)
+    tuned = tune_vllm(trace, batched(), draws=200)
+    assert tuned.document is not None
+    table = tuned.document["num_speculative_tokens_per_batch_size"]
+    lengths = [row[2] for row in table]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1]
+    assert table[-1][1] == 64
+    _, logs = fixed_logs(trace)
+    for row in tuned.rows:
+        assert tuple(row) == TUNE_COLUMNS
+        k = int(row["setting"].removeprefix("K="))
+        one = price(logs[k], batched(), batch=row["batch"])
+        expected = row["batch"] * one.log.rounds["emitted"].sum() / one.total_s
+        assert row["throughput_tok_s"] == pytest.approx(expected)
+        assert row["outside"] == 0
+        loads = [Load(row["batch"], 50)] * row["batch"]
+        assert tuned.policy.plan(loads) == k  # type: ignore[union-attr]
+
+
+def test_the_context_form_follows_the_context() -> None:
+    trace = iid(0.7, 40, 60)
+    cells = batched().cells.copy()
+    # Checking drafts over a long context is made as slow as decoding them: it cannot pay there.
+    far = (cells["model"] == "target") & (cells["context"] == 512) & (cells["new_tokens"] > 1)
+    cells.loc[far, "median_s"] *= cells.loc[far, "new_tokens"]
+    tuned = tune_vllm(trace, LatencyTable(cells), [1, 4], by_context=True, draws=200)
+    assert tuned.document is not None
+    table = tuned.document["num_speculative_tokens_per_batch_size"]
+    assert all(len(row) == 5 for row in table)
+    policy = BatchTable(table)
+    assert policy.plan([Load(1, 20)]) > 0
+    assert policy.plan([Load(1, 500)]) == policy.plan([Load(1, 9000)]) == 0
+    assert {row["context"] for row in tuned.rows} == {18, 502}
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=2),
+            min_size=n, max_size=n,
+        )
+    )
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_neighbours_share_the_fewest_ranges(sets: list[list[set[int]]]) -> None:
+    allowed = np.array([[[o in cell for o in range(4)] for cell in row] for row in sets])
+    merged = shared_by_neighbours(allowed)
+    assert (merged <= allowed).all()
+    assert merged.any(axis=2).all()
+    # Fewest runs by brute force over all ways to cut.
+    n = len(sets)
+    fewest = n
+    for cuts in product([False, True], repeat=n - 1):
+        groups: list[Any] = []
+        start = 0
+        for i, cut in enumerate([*cuts, True], start=1):
+            if cut:
+                groups.append(allowed[start:i].all(axis=0))
+                start = i
+        if all(g.any(axis=1).all() for g in groups):
+            fewest = min(fewest, len(groups))
+    found = 1 + sum(not np.array_equal(merged[i], merged[i - 1]) for i in range(1, n))
+    assert found <= fewest
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranges_keep_vllms_rules_and_return_what_was_chosen(data: st.DataObject) -> None:
+    rising = st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True).map(sorted)
+    batches = data.draw(rising)
+    contexts: list[Any] = data.draw(st.one_of(st.just([None]), rising))
+    table = np.array(
+        [[data.draw(st.integers(0, 3)) for _ in contexts] for _ in batches], dtype=np.int64
+    )
+    ranges = _rows(table, batches, contexts, [0, 1, 2, 5])
+    check_vllm({"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": ranges})
+    policy = BatchTable(ranges)
+    for i, j in np.ndindex(*table.shape):
+        loads = [Load(batches[i], contexts[j] or 7)] * batches[i]
+        assert policy.plan(loads) == [0, 1, 2, 5][table[i, j]]
+
+
+def objective(seconds: list[list[float]], draws: int = 400) -> Objective:
+    s = np.array(seconds)
+    return Objective(np.ones_like(s), s, resamples(s.shape[1], draws, 0))
+
+
+def test_fewer_drafts_win_unless_more_are_better_beyond_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.3, 40)
+    plain = np.full(40, 2.0)
+    equal, better = plain + noise - noise.mean() - 0.01, plain - 0.5 + noise / 10
+    assert choose(objective([plain.tolist(), equal.tolist()])) == 0
+    assert choose(objective([plain.tolist(), better.tolist()])) == 1
+    assert choose(objective([[2.0], [1.9]])) == 1  # one prompt has no interval
+
+
+def test_a_gain_is_that_of_prompts_held_back() -> None:
+    # The first half of the prompts likes option 0, the second option 1.
+    second = np.array([False, True] * 4)
+    likes = [[1.0 if not half else 2.0 for half in second], [2.0 if not half else 1.0
+             for half in second]]  # fmt: skip
+    o = objective(likes)
+    plain = (np.ones(8), np.full(8, 1.5))
+    halves = choose(o.on(~second)), choose(o.on(second))
+    assert halves == (0, 1)
+    fitted = cross_fitted(o, second, plain, 0, halves)
+    # Chosen elsewhere, both are the wrong ones: 2 s a prompt, where 1.5 s is the default.
+    assert fitted.gain == pytest.approx(0.75)
+    in_sample = cross_fitted(o, second, plain, 0)
+    assert in_sample.gain == pytest.approx(1.0)
+    assert in_sample.lo <= in_sample.gain <= in_sample.hi
+    assert cross_fitted(o, second, plain, 0, halves, default_option=0)[1:] == (1, 1, 1)
+
+
+def test_folds_split_every_category() -> None:
+    second = folds(["a", "b", "a", "b", "a", "b", "a"])
+    names = np.array(["a", "b", "a", "b", "a", "b", "a"])
+    for name in "ab":
+        assert abs(second[names == name].sum() - (~second[names == name]).sum()) <= 1
+    assert folds(["a", "b", "c", "d"]).sum() == 2
+
+
+def test_targets_count_only_requests_that_meet_them() -> None:
+    trace = iid(0.7, 10, 60)
+    plain, drafting = fixed_logs(trace, (4,))
+    logs = [plain, *drafting.values()]
+    free = price_grid(logs, CHEAP)
+    assert (free.within == 1).all()
+    middle = float(np.median(free.seconds[1] / free.tokens[1]))
+    bound = price_grid(logs, CHEAP, slo=Slo(tpot_s=middle))
+    assert bound.within[0] == 0
+    assert 0.4 <= bound.within[1] <= 0.6
+    assert bound.tokens[1].sum() < free.tokens[1].sum()
+    late = price_grid(logs, CHEAP, slo=Slo(ttft_s=0.5))
+    assert (late.within == 0).all()
+    tuned = tune_vllm(trace, CHEAP, slo=Slo(tpot_s=1e-3), draws=50)
+    assert any("0% of prompts meet the targets" in w for w in tuned.warnings)
+
+
+def test_thin_evidence_is_said() -> None:
+    tuned = tune_vllm(iid(0.7, 4, 60), batched(), [1, 256], draws=50)
+    said = " ".join(tuned.warnings)
+    assert "only 4 prompts" in said
+    assert "batch 256" in said
+    assert "no batch between 1 and 256" in said
+    assert "outside the measured cells" in said
+    assert "vLLM keeps the last K beyond batch 256" in said or tuned.rows[-1]["setting"] == "K=0"
+    lone = tune_vllm(iid(0.7, 1, 60), CHEAP, draws=50)
+    assert any("no interval" in w for w in lone.warnings)
+    assert default_batches(batched()) == [1, 2, 4, 8, 16, 32, 64]
+    assert default_batches(CHEAP) == [1]
+    noisy = batched().cells.assign(spread_s=batched().cells["median_s"] * 0.4)
+    said = " ".join(tune_vllm(iid(0.7, 40, 60), LatencyTable(noisy), [1], draws=50).warnings)
+    assert "timings scatter by 40%" in said
+
+
+def test_targets_are_parsed() -> None:
+    assert parse_slo(None) is None
+    assert parse_slo("tpot=0.05") == Slo(tpot_s=0.05)
+    assert parse_slo("ttft=0.2, tpot=0.05") == Slo(0.2, 0.05)
+    for bad in ("", "ttft", "ttft=x", "ttft=0.1,ttft=0.2", "tpot=nan", "itl=1"):
+        with pytest.raises(DraftsimError, match="expected ttft=SECONDS"):
+            parse_slo(bad)
+    with pytest.raises(DraftsimError, match="expected > 0 seconds"):
+        Slo(math.nan)
+    with pytest.raises(DraftsimError, match="draft lengths are"):
+        fixed_logs(iid(0.5, 2, 20), (-1,))
+    with pytest.raises(DraftsimError, match="draws is 5"):
+        tune_sglang(iid(0.5, 2, 20), CHEAP, draws=5)
+    with pytest.raises(DraftsimError, match="batches holds 0"):
+        tune_vllm(iid(0.5, 2, 20), CHEAP, [0])
+
+
+def test_other_sources_cells_do_not_bound_the_batches_searched() -> None:
+    cells = batched().cells
+    lookups = cells[cells["phase"] == "forward"].query("batch == 1 and model == 'target'")
+    more = LatencyTable(pd.concat([cells, lookups.head(1).assign(model="pld")]))
+    assert default_batches(more) == default_batches(batched())
+
+
+def alone(trace: Trace, latency: LatencyTable, lengths: list[int], batch: int) -> Any:
+    return served_rates(trace, latency, [Fixed(k) for k in lengths], closed_load(trace, batch))
+
+
+def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
+    trace = iid(0.8, 30, 40)
+    kept = unbeaten(alone(trace, CHEAP, [0, 1, 2, 4, 8], 1))
+    rates = [
+        serve(
+            trace, CHEAP, {"k": Fixed(k) if k else Autoregressive()}, closed_load(trace, 1)
+        ).summary["throughput_tok_s"][0]
+        for k in (0, 1, 2, 4, 8)
+    ]
+    assert kept[int(np.argmax(rates))]
+    assert not kept[0]  # half the speed, at an acceptance of 0.8 and a draft that costs little
+    slow = LatencyTable.constant(1.0, 0.9)
+    assert unbeaten(alone(iid(0.1, 30, 40), slow, [0, 4], 1)).tolist() == [True, False]
