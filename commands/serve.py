@@ -32,6 +32,13 @@ def serve(
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
     policy: PolicyOption = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also under what tune wrote; without --policy, beside off and K = 1, 3, 5.",
+        ),
+    ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
@@ -121,7 +128,7 @@ def serve(
         replications=replications,
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
-    policies = load_serving_policies(policy, recorded, table, mode)
+    policies = load_serving_policies(policy, recorded, table, mode, settings)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):

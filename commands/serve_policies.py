@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traces.errors import DraftsimError
@@ -25,19 +26,26 @@ ALL = (
 
 
 def load_serving_policies(
-    texts: Sequence[str] | None, trace: Trace, latency: LatencyTable, mode: str = "continuous"
+    texts: Sequence[str] | None,
+    trace: Trace,
+    latency: LatencyTable,
+    mode: str = "continuous",
+    settings: Path | None = None,
 ) -> dict[str, DraftPolicy | BatchPolicy]:
     """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
 
     Policies that weigh cost get the table's; those that estimate acceptance, and the rate
     that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
     or by default are left out where the trace lacks their signals or the mode does not fit.
+    A file of `settings` is one more policy, named after it, and stands beside `RIVALS` where no
+    text is given.
     Raises DraftsimError naming what is wrong with a text.
     """
     from policies.batch import BatchPolicy
     from policies.registry import POLICIES, parse_serving_policy
     from policies.spec import parameters
     from simulator.serving import TableCost
+    from simulator.tune import RIVALS, read_settings
     from simulator.whatif.rate import fit_estimates, fit_rate_optimal
 
     asked = [t for t in texts or () if t != "all"]
@@ -45,6 +53,10 @@ def load_serving_policies(
     batched = mode in ("continuous", "static")
     vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
+    if settings is not None:
+        chosen[settings.name] = read_settings(settings)
+        if not texts:
+            return {**chosen, **RIVALS}
     for text in [*asked, *implied]:
         name = text.partition(":")[0].strip()
         resources: dict[str, Any] = {"vocab_size": vocab}

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from simulator.tune import TUNE_COLUMNS
+from policies.basic import Autoregressive
+from policies.batch_tables import BatchTable
+from policies.huggingface import Confidence
+from policies.sglang import SGLangAdaptive
+from simulator.tune import TUNE_COLUMNS, closed_load, read_settings, served_rates
 from tests.conftest import Run
 from tests.tuning import batched
 from traces.files import write_latency, write_trace
@@ -77,7 +82,7 @@ def test_wrong_options_are_one_line(
 
 
 def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamespace) -> None:
-    slow = batched().cells
+    slow = batched().cells.copy()
     slow.loc[slow["model"] == "draft", "median_s"] *= 20
     write_latency(LatencyTable(slow), recorded.folder / "latency.parquet")
     ran = run(
@@ -88,3 +93,75 @@ def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamesp
     assert [row["deploy"] for row in ran.rows] == ["off", "off"]
     assert all(row["not_worse"] for row in ran.rows)
     assert "leave it off" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("document", "policy"),
+    [
+        (None, Autoregressive()),
+        (
+            {"method": "eagle3", "num_speculative_tokens": 3,
+             "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]},
+            BatchTable([[1, 4, 3], [5, 9, 0]]),
+        ),
+        (
+            {"1": {"candidate_steps": [0, 2]}, "ema_alpha": 0.3},
+            SGLangAdaptive({"1": {"candidate_steps": [0, 2]}, "ema_alpha": 0.3}),
+        ),
+        (
+            {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant",
+             "assistant_confidence_threshold": 0.0, "max_length": 20},
+            Confidence(5, 0.0, "off"),
+        ),
+    ],
+)  # fmt: skip
+def test_settings_are_read_back_as_the_policy_they_make_an_engine_run(
+    tmp_path: Path, document: Any, policy: Any
+) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(document))
+    own = read_settings(path)
+    trace = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=4.0, seed=1)
+    load = closed_load(trace, 6)
+    found, expected = served_rates(trace, batched(), [own, policy], load, 1)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    run(
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4",
+        "--out", recorded.out, "--json", "-",
+    )  # fmt: skip
+    arguments = ("serve", "--trace", recorded.folder, "--settings", recorded.out, "--batch", "1",
+                 "--requests", "20", "--json", "-")  # fmt: skip
+    rows = run(*arguments).rows
+    assert [r["policy"] for r in rows] == ["settings.json", "off", "K=1", "K=3", "K=5"]
+    tuned, off = rows[:2]
+    assert tuned["throughput_tok_s"] > off["throughput_tok_s"]
+    both = run(*arguments, "--policy", "fixed:gamma=2").rows
+    assert [r["policy"] for r in both] == ["settings.json", "fixed:gamma=2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read"),
+        ("{", "is not JSON"),
+        ("[1]", "holds a list, expected an object"),
+        ('{"temperature": 1}', "expected num_speculative_tokens_per_batch_size"),
+        ('{"2": {"candidate_steps": [1]}}', "expected a slot for batch size 1"),
+        ('{"num_assistant_tokens": 0}', "expected num_assistant_tokens"),
+    ],
+)
+def test_settings_no_engine_would_read_are_one_line(
+    run: Run, recorded: SimpleNamespace, text: str | None, message: str,
+) -> None:  # fmt: skip
+    if text is not None:
+        recorded.out.write_text(text)
+    ran = run("serve", "--trace", recorded.folder, "--settings", recorded.out)
+    assert ran.code == 2
+    assert message in ran.err
+    assert "settings.json" in ran.err
+    assert ran.err.count("\n") == 1

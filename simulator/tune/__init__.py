@@ -16,8 +16,10 @@ from simulator.tune.formats import (
     check_vllm,
 )
 from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.reading import read_settings
 from simulator.tune.repair import Held, held, mended
 from simulator.tune.served import (
+    RIVALS,
     check_seed,
     closed_load,
     compare_served,
@@ -30,6 +32,7 @@ from simulator.tune.vllm import tune_vllm
 
 __all__ = [
     "ENGINES",
+    "RIVALS",
     "TUNE_COLUMNS",
     "Choice",
     "Grid",
@@ -52,6 +55,7 @@ __all__ = [
     "held",
     "mended",
     "price_grid",
+    "read_settings",
     "served_rates",
     "tune_huggingface",
     "tune_sglang",

@@ -17,6 +17,9 @@ from traces.errors import DraftsimError
 
 CONTEXT_END = 2**31 - 1
 """The end of vLLM's last context range, which it reads as no end."""
+HF_KEYS = (
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+)  # fmt: skip
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 _SGLANG_NUMBERS = {
@@ -142,11 +145,7 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
     SettingsError
         Naming the key and the rule.
     """
-    keys = (
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-    )
+    keys = HF_KEYS
     if set(document) != set(keys):
         _fail("keys", sorted(document), f"expected {', '.join(keys)}")
     if not _whole(document[keys[0]], 1):

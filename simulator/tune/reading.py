@@ -1,0 +1,64 @@
+"""A settings file read back as the policy that an engine runs under it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from policies.basic import Autoregressive
+from policies.batch import BatchPolicy
+from policies.batch_tables import BatchTable
+from policies.core import DraftPolicy
+from policies.sglang import SGLangAdaptive
+from simulator.tune.formats import HF_KEYS, SettingsError, check_settings
+from simulator.tune.huggingface import Setting
+from traces.errors import FileError
+
+
+def read_settings(path: str | os.PathLike[str]) -> DraftPolicy | BatchPolicy:
+    """The policy of a file that `draftsim tune` wrote, or that an engine would read.
+
+    ``null`` stands for an engine without a draft model.  Keys beside an engine's own, such as
+    the ``model`` and ``method`` of vLLM's ``--speculative-config``, are left alone.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be read, or is not JSON.
+    SettingsError
+        If no engine's keys are in it, or the engine would refuse them.
+    """
+    try:
+        document = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise FileError(f"{path} is not JSON: {error}") from None
+    if document is None:
+        return Autoregressive()
+    if not isinstance(document, dict):
+        raise SettingsError(f"{path} holds a {type(document).__name__}, expected an object")
+    try:
+        return _policy(document)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def _policy(document: Mapping[str, Any]) -> DraftPolicy | BatchPolicy:
+    if "num_speculative_tokens_per_batch_size" in document:
+        check_settings("vllm", document)
+        return BatchTable(document["num_speculative_tokens_per_batch_size"])
+    if "num_assistant_tokens" in document:
+        own = {key: document[key] for key in HF_KEYS if key in document}
+        check_settings("hf", own)
+        return Setting(*(own[key] for key in HF_KEYS)).policy()
+    if any(key.isdigit() for key in document):
+        check_settings("sglang", document)
+        return SGLangAdaptive(document)
+    raise SettingsError(
+        "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
+        '{"1": {"candidate_steps": [1]}} (SGLang) or num_assistant_tokens (transformers)'
+    )
