@@ -23,7 +23,7 @@ def demo(
 ) -> None:
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
     from commands.figures import save_all
-    from commands.profile import run_profile
+    from commands.profile import Recording, run_profile
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import BUNDLED, RunInfo
@@ -32,7 +32,7 @@ def demo(
 
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
-    run_profile(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
+    run_profile(Recording(info, BUNDLED / "prompts.jsonl", out, settings, prompts))
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     # Plain decoding, first of all policies, is a row of every summary anyway.
     logs = replay_all(trace, load_policies(None, trace)[1:])

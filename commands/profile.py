@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,33 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from profiler.loading import Pair
     from profiler.profile import Settings
+    from profiler.prompts import Prompt
     from profiler.run import RunInfo
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record of the pair of `info`, and the run folder it goes to.
+
+    ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all.
+    """
+
+    info: RunInfo
+    prompts: Path
+    out: Path
+    settings: Settings
+    limit: int | None = None
+    pair: Pair | None = None
+
+    def texts(self) -> list[Prompt]:
+        """The prompts, read from their file."""
+        from profiler.prompts import read_prompts
+
+        return read_prompts(self.prompts, self.limit)
+
+    def load(self) -> Pair:
+        """The pair, loaded unless it is."""
+        return self.info.load() if self.pair is None else self.pair
 
 
 def profile(
@@ -144,10 +171,11 @@ def profile(
 
         pair = info.load()
         check_layers(pair)
+    recording = Recording(info, prompts, out, settings, limit, pair)
     if not ((again or exit_layers) and is_complete(info, out)):
-        run_profile(info, prompts, out, settings, limit, pair)
+        run_profile(recording)
     elif not settings.sampling.greedy:
-        add_sampled(info, prompts, out, settings, limit, pair)
+        add_sampled(recording)
     if pair is not None:
         from commands.source_runs import profile_sources
 
@@ -170,22 +198,15 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
         remeasure(pair, info, out, repeats=settings.grid.repeats)
 
 
-def add_sampled(
-    info: RunInfo,
-    prompts: Path,
-    out: Path,
-    settings: Settings,
-    limit: int | None = None,
-    pair: Pair | None = None,
-) -> None:
+def add_sampled(recording: Recording) -> None:
     """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
 
     Raises DraftsimError if it holds outputs sampled otherwise.
     """
     from profiler.profile import profile_trace, progress_bar
-    from profiler.prompts import read_prompts
     from traces.files import read_trace
 
+    out, settings = recording.out, recording.settings
     path = out / "sampled.parquet"
     if path.is_file():
         if (held := read_trace(path).sampling) != settings.sampling:
@@ -195,8 +216,7 @@ def add_sampled(
             )
         return
     with progress_bar() as progress:
-        loaded = info.load() if pair is None else pair
-        profile_trace(loaded, read_prompts(prompts, limit), settings, out, progress)
+        profile_trace(recording.load(), recording.texts(), settings, out, progress)
 
 
 def is_complete(info: RunInfo, out: Path) -> bool:
@@ -213,25 +233,15 @@ def is_complete(info: RunInfo, out: Path) -> bool:
     return True
 
 
-def run_profile(
-    info: RunInfo,
-    prompts: Path,
-    out: Path,
-    settings: Settings,
-    limit: int | None = None,
-    pair: Pair | None = None,
-) -> None:
-    """Profile the pair of `info`, loaded here unless given, into the folder `out`."""
-    from dataclasses import replace
-
+def run_profile(recording: Recording) -> None:
+    """Profile the pair into its run folder."""
     from profiler.profile import profile_latency, profile_trace, progress_bar
-    from profiler.prompts import read_prompts
     from profiler.run import write_run
     from profiler.seq2seq_start import is_seq2seq
     from traces.sampling import GREEDY
 
-    texts = read_prompts(prompts, limit)
-    pair = info.load() if pair is None else pair
+    out, settings = recording.out, recording.settings
+    texts, pair = recording.texts(), recording.load()
     if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
         raise DraftsimError(
             "--batches: encoder-decoder pairs are decoded one request at a time: use --batches 1"
@@ -240,7 +250,7 @@ def run_profile(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
-    write_run(info, out)
+    write_run(recording.info, out)
     with progress_bar() as progress:
         greedy = replace(settings, sampling=GREEDY)
         trace = profile_trace(pair, texts, greedy, out, progress)
