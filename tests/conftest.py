@@ -61,22 +61,24 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
+def beside(name: str, what: str) -> Path:
+    """A folder kept beside the checkout; the test that needs it skips where it is absent."""
+    path = ROOT.parent / "shared" / name
+    if not path.is_dir():
+        pytest.skip(f"needs {what} in ../shared/{name} beside the checkout")
+    return path
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Public data kept beside the checkout; tests that need it skip where it is absent."""
-    path = ROOT.parent / "shared" / "data"
-    if not path.is_dir():
-        pytest.skip("needs the public data folder ../shared/data beside the checkout")
-    return path
+    """Public data."""
+    return beside("data", "public data")
 
 
 @pytest.fixture(scope="session")
 def shared_tables() -> Path:
-    """The tables of the four source papers, kept beside the checkout."""
-    path = ROOT.parent / "shared" / "tables"
-    if not path.is_dir():
-        pytest.skip("needs the papers' tables in ../shared/tables beside the checkout")
-    return path
+    """The tables of the four source papers."""
+    return beside("tables", "the papers' tables")
 
 
 @pytest.fixture(scope="session")

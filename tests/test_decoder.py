@@ -18,6 +18,7 @@ from profiler.forced import ForcedDecoder
 from profiler.runner import Runner
 from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
 from tests import bundled
+from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
 from traces.replay import replay
 from traces.rounds import RoundLog
@@ -38,14 +39,7 @@ def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
 
 def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
     trace = bundled.greedy_trace()
-    arms = named(POLICIES, trace)
-    measured = run_arms(bundled.pair(), trace, arms, repeats=1)
-    for arm in arms:
-        expected = replay(trace, arm.policy, name=arm.name)
-        np.testing.assert_array_equal(measured.logs[arm.name].rounds, expected.rounds)
-        assert rounds_differ(measured.logs[arm.name], expected) == 0
-        for i in range(len(trace.requests)):
-            assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+    assert_decoded_as_replayed(bundled.pair(), trace, named(POLICIES, trace))
 
 
 def test_rounds_that_differ_are_counted() -> None:

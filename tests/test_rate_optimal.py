@@ -323,15 +323,13 @@ def test_errors_name_the_remedy() -> None:
 
 def test_real_decoding_has_the_rounds_of_replay() -> None:
     pytest.importorskip("torch")
-    from profiler.spotcheck import Arm, output_of, rounds_differ, run_arms
+    from profiler.spotcheck import Arm
     from tests import bundled
+    from tests.replayed import assert_decoded_as_replayed
 
     trace = bundled.greedy_trace()
     latency = LatencyTable.constant(1.0, 0.1, 1.05)
     for estimates in ("isotonic", "logistic"):
         kind: Any = estimates
         policy = fit_rate_optimal(trace, latency, range(3), estimates=kind, recalibrate=0.05).policy
-        measured = run_arms(bundled.pair(), trace, [Arm("own", policy)], repeats=1)
-        assert rounds_differ(measured.logs["own"], replay(trace, policy)) == 0
-        for i in range(len(trace.requests)):
-            assert measured.outputs["own"][i] == output_of(trace, i)
+        assert_decoded_as_replayed(bundled.pair(), trace, [Arm("own", policy)])

@@ -39,7 +39,8 @@ from profiler.runner import Runner
 from profiler.seq2seq import Seq2SeqRunner, make_runner
 from profiler.seq2seq_latency import fitting_grid
 from profiler.seq2seq_start import check_same_start, decoder_prefix
-from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from profiler.spotcheck import Arm, assisted_generation, output_of
+from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
 from traces.replay import replay
 from traces.sampling import GREEDY, Sampling
@@ -214,13 +215,7 @@ def test_real_rounds_equal_replay_for_every_policy(kind: str) -> None:
     trace = recorded(kind)
     assert 0 < (trace.run_lengths > 0).mean() < 1  # the pair both agrees and disagrees
     arms = [Arm(text, parse_policy(text, max_gamma=GAMMA)) for text in POLICIES]
-    measured = run_arms(pair(kind), trace, arms, repeats=1)
-    for arm in arms:
-        expected = replay(trace, arm.policy, name=arm.name)
-        np.testing.assert_array_equal(measured.logs[arm.name].rounds, expected.rounds)
-        assert rounds_differ(measured.logs[arm.name], expected) == 0
-        for i in range(len(trace.requests)):
-            assert measured.outputs[arm.name][i] == output_of(trace, i), arm.name
+    assert_decoded_as_replayed(pair(kind), trace, arms)
 
 
 def test_transformers_assisted_generation_writes_the_recorded_output() -> None:

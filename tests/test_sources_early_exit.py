@@ -14,6 +14,7 @@ from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from simulator.formulas.specbound import expected_tokens, round_cost, worst_case
+from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, FileError, TailError
 from traces.sources import (
     EarlyExit,
@@ -25,7 +26,6 @@ from traces.sources import (
 )
 from traces.sources.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerLedger
 from traces.sources.exits import OMEGAS, SIGNALS, temperature
-from traces.trace import Request, Trace
 
 
 def layer_tokens(calls: list[tuple[bool, int, int, int]], verify: bool) -> dict[int, int]:
@@ -99,26 +99,6 @@ def recording(
         nodes, np.asarray(argmax, np.int32), log, dict.fromkeys(SIGNALS, zeros), exits, layers,
         OMEGAS, (), tuple(starts.tolist()),
     )  # fmt: skip
-
-
-def trace_of(outputs: list[list[int]], limit: int, prompts: list[Any] | None = None,
-             eos: list[int] | None = None) -> Trace:  # fmt: skip
-    """A trace of outputs alone."""
-    lengths = [len(o) for o in outputs]
-    columns = {
-        "request": np.repeat(np.arange(len(outputs)), lengths),
-        "position": np.concatenate([np.arange(n) for n in lengths]),
-        "offset": np.zeros(sum(lengths), int),
-        "match": np.zeros(sum(lengths), int),
-        "token": np.concatenate(outputs),
-    }
-    prompts = prompts or [(1,)] * len(outputs)
-    requests = [
-        Request(str(i), "all", len(prompts[i]), n, limit,
-                "eos" if outputs[i][-1] in (eos or []) else "length", tuple(prompts[i]))
-        for i, n in enumerate(lengths)
-    ]  # fmt: skip
-    return Trace(columns, requests, None, {"eos_token_ids": eos or []})
 
 
 def relative_cost(log: Any, layers: int, rounds: int) -> float:
@@ -226,29 +206,14 @@ def test_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
 class Case:
     """A bundled target, untrained exit heads (the logit lens), outputs and their recording."""
 
-    limit = 40
-
     def __init__(self) -> None:
-        torch = pytest.importorskip("torch")
-        from profiler.decoder import greedy
-        from profiler.loading import load_pair
-        from profiler.prompts import read_prompts
+        pair, target, _, self.outputs, self.trace = decoded(512)
         from profiler.sources.exit_record import ExitRecorder, record_exits
         from profiler.sources.heads import ExitHeads
         from profiler.sources.modules import Modules
         from profiler.sources.run import SourceRunner
         from profiler.sources.stack import LayerRunner
 
-        torch.set_num_threads(1)
-        folder = Path(__file__).parents[1] / "profiler" / "bundled"
-        pair = load_pair(folder / "target", folder / "draft")
-        prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:4]]
-        target = LayerRunner(pair.target, 512)
-        outputs = [greedy(target, ids, self.limit, pair.eos) for ids in prompts]
-        self.trace = trace_of(
-            outputs, self.limit, [ids.tolist() for ids in prompts], sorted(pair.eos)
-        )
-        self.outputs, self.layers = outputs, target.layers
         exits = tuple(range(2, target.layers, 2))
         norm = pair.target.model.norm.weight.detach()
         heads = ExitHeads(exits, norm.shape[0]).start_from(norm)

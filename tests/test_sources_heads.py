@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +13,7 @@ from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from simulator.calls import verify_phase
 from simulator.pricing import price
+from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, TailError
 from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.rounds import RoundLog
@@ -36,48 +36,19 @@ from traces.sources import (
 )
 from traces.sources.calls import CALL_KINDS, LAYER
 from traces.sources.starts import START_SIGNALS
-from traces.trace import Request, Trace
-
-
-def trace_of(outputs: list[list[int]], limit: int, prompts: list[Any], eos: list[int]) -> Trace:
-    """A trace of prompts and outputs alone."""
-    lengths = [len(o) for o in outputs]
-    columns = {
-        "request": np.repeat(np.arange(len(outputs)), lengths),
-        "position": np.concatenate([np.arange(n) for n in lengths]),
-        "offset": np.zeros(sum(lengths), int),
-        "match": np.zeros(sum(lengths), int),
-        "token": np.concatenate(outputs),
-    }
-    requests = [
-        Request(str(i), "all", len(prompts[i]), n, limit,
-                "eos" if outputs[i][-1] in eos else "length", tuple(prompts[i]))
-        for i, n in enumerate(lengths)
-    ]  # fmt: skip
-    return Trace(columns, requests, None, {"eos_token_ids": eos})
 
 
 class Case:
     """The bundled target with modules trained for a moment on its own output."""
 
-    limit = 40
-
     def __init__(self) -> None:
-        torch = pytest.importorskip("torch")
-        from profiler.decoder import greedy
-        from profiler.loading import load_pair
-        from profiler.prompts import read_prompts
+        pair, target, prompts, self.outputs, self.trace = decoded(256)
+        import torch
+
         from profiler.sources.modules import Modules, record_sources
         from profiler.sources.run import SourceRunner
-        from profiler.sources.stack import LayerRunner
         from profiler.sources.train import train_exit_heads, train_masks, train_parallel_heads
 
-        torch.set_num_threads(1)
-        folder = Path(__file__).parents[1] / "profiler" / "bundled"
-        pair = load_pair(folder / "target", folder / "draft")
-        prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:4]]
-        target = LayerRunner(pair.target, 256)
-        self.outputs = [greedy(target, ids, self.limit, pair.eos) for ids in prompts]
         self.target = target
         text = torch.full((4, 200), -1)
         for i, (ids, output) in enumerate(zip(prompts, self.outputs, strict=True)):
@@ -91,9 +62,6 @@ class Case:
                 for kind in ("blockwise", "medusa", "specdec")
             },
             train_masks(target, text, 2, steps=2, batch=1, starts=6),
-        )
-        self.trace = trace_of(
-            self.outputs, self.limit, [ids.tolist() for ids in prompts], sorted(pair.eos)
         )
         skip = [3, 5, 6]
         self.recordings = record_sources(

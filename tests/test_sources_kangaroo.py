@@ -22,7 +22,7 @@ from profiler.sources.stack import LayerRunner
 from profiler.sources.train import train_all
 from profiler.sources.train_adapter import train_adapter
 from simulator.pricing import price
-from tests.test_sources_early_exit import trace_of
+from tests.outputs import trace_of
 from tests.test_sources_sampled import EOS, model
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable

@@ -13,37 +13,13 @@ from hypothesis import strategies as st
 from policies.basic import Fixed, Oracle
 from policies.registry import parse_policy
 from policies.rules_threshold import TypicalAcceptance
+from tests.outputs import trace_of
 from traces.errors import DraftsimError, SignalError
 from traces.sources import PLD, REST, Lookahead, parse_source, replay_source
 from traces.sources.lookup import Datastore, NGramPool, PromptLookup, Retrieval
 from traces.sources.lookup_sources import read_corpus
-from traces.trace import Request, Trace
 
 IDS = st.lists(st.integers(1, 4), min_size=1, max_size=40)
-
-
-def trace_of(
-    sequences: list[tuple[list[int], list[int]]], limit: int, eos: tuple[int, ...] = ()
-) -> Trace:
-    """A trace that holds prompts and outputs alone."""
-    names = ("request", "position", "offset", "match", "token")
-    columns: dict[str, list[int]] = {name: [] for name in names}
-    requests = []
-    for i, (prompt, output) in enumerate(sequences):
-        n = len(output)
-        requests.append(
-            Request(
-                str(i), "all", len(prompt), n, limit,
-                "eos" if output[-1] in eos else "length", tuple(prompt),
-            )
-        )  # fmt: skip
-        columns["request"] += [i] * n
-        columns["position"] += range(n)
-        columns["offset"] += [0] * n
-        columns["match"] += [0] * n
-        columns["token"] += output
-    arrays = {name: np.array(values) for name, values in columns.items()}
-    return Trace(arrays, requests, None, {"eos_token_ids": list(eos)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,7 +77,7 @@ def test_pool_drafts_the_newest_ngram_and_forgets_the_oldest() -> None:
 
 def test_repeating_output_is_copied_and_the_oracle_sees_the_run() -> None:
     period = [5, 6, 7, 8]
-    trace = trace_of([(period * 2, period * 5)], 20)
+    trace = trace_of([period * 5], 20, [period * 2])
     fixed = replay_source(trace, PLD(num_tokens=10), Fixed(4))
     assert fixed.rounds["accepted"].tolist() == [4, 4, 4, 3]
     assert fixed.rounds["emitted"].sum() == 19  # the first token is the prefill's
@@ -112,7 +88,7 @@ def test_repeating_output_is_copied_and_the_oracle_sees_the_run() -> None:
 
 
 def test_rounds_without_a_match_are_plain_steps() -> None:
-    trace = trace_of([([1, 2, 3], [4, 5, 6, 7])], 4)
+    trace = trace_of([[4, 5, 6, 7]], 4, [[1, 2, 3]])
     log = replay_source(trace, PLD(), Fixed(10))
     assert log.rounds["drafted"].tolist() == [0, 0, 0]
     assert log.rounds["emitted"].tolist() == [1, 1, 1]
@@ -120,14 +96,14 @@ def test_rounds_without_a_match_are_plain_steps() -> None:
 
 def test_retrieval_serves_from_earlier_requests_only() -> None:
     text = [3, 1, 4, 1, 5, 9, 2, 6]
-    trace = trace_of([(text[:2], text[2:]), (text[:2], text[2:])], 6)
+    trace = trace_of([text[2:]] * 2, 6, [text[:2]] * 2)
     log = replay_source(trace, REST(), Fixed(6))
     by_request = [log.rounds["accepted"][log.rounds["request"] == i].sum() for i in (0, 1)]
     assert by_request == [0, 4]
 
 
 def test_signals_and_rules_that_a_lookup_cannot_serve_are_refused() -> None:
-    trace = trace_of([([1, 2], [1, 2, 1, 2])], 4)
+    trace = trace_of([[1, 2, 1, 2]], 4, [[1, 2]])
     with pytest.raises(SignalError, match=r"reads prob.*'pld' drafts do not have"):
         replay_source(trace, PLD(), parse_policy("confidence"))
     replay_source(trace, REST(), parse_policy("confidence"))
@@ -176,9 +152,7 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     runner = Runner(pair.target, 256)
     encoded = [pair.encode(p.text) for p in prompts]
     outputs = [greedy(runner, ids, limit, pair.eos) for ids in encoded]
-    trace = trace_of(
-        [(i.tolist(), o) for i, o in zip(encoded, outputs, strict=True)], limit, tuple(pair.eos)
-    )
+    trace = trace_of(outputs, limit, [ids.tolist() for ids in encoded], sorted(pair.eos))
     log = replay_source(trace, PLD(num_tokens), Fixed(num_tokens), first=0)
     sent: list[int] = []
     original = PromptLookupCandidateGenerator.get_candidates

@@ -21,7 +21,7 @@ from profiler.sources.heads import ExitHeads
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from profiler.sources.stack import LayerRunner
-from tests.test_sources_early_exit import trace_of
+from tests.outputs import trace_of
 from traces.errors import DraftsimError
 from traces.sampling import GREEDY, Sampling
 from traces.sources import (

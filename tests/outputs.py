@@ -1,0 +1,71 @@
+"""Outputs of a target alone, as the tests of other draft sources replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from traces.trace import Request, Trace
+
+if TYPE_CHECKING:
+    from profiler.loading import Pair
+    from profiler.sources.stack import LayerRunner
+
+LIMIT = 40
+"""Tokens of an output of the bundled target."""
+
+
+def trace_of(
+    outputs: Sequence[Sequence[int]],
+    limit: int,
+    prompts: Sequence[Sequence[int]] | None = None,
+    eos: Sequence[int] = (),
+) -> Trace:
+    """A trace of prompts and outputs alone; a prompt is one token unless given."""
+    lengths = [len(o) for o in outputs]
+    columns = {
+        "request": np.repeat(np.arange(len(outputs)), lengths),
+        "position": np.concatenate([np.arange(n) for n in lengths]),
+        "offset": np.zeros(sum(lengths), int),
+        "match": np.zeros(sum(lengths), int),
+        "token": np.concatenate(outputs),
+    }
+    prompts = prompts or [(1,)] * len(outputs)
+    requests = [
+        Request(str(i), "all", len(prompts[i]), n, limit,
+                "eos" if outputs[i][-1] in eos else "length", tuple(prompts[i]))
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    return Trace(columns, requests, None, {"eos_token_ids": list(eos)})
+
+
+class Decoded(NamedTuple):
+    """The bundled pair, its target layer by layer, and what that said to `prompts`."""
+
+    pair: Pair
+    target: LayerRunner
+    prompts: list[Any]
+    outputs: list[list[int]]
+    trace: Trace
+
+
+def decoded(slots: int, count: int = 4) -> Decoded:
+    """The first `count` bundled prompts, decoded greedily with a cache of `slots` tokens."""
+    torch = pytest.importorskip("torch")
+    from profiler.decoder import greedy
+    from profiler.loading import load_pair
+    from profiler.prompts import read_prompts
+    from profiler.sources.stack import LayerRunner
+
+    torch.set_num_threads(1)
+    folder = ROOT / "profiler" / "bundled"
+    pair = load_pair(folder / "target", folder / "draft")
+    prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:count]]
+    target = LayerRunner(pair.target, slots)
+    outputs = [greedy(target, ids, LIMIT, pair.eos) for ids in prompts]
+    trace = trace_of(outputs, LIMIT, [ids.tolist() for ids in prompts], sorted(pair.eos))
+    return Decoded(pair, target, prompts, outputs, trace)
