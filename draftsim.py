@@ -60,6 +60,15 @@ def main() -> None:
     except UsageError as error:
         # The message by itself does not name the option.
         _fail(error.format_message(), 2)
+    except RuntimeError as error:
+        # By name: torch is not imported for commands that need no models.
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        _fail(
+            "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
+            "lower --max-new-tokens, --max-gamma or --batches; the same command goes on where it "
+            "can", 2,
+        )  # fmt: skip
     except (KeyboardInterrupt, typer.Abort):
         _fail("stopped; the same command goes on where it can", 130)
     else:

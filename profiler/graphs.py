@@ -70,6 +70,7 @@ class GraphRunner(Runner):
         self._passes: dict[Shape, _Pass] = {}
         # One pool for all graphs: only one runs at a time, so they share their scratch memory.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def captured(self) -> int:
@@ -131,9 +132,7 @@ class GraphRunner(Runner):
 
     @torch.inference_mode()
     def _replay(self, shape: Shape, tokens: Tensor, positions: Tensor) -> Tensor:
-        held = self._passes.get(shape)
-        if held is None:
-            held = self._passes[shape] = _Pass(shape, self.device)
+        held = self._passes.get(shape) or _Pass(shape, self.device)
         count = tokens.shape[0]
         held.tokens[:count].copy_(tokens)
         held.positions[:count].copy_(positions)
@@ -145,6 +144,8 @@ class GraphRunner(Runner):
         if held.graph is not None:
             held.graph.replay()
         assert held.logits is not None
+        # Only now: a pass that ran out of memory is captured anew when it is next asked for.
+        self._passes[shape] = held
         # The next replay of this shape overwrites the output, and callers keep logits.
         return held.logits.clone()
 
@@ -152,22 +153,21 @@ class GraphRunner(Runner):
         """Record the pass as a graph.
 
         The warm-up computes what the replay will, so what it writes to the cache is right.
-        It runs beside the current stream, as captures must, and makes every allocation that
-        must not happen during one: the cache itself, library handles and workspaces.
+        It runs beside the current stream, as captures must, and on the stream of the capture,
+        so that it makes every allocation that must not happen during one: the cache itself,
+        library handles and that stream's workspaces.
         """
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        assert self._side is not None
+        current = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(current)
+        # A capture that fails leaves its stream the current one; the outer block does not.
+        with torch.cuda.stream(self._side):
             for _ in range(2):
                 self._static(held)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
                 held.logits = self._static(held)
-        except torch.OutOfMemoryError:
-            del self._passes[held.shape]
-            raise
+        current.wait_stream(self._side)
         held.graph = graph
 
     def _static(self, held: _Pass) -> Tensor:

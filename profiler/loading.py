@@ -53,16 +53,23 @@ class Pair:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name` (cpu, cuda, cuda:1); DraftsimError if it is not there."""
+    """The device called `name` (cpu, cuda, cuda:1), made the current one; DraftsimError without."""
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise DraftsimError(f"--device {name!r} is not a device: use cpu or cuda") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise DraftsimError(f"--device {name!r} is not a device: use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DraftsimError(
             "--device cuda was asked for, but torch sees no CUDA device: use --device cpu, or "
             "install a CUDA build of torch and check the driver with nvidia-smi"
         )
+    if device.type == "cuda":
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise DraftsimError(f"--device {name!r}: there are {count} GPUs, from cuda:0 on")
+        # Streams, events and waits without a device are those of the current one.
+        torch.cuda.set_device(device.index or 0)
     return device
 
 

@@ -115,7 +115,10 @@ class MaskEmbeddings(nn.Module):
 def save_module(module: nn.Module, settings: Mapping[str, Any], target: Any, path: Path) -> None:
     """Write a module's weights in half precision, with what it takes to build it again."""
     weights = {name: w.detach().half().contiguous() for name, w in module.state_dict().items()}
-    header = {"settings": json.dumps(dict(settings)), "target": fingerprint(target)}
+    header = {
+        "settings": json.dumps(dict(settings)), "target": fingerprint(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+    }  # fmt: skip
     save_file(weights, path, metadata=header)
     path.chmod(0o644)  # safetensors writes 0600
 
@@ -126,7 +129,8 @@ def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
     Raises
     ------
     DraftsimError
-        If the file is missing or damaged, or the module was trained for another target.
+        If the file is missing or damaged, or the module was trained for another target (told
+        by the weights in the precision it was trained in, else by the width).
     """
     try:
         with safe_open(path, "pt") as file:
@@ -137,7 +141,10 @@ def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
         raise DraftsimError(
             f"cannot load trained heads from {path}: {error}: train them again"
         ) from None
-    if header.get("target") != fingerprint(target):
+    # Another precision rounds the same weights to other values: not comparable.
+    comparable = str(target.dtype) == f"torch.{header.get('dtype', 'float32')}"
+    fits = settings.get("width") == target.config.get_text_config().hidden_size
+    if not fits or (comparable and header.get("target") != fingerprint(target)):
         raise DraftsimError(f"{path} was trained for another target: train heads for this one")
     if "layers" in settings:
         settings["layers"] = tuple(settings["layers"])

@@ -18,15 +18,15 @@ def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], ob
     """`run` as one CUDA graph; on a CPU, `run` itself."""
     if device.type != "cuda":
         return run
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         for _ in range(2):
             run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+        with torch.cuda.graph(graph, stream=side):
+            run()
+    current.wait_stream(side)
     return graph.replay
 
 
@@ -40,12 +40,14 @@ def layer_cells(
     timer: Timer,
     *,
     exits: bool,
+    check_time: Callable[[], None] = lambda: None,
 ) -> list[list[Any]]:
     """Cells ``layer`` and ``head`` of a model, and ``head`` of its exits.
 
     A layer's time is that of the whole stack over the number of layers: one after another
     is how they run.  The head is the final norm, the output projection and the argmax; an
-    exit's is its low-rank block, norm, projection and confidence.
+    exit's is its low-rank block, norm, projection and confidence.  `check_time` is asked before
+    every cell, and may raise.
     """
     runner = LayerRunner(model, max(contexts) + max(widths))
     fill(runner)
@@ -54,6 +56,7 @@ def layer_cells(
     heads = ExitHeads((max(1, runner.layers // 2),), hidden_size).to(device)
 
     def timed(run: Callable[[], Tensor]) -> Any:
+        check_time()
         return timer.time(captured(run, device) if mode == GRAPH else run)
 
     for width in widths:

@@ -1,0 +1,331 @@
+"""On a pretended GPU: nothing mixes devices, and the host waits as seldom as promised."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from policies.basic import Fixed
+from policies.core import speculate
+from policies.registry import parse_policy
+from policies.rule_registry import parse_rule
+from profiler.batched import decode_batch, enter, speculate_batch
+from profiler.batched_decoder import BatchedDecoder
+from profiler.batched_forced import ForcedStream
+from profiler.batched_stream import Stream
+from profiler.batched_styles import PerRequest
+from profiler.decoder import ModelDecoder
+from profiler.forced import ForcedDecoder
+from profiler.graphs import GraphRunner, Shape
+from profiler.record import Recorder
+from profiler.runner import Runner
+from profiler.sampling import draw
+from profiler.suite.layers import captured, layer_cells
+from profiler.suite.passes import MODES, Timer
+from profiler.suite.rounds import ReadingFixed, loop_trace
+from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
+from traces.sampling import GREEDY, Sampling
+
+SLOTS, WORDS, NEW = 200, 61, 16
+DTYPES = (torch.float32, torch.bfloat16)
+RUNNERS = (Runner, GraphRunner)
+READERS = ("svip", "confidence")
+
+
+@cache
+def model(layers: int, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(layers)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        initializer_range=0.4, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to(dtype)
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGPU]:
+    with pretended() as device:
+        yield device
+
+
+def pair(gpu: PretendedGPU, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """A target and a draft on the device; they agree now and then."""
+    models = model(3, dtype), model(1, dtype)
+    for one in models:
+        gpu.mark([*one.parameters(), *one.buffers()])
+    return models
+
+
+def ids(count: int, seed: int = 0) -> torch.Tensor:
+    torch.set_num_threads(1)  # tensors this small gain nothing from more
+    drawn = torch.randint(WORDS, (count,), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(CUDA)
+
+
+def runners(
+    gpu: PretendedGPU, make: Any = Runner, dtype: torch.dtype = torch.float32, batch: int = 1
+) -> tuple[Any, Any]:
+    target, draft = pair(gpu, dtype)
+    return make(target, SLOTS, batch), make(draft, SLOTS, batch)
+
+
+def test_what_cuda_refuses_is_refused(gpu: PretendedGPU) -> None:
+    here, there = torch.ones(3, device="cuda"), torch.ones(3)
+    assert here.device == (here + 1).device == here[:2].device == here.new_zeros(1).device == CUDA
+    assert there.device.type == here.cpu().device.type == "cpu"
+    with pytest.raises(PretendedError, match="at least two devices"):
+        here + there
+    with pytest.raises(PretendedError, match="at least two devices"):
+        torch.cat([here, there])
+    assert (here * torch.tensor(2.0)).device == CUDA  # a number may lie on the host
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        here.numpy()
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        __import__("numpy").asarray(here)
+    with pytest.raises(PretendedError, match="generator"):
+        torch.rand(2, generator=torch.Generator(), device="cuda")
+    assert torch.rand(2, generator=torch.Generator("cuda"), device="cuda").device == CUDA
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_makes_the_host_wait_is_counted(gpu: PretendedGPU, inference: bool) -> None:
+    here = torch.arange(4, device="cuda")
+    for wait in (
+        here.tolist, lambda: int(here[0]), lambda: bool((here > 2).any()),
+        lambda: here[here > 1], here.nonzero, here.cpu, lambda: here[here[1]],
+        lambda: torch.tensor([1], device="cuda"), lambda: torch.zeros(1).to("cuda"),
+        lambda: torch.zeros(1).to("cuda", non_blocking=True), lambda: here.new_tensor([1]),
+    ):  # fmt: skip
+        with gpu.counted() as waits, torch.inference_mode(inference):
+            wait()
+        assert len(waits) == 1, waits
+    with gpu.counted() as waits:
+        torch.zeros(1).pin_memory().to("cuda", non_blocking=True)
+        here.masked_fill(here > 1, 0).index_select(0, here[:1])
+        torch.where(here > 1, -torch.inf, here.float()).softmax(-1)
+    assert not waits
+
+
+def test_a_capture_may_not_wait_and_replays_its_own_buffers(gpu: PretendedGPU) -> None:
+    given = torch.zeros(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = given * 2 + 1
+    assert made.isnan().all()
+    given.copy_(torch.tensor([1.0, 5.0], device="cuda"))
+    graph.replay()
+    assert made.tolist() == [3, 11]
+    for wrong in (made.tolist, made.cpu, torch.cuda.synchronize, lambda: given[made > 0]):
+        with pytest.raises(PretendedError, match="capturing"), torch.cuda.graph(graph):
+            wrong()
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_host_waits_once_a_round_where_no_signal_is_read(
+    gpu: PretendedGPU, make: Any, dtype: torch.dtype
+) -> None:
+    target, draft = runners(gpu, make, dtype)
+    samplings = GREEDY, Sampling(0.7), Sampling(1.0, 0.9)
+    for text in ("fixed:gamma=0", "fixed:gamma=4", "gammatune"):
+        for sampling in samplings:
+            generator = torch.Generator("cuda").manual_seed(1)
+            decoder = ModelDecoder(
+                target, draft, ids(20), NEW, watch_eos=False, sampling=sampling,
+                generator=generator,
+            )  # fmt: skip
+            with gpu.counted() as waits:
+                rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
+            assert len(waits) == len(rounds), Counter(waits)
+            assert len(decoder.output) == NEW
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reading_signals_waits_once_a_token_more(
+    gpu: PretendedGPU, make: Any, dtype: torch.dtype
+) -> None:
+    target, draft = runners(gpu, make, dtype)
+    for policy in (ReadingFixed(3), *(parse_policy(text, max_gamma=24) for text in READERS)):
+        for sampling in (GREEDY, Sampling(1.0, 0.9)):
+            decoder = ModelDecoder(
+                target, draft, ids(20), NEW, watch_eos=False, sampling=sampling,
+                generator=torch.Generator("cuda").manual_seed(1),
+            )  # fmt: skip
+            with gpu.counted() as waits:
+                rounds = list(speculate(decoder, policy.fresh()))
+            drafted = sum(r.draft_forwards for r in rounds)
+            assert len(rounds) < len(waits) <= len(rounds) + drafted, Counter(waits)
+            assert {w.what for w in waits} == {"tolist"}  # all signals of a token together
+
+
+class Wavering:
+    """Weights whose sums waver by their last place, as on a GPU, which adds in another order."""
+
+    is_cuda, device = True, torch.device("cpu")
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def cumsum(self, dim: int, dtype: Any = None) -> torch.Tensor:
+        sums = self.weights.cumsum(dim, dtype=dtype)
+        off = torch.randint(-1, 2, sums.shape, generator=torch.Generator().manual_seed(0))
+        return sums * (1 + torch.finfo(sums.dtype).eps * off)
+
+
+def test_a_draw_is_never_a_token_without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = torch.arange(100) % 5 == 0
+    weights = torch.rand(50, 100, generator=torch.Generator().manual_seed(1)) * kept
+    for at in range(0, 95, 5):  # just where the sums stay the same
+        coins = (weights.cumsum(-1)[:, at] / weights.sum(-1))[:, None]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *_, own=coins, **__: own)
+            drawn = draw(Wavering(weights), None)  # type: ignore[arg-type]
+        assert (weights.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_watching_for_the_end_waits_for_every_token(gpu: PretendedGPU) -> None:
+    target, draft = runners(gpu)
+    decoder = ModelDecoder(target, draft, ids(20), 40, frozenset({WORDS + 1}))
+    with gpu.counted() as waits:
+        rounds = list(speculate(decoder, Fixed(3)))
+    assert len(waits) == len(rounds) + sum(r.draft_forwards for r in rounds)
+
+
+@pytest.mark.parametrize("text", ["csd", "cm-asd", "typical"])
+def test_a_lossy_rule_costs_no_wait_more(gpu: PretendedGPU, text: str) -> None:
+    target, draft = runners(gpu, dtype=torch.bfloat16)
+    rule = parse_rule(text)
+    rule.begin_run(WORDS, 0.0)
+    decoder = ModelDecoder(target, draft, ids(20), 30, watch_eos=False, rule=rule)
+    with gpu.counted() as waits:
+        rounds = list(speculate(decoder, Fixed(3)))
+    assert len(waits) == len(rounds), Counter(waits)
+
+
+def test_rounds_are_those_of_the_cpu() -> None:
+    outcomes = []
+    for make in (*RUNNERS, None):
+        for text in ("fixed:gamma=4", "svip", "gammatune-plus"):
+            if make is None:
+                plain = Runner(model(3), SLOTS), Runner(model(1), SLOTS)
+                prompt = torch.randint(WORDS, (33,), generator=torch.Generator().manual_seed(0))
+                decoder = ModelDecoder(*plain, prompt, 40, watch_eos=False)
+                rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
+            else:
+                with pretended() as gpu:
+                    decoder = ModelDecoder(*runners(gpu, make), ids(33), 40, watch_eos=False)
+                    rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
+            outcomes.append((rounds, decoder.output))
+    assert outcomes[:3] == outcomes[3:6] == outcomes[6:]
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_batch_waits_once_an_iteration(gpu: PretendedGPU, make: Any, dtype: torch.dtype) -> None:
+    target, draft = runners(gpu, make, dtype, batch=4)
+    for policy, reads in ((Fixed(3), False), (ReadingFixed(3), True)):
+        decoder, style = BatchedDecoder(target, draft, watch_eos=False), PerRequest(policy)
+        enter(decoder, style, [Stream(i, ids(9 + i, i), 8 + 2 * i) for i in range(4)])
+        with gpu.counted() as waits:
+            log = list(speculate_batch(decoder, style))
+        steps = sum(max(r.draft_forwards for _, r in iteration) for iteration in log)
+        if reads:  # those of all sequences together, once a step of the batch
+            assert len(log) < len(waits) <= len(log) + steps, Counter(waits)
+        else:
+            assert len(waits) == len(log), Counter(waits)
+
+
+@pytest.mark.parametrize("synchronise", ["ragged", "minimum", "mean"])
+def test_batches_of_every_style_decode(gpu: PretendedGPU, synchronise: Any) -> None:
+    target, draft = runners(gpu, GraphRunner, torch.bfloat16, batch=3)
+    prompts = [ids(8 + i, i) for i in range(5)]
+    for text in ("fixed:gamma=2", "svip"):
+        for continuous in (False, True):
+            done = decode_batch(
+                target, draft, prompts, 12, frozenset({3}), parse_policy(text, max_gamma=8),
+                synchronise=synchronise, continuous=continuous,
+            )  # fmt: skip
+            assert all(len(out) == 12 or out[-1] == 3 for out in done.outputs)
+
+
+@pytest.mark.parametrize("make", RUNNERS)
+def test_forced_rounds_wait_as_real_ones_do(gpu: PretendedGPU, make: Any) -> None:
+    trace = loop_trace(4, 12, 10, 8)
+    target, draft = runners(gpu, make, torch.bfloat16, batch=4)
+    single = ForcedDecoder(target, draft, trace, 0)
+    with gpu.counted() as waits:
+        rounds = list(speculate(single, Fixed(4)))
+    assert len(waits) == len(rounds), Counter(waits)
+    decoder, style = BatchedDecoder(target, draft, watch_eos=False), PerRequest(Fixed(4))
+    enter(decoder, style, [ForcedStream(trace, i, WORDS, CUDA) for i in range(4)])
+    with gpu.counted() as waits:
+        log = list(speculate_batch(decoder, style))
+    assert len(waits) == len(log), Counter(waits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", RUNNERS)
+def test_a_trace_with_tails_is_recorded(gpu: PretendedGPU, make: Any, dtype: torch.dtype) -> None:
+    target, draft = (make(m, 30 + 20 * 9) for m in pair(gpu, dtype))
+    for sampling in (GREEDY, Sampling(1.0), Sampling(0.7, 0.9)):
+        recorder = Recorder(
+            target, draft, max_new_tokens=20, max_gamma=8, sampling=sampling,
+            generator=torch.Generator("cuda").manual_seed(2),
+        )  # fmt: skip
+        with gpu.counted() as waits:
+            columns = recorder.record(ids(15))
+        assert (columns["offset"] > 0).any()
+        # None of them for each token of the plain decoding.
+        assert not [w for w in waits if w.what == "item" and "record.py" in w.where]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_and_heads_are_timed_in_both_modes(gpu: PretendedGPU, dtype: torch.dtype) -> None:
+    target, _ = pair(gpu, dtype)
+    for mode in MODES:
+        rows = layer_cells(mode, target, "target", (1, 3), (16, 40), Timer(CUDA, 2, 0), exits=True)
+        assert {row[1] for row in rows} == {"layer", "head"}
+
+
+def test_a_captured_call_is_computed_by_its_replay(gpu: PretendedGPU) -> None:
+    buffer = torch.ones(3, device="cuda")
+    out = torch.zeros(3, device="cuda")
+    run = captured(lambda: out.copy_(buffer * 2), CUDA)
+    buffer.fill_(4)
+    run()
+    assert out.tolist() == [8, 8, 8]
+
+
+def test_a_shape_whose_capture_fails_is_captured_anew(gpu: PretendedGPU) -> None:
+    runner, _ = runners(gpu, GraphRunner)
+    runner.forward(ids(30), 0)
+    want = Runner(pair(gpu)[0], SLOTS)
+    want.forward(ids(30), 0)
+    real, calls = runner._static, []
+
+    def failing(held: Any) -> torch.Tensor:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if calls[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(held)  # type: ignore[no-any-return]
+
+    runner._static = failing
+    stream = torch.cuda.current_stream()
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.forward(ids(2), 30)
+    assert runner.captured == 1
+    assert torch.cuda.current_stream() is stream
+    runner._static = real
+    torch.testing.assert_close(
+        runner.forward(ids(2), 30), want.forward(ids(2), 30), rtol=1e-4, atol=1e-4
+    )
+    runner.prepare([Shape(1, 3, SLOTS, 3)])
+    assert runner.captured == 3

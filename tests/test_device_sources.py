@@ -1,0 +1,235 @@
+"""On a pretended GPU in bfloat16: loading, the latency table, every source, encoder-decoders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policies.basic import Fixed
+from policies.core import speculate
+from profiler import loading, profile
+from profiler.batched_runs import BatchArm, run_batches
+from profiler.decoder import ModelDecoder
+from profiler.latency import Grid
+from profiler.loading import Pair, choose_device, load_pair
+from profiler.profile import LatencyProfile, Settings, profile_trace, progress_bar
+from profiler.prompts import read_prompts
+from profiler.record import Recorder
+from profiler.run import BUNDLED
+from profiler.seq2seq import make_runner
+from profiler.sources.latency import SourceLatency
+from profiler.sources.modules import load_modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.stack import LayerRunner
+from profiler.sources.train import default_exit_layers, own_text, train_all
+from profiler.spotcheck import Arm, assisted_generation, rounds_differ, run_arms
+from tests import test_seq2seq
+from tests.conftest import Run
+from tests.pretend_gpu import CUDA, PretendedGPU, pretended
+from tests.test_device import model
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.sampling import Sampling
+from traces.sources.adapter import Kangaroo
+from traces.sources.base import Source
+from traces.sources.early_exit import EarlyExit
+from traces.sources.lookup_sources import PLD
+from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
+from traces.trace import Trace
+
+SOURCES: list[tuple[Source, int]] = [
+    (PLD(), 1), (Blockwise(), 1), (Medusa(), 1), (SpecDec(), 1), (Space(), 1), (LayerSkip(), 1),
+    (Kangaroo(), 1), (EarlyExit(tau=0.3), 1),
+]  # fmt: skip
+
+
+class Case:
+    """The bundled pair as a GPU would have it, and traces of it."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.folder = folder
+        self.pair: Pair = load_pair(BUNDLED / "target", BUNDLED / "draft", device="cuda")
+        self.greedy = self.trace(Settings(10, 4))
+        self.sampled = self.trace(Settings(10, 4, Sampling(1.0, 0.9)))
+
+    def trace(self, settings: Settings) -> Trace:
+        prompts = read_prompts(BUNDLED / "prompts.jsonl", 2)
+        with progress_bar() as progress:
+            return profile_trace(self.pair, prompts, settings, self.folder, progress)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[PretendedGPU]:
+    with pretended() as device:
+        yield device
+
+
+@pytest.fixture(scope="module")
+def case(gpu: PretendedGPU, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("traces"))
+
+
+def test_a_pair_is_loaded_in_bfloat16_and_recorded(case: Case) -> None:
+    assert case.pair.device == CUDA
+    assert case.pair.target.dtype is torch.bfloat16
+    assert case.pair.meta["device"] == "Pretended GPU"
+    assert case.greedy.tokens == case.sampled.tokens == 20
+
+
+def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("measure_host", "measure_batch_host", "measure_rules"):
+        monkeypatch.setattr(profile, name, partial(getattr(profile, name), repeats=1))
+    grid = Grid(
+        widths=(1, 2), contexts=(64,), prompts=(16,), batches=(1, 2), batch_widths=(1, 2),
+        repeats=1, warmup=1,
+    )  # fmt: skip
+    measured = LatencyProfile(case.pair, grid)
+    measured.sweeps.run()
+    phases = set(measured.table().cells["phase"])
+    assert {"forward", "prefill", "signal", "host_round", "layer", "head", "judge"} <= phases
+
+
+def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
+    arms = [Arm("fixed", Fixed(3))]
+    for forced in (False, True):
+        measured = run_arms(case.pair, case.greedy, arms, forced=forced, repeats=1)
+        real, expected = measured.logs["fixed"], replay(case.greedy, Fixed(3), name="fixed")
+        assert len(real) > 0
+        if forced:
+            assert rounds_differ(real, expected) == 0
+        both = run_batches(
+            case.pair, case.greedy, [BatchArm("fixed", Fixed(2))], batches=(1, 2), repeats=1,
+            forced=forced,
+        )  # fmt: skip
+        assert set(both.times["batch"]) == {1, 2}
+    run_arms(case.pair, case.sampled, arms, repeats=1)
+    prompt = torch.tensor(case.greedy.requests[0].prompt_ids, device=CUDA)
+    tokens, passes, _ = assisted_generation(case.pair, prompt, 8, num_assistant_tokens=3)
+    assert len(tokens) == 8
+    assert passes > 0
+
+
+def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
+    gpu: PretendedGPU, case: Case, tmp_path: Path
+) -> None:
+    """The bundled heads, whose file names a digest of the weights before they were rounded."""
+    modules = load_modules(BUNDLED / "exit_heads", case.pair.target)
+    assert modules.exits is not None
+    recordings = record_sources(case.pair.target, case.greedy, modules, [EarlyExit().setting(4)])
+    assert recordings.exits is not None
+    assert set(recordings.starts) >= {"blockwise", "medusa", "specdec", "space", "layer-skip"}
+    record_sources(case.pair.target, case.sampled, modules, [EarlyExit().setting(4)])
+    runner = SourceRunner(case.pair.target, case.greedy, modules)
+    # Lookups work on the host, and early exits ask at every exit whether to stop.
+    for source, most in SOURCES:
+        decoder = runner.decoder(source, 0)
+        with gpu.counted() as waits:
+            rounds = list(speculate(decoder, Fixed(3)))
+        drafts = sum(r.draft_forwards for r in rounds)
+        exits = len(modules.exits.layers) * (drafts + len(rounds))
+        token = [w for w in waits if "tokens.py" in w.where]
+        asked = [w for w in waits if "early_exit.py" in w.where]
+        assert len(token) <= drafts
+        assert len(asked) <= exits
+        others = len(waits) - len(token) - len(asked)
+        assert others <= most * len(rounds) + (source.name == "pld") * len(rounds), Counter(waits)
+    SourceRunner(case.pair.target, case.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
+    layered = LayerRunner(case.pair.target, 80)
+    latency = SourceLatency(layered, modules, case.greedy, widths=(1, 2), contexts=(16,))
+    latency.sweep()
+    assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
+    # Of a width that is not the target's they are refused whatever the precision.
+    with pytest.raises(DraftsimError, match="was trained for another target"):
+        load_modules(BUNDLED / "exit_heads", model(3, torch.bfloat16))
+
+
+def test_modules_are_trained_on_the_device(case: Case, tmp_path: Path) -> None:
+    target = case.pair.target
+    encoded = [list(case.greedy.requests[0].prompt_ids or ()) + [5] * 40]
+    text = own_text(target, encoded, rounds=2, batch=2)
+    layers = default_exit_layers(LayerRunner(target, 16).layers)
+    train_all(LayerRunner(target, 200), text, tmp_path, exit_layers=layers, seconds=0.0)
+    modules = load_modules(tmp_path, target)
+    assert modules.exits is not None
+    assert modules.adapter is not None
+    weight = target.model.norm.weight
+    before = weight.data.clone()
+    weight.data += 1
+    try:  # trained in this precision, they know this very target
+        with pytest.raises(DraftsimError, match="was trained for another target"):
+            load_modules(tmp_path, target)
+    finally:
+        weight.data.copy_(before)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_encoder_decoders_record_and_decode(gpu: PretendedGPU, kind: str) -> None:
+    target, draft = (make_runner(test_seq2seq.build(kind, n).to("cuda"), 200) for n in (2, 1))
+    prompt = test_seq2seq.source().to("cuda")
+    columns = Recorder(target, draft, max_new_tokens=12, max_gamma=4).record(prompt)
+    assert (columns["offset"] > 0).any()
+    decoder = ModelDecoder(target, draft, prompt, 12, watch_eos=False)
+    with gpu.counted() as waits:
+        rounds = list(speculate(decoder, Fixed(3)))
+    assert len(waits) == len(rounds), Counter(waits)
+
+
+def test_what_cannot_be_loaded_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(DraftsimError, match="torch sees no CUDA device: use --device cpu"):
+            choose_device("cuda")
+    for wrong in ("gpu", "meta", "mps"):
+        with pytest.raises(DraftsimError, match=f"'{wrong}' is not a device: use cpu or cuda"):
+            choose_device(wrong)
+
+    class Gated:
+        @staticmethod
+        def from_pretrained(*_: Any, **__: Any) -> Any:
+            raise OSError("You are trying to access a gated repo. 401 Client Error")
+
+    with pytest.raises(DraftsimError, match="needs an access token: set HF_TOKEN, or use a pair"):
+        loading._load(Gated, "meta-llama/Llama-3.1-8B", "model")
+
+
+def test_the_gpu_named_is_the_one_used(gpu: PretendedGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1").index == 1
+    assert current == [1]
+    with pytest.raises(DraftsimError, match="'cuda:2': there are 2 GPUs, from cuda:0 on"):
+        choose_device("cuda:2")
+
+
+def test_a_pair_too_large_for_the_device_names_a_smaller_choice(
+    gpu: PretendedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, *_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.to", full)
+    with pytest.raises(DraftsimError, match="do not fit on cuda together: use a smaller pair"):
+        load_pair(BUNDLED / "target", BUNDLED / "draft", device="cuda")
+
+
+def test_a_command_out_of_memory_says_what_to_do(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("profiler.profile.profile_trace", full)
+    prompts = BUNDLED / "prompts.jsonl"
+    ran = run("profile", "--target", "bundled", "--draft", "bundled", "--prompts", prompts,
+              "--out", tmp_path / "run", "--limit", 1)  # fmt: skip
+    assert ran.code == 2
+    assert "the device's memory is full: use a smaller pair, --dtype bfloat16" in ran.err
