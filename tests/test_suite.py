@@ -120,7 +120,7 @@ def test_forced_runs_take_the_rounds_of_their_trace(measured: Path) -> None:
 
 
 def test_trained_stage_records_checks_and_compares(tmp_path: Path) -> None:
-    suite("trained", "--seconds", "30", out=tmp_path)
+    suite("trained", "--seconds", "200", out=tmp_path)
     assert files(tmp_path) == [
         "trained-exits.parquet", "trained-latency.parquet", "trained-measured.parquet",
         "trained-sampled.parquet", "trained-trace.parquet", "trained.json",
@@ -147,8 +147,10 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
 ) -> None:
     done: list[str] = []
 
-    def one(place: Workplace, pair: Any, share: float, ledger: environment.Ledger) -> None:
-        del place, share
+    def one(
+        place: Workplace, pair: Any, models: Any, share: float, ledger: environment.Ledger
+    ) -> None:
+        del place, models, share
         if pair.name == "vicuna-7b+68m" and len(done) == 1:
             done.append("stopped")
             raise KeyboardInterrupt
@@ -182,13 +184,13 @@ def test_a_stopped_trained_stage_keeps_its_pair_and_parts(
 
     monkeypatch.setattr(trained_stage, "sampled_rounds", stop)
     with pytest.raises(KeyboardInterrupt):
-        suite("trained", "--seconds", "30", out=tmp_path)
+        suite("trained", "--seconds", "200", out=tmp_path)
     before = json.loads((tmp_path / "trained.json").read_text())
     trace = read_trace(tmp_path / "trained-trace.parquet")
     monkeypatch.setattr(trained_stage, "sampled_rounds", real)
     for module, name in ((kept_pair, "train_pair"), (trained_stage, "_latency")):
         monkeypatch.setattr(module, name, again)
-    suite("trained", "--seconds", "30", out=tmp_path)
+    suite("trained", "--seconds", "200", out=tmp_path)
     after = json.loads((tmp_path / "trained.json").read_text())
     for part in ("training", "greedy", "latency", "rounds_graph", "assisted"):
         assert after[part] == before[part], part
@@ -276,7 +278,11 @@ def test_what_memory_or_the_model_forbids_is_named_and_left_out(
     why = place.lacks_memory(PAIRS["qwen2.5-32b+0.5b"])
     assert why is not None
     assert "GiB for its weights" in why
-    assert "--pairs vicuna-7b+68m" in why
+    assert "no pair of the suite fits: free the device's memory" in why
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 40 << 30)
+    why = place.lacks_memory(PAIRS["qwen2.5-32b+0.5b"])
+    assert why is not None
+    assert "--pairs vicuna-7b+68m fits" in why
     pair = PAIRS["vicuna-7b+68m"]
     monkeypatch.setattr(Workplace, "free_bytes", lambda self: 2 << 30)
     measured = latency_stage.PairMeasurement(
@@ -330,6 +336,7 @@ def test_a_gpu_without_bfloat16_measures_in_float16(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         place = open_workplace("cuda", tmp_path, seconds=1)

@@ -62,6 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DraftsimError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if "CUDA" not in str(error):
+            raise
+        # The driver takes no more work of this process; what was finished is kept.
+        print(
+            f"error: {str(error).splitlines()[0]}: the same command goes on with what is left",
+            file=sys.stderr,
+        )
+        return 2
     place.say(f"done: {', '.join(sorted(f.name for f in options.out.iterdir()))}")
     return 0
 

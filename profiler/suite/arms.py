@@ -7,6 +7,7 @@ from typing import Any
 
 from policies.registry import parse_policy
 from profiler.spotcheck import Arm
+from profiler.suite.environment import NoTimeError
 from traces.measured import MEASURED_COLUMNS
 from traces.trace import Trace
 
@@ -36,29 +37,41 @@ def sweeps(
     *,
     repeats: int,
     left: Callable[[], float],
+    check_time: Callable[[], None],
     warm: int | None = None,
 ) -> list[tuple[str, int, Any, float, int]]:
     """Run every arm on every group, `repeats` times, in rotated order.
 
-    Stops before a sweep that the time `left` does not hold; a sweep is whole or not kept.
-    The sweep before the first warms up, on the first `warm` groups (all by default).
+    Stops before a sweep that the time `left` does not hold, and within one when `check_time`,
+    asked before every run, raises NoTimeError; a sweep is whole or not kept.  The sweep before
+    the first warms up, on the first `warm` groups (all by default).
 
     Returns
     -------
     (arm, repeat, group, seconds, rounds) of every run.
+
+    Raises
+    ------
+    NoTimeError
+        If there was no time for a single sweep.
     """
     rows: list[tuple[str, int, Any, float, int]] = []
     longest = 0.0
     for repeat in range(-1, repeats):
-        before = left()
+        before, sweep = left(), []
         if repeat > 0 and before < longest:
             break
         for i, group in enumerate(groups if repeat >= 0 or warm is None else groups[:warm]):
             for k in range(len(arms)):
                 arm = arms[(k + i + repeat) % len(arms)]
-                seconds, rounds = run(arm, group)
-                if repeat >= 0:
-                    rows.append((arm.name, repeat, group, seconds, rounds))
+                try:
+                    check_time()
+                except NoTimeError:
+                    if rows:
+                        return rows
+                    raise
+                sweep.append((arm.name, repeat, group, *run(arm, group)))
         if repeat >= 0:
+            rows += sweep
             longest = max(longest, before - left())
     return rows

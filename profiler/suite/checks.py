@@ -51,7 +51,7 @@ class Checks:
         """Every policy on the first `requests`, interleaved; real rounds against replay.
 
         Returns the measured ``times``, rows of `profiler.suite.arms.COLUMNS`, and what was
-        ``checked``.
+        ``checked``.  Raises NoTimeError if there is no time to run every policy once.
         """
         begin = time.monotonic()
         place = self.place
@@ -71,7 +71,7 @@ class Checks:
         indices = list(range(len(trace.requests)))
         rows = sweeps(
             arms, indices, one, repeats=2 if place.quick else 3, warm=1,
-            left=lambda: begin + seconds - time.monotonic(),
+            left=lambda: begin + seconds - time.monotonic(), check_time=place.check_time,
         )  # fmt: skip
         times = [
             [NAME, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
@@ -91,11 +91,17 @@ class Checks:
         return {"times": times, "checked": checked}
 
     def against_assisted(self, prompts: int) -> dict[str, Any]:
-        """Tokens per second, prefill included, of our decoder and of transformers', interleaved."""
+        """Tokens per second, prefill included, of our decoder and of transformers', interleaved.
+
+        Prompts for which no time is left are left out; raises NoTimeError if that is all.
+        """
         pair, trace = self.pair, self.trace
         runners = {mode: self._runners(mode) for mode in MODES}
         spent: dict[str, list[float]] = {}
         for i in range(-1, min(prompts, len(trace.requests))):  # the first one warms up
+            if self.place.left <= 0 and spent:
+                break
+            self.place.check_time()
             info = trace.requests[max(i, 0)]
             prompt = torch.tensor(info.prompt_ids, device=pair.device)
             seconds: dict[str, float] = {}
@@ -130,7 +136,7 @@ class Checks:
         slots = max(r.prompt_length + r.max_new_tokens for r in self.trace.requests)
         target = make_runner(mode, self.pair.target, slots)
         draft = make_runner(mode, self.pair.draft, slots)
-        prepare(target, draft, slots, self.trace.max_gamma or 1)
+        prepare(target, draft, slots, self.trace.max_gamma or 1, self.place.check_time)
         return target, draft
 
     def _decoder(self, target: Runner, draft: Runner, i: int) -> ModelDecoder:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from profiler.architectures import PairShape
+from profiler.architectures import PAIRS, PairShape
 from profiler.checkpoint import Checkpoint
 from profiler.loading import choose_device, choose_dtype, describe_device
 from traces.errors import DraftsimError
@@ -30,6 +30,10 @@ CLOCKS = (
 )  # fmt: skip
 RESERVE = 2 << 30
 """Bytes of device memory left to libraries, graphs and activations."""
+
+
+class NoTimeError(DraftsimError):
+    """The stage's time is spent; what it leaves undone another run goes on with."""
 
 
 @dataclass
@@ -51,6 +55,11 @@ class Workplace:
     def left(self) -> float:
         """Seconds of the stage's time that are left."""
         return self.seconds - (time.monotonic() - self.begin)
+
+    def check_time(self) -> None:
+        """Raise NoTimeError once the stage's time is spent: asked between any two runs."""
+        if self.left <= 0:
+            raise NoTimeError("no time left")
 
     def say(self, text: str) -> None:
         """A line of progress, with the time spent."""
@@ -99,9 +108,18 @@ class Workplace:
             return None
         return (
             f"{pair.name} needs {needed / 2**30:.1f} GiB for its weights and this device has "
-            f"{free / 2**30:.1f} GiB free: left out; the smaller pairs are measured, "
-            "or name one with --pairs vicuna-7b+68m"
+            f"{free / 2**30:.1f} GiB free: left out; {self.advice(free)}"
         )
+
+    def advice(self, free: int | None = None) -> str:
+        """Which pair to take where memory is short: the largest that fits in `free` bytes."""
+        room = 0.8 * (self.free_bytes() if free is None else free) / self.dtype.itemsize
+        fitting = [p for p in PAIRS.values() if p.parameters <= room]
+        if not fitting:
+            return (
+                "no pair of the suite fits: free the device's memory, or use --device cpu --quick"
+            )
+        return f"--pairs {max(fitting, key=lambda p: p.parameters).name} fits"
 
 
 def open_workplace(
@@ -137,9 +155,11 @@ def clocks(device: torch.device) -> dict[str, str]:
     """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
         return {}
-    index = device.index or 0
+    # nvidia-smi counts all GPUs, torch those of CUDA_VISIBLE_DEVICES in an order of its own.
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    name = device.index or 0 if uuid is None else f"GPU-{uuid}"
     command = [
-        "nvidia-smi", f"--id={index}", f"--query-gpu={','.join(CLOCKS)}",
+        "nvidia-smi", f"--id={name}", f"--query-gpu={','.join(CLOCKS)}",
         "--format=csv,noheader,nounits",
     ]  # fmt: skip
     try:
@@ -173,9 +193,15 @@ class Ledger:
         self.units[name] = unit
         self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
 
-    def close(self) -> None:
-        """The stage is done: forget its pieces."""
-        self.place.forget(self.stage)
+    def close(self, late: Sequence[str] = ()) -> None:
+        """The stage is done: forget its pieces, unless parts of it came too `late`."""
+        if not late:
+            self.place.forget(self.stage)
+            return
+        self.place.say(
+            f"no time left for {len(late)} parts, from {late[0]} on: the same command on this "
+            "machine goes on with them"
+        )
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

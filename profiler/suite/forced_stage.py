@@ -2,13 +2,14 @@
 
 The models run for real and decide nothing, so what is tested is the cost model alone, on
 real architectures with random weights.  Writes ``forced-trace.parquet``, the recording that
-dictates, ``forced-measured.parquet``, a row per run, and ``forced.json``.
+dictates, ``forced-measured.parquet``, a row per run, and ``forced.json``.  What the time does
+not hold goes on in another run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -19,8 +20,8 @@ from profiler.graphs import GraphRunner, Shape
 from profiler.runner import Runner
 from profiler.spotcheck import Arm
 from profiler.suite.arms import COLUMNS, arms_of, sweeps
-from profiler.suite.environment import Ledger, Workplace, clocks, write_results
-from profiler.suite.latency_stage import build_pair, chosen_pairs
+from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, write_results
+from profiler.suite.latency_stage import build_or_none, chosen_pairs
 from profiler.suite.passes import EAGER, GRAPH, Timer, fill, forward_call, make_runner
 from profiler.suite.rounds import run_group, run_single
 from traces.errors import DraftsimError
@@ -58,6 +59,7 @@ def run_forced(place: Workplace, pairs: Sequence[str] | None = None) -> None:
     order = [(mode, batch) for batch in batches for mode in (GRAPH, EAGER)]
     ledger = Ledger(place, "forced", {"pairs": [p.name for p in chosen], "batches": batches})
     left_out: list[str] = []
+    late: list[str] = []
     before = clocks(place.device)
     for i, pair in enumerate(chosen):
         units = [(f"{pair.name}.{mode}.{batch}", mode, batch) for mode, batch in order]
@@ -69,32 +71,35 @@ def run_forced(place: Workplace, pairs: Sequence[str] | None = None) -> None:
             place.say(why)
             continue
         end = time.monotonic() + place.left / (len(chosen) - i)
-        try:
-            models = build_pair(place, pair)
-        except torch.OutOfMemoryError:
-            left_out.append(f"{pair.name}: out of memory while it was built: try --pairs with one")
-            place.release()
+        if place.left <= 0:
+            late += [name for name, *_ in missing]
+            continue
+        models = build_or_none(place, pair, left_out)
+        if models is None:
             continue
         for k, (name, mode, batch) in enumerate(missing):
             share = (end - time.monotonic()) / (len(missing) - k)
             if share < 1 and not place.quick:
-                left_out.append(f"{name}: no time left")
+                late.append(name)
                 continue
             try:
                 ledger.put(name, _unit(place, pair, models, trace, mode, batch, share))
                 place.say(f"{name}: {len(ledger.units[name]['rows'])} runs")
+            except NoTimeError:
+                late.append(name)
             except torch.OutOfMemoryError:
                 left_out.append(f"{name}: out of memory: the smaller batches were run")
             except RuntimeError as error:
                 left_out.append(f"{name}: {str(error).splitlines()[0]}")
             place.release()
+            _write(place, ledger, left_out, before)
         del models
         place.release()
-        _write(place, ledger, left_out, before)
+    left_out += [f"{name}: no time left" for name in late]
     if not ledger.units:
         raise DraftsimError("nothing was run: " + "; ".join(left_out))
     _write(place, ledger, left_out, before)
-    ledger.close()
+    ledger.close(late)
 
 
 def _unit(
@@ -111,7 +116,7 @@ def _unit(
     state = clocks(place.device)
     anchors = _anchors(place, target, draft, batch)
     if batch == 1:
-        prepare(target, draft, slots, trace.max_gamma or 1)
+        prepare(target, draft, slots, trace.max_gamma or 1, place.check_time)
     # One group of a batch, or a few requests one by one.
     groups = [range(i, i + batch) for i in range(0, 2 * batch if batch == 1 else batch, batch)]
 
@@ -124,7 +129,8 @@ def _unit(
 
     rows = sweeps(
         arms_of(trace, place.quick), groups, run, repeats=2 if place.quick else REPEATS,
-        left=lambda: begin + share - time.monotonic(),
+        left=lambda: begin + share - time.monotonic(), check_time=place.check_time,
+        warm=1 if batch == 1 else None,
     )  # fmt: skip
     return {
         "rows": [
@@ -137,13 +143,20 @@ def _unit(
     }  # fmt: skip
 
 
-def prepare(target: Runner, draft: Runner, slots: int, max_gamma: int) -> None:
-    """Capture every shape that a single stream can need, before anything is timed."""
+def prepare(
+    target: Runner, draft: Runner, slots: int, max_gamma: int, check_time: Callable[[], None]
+) -> None:
+    """Capture every shape that a single stream can need, before anything is timed.
+
+    `check_time` is asked before every capture of the target's.
+    """
     if not (isinstance(target, GraphRunner) and isinstance(draft, GraphRunner)):
         return
     stops = sorted({target.bucket(stop) for stop in range(1, slots + 1, target.granularity)})
     stops = sorted({*stops, target.bucket(slots)})
-    target.prepare(Shape(1, w, stop, w) for w in range(1, max_gamma + 2) for stop in stops)
+    for width in range(1, max_gamma + 2):
+        check_time()
+        target.prepare(Shape(1, width, stop, width) for stop in stops)
     draft.prepare(Shape(1, w, stop, 1) for w in (1, 2) for stop in stops)
 
 

@@ -32,33 +32,36 @@ def run_latency(place: Workplace, pairs: Sequence[str] | None = None) -> None:
     chosen = chosen_pairs(pairs, place.quick)
     ledger = Ledger(place, "latency", {"pairs": [p.name for p in chosen]})
     notes: list[str] = []
+    late: list[str] = []
     before = clocks(place.device)
-    for i, pair in enumerate(chosen):
-        names = [f"{pair.name}.{mode}" for mode in MODES]
-        if all(ledger.get(name) is not None for name in names):
-            continue
-        share = place.left / (len(chosen) - i)
-        if place.left < 10 and not place.quick:
+    units = {p.name: [f"{p.name}.{mode}" for mode in MODES] for p in chosen}
+    todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
+    for i, pair in enumerate(todo):
+        share = place.left / (len(todo) - i)
+        if place.left < (0 if place.quick else 10):
             notes.append(f"{pair.name}: no time left")
+            late.append(pair.name)
             continue
         if (why := place.lacks_memory(pair)) is not None:
             notes.append(why)
             place.say(why)
             continue
-        try:
-            _measure_pair(place, pair, share, ledger)
-        except torch.OutOfMemoryError:
-            notes.append(
-                f"{pair.name}: out of memory while it was built; the smaller pairs are measured, "
-                "or name one with --pairs vicuna-7b+68m"
-            )
-            place.say(notes[-1])
+        if (models := build_or_none(place, pair, notes)) is None:
+            continue
+        _measure_pair(place, pair, models, share, ledger)
+        del models
         place.release()
+        late += [name for name in units[pair.name] if unfinished(ledger.get(name))]
         _write(place, ledger, notes, before)
     if not ledger.units:
         raise DraftsimError("nothing was measured: " + "; ".join(notes))
     _write(place, ledger, notes, before)
-    ledger.close()
+    ledger.close(late)
+
+
+def unfinished(unit: dict[str, Any] | None) -> bool:
+    """Whether a unit is missing, or pieces of it for want of time."""
+    return unit is None or bool(unit.get("unfinished"))
 
 
 def chosen_pairs(names: Sequence[str] | None, quick: bool) -> list[PairShape]:
@@ -76,17 +79,34 @@ def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
     return target, pair.draft.build(place.device, place.dtype) if pair.draft else None
 
 
-def _measure_pair(place: Workplace, pair: PairShape, share: float, ledger: Ledger) -> None:
+def build_or_none(place: Workplace, pair: PairShape, notes: list[str]) -> tuple[Any, Any] | None:
+    """Target and draft; None and a note that names a smaller pair if the memory is too small."""
+    try:
+        models = build_pair(place, pair)
+    except torch.OutOfMemoryError:
+        models = None
+    if models is None:
+        # Not inside the handler: there the error's own frames hold what was built.
+        place.release()
+        notes.append(f"{pair.name}: out of memory while it was built; {place.advice()}")
+        place.say(notes[-1])
+    else:
+        place.say(f"{pair.name}: built")
+    return models
+
+
+def _measure_pair(
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger
+) -> None:
     begin = time.monotonic()
-    models = build_pair(place, pair)
-    place.say(f"{pair.name}: built")
     for k, mode in enumerate(MODES):
         name = f"{pair.name}.{mode}"
-        if ledger.get(name) is not None:
+        kept = ledger.get(name)
+        if not unfinished(kept):
             continue
         rest = begin + share - time.monotonic()
         deadline = time.monotonic() + rest / (len(MODES) - k)
-        measured = PairMeasurement(place, pair, mode, models, Grids(place.quick), deadline)
+        measured = PairMeasurement(place, pair, mode, models, Grids(place.quick), deadline, kept)
         state = clocks(place.device)
         measured.run()
         unit = {

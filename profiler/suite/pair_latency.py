@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from profiler.architectures import Architecture, PairShape
 from profiler.runner import Runner
-from profiler.suite.environment import Workplace
+from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.grids import Grids
 from profiler.suite.layers import layer_cells
+from profiler.suite.memory import fitting_contexts
 from profiler.suite.passes import (
     Timer,
     cell,
@@ -24,12 +25,15 @@ from profiler.suite.passes import (
     prefill_cells,
     table_of,
 )
-from profiler.suite.points import Point, Refiner, error_summary
+from profiler.suite.points import Point, Refiner, error_summary, held_out
 from profiler.suite.rounds import host_cells
 from traces.errors import DraftsimError
 
 Measure = Callable[[Point], list[Any]]
 """Times the pass at a point: its row of `traces.latency.CELL_COLUMNS`."""
+
+FINDINGS = ("cells", "held_out", "parts", "skipped", "drift")
+NO_TIME = ": no time left"
 
 TOLERANCE = 0.02
 """Interpolation error that a gap between grid points may have."""
@@ -39,23 +43,27 @@ class PairMeasurement:
     """Everything measured of one pair in one mode, in order of importance.
 
     Each piece adds to `cells`; a piece that does not fit in memory or time is left out and
-    named in `skipped`.
+    named in `skipped`, those that time left out in `unfinished` too.  With ``kept``, the `unit`
+    of an earlier run, only the latter are measured.
     """
 
     def __init__(
         self, place: Workplace, pair: PairShape, mode: str, models: tuple[Any, Any], grids: Grids,
-        deadline: float,
+        deadline: float, kept: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.place, self.pair, self.mode, self.grids = place, pair, mode, grids
         self.models = {"target": models[0], "draft": models[1]}
         self.shapes = {"target": pair.target, "draft": pair.draft}
         self.deadline = deadline
         self.timer = Timer(place.device, grids.repeats, grids.enough_s)
-        self.cells: list[list[Any]] = []
-        self.held_out: list[dict[str, Any]] = []
-        self.parts: list[dict[str, Any]] = []
-        self.skipped: list[str] = []
-        self.drift: list[float] = []
+        before = kept or {}
+        self.cells, self.held_out, self.parts, self.skipped, self.drift = self._all = tuple(
+            list(before.get(name, ())) for name in FINDINGS
+        )
+        self.skipped[:] = [text for text in self.skipped if not text.endswith(NO_TIME)]
+        self.unfinished: list[str] = []
+        self._piece = ""
+        self._wanted: list[str] | None = before.get("unfinished")
 
     @property
     def late(self) -> bool:
@@ -87,17 +95,28 @@ class PairMeasurement:
             (f"between, batch {b}", partial(self.batch, b, check=True)) for b in self.grids.between
         ]
         for name, piece in pieces:
-            if self.late:
-                self.skipped.append(f"{name}: no time left")
+            if self._wanted is not None and name not in self._wanted:
                 continue
+            if self.late:
+                self._leave(name)
+                continue
+            self._piece, held = name, [len(some) for some in self._all]
             try:
                 piece()
+            except NoTimeError:
+                for some, count in zip(self._all, held, strict=True):
+                    del some[count:]  # another run measures the piece as a whole
+                self._leave(name)
             except torch.OutOfMemoryError:
                 self.skipped.append(f"{name}: out of memory")
             except (DraftsimError, RuntimeError) as error:
                 # A driver's error ends this piece; what was measured before it is kept.
                 self.skipped.append(f"{name}: {str(error).splitlines()[0]}")
             self.place.release()
+
+    def _leave(self, name: str) -> None:
+        self.skipped.append(name + NO_TIME)
+        self.unfinished.append(name)
 
     def single(self, name: str) -> None:
         """Batch 1: prefill, the adaptive grid, and what happens to the logits."""
@@ -144,8 +163,9 @@ class PairMeasurement:
         widths = grids.widths if exits else grids.widths[:4:3]
         contexts = self._contexts(shape, grids.contexts[:3], 1, max(widths), name)
         self.cells += layer_cells(
-            self.mode, self.models[name], name, widths, contexts, self.timer, exits=exits
-        )
+            self.mode, self.models[name], name, widths, contexts, self.timer, exits=exits,
+            check_time=self.place.check_time,
+        )  # fmt: skip
 
     def host(self, batch: int) -> None:
         """Host time per round and drafted token in whole rounds, and that of reading signals."""
@@ -156,6 +176,7 @@ class PairMeasurement:
         self.cells += host_cells(
             target, draft, table_of(passes), batch=batch, repeats=min(3, grids.repeats),
             tokens=grids.loop_tokens, prompt=grids.loop_prompt, gammas=grids.gammas,
+            late=lambda: self.late, check_time=self.place.check_time,
         )  # fmt: skip
 
     def batch(self, batch: int, check: bool = False) -> None:
@@ -193,7 +214,7 @@ class PairMeasurement:
             errors.append(float(read) / median - 1)
         if any(abs(e) > TOLERANCE for e in errors):
             return rows
-        self._hold_out(rows, errors, False)
+        self.held_out += held_out(rows, errors, False)
         return []
 
     def _refined(
@@ -205,10 +226,12 @@ class PairMeasurement:
         while (at := refiner.next()) is not None:
             if self.late and refiner.coarse_done:
                 break
+            self.place.check_time()
             samples[at] = measure(at)
             refiner.tell(samples[at][5])
         self.cells += [samples[at] for at in refiner.grid()]
-        self._hold_out([samples[at] for at in refiner.held_out], refiner.held_out.values(), False)
+        apart = refiner.held_out
+        self.held_out += held_out([samples[at] for at in apart], apart.values(), False)
         if refiner.unchecked:
             self.skipped.append(f"{label}: {refiner.unchecked} gaps not checked in time")
         self._check_at_random(refiner, measure)
@@ -229,22 +252,18 @@ class PairMeasurement:
             rows.append(measure(at))
             read = table.seconds("any", "forward", new_tokens=at.width, context=at.context)
             errors.append(float(read) / rows[-1][5] - 1)
-        self._hold_out(rows, errors, True)
-
-    def _hold_out(self, rows: list[list[Any]], errors: Iterable[float], random: bool) -> None:
-        self.held_out += [
-            {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
-             "error": error, "random": random}
-            for r, error in zip(rows, errors, strict=True)
-        ]  # fmt: skip
+        self.held_out += held_out(rows, errors, True)
 
     def _lines(
         self, widths: Sequence[int], contexts: Sequence[int], measure: Measure
     ) -> list[list[Any]]:
         """Cells of every width whose line of contexts was complete in time."""
         rows: list[list[Any]] = []
-        for at in (Point(w, c) for w in widths for c in contexts):
+        points = [Point(w, c) for w in widths for c in contexts]
+        for at in points:
             if self.late:
+                done = f"{len(rows)} of {len(points)} points in time"
+                self.skipped.append(f"{self._piece}: {done}")
                 break
             rows.append(measure(at))
         return [r for r in rows if sum(q[3] == r[3] for q in rows) == len(contexts)]
@@ -261,22 +280,9 @@ class PairMeasurement:
     def _contexts(
         self, shape: Architecture, wanted: Sequence[int], batch: int, width: int, name: str
     ) -> list[int]:
-        """The contexts that the memory holds, up to the model's own; names the others."""
-        room = self.place.free_bytes()
-        kept: list[int] = []
-        for asked in wanted:
-            context = min(asked, shape.positions - width)
-            if context < asked:
-                limit = f"the model's context is {shape.positions}"
-                self.skipped.append(f"{name}, batch {batch}, context {asked}: {limit}")
-            # Cache, attention's copies of one layer, the logits, and the causal matrix.
-            values = batch * (context + width) * shape.kv_values * (1 + 8 / shape.layers)
-            values += 3 * batch * width * shape.vocab_size + context**2 / 2
-            if values * self.place.dtype.itemsize > 0.9 * room:
-                why = "the memory does not hold its cache"
-                self.skipped.append(f"{name}, batch {batch}, context {context}: {why}")
-            elif context not in kept:
-                kept.append(context)
+        """The contexts that fit; names the others, and raises DraftsimError if those are all."""
+        kept, why = fitting_contexts(self.place, shape, wanted, batch, width)
+        self.skipped += [f"{name}, batch {batch}, {text}" for text in why]
         if not kept:
             raise DraftsimError(f"no context of {tuple(wanted)} fits at batch {batch}")
         return kept
@@ -290,7 +296,5 @@ class PairMeasurement:
             kind: error_summary([h["error"] for h in self.held_out if h["random"] is drawn])
             for kind, drawn in (("held_out_error", False), ("random_error", True))
         }
-        return {
-            "cells": self.cells, **errors, "held_out": self.held_out, "parts": self.parts,
-            "skipped": self.skipped, "drift": self.drift,
-        }  # fmt: skip
+        found = dict(zip(FINDINGS, self._all, strict=True))
+        return {**found, **errors, "unfinished": self.unfinished}

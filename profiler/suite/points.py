@@ -8,10 +8,10 @@ out and is evidence; where they do not it joins the grid, and the two smaller ga
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -144,6 +144,17 @@ class Refiner:
             _Gap(Point(w, a), Point(w, b)) for w in self.widths for a, b in pairwise(self.contexts)
         ]
         return (gap for gap in gaps if self._wide(gap))
+
+
+def held_out(
+    rows: Sequence[Sequence[Any]], errors: Iterable[float], random: bool
+) -> list[dict[str, Any]]:
+    """What is kept of cells (`traces.latency.CELL_COLUMNS`) that stay out of a table."""
+    return [
+        {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
+         "error": error, "random": random}
+        for r, error in zip(rows, errors, strict=True)
+    ]  # fmt: skip
 
 
 def error_summary(errors: Sequence[float]) -> dict[str, float]:

@@ -28,6 +28,8 @@ from traces.trace import Trace
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
+ROOM = 0.9
+"""Share of it to fill where its size is a guess from the first requests."""
 
 
 def record_trace(
@@ -109,10 +111,15 @@ def record_early_exits(
         write_exits(recording, path)
         size = path.stat().st_size / len(some.requests)
         per_request = (time.monotonic() - at) / len(some.requests)
-        room = min(0.9 * LARGEST / size, (seconds - (time.monotonic() - begin)) / per_request)
+        room = min(ROOM * LARGEST / size, (seconds - (time.monotonic() - begin)) / per_request)
         if count >= min(room, len(trace.requests)) or count > 2:
             break
         count = int(min(room, len(trace.requests)))
+    while path.stat().st_size > LARGEST and len(some.requests) > 1:
+        # The first requests said too little of the others' size.
+        share = 0.8 * LARGEST / path.stat().st_size
+        some = some.select(range(max(1, int(share * len(some.requests)))))
+        write_exits(record_exits(recorder, some), path)
     return {
         "layers": layers, "requests": len(some.requests), "seconds": time.monotonic() - begin,
     }  # fmt: skip

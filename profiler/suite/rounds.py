@@ -7,7 +7,7 @@ what the passes' own cells do not explain is the host's share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,16 +132,19 @@ def _verification(latency: LatencyTable, batch: int, width: int, context: int) -
 def host_cells(
     target: Runner, draft: Runner, latency: LatencyTable, *, batch: int = 1, repeats: int = 3,
     tokens: int = 40, prompt: int = 64, gammas: Sequence[int] = HOST_GAMMAS,
+    late: Callable[[], bool] = lambda: False, check_time: Callable[[], None] = lambda: None,
 ) -> list[list[Any]]:  # fmt: skip
     """Cells ``host_round``, ``host_draft`` and ``signal`` at a batch size.
 
     By least squares over draft lengths, of what the passes leave of whole runs.  At a batch
-    a round is an iteration and a drafted token a draft step of the batch.
+    a round is an iteration and a drafted token a draft step of the batch.  Once it is `late` no
+    further repeat begins; `check_time` is asked before every run, and may raise.
     """
     trace = loop_trace(batch, tokens, prompt, max(gammas))
 
     def once(policy: DraftPolicy) -> tuple[float, int, int]:
         """Seconds beyond the passes, rounds, and draft steps."""
+        check_time()
         if batch == 1:
             spent, log = run_single(target, draft, trace, 0, policy)
             return (
@@ -155,10 +158,15 @@ def host_cells(
     shape = (repeats, len(gammas))
     plain, reading = np.empty(shape), np.empty(shape)
     rounds, steps = np.empty(len(gammas)), np.empty(len(gammas))
+    done = 0
     for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+        if done and late():
+            break
         for i, gamma in enumerate(gammas):
             plain[repeat, i], rounds[i], steps[i] = once(Fixed(gamma))
             reading[repeat, i] = once(ReadingFixed(gamma))[0]
+        done = repeat + 1
+    plain, reading = plain[:done], reading[:done]
     counts = np.stack([rounds, steps], axis=1)
     # Together non-negative: work that hides behind the device must not count twice.
     fits = np.array([nnls(counts, row)[0] for row in plain])

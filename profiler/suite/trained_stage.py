@@ -20,7 +20,7 @@ from profiler.profile import Settings
 from profiler.prompts import Prompt
 from profiler.suite.arms import COLUMNS
 from profiler.suite.checks import NAME, Checks, sampled_rounds
-from profiler.suite.environment import Ledger, Workplace, clocks, write_results
+from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, write_results
 from profiler.suite.grids import Grids
 from profiler.suite.kept_pair import trained_pair
 from profiler.suite.latency_stage import shapes_of
@@ -38,12 +38,14 @@ from traces.trace import Trace
 def run_trained(place: Workplace) -> None:
     """Train, record, measure, check, compare; each part writes its file when it is done.
 
-    Parts have fixed shares of the time; one that is late does less of its work.  Begun again
-    after it was stopped, the stage keeps the pair and every part that was finished.
+    Parts have fixed shares of the time; one that is late does less of its work, and one for
+    which none is left is named in the results.  Begun again, be it for these or because it was
+    stopped, the stage keeps the pair and every part that was finished.
     """
     results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
     results["clocks"] = [clocks(place.device)]
     ledger = Ledger(place, "trained", {})
+    late: list[str] = []
 
     def keep(**more: Any) -> None:
         results.update(more)
@@ -51,8 +53,14 @@ def run_trained(place: Workplace) -> None:
         write_results(place.out / "trained.json", results)
 
     def part(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if (unit := ledger.get(name)) is None:
+        if (unit := ledger.get(name)) is not None:
+            return unit
+        try:
+            place.check_time()
             ledger.put(name, unit := make())
+        except NoTimeError:
+            late.append(name)
+            return {}
         return unit
 
     def recorded(name: str, settings: Settings, share: float) -> Trace:
@@ -66,7 +74,7 @@ def run_trained(place: Workplace) -> None:
 
     total = place.seconds
     pair, prompts, record = trained_pair(
-        place, place.work / "trained-pair", 2.0 if place.quick else 0.34 * total
+        place, place.work / "trained-pair", 2.0 if place.quick else 0.42 * total
     )
     keep(training=record, categories=sorted({p.category for p in prompts}))
     new = 24 if place.quick else 256
@@ -77,8 +85,8 @@ def run_trained(place: Workplace) -> None:
     keep(**part("latency", lambda: _latency(place, pair)))
     checks = Checks(place, pair, trace, new)
     graphed = part("graph", lambda: checks.run(GRAPH, 0.08 * total, 7))
-    _write_measured(place, pair, graphed["times"])
-    keep(rounds_graph=graphed["checked"])
+    _write_measured(place, pair, graphed)
+    keep(rounds_graph=graphed.get("checked", {}))
     keep(assisted=part("assisted", lambda: checks.against_assisted(3 if place.quick else 6)))
     hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
     sampled = recorded("sampled", hot, 0.10 * total)
@@ -87,15 +95,20 @@ def run_trained(place: Workplace) -> None:
     keep(sampled={"requests": kept, "tokens": sampled.tokens, **rounds})
     share = max(5.0, place.left - 0.06 * total)
     eager = part("eager", lambda: checks.run(EAGER, share, 4))
-    _write_measured(place, pair, graphed["times"] + eager["times"])
-    keep(rounds_eager=eager["checked"])
+    _write_measured(place, pair, graphed, eager)
+    keep(rounds_eager=eager.get("checked", {}))
     text = torch.stack([checks.own_text(i) for i in range(min(64, len(trace.requests)))])
     exits = place.out / "trained-exits.parquet"
-    keep(exits=attempt_exits(place, pair, trace, text, exits, max(3.0, 0.5 * place.left)))
-    ledger.close()
+    share = max(3.0, 0.5 * place.left)
+    keep(exits=part("exits", lambda: attempt_exits(place, pair, trace, text, exits, share)))
+    keep(left_out=[f"{name}: no time left" for name in late])
+    ledger.close(late)
 
 
-def _write_measured(place: Workplace, pair: Pair, times: list[list[Any]]) -> None:
+def _write_measured(place: Workplace, pair: Pair, *checked: dict[str, Any]) -> None:
+    times = [row for part in checked for row in part.get("times", ())]
+    if not times:
+        return
     runs = MeasuredRuns(pd.DataFrame(times, columns=list(COLUMNS)), pair.meta)
     write_measured(runs, place.out / "trained-measured.parquet")
 
@@ -118,6 +131,8 @@ def _latency(place: Workplace, pair: Pair) -> dict[str, Any]:
         rows += [[f"{NAME}/{mode}/{row[0]}", *row[1:]] for row in measured.cells]
         unit = measured.unit()
         units[mode] = {k: v for k, v in unit.items() if k != "cells"}
+    if not rows:
+        raise NoTimeError("no time left")
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
     shapes = {NAME: shapes_of(PairShape(NAME, TARGET, DRAFT))}
     meta = {"kind": "measured", "attention": "sdpa", "shapes": shapes, **place.meta()}
