@@ -125,7 +125,8 @@ class IterationCost:
         draft_s = self._draft_passes(work, slots, rounds) if work.longest else 0.0
         if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
-        return Seconds(draft_s, self._target_pass(work, slots, rounds, chunks), host_s)
+        target_s = self._target_pass(work, slots, rounds, chunks)
+        return tuple.__new__(Seconds, (draft_s, target_s, host_s))  # as in `work_of`
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -126,10 +126,10 @@ class ServedSequence(ReplayDecoder):
             if signals:
                 first, last = rows[at], row_limit[at]
                 stop = first + longest
-                for row in range(first, stop if stop < last else last):
+                for known in tokens[first : stop if stop < last else last]:
                     if not keep_drafting(draft):
                         break
-                    token = tokens[row] or make(row)
+                    token = known or make(first + len(draft))
                     append(token)
                     if token.ends:
                         break
@@ -160,7 +160,7 @@ class ServedSequence(ReplayDecoder):
             else:
                 self._advance(accepted)
                 after = self.position
-            # As Round(...), whose own constructor is a Python function.
+            # As Round(...), without the Python function that its constructor is.
             outcome = new(
                 Round, (position, drafted, accepted, after - position, forwards, catch_up)
             )

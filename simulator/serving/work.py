@@ -43,6 +43,6 @@ def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:
             longest = forwards if forwards > longest else longest
             if accepted < forwards - 1:
                 unread = True
-    return Work(
-        context, drafted_all, longest, drafting, catch_up_all, draft_context, rejected, unread
-    )
+    # As Work(...), without the Python function that a named tuple's constructor is.
+    counts = context, drafted_all, longest, drafting, catch_up_all, draft_context, rejected, unread
+    return tuple.__new__(Work, counts)
