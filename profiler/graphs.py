@@ -7,7 +7,8 @@ shapes that do not change: the visible context is rounded up and the rest hidden
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,34 @@ class _Pass:
         self.logits: Tensor | None = None
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: libraries keep a workspace per stream for good."""
+    return torch.cuda.Stream(device)
+
+
+def capture(
+    run: Callable[[], Tensor], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """`run` as a CUDA graph, and the tensor that a replay writes what it returns to.
+
+    The warm-up runs beside the current stream, as captures must, and on the stream of the
+    capture, so that it makes every allocation that must not happen during one: caches, library
+    handles and that stream's workspaces.
+    """
+    side, current = capture_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    # A capture that breaks off leaves its stream the current one; the outer block does not.
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            out = run()
+    current.wait_stream(side)
+    return graph, out
+
+
 class GraphRunner(Runner):
     """A `Runner` whose narrow causal passes have static shapes, one CUDA graph each.
 
@@ -70,7 +99,6 @@ class GraphRunner(Runner):
         self._passes: dict[Shape, _Pass] = {}
         # One pool for all graphs: only one runs at a time, so they share their scratch memory.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def captured(self) -> int:
@@ -140,7 +168,8 @@ class GraphRunner(Runner):
         if self._pool is None:
             held.logits = self._static(held)
         elif held.graph is None:
-            self._capture(held)
+            # The warm-up computes what the replay will: what it writes to the cache is right.
+            held.graph, held.logits = capture(partial(self._static, held), self.device, self._pool)
         if held.graph is not None:
             held.graph.replay()
         assert held.logits is not None
@@ -148,27 +177,6 @@ class GraphRunner(Runner):
         self._passes[shape] = held
         # The next replay of this shape overwrites the output, and callers keep logits.
         return held.logits.clone()
-
-    def _capture(self, held: _Pass) -> None:
-        """Record the pass as a graph.
-
-        The warm-up computes what the replay will, so what it writes to the cache is right.
-        It runs beside the current stream, as captures must, and on the stream of the capture,
-        so that it makes every allocation that must not happen during one: the cache itself,
-        library handles and that stream's workspaces.
-        """
-        assert self._side is not None
-        current = torch.cuda.current_stream(self.device)
-        self._side.wait_stream(current)
-        # A capture that fails leaves its stream the current one; the outer block does not.
-        with torch.cuda.stream(self._side):
-            for _ in range(2):
-                self._static(held)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-                held.logits = self._static(held)
-        current.wait_stream(self._side)
-        held.graph = graph
 
     def _static(self, held: _Pass) -> Tensor:
         """The pass on its buffers: no host value but the shape enters."""

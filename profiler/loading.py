@@ -53,7 +53,10 @@ class Pair:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name` (cpu, cuda, cuda:1), made the current one; DraftsimError without."""
+    """The device called `name` (cpu, cuda, cuda:1), made ready to decode and to be timed.
+
+    Raises DraftsimError if it is not there.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -70,6 +73,8 @@ def choose_device(name: str) -> torch.device:
             raise DraftsimError(f"--device {name!r}: there are {count} GPUs, from cuda:0 on")
         # Streams, events and waits without a device are those of the current one.
         torch.cuda.set_device(device.index or 0)
+        # cuDNN's attention makes a plan per shape, and decoding has a new shape every round.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -88,6 +88,8 @@ class Recorder:
         begin = time.perf_counter()
         prompt, source = self.target.begin(prompt), prompt
         output, target_logits = self._decode(prompt)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)  # where no EOS is looked for, nothing has
         self.decode_s = time.perf_counter() - begin
         self.draft.begin(source)
         count = output.shape[0]

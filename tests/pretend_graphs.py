@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.pretend_gpu import PretendedGPU, tensors_of
+from tests.pretend_gpu import PretendedError, PretendedGPU, tensors_of
 
 
 class Event:
@@ -77,9 +77,14 @@ class Graphs:
         before, self.current = self.current, stream or Stream()
         try:
             yield
-        finally:
-            graph.close(gpu.tape, pool)
+        except PretendedError:
+            gpu.tape = None  # torch then fails to end the capture, and leaves its stream current
+            raise
+        except BaseException:
             gpu.tape, self.current = None, before
+            raise
+        graph.close(gpu.tape, pool)
+        gpu.tape, self.current = None, before
         self.captured.append(graph)
 
 

@@ -287,6 +287,18 @@ def test_a_trace_with_tails_is_recorded(gpu: PretendedGPU, make: Any, dtype: tor
         assert not [w for w in waits if w.what == "item" and "record.py" in w.where]
 
 
+def test_plain_decoding_is_timed_to_its_end(
+    gpu: PretendedGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is ahead of a device that it never asked for a token."""
+    clock = [0.0]
+    monkeypatch.setattr("profiler.record.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.__setitem__(0, 5.0))
+    recorder = Recorder(*runners(gpu), max_new_tokens=4, max_gamma=2)
+    recorder.record(ids(5))
+    assert recorder.decode_s == 5.0
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_and_heads_are_timed_in_both_modes(gpu: PretendedGPU, dtype: torch.dtype) -> None:
     target, _ = pair(gpu, dtype)
@@ -304,7 +316,10 @@ def test_a_captured_call_is_computed_by_its_replay(gpu: PretendedGPU) -> None:
     assert out.tolist() == [8, 8, 8]
 
 
-def test_a_shape_whose_capture_fails_is_captured_anew(gpu: PretendedGPU) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, PretendedError])
+def test_a_shape_whose_capture_fails_is_captured_anew(
+    gpu: PretendedGPU, error: type[RuntimeError]
+) -> None:
     runner, _ = runners(gpu, GraphRunner)
     runner.forward(ids(30), 0)
     want = Runner(pair(gpu)[0], SLOTS)
@@ -314,12 +329,12 @@ def test_a_shape_whose_capture_fails_is_captured_anew(gpu: PretendedGPU) -> None
     def failing(held: Any) -> torch.Tensor:
         calls.append(torch.cuda.is_current_stream_capturing())
         if calls[-1]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error("CUDA out of memory")
         return real(held)  # type: ignore[no-any-return]
 
     runner._static = failing
     stream = torch.cuda.current_stream()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(error):
         runner.forward(ids(2), 30)
     assert runner.captured == 1
     assert torch.cuda.current_stream() is stream

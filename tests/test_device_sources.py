@@ -204,7 +204,9 @@ def test_the_gpu_named_is_the_one_used(gpu: PretendedGPU, monkeypatch: pytest.Mo
     current: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     assert choose_device("cuda:1").index == 1
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert current == [1]
     with pytest.raises(DraftsimError, match="'cuda:2': there are 2 GPUs, from cuda:0 on"):
         choose_device("cuda:2")

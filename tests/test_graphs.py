@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -179,3 +180,21 @@ def test_captured_passes_give_the_logits_of_eager_ones() -> None:
         torch.testing.assert_close(
             graphed.forward(tokens, start), plain.forward(tokens, start), rtol=1e-3, atol=1e-3
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_counts_one_wait_a_round() -> None:
+    """As `tests.test_device` has it of a pretended one."""
+    for make in (Runner, GraphRunner):
+        runners = [make(model(n, n).to("cuda", torch.float32), SLOTS) for n in (3, 1)]
+        for waits_counted in (False, True):  # the first run makes what the second one finds
+            decoder = ModelDecoder(*runners, ids(20).cuda(), 30, watch_eos=False)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn" if waits_counted else "default")
+                try:
+                    rounds = list(speculate(decoder, Fixed(4)))
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        assert sum("synchronizing" in str(w.message) for w in seen) == len(rounds)

@@ -154,11 +154,14 @@ def test_sweeps_stop_between_any_two_runs() -> None:
     clock = Clock(20)
     assert len(swept(clock)) == 12  # the third sweep was begun, and is dropped
     assert clock.now == 20
+    clock = Clock(40)
+    rows = swept(clock, left=11)  # five seconds are left, of which a group takes two
+    assert [row[2] for row in rows] == [0, 0, 1, 1]
     clock = Clock(11)
     with pytest.raises(NoTimeError):
         swept(clock)
     assert clock.now == 11
-    assert len(swept(Clock(100), left=17)) == 6  # no time for a second one
+    assert len(swept(Clock(100), left=17)) == 6  # no time for a second sweep
 
 
 def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(

@@ -44,7 +44,8 @@ def sweeps(
 
     Stops before a sweep that the time `left` does not hold, and within one when `check_time`,
     asked before every run, raises NoTimeError; a sweep is whole or not kept.  The sweep before
-    the first warms up, on the first `warm` groups (all by default).
+    the first warms up, on the first `warm` groups (all by default); from its time follows how
+    many of the groups, the first at least, are run.
 
     Returns
     -------
@@ -71,7 +72,11 @@ def sweeps(
                         return rows
                     raise
                 sweep.append((arm.name, repeat, group, *run(arm, group)))
+        took = before - left()
         if repeat >= 0:
             rows += sweep
-            longest = max(longest, before - left())
+            longest = max(longest, took)
+        elif took > 0:
+            warmed = len(groups) if warm is None else min(warm, len(groups))
+            groups = groups[: max(1, int(left() / took * warmed))]
     return rows

@@ -73,6 +73,9 @@ class Checks:
             arms, indices, one, repeats=2 if place.quick else 3, warm=1,
             left=lambda: begin + seconds - time.monotonic(), check_time=place.check_time,
         )  # fmt: skip
+        # As many requests as the time held.
+        indices = sorted({i for _, _, i, *_ in rows})
+        trace = trace.select(indices)
         times = [
             [NAME, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
             for name, repeat, i, spent, count in rows

@@ -134,10 +134,7 @@ def open_workplace(
     """
     where = choose_device(device)
     if where.type == "cuda":
-        # Its plans are made per shape, which neither capture nor short timings can pay for.
-        torch.backends.cuda.enable_cudnn_sdp(False)
         where = torch.device("cuda", where.index or 0)
-        torch.cuda.set_device(where)
     else:
         torch.set_num_threads(1)  # steadier times than several, and miniatures need no more
     kind = choose_dtype(dtype, where)

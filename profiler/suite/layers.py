@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiler.graphs import capture
 from profiler.sources.heads import ExitHeads
 from profiler.sources.stack import LayerRunner
 from profiler.suite.passes import GRAPH, Timer, cell, fill
@@ -18,15 +19,7 @@ def captured(run: Callable[[], Tensor], device: torch.device) -> Callable[[], ob
     """`run` as one CUDA graph; on a CPU, `run` itself."""
     if device.type != "cuda":
         return run
-    side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-    side.wait_stream(current)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-        with torch.cuda.graph(graph, stream=side):
-            run()
-    current.wait_stream(side)
+    graph, _ = capture(run, device)
     return graph.replay
 
 

@@ -74,7 +74,7 @@ def run_trained(place: Workplace) -> None:
 
     total = place.seconds
     pair, prompts, record = trained_pair(
-        place, place.work / "trained-pair", 2.0 if place.quick else 0.42 * total
+        place, place.work / "trained-pair", 2.0 if place.quick else 0.40 * total
     )
     keep(training=record, categories=sorted({p.category for p in prompts}))
     new = 24 if place.quick else 256
