@@ -16,40 +16,16 @@ It knows nothing of kernels, memory or time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-ATEN = torch.ops.aten
-
-WAITING = {
-    ATEN._local_scalar_dense.default: "item",
-    ATEN.nonzero.default: "nonzero",
-    ATEN.masked_select.default: "masked_select",
-    ATEN.equal.default: "equal",
-    ATEN._unique2.default: "unique",
-    ATEN.unique_dim.default: "unique",
-    ATEN.unique_consecutive.default: "unique",
-    ATEN.bincount.default: "bincount",
-    ATEN.repeat_interleave.Tensor: "repeat_interleave",
-}
-"""Operations whose result, or its shape, the host must have."""
-
-INDEXING = {ATEN.index.Tensor, ATEN.index_put_.default, ATEN.index_put.default,
-            ATEN._index_put_impl_.default}  # fmt: skip
-SCALARS = {ATEN.where.self, ATEN.masked_fill.Tensor, ATEN.masked_fill_.Tensor, ATEN.fill_.Tensor,
-           ATEN.fill.Tensor}  # fmt: skip
-"""Beside pointwise operations, those that take a number in a CPU tensor."""
-BETWEEN = {ATEN.copy_.default, ATEN._has_compatible_shallow_copy_type.default}
-"""Operations that are there to bring devices together."""
 
 
 class Wait(NamedTuple):
@@ -74,6 +50,8 @@ class PretendedGPU:
         """Operations of the graph that is being captured."""
         self.makes: list[bool | None] = []
         """Whether the calls under way make tensors on the device; None: as their operands."""
+        self.moving = False
+        """Whether a tensor is just moved, which says itself what it is."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device."""
@@ -140,185 +118,6 @@ def _where() -> str:
     return "elsewhere"
 
 
-class Rules(TorchDispatchMode):
-    """Which operations are allowed, what they make the host wait for, and where results lie."""
-
-    def __init__(self, gpu: PretendedGPU) -> None:
-        super().__init__()
-        self.gpu = gpu
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
-            if torch.is_inference_mode_enabled():
-                # Where operations made of others arrive whole.
-                with self:
-                    parts = func.decompose(*args, **kwargs)
-                if parts is not NotImplemented:
-                    return parts
-            gpu = self.gpu
-            given = tensors_of((args, kwargs))
-            on = [gpu.has(t) for t in given]
-            if func is ATEN.copy_.default:
-                self._copy(args[0], args[1], bool(args[2:] and args[2]))
-            elif any(on) and func not in BETWEEN:
-                self._check(func, args, given, on)
-            out = func(*args, **kwargs)
-            made = gpu.makes[-1] if gpu.makes else None
-            if func is not ATEN.copy_.default and (any(on) if made is None else made):
-                gpu.mark(out)
-            if gpu.tape is not None:
-                gpu.tape.append((func, args, kwargs, out))
-            return out
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-        gpu = self.gpu
-        if gpu.makes and gpu.makes[-1] is not None and not (gpu.has(to) and gpu.has(source)):
-            return  # inside `to`, which says itself what it is
-        if gpu.has(source) and not gpu.has(to):
-            gpu.wait("copy to the host")
-        if gpu.has(to) and not gpu.has(source) and not (non_blocking and gpu.is_pinned(source)):
-            gpu.wait("copy from the host")
-
-    def _check(
-        self, func: Any, args: Any, given: Sequence[torch.Tensor], on: Sequence[bool]
-    ) -> None:
-        if func in WAITING:
-            self.gpu.wait(WAITING[func])
-        if func in INDEXING:
-            indices = tensors_of(args[1])
-            if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
-                self.gpu.wait("index by a mask")
-            if self.gpu.has(args[0]) and not all(map(self.gpu.has, indices)):
-                self.gpu.wait("index from the host")
-                indexed = {id(i) for i in indices}
-                on = [here or id(t) in indexed for t, here in zip(given, on, strict=True)]
-        if all(on):
-            return
-        scalars = torch.Tag.pointwise in func.tags or func in {*SCALARS, *INDEXING}
-        hosts = [t for t, here in zip(given, on, strict=True) if not here]
-        if not (scalars and all(t.dim() == 0 for t in hosts)):
-            raise PretendedError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"cuda:0 and cpu! ({func})"
-            )
-
-
-class Calls(TorchFunctionMode):
-    """torch's own functions and methods, with ``cuda`` for a device."""
-
-    def __init__(self, gpu: PretendedGPU) -> None:
-        super().__init__()
-        self.gpu = gpu
-        tensor = torch.Tensor
-        self._own: dict[Any, Callable[..., Any]] = {
-            tensor.device.__get__: lambda t: CUDA if gpu.has(t) else t.device,  # type: ignore[attr-defined]
-            tensor.is_cuda.__get__: gpu.has,  # type: ignore[attr-defined]
-            tensor.get_device: lambda t: 0 if gpu.has(t) else -1,
-            tensor.to: self._to,
-            tensor.cuda: lambda t, *a, **k: self._moved(t, CUDA, **k),
-            tensor.cpu: lambda t, **k: self._moved(t, CPU, **k),
-            tensor.tolist: self._tolist,
-            tensor.numpy: self._numpy,
-            tensor.__array__: self._numpy,
-            tensor.pin_memory: self._pin,
-            tensor.is_pinned: gpu.is_pinned,
-        }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._own:
-            return self._own[func](*args, **kwargs)
-        gpu = self.gpu
-        given = tensors_of((args, kwargs))
-        here = any(gpu.has(t) for t in given)
-        if isinstance(kwargs.get("device"), str | int | torch.device):
-            here = _device(kwargs["device"]).type == "cuda"
-            if here:
-                kwargs["device"] = CPU
-        elif not given:
-            here = False
-        generator = kwargs.get("generator")
-        if generator is not None and (generator.device.type == "cuda") != here:
-            raise PretendedError(f"Expected a generator of the other device for {func}")
-        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor) and here:
-            gpu.wait("tensor from the host")
-        # Without a device or operands a factory makes host tensors: left to the operands.
-        with self._making(here if given or "device" in kwargs else None):
-            out = func(*args, **kwargs)
-        return gpu.mark(out) if here and func in _FACTORIES else out
-
-    @contextmanager
-    def _making(self, here: bool | None) -> Iterator[None]:
-        # Only what operands and device both leave open is decided here.
-        self.gpu.makes.append(here or None)
-        try:
-            yield
-        finally:
-            self.gpu.makes.pop()
-
-    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        names = dict(kwargs)
-        flags = [a for a in args if isinstance(a, bool)]
-        for value, name in zip(flags, ("non_blocking", "copy"), strict=False):
-            names.setdefault(name, value)
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                names["dtype"], names["device"] = value.dtype, self._place(value)
-            elif isinstance(value, torch.dtype):
-                names["dtype"] = value
-            elif isinstance(value, str | torch.device):
-                names["device"] = value
-        device = names.pop("device", None)
-        return self._moved(tensor, self._place(tensor) if device is None else _device(device),
-                           **names)  # fmt: skip
-
-    def _place(self, tensor: torch.Tensor) -> torch.device:
-        return CUDA if self.gpu.has(tensor) else tensor.device
-
-    def _moved(
-        self, tensor: torch.Tensor, device: torch.device, non_blocking: bool = False, **kwargs: Any
-    ) -> torch.Tensor:
-        gpu, here = self.gpu, self.gpu.has(tensor)
-        there = device.type == "cuda"
-        if here == there:
-            return tensor.to(**kwargs) if kwargs else tensor
-        if tensor.device.type == "meta" or device.type == "meta":
-            return tensor.to(device, **kwargs)
-        if here:
-            gpu.wait("copy to the host")
-        elif not (non_blocking and gpu.is_pinned(tensor)):
-            gpu.wait("copy from the host")
-        kwargs["copy"] = True
-        gpu.makes.append(there)
-        try:
-            moved = tensor.to(**kwargs)
-        finally:
-            gpu.makes.pop()
-        return gpu.mark(moved) if there else moved
-
-    def _tolist(self, tensor: torch.Tensor) -> Any:
-        if self.gpu.has(tensor):
-            self.gpu.wait("tolist")
-        return tensor.tolist()
-
-    def _numpy(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.gpu.has(tensor):
-            raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        return tensor.numpy() if not args else tensor.__array__(*args, **kwargs)
-
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.gpu.refuse_capture("pinning memory")
-        return self.gpu.mark(tensor.clone(), pinned=True)
-
-
-_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-
-
-def _device(value: Any) -> torch.device:
-    return CUDA if isinstance(value, int) else torch.device(value)
-
-
 class Generator(torch.Generator):
     """A generator that says it belongs to the pretended device."""
 
@@ -337,6 +136,7 @@ class Generator(torch.Generator):
 def pretended() -> Iterator[PretendedGPU]:
     """Inside the block there is a GPU; the names of ``torch.cuda`` are those that torch has."""
     from tests.pretend_graphs import installed
+    from tests.pretend_rules import Calls, Rules
 
     gpu = PretendedGPU()
     with installed(gpu, Generator), Calls(gpu), Rules(gpu):

@@ -102,6 +102,8 @@ def test_what_makes_the_host_wait_is_counted(gpu: PretendedGPU, inference: bool)
         lambda: here[here > 1], here.nonzero, here.cpu, lambda: here[here[1]],
         lambda: torch.tensor([1], device="cuda"), lambda: torch.zeros(1).to("cuda"),
         lambda: torch.zeros(1).to("cuda", non_blocking=True), lambda: here.new_tensor([1]),
+        lambda: here[:1].copy_(torch.ones(1)), lambda: torch.ones(1).copy_(here[:1]),
+        lambda: here.__setitem__(0, torch.tensor(1)), lambda: here[torch.tensor([0])],
     ):  # fmt: skip
         with gpu.counted() as waits, torch.inference_mode(inference):
             wait()
