@@ -1,4 +1,4 @@
-"""Shared fixtures: the command line, a profiled pair, public data; the packages on the path."""
+"""Shared fixtures: the command line, recordings, public data; the packages on the path."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Ran(NamedTuple):
 
 
 Run = Callable[..., Ran]
+Serve = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -102,3 +104,24 @@ def small_run(_profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("small") / "run"
     shutil.copytree(_profiled, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def synthetic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a synthetic trace, signals and all, and latencies that are constant."""
+    from traces.files import write_latency, write_trace
+    from traces.latency import LatencyTable
+    from traces.synthetic import synthetic_trace
+
+    folder = tmp_path_factory.mktemp("run")
+    trace = synthetic_trace(0.7, requests=8, tokens=30, max_gamma=24, concentration=4.0, seed=1)
+    write_trace(trace, folder / "trace.parquet")
+    table = LatencyTable.constant(0.0143, 0.00176, 0.015, host_round=0.0003)
+    write_latency(table, folder / "latency.parquet")
+    return folder
+
+
+@pytest.fixture
+def serve(synthetic_run: Path, run: Run) -> Serve:
+    """Runs ``draftsim serve --trace SYNTHETIC_RUN ARGUMENTS...`` in this process."""
+    return partial(run, "serve", "--trace", synthetic_run)

@@ -1,6 +1,8 @@
-"""What the tests of the serving simulator serve: a recording of coins, and latency tables."""
+"""What the tests of serving serve: a recording of coins, latency tables, files of arrivals."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -53,3 +55,11 @@ GRID = table(
 )
 CONSTANT = LatencyTable.constant(0.02, 0.002, 0.025)
 SMALL = bernoulli(0.7, 20, 40, seed=1)
+PAIR = ("--policy", "autoregressive", "--policy", "fixed:gamma=5")
+"""Options of ``draftsim serve``: plain decoding, and a policy that spells out a default."""
+
+
+def arrival_file(path: Path, *rows: str) -> Path:
+    """A file of arrivals as published traces have them."""
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from policies.basic import Fixed
 from simulator.serving import ArrivalFile, Limits, Scenario, over_rates, simulate
-from tests.serving import CONSTANT, GRID, SMALL, bernoulli
+from tests.serving import CONSTANT, GRID, SMALL, arrival_file, bernoulli
 from traces.errors import FileError
 from traces.trace import Trace
 
 
-def write(path: Path, rows: list[str]) -> Path:
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
-    return path
-
-
 def test_file_lengths_hold_and_sequences_match_by_length(tmp_path):
-    path = write(tmp_path / "a.csv", ["0,500,10", "1.5,20,40", "2,7,1", "2,9,90"])
+    path = arrival_file(tmp_path / "a.csv", "0,500,10", "1.5,20,40", "2,7,1", "2,9,90")
     run = simulate(SMALL, GRID, Fixed(3), Scenario(ArrivalFile(path), requests=None, warmup=0.0))
     frame = run.requests.sort_values("index")
     assert frame["prompt_tokens"].tolist() == [500, 20, 7, 9]
@@ -43,14 +36,16 @@ def synthetic_lengths(lengths: list[int]) -> Trace:
 
 def test_matching_prefers_the_nearest_length(tmp_path):
     mixed = synthetic_lengths([5, 50, 500])
-    path = write(tmp_path / "a.csv", [f"{i},10,{n}" for i, n in enumerate((4, 60, 400, 900))])
+    path = arrival_file(
+        tmp_path / "a.csv", *(f"{i},10,{n}" for i, n in enumerate((4, 60, 400, 900)))
+    )
     arrivals = ArrivalFile(path, nearest=1)
     jobs = list(arrivals.jobs(mixed, np.random.default_rng(0), None))
     assert [mixed.requests[j.sequence].tokens for j in jobs] == [5, 50, 500, 500]
 
 
 def test_file_rates_scale_to_what_was_asked(tmp_path):
-    path = write(tmp_path / "a.csv", [f"{i * 0.5},10,5" for i in range(21)])
+    path = arrival_file(tmp_path / "a.csv", *(f"{i * 0.5},10,5" for i in range(21)))
     base = Scenario(ArrivalFile(path), requests=None)
     for scenario in over_rates(base, [1.0, 8.0]):
         times = list(scenario.arrivals.times(np.random.default_rng(0)))
@@ -81,7 +76,7 @@ def test_azure_conversations_are_served(shared_data):
     ],
 )
 def test_bad_arrivals_files_are_named(tmp_path, rows, message):
-    path = write(tmp_path / "bad.csv", rows)
+    path = arrival_file(tmp_path / "bad.csv", *rows)
     with pytest.raises(FileError, match=message):
         simulate(SMALL, CONSTANT, Fixed(2), Scenario(ArrivalFile(path), requests=None))
 

@@ -20,7 +20,7 @@ from simulator.serving.clock import Clock
 from simulator.serving.metrics import Series
 from simulator.serving.reader import PassReader
 from simulator.serving.sequence import EngineState, ServedSequence
-from tests.serving import GRID, bernoulli, table
+from tests.serving import GRID, arrival_file, bernoulli, table
 from traces.errors import SignalError, TailError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 from traces.synthetic import synthetic_trace
@@ -249,9 +249,7 @@ def test_a_series_does_not_depend_on_how_time_is_cut(steps):
 
 
 def test_a_file_served_twice_is_served_alike(tmp_path):
-    path = tmp_path / "a.csv"
-    lines = [f"{i / 3},{20 + i},{1 + i % 50}" for i in range(40)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    path = arrival_file(tmp_path / "a.csv", *(f"{i / 3},{20 + i},{1 + i % 50}" for i in range(40)))
     scenario = Scenario(ArrivalFile(path), Limits(4, kv_blocks=12), requests=None)
     first, again = (simulate(PLAIN, GRID, Fixed(4), scenario) for _ in range(2))
     pd.testing.assert_frame_equal(first.requests, again.requests, check_exact=True)

@@ -1,0 +1,142 @@
+"""What ``draftsim serve`` leaves behind: results, timelines, plots, rows of a stopped run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from simulator.serving import read_results
+from tests.conftest import ROOT, Serve
+from tests.serving import PAIR, arrival_file
+
+
+def test_results_are_written_as_lines_or_as_one_table(serve: Serve, tmp_path: Path) -> None:
+    lines, table = tmp_path / "r.jsonl", tmp_path / "r.parquet"
+    for out in (lines, table):
+        assert serve("--batch", "1,2", "--requests", 10, *PAIR, "--out", out).code == 0
+    stored = read_results(lines)
+    assert stored.complete
+    assert stored.meta["policies"] == ["autoregressive", "fixed:gamma=5"]
+    assert not (tmp_path / "r.parquet.jsonl").exists()
+    frame = pd.read_parquet(table)
+    assert frame["policy"].tolist() == [r["policy"] for r in stored.rows]
+    assert frame["ttft_s_p95"].tolist() == [r["ttft_s"]["p95"] for r in stored.rows]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("name", ["r.jsonl", "r.parquet"])
+def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
+    synthetic_run: Path, tmp_path: Path, name: str, stop: signal.Signals
+) -> None:
+    out = tmp_path / name
+    lines = out if name == "r.jsonl" else tmp_path / "r.parquet.jsonl"
+    command = [
+        sys.executable, str(ROOT / "draftsim.py"), "serve", "--trace", str(synthetic_run),
+        "--batch", ",".join(["1"] * 400), "--requests", "20", "--policy", "autoregressive",
+        "--out", str(out),
+    ]  # fmt: skip
+
+    def heed_interrupts() -> None:  # a shell lets its background jobs ignore them
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    # Many short runs: rows keep coming until somebody stops them.
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, cwd=tmp_path,
+        preexec_fn=heed_interrupts,  # noqa: PLW1509 - no thread holds a lock here
+    ) as run:  # fmt: skip
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and run.poll() is None:
+            if lines.exists() and lines.read_text().count('{"row"') >= 2:
+                break
+            time.sleep(0.02)
+        run.send_signal(stop)
+        _, err = run.communicate(timeout=30)
+    if stop == signal.SIGINT:
+        assert run.returncode == 130
+        assert b"marked incomplete" in err
+    if stop == signal.SIGINT and name == "r.parquet":
+        assert not lines.exists()
+        count = len(pd.read_parquet(out))
+        header = json.loads((pq.read_schema(out).metadata or {})[b"draftsim"])
+        assert header["complete"] is False
+    else:
+        assert not (name == "r.parquet" and out.exists())
+        stored = read_results(lines)
+        assert not stored.complete
+        assert all(r["requests"] == 20 for r in stored.rows)
+        count = len(stored.rows)
+    assert 2 <= count < 400
+
+
+def test_a_timeline_keeps_the_rules_of_the_trace_event_format(serve: Serve, tmp_path: Path) -> None:
+    for mode in ("continuous", "pearl", "dsi"):
+        path = tmp_path / f"{mode}.json"
+        found = serve(
+            "--rate", 20, "--requests", 30, "--mode", mode, "--kv-blocks", 40, *PAIR,
+            "--timeline", path, "--json", "-",
+        ).rows  # fmt: skip
+        events = json.loads(path.read_text())
+        assert {e["ph"] for e in events} <= {"M", "X", "C"}
+        processes = {e["pid"] for e in events if e["name"] == "process_name"}
+        tracks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        named = set()
+        for event in events:
+            assert event["pid"] in processes
+            if event["ph"] == "M":
+                assert event["name"] in (
+                    "process_name", "process_sort_index", "thread_name", "thread_sort_index"
+                )  # fmt: skip
+                named.add((event["pid"], event.get("tid")))
+                continue
+            assert math.isfinite(event["ts"])
+            assert event["ts"] >= 0
+            if event["ph"] == "C":
+                assert all(isinstance(v, int) for v in event["args"].values())
+                continue
+            assert (event["pid"], event["tid"]) in named, "a slice before its track has a name"
+            tracks[event["pid"], event["tid"]].append(event)
+        # Rounded to nanoseconds, as viewers do, one track's slices follow each other.
+        for slices in tracks.values():
+            for before, after in itertools.pairwise(slices):
+                ends = round(before["ts"] * 1e3) + round(before["dur"] * 1e3)
+                assert round(after["ts"] * 1e3) >= ends, (mode, before, after)
+        rounds = [e["args"] for k, s in tracks.items() if k[0] == 2 for e in s]
+        drafted = sum(a.get("drafted", 0) for a in rounds)
+        accepted = sum(a.get("accepted", 0) for a in rounds)
+        # It shows the policy that drafts, and every token of it.
+        assert accepted / drafted == pytest.approx(found[1]["acceptance_rate"])
+
+
+def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path) -> None:
+    batches, loads = tmp_path / "b", tmp_path / "l"
+    few = ("--requests", 12, *PAIR)
+    assert serve("--batch", "1,2", *few, "--plots", batches).code == 0
+    assert serve("--rate", "0.5,2,8", *few, "--plots", loads).code == 0
+    assert {p.name for p in batches.iterdir()} == {
+        "latency_throughput.png", "over_time.png", "speedup_1_fixed_gamma_5.png"
+    }  # fmt: skip
+    assert {p.name for p in loads.iterdir()} == {
+        "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png"
+    }  # fmt: skip
+    for path in (*batches.iterdir(), *loads.iterdir()):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_path: Path) -> None:
+    file, folder = arrival_file(tmp_path / "a.csv", "7,20,5", "7,30,9"), tmp_path / "plots"
+    ran = serve("--arrivals", file, *PAIR, "--plots", folder)
+    assert ran.code == 0
+    assert "span no time" in ran.err
+    assert [p.name for p in folder.iterdir()] == ["over_time.png"]
