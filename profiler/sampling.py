@@ -70,8 +70,8 @@ def draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
 
     ``weights``: (rows, vocab), none negative, each row with a positive one.
     """
-    # A GPU adds up in a tree: in float32 the sums then waver, between tokens of no weight too,
-    # and about one draw in a hundred thousand would be a token that top-p cut away.
+    # A GPU adds up in a tree: its float32 sums may waver between tokens of no weight too, and a
+    # draw could then be one of those that top-p cut away.
     cumulative = weights.cumsum(-1, dtype=torch.float64 if weights.is_cuda else None)
     total = cumulative[:, -1:].contiguous()
     coins = torch.rand(total.shape, generator=generator, device=weights.device)
