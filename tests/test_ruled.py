@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,27 +9,13 @@ import torch
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import speculate
-from policies.memory import OnlineCorrectionMemory
 from policies.rule_registry import parse_rule
-from policies.rules import VerifyRule
-from policies.rules_context import CSD
 from profiler.decoder import ModelDecoder
-from profiler.ruled import judge, target_numbers
-from profiler.run import RunInfo
-from profiler.run import write_run as write_info
-from profiler.spotcheck import Arm, Measured, output_of, real_run, rounds_differ, run_arms
+from profiler.spotcheck import Arm, output_of, rounds_differ, run_arms
 from tests import bundled
-from tests.conftest import Run
-from traces.corrections import calibrated, rejected_pairs, split_requests
-from traces.errors import DraftsimError, FileError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.outputs import file_name, find_runs, quality, read_run, write_run
+from tests.rule_runs import decode, prepared, short_trace
+from traces.errors import DraftsimError
 from traces.replay import RuleReplayDecoder, replay
-from traces.sampling import Sampling
-from traces.scores import score_tape
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
 
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",
@@ -46,17 +26,6 @@ LOSSY = (
     "spec-verification", "cm-asd:vocab_size=2048", "csd:threshold=0", "csd-scg:tau=0.3",
     "lossy-global", "typical", "lenience", "ensemble", "fly:vocab_size=2048,window=1",
 )  # fmt: skip
-
-
-@cache
-def short_trace() -> Trace:
-    """Three prompts, sixteen tokens."""
-    return bundled.record(3, max_new=16)
-
-
-def decode(text: str, trace: Trace, policy: str = "fixed:gamma=5") -> tuple[Arm, Measured]:
-    arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(text))
-    return arm, run_arms(bundled.pair(), trace, [arm], repeats=1)
 
 
 @pytest.mark.parametrize("text", EXACT)
@@ -96,12 +65,6 @@ def test_first_round_of_every_prompt_is_the_replays(text: str, policy: str) -> N
         first, expected = (next(speculate(d, lengths.fresh())) for d in (real, theirs))
         assert first[:3] == expected[:3], (text, i)
         assert real.mismatched[:1] == theirs.mismatched[:1]
-
-
-def prepared(text: str) -> VerifyRule:
-    rule = parse_rule(text)
-    rule.begin_run(bundled.runners()[0].vocab_size, 0.0)
-    return rule
 
 
 def test_a_lossy_rule_departs_from_greedy_output() -> None:
@@ -155,118 +118,6 @@ def test_a_drafted_eos_that_is_accepted_ends_the_sequence() -> None:
     assert sum(r.emitted for r in rounds) + 1 == len(decoder.output) == len(decoder.log_probs)
 
 
-def test_scores_are_the_recorded_ones() -> None:
-    """What a rule is shown in a real first round, against the columns of the recording."""
-    trace, seen = short_trace(), []
-
-    class Spy(VerifyRule):
-        reads = ("token_id", "prob", "entropy", "logit_margin", "prob_margin")
-
-        def accept(self, draft: list, scores: list) -> int:  # type: ignore[type-arg, override]
-            seen.append((list(draft), list(scores)))
-            return 0
-
-    prompt = torch.tensor(trace.requests[1].prompt_ids)
-    decoder = ModelDecoder(*bundled.runners(), prompt, 16, rule=Spy())
-    next(speculate(decoder, Fixed(4)))
-    draft, scores = seen[-1]
-    start = int(trace.request_starts[1]) + 1
-    row = int(trace.on_path[start])
-    recorded = score_tape(trace).rows(row, 4)
-    for i, (token, mine, theirs) in enumerate(zip(draft, scores, recorded, strict=True)):
-        assert (mine.match, mine.token, mine.draft_rank) == (
-            theirs.match, theirs.token, theirs.draft_rank
-        )  # fmt: skip
-        for name in ("top1", "top2", "logsumexp", "entropy", "draft_logit"):
-            assert getattr(mine, name) == pytest.approx(getattr(theirs, name), abs=1e-3)
-        for name in ("token_id", "prob", "entropy", "logit_margin", "prob_margin"):
-            recorded_value = float(trace.signal(name)[row + i])
-            assert getattr(token, name) == pytest.approx(recorded_value, abs=1e-3)
-
-
-def test_target_numbers_by_hand() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0), math.log(2.0)]])
-    pick, top1, top2, lse, entropy, logit, rank = target_numbers(logits, torch.tensor([2]))[
-        0
-    ].tolist()
-    assert (pick, rank) == (1, 1)
-    shares = np.array([1, 3, 2]) / 6
-    wanted = [math.log(3), math.log(2), math.log(6), -(shares * np.log(shares)).sum(), math.log(2)]
-    assert [top1, top2, lse, entropy, logit] == pytest.approx(wanted, abs=1e-6)
-
-
-def test_judge_without_a_draft_gives_the_targets_token() -> None:
-    none = torch.empty(0, dtype=torch.long)
-    seen = judge(parse_rule("lossy-global"), [], none, torch.tensor([[0.0, 2.0]]), 0.0)
-    assert (seen.accepted, seen.picks, seen.mismatched) == (0, [1], [])
-
-
-def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:
-    """Rounds, outputs and the memory they end with, byte for byte; and the memory matters."""
-    trace = short_trace()
-    memory = calibrated(trace, Fixed(5))
-    assert len(memory) > 0
-    assert memory.sizes == sorted(memory.sizes)
-    assert sum(n for _, n in memory.items()) == len(rejected_pairs(trace, replay(trace, Fixed(5))))
-    loaded = OnlineCorrectionMemory.load(memory.save(tmp_path / "memory.npz"))
-    runs = {}
-    for name, table in (("kept", memory), ("loaded", loaded), ("empty", None)):
-        arm = Arm("fixed", Fixed(5), CSD(threshold=0, tau=1e-3, memory=table))
-        measured = run_arms(bundled.pair(), trace, [arm], repeats=1)
-        log = measured.logs[arm.label]
-        assert isinstance(log.rule, CSD)
-        runs[name] = (
-            log.rounds.tobytes(), measured.outputs[arm.label], log.rule.table.items(),
-            log.rule.table.sizes[-3:],
-        )  # fmt: skip
-    assert runs["kept"] == runs["loaded"]
-    assert runs["kept"] != runs["empty"]
-    assert len(memory) == len(loaded)  # the run worked on a copy
-
-
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
-def test_a_stochastic_rules_seed_reproduces(sampling: Sampling) -> None:
-    trace = bundled.record(3, sampling, max_new=16, seed=3)
-    outputs = []
-    for seed in (1, 1, 2):
-        _, measured = decode(f"ensemble:mode=sample,weight=0.5,seed={seed}", trace)
-        outputs += list(measured.outputs.values())
-    assert outputs[0] == outputs[1]
-    assert outputs[0] != outputs[2]
-
-
-def test_lossless_as_lenience_one_keeps_the_sampled_output() -> None:
-    """At factor 1 the rule never rescues, so coins, residuals and outputs are unchanged."""
-    trace = bundled.record(3, sampling=Sampling(1.0), max_new=16, seed=3)
-    plain = Arm("fixed:gamma=5", Fixed(5))
-    measured = run_arms(bundled.pair(), trace, [plain], repeats=1)
-    arm, ruled = decode("lenience:mode=sample,factor=1", trace)
-    np.testing.assert_array_equal(ruled.logs[arm.label].rounds, measured.logs[plain.label].rounds)
-    assert ruled.outputs[arm.label] == measured.outputs[plain.label]
-
-
-def test_a_cut_that_a_rule_cannot_know_is_refused() -> None:
-    trace = bundled.record(2, Sampling(1.0, 0.9), max_new=8)
-    refusal = r"lenience.*: .* not 1 with top-p 0\.9"
-    with pytest.raises(DraftsimError, match=refusal):
-        decode("lenience:mode=sample", trace)
-    with pytest.raises(DraftsimError, match=refusal):
-        replay(trace, Fixed(3), parse_rule("lenience:mode=sample"))
-
-
-def test_rules_share_a_run_in_order_and_are_not_the_callers() -> None:
-    trace = short_trace()
-    rule = CSD(threshold=0)
-    arm = Arm("fixed", Fixed(5), rule)
-    measured = run_arms(bundled.pair(), trace, [arm], repeats=2)
-    assert len(rule.table) == 0
-    ended = measured.logs[arm.label].rule
-    assert isinstance(ended, CSD)
-    assert len(ended.table.sizes) == len(trace.requests)
-    counts = measured.times.groupby("repeat")["rounds"].sum()
-    assert counts.nunique() == 1  # every repeat starts from the same memory
-
-
 def test_what_cannot_be_decoded_is_refused() -> None:
     trace = short_trace()
     pair = bundled.pair()
@@ -279,118 +130,3 @@ def test_what_cannot_be_decoded_is_refused() -> None:
     sampled = Arm("fixed", Fixed(2), parse_rule("ensemble:mode=sample"))
     with pytest.raises(DraftsimError, match="use mode=greedy"):
         run_arms(pair, trace, [sampled], repeats=1)
-
-
-def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:
-    trace = short_trace()
-    arm, measured = decode("lossy-global", trace)
-    run = real_run(bundled.pair(), trace, arm, measured, {"note": "here"})
-    path = write_run(run, tmp_path)
-    assert path.stem == file_name(run.log) == "fixed_gamma-5+lossy-global"
-    assert find_runs(tmp_path) == [path]
-    again = read_run(path)
-    np.testing.assert_array_equal(again.log.rounds, run.log.rounds)
-    np.testing.assert_array_equal(again.log.mismatched, run.log.mismatched)
-    assert list(again.outputs) == list(run.outputs)
-    assert again.meta["note"] == "here"
-    pytest.importorskip("sacrebleu")
-    assert quality(again.outputs, trace) == quality(run.outputs, trace)
-    path.with_suffix(".json").write_text("{")
-    with pytest.raises(FileError, match="record the run again"):
-        read_run(path)
-    path.with_suffix(".json").unlink()
-    with pytest.raises(FileError, match="profile --verify"):
-        read_run(path)
-
-
-def test_quality_of_the_greedy_output_is_perfect() -> None:
-    pytest.importorskip("sacrebleu")
-    trace = short_trace()
-    arm, measured = decode("csd:threshold=inf", trace)
-    run = real_run(bundled.pair(), trace, arm, measured, {})
-    seen = quality(run.outputs, trace)
-    assert seen.agreement == 1
-    assert seen.relative_bleu == pytest.approx(100)
-    assert seen.log_likelihood == pytest.approx(seen.reference_log_likelihood, abs=1e-4)
-    with pytest.raises(DraftsimError, match="no request"):
-        quality(run.outputs, trace.select([0]))
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_splitting_is_even_and_loses_nothing(share: float) -> None:
-    trace = synthetic_trace(0.5, requests=20, tokens=4, max_gamma=4)
-    trace = Trace(
-        trace.columns,
-        [replace(r, category="ab"[i % 2]) for i, r in enumerate(trace.requests)],
-        trace.max_gamma,
-    )
-    train, rest = split_requests(trace, share)
-    assert sorted(train + rest) == list(range(20))
-    assert len(train) == round(20 * share)
-    assert abs(sum(i % 2 for i in train) - len(train) / 2) <= 1
-    assert split_requests(trace, 1.0) == (list(range(20)), [])
-    for wrong, said in ((0.0, "share is 0"), (0.01, "leaves none")):
-        with pytest.raises(DraftsimError, match=said):
-            split_requests(trace, wrong)
-
-
-def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Path) -> None:
-    """The exact way for lossy rules, end to end, on a folder that is already profiled."""
-    trace = short_trace()
-    write_trace(trace, tmp_path / "trace.parquet")
-    write_latency(LatencyTable.constant(0.0143, 0.00176, 0.0150), tmp_path / "latency.parquet")
-    write_info(RunInfo("bundled", "bundled", threads=1), tmp_path)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        ran = run(*arguments)
-        return ran.code, ran.out, " ".join(ran.err.split())
-
-    again = (
-        "profile", "--target", "bundled", "--draft", "bundled", "--prompts", "unused", "--out",
-        tmp_path,
-    )  # fmt: skip
-    memory = tmp_path / "memory.npz"
-    code, _, said = call("calibrate", "--trace", tmp_path, "--out", memory, "--policy", "fixed")
-    assert (code, "3 prompts" in said) == (0, True)
-    rule = ("--verify", "csd:threshold=0", "--policy", "fixed:gamma=4", "--memory", memory)
-    code, _, said = call(*again, *rule)
-    assert code == 0, said
-    [path] = find_runs(tmp_path)
-    kept = read_run(path)
-    assert (kept.log.policy, kept.log.verify) == ("fixed:gamma=4", "csd:threshold=0")
-    assert kept.meta["memory_file"] == "memory.npz"
-    assert len(kept.meta["memory"]["sizes"]) == 3
-
-    code, out, said = call("simulate", "--rounds", tmp_path, "--json", "-", "--resamples", 5)
-    assert code == 0, said
-    plain, priced = json.loads(out)["results"]
-    assert plain["policy"] == "autoregressive"
-    assert (priced["rounds"], priced["fidelity"]) == (len(kept.log), "exact")
-    assert priced["tokens"] == kept.log.rounds["emitted"].sum()
-
-    code, out, said = call("simulate", "--trace", tmp_path, *rule, "--json", "-")
-    assert code == 0, said
-    replayed = json.loads(out)["results"][1]
-    assert replayed["fidelity"] == "approximate"
-
-    code, out, said = call("validate", "--run", tmp_path, *rule, "--repeats", 1, "--json", "-")
-    assert code == 0, said
-    row = json.loads(out)["results"][1]
-    real = kept.log.rounds["accepted"].mean()
-    assert row["accepted_per_round"] == pytest.approx(real)
-    assert row["bias"] == pytest.approx(replayed["accepted"] / replayed["rounds"] / real - 1)
-    assert 0 <= row["agreement"] <= 1
-    assert row["log_likelihood"] < 0
-
-    for wrong, what in (
-        ((*again, "--verify", "exact"), "is lossless"),
-        ((*again, "--policy", "fixed"), "name a rule"),
-        ((*again, "--method", "gammatune"), "is lossless"),
-        ((*again, "--device", "cuda", "--verify", "typical"), "another pair"),
-        (("simulate", "--trace", tmp_path, "--memory", memory), "add --verify csd"),
-        (("simulate", "--trace", tmp_path, "--verify", "cds"), "did you mean 'csd'"),
-        (("simulate", "--rounds", tmp_path / "rounds"), "holds no recorded rounds"),
-        (("validate", "--run", tmp_path, "--verify", "typical", "--forced"), "drop --verify"),
-    ):
-        code, _, said = call(*wrong)
-        assert (code, what in said) == (2, True), (wrong, said)

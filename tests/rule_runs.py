@@ -1,0 +1,29 @@
+"""Real decoding of the bundled pair under a rule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from policies import parse_policy
+from policies.rule_registry import parse_rule
+from policies.rules import VerifyRule
+from profiler.spotcheck import Arm, Measured, run_arms
+from tests import bundled
+from traces.trace import Trace
+
+
+@cache
+def short_trace() -> Trace:
+    """Three prompts, sixteen tokens."""
+    return bundled.record(3, max_new=16)
+
+
+def decode(text: str, trace: Trace, policy: str = "fixed:gamma=5") -> tuple[Arm, Measured]:
+    arm = Arm(policy, parse_policy(policy, max_gamma=trace.max_gamma), parse_rule(text))
+    return arm, run_arms(bundled.pair(), trace, [arm], repeats=1)
+
+
+def prepared(text: str) -> VerifyRule:
+    rule = parse_rule(text)
+    rule.begin_run(bundled.runners()[0].vocab_size, 0.0)
+    return rule
