@@ -1,142 +1,24 @@
-"""Encoder-decoder pairs: passes equal the model's, rounds equal replay, refusals in one line."""
+"""Passes of encoder-decoder models: equal to the model's own, and priced."""
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    LlamaConfig,
-    LlamaForCausalLM,
-    M2M100Config,
-    M2M100ForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
-    MBartConfig,
-    MBartForConditionalGeneration,
-    PegasusConfig,
-    PegasusForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
-from policies import parse_policy
-from profiler import bundled_seq2seq as bundled
 from profiler.decoder import greedy
 from profiler.latency import Grid
-from profiler.loading import Pair, describe_model, load_pair
-from profiler.profile import Settings, profile_latency, profile_trace, progress_bar
-from profiler.prompts import Prompt
-from profiler.record import Recorder
-from profiler.runner import Runner
-from profiler.seq2seq import Seq2SeqRunner, make_runner
-from profiler.seq2seq_latency import fitting_grid
-from profiler.seq2seq_start import check_same_start, decoder_prefix
-from profiler.spotcheck import Arm, assisted_generation, output_of
-from tests.replayed import assert_decoded_as_replayed
-from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.sampling import GREEDY, Sampling
-from traces.trace import Trace
-
-VOCABULARY, POSITIONS, NEW, GAMMA = 60, 64, 20, 8
-POLICIES = (
-    "fixed:gamma=1", "fixed:gamma=8", "hf-heuristic", "gammatune-plus", "svip", "adaedl", "oracle",
-)  # fmt: skip
-BART_LIKE: dict[str, tuple[Any, Any]] = {
-    "bart": (BartConfig, BartForConditionalGeneration),
-    "mbart": (MBartConfig, MBartForConditionalGeneration),
-    "marian": (MarianConfig, MarianMTModel),
-    "pegasus": (PegasusConfig, PegasusForConditionalGeneration),
-}
-NOUNS = ["path", "mode", "name", "file", "size", "key", "value", "line", "code", "index"]
-KINDS = (*BART_LIKE, "t5")
-
-
-def build(kind: str, layers: int) -> Any:
-    """A model with random weights and so many layers on either side."""
-    shared: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1, "eos_token_id": 2,
-        "decoder_start_token_id": 2, "tie_word_embeddings": False, "attn_implementation": "sdpa",
-    }  # fmt: skip
-    torch.manual_seed(0)
-    if kind == "t5":
-        config = T5Config(
-            num_layers=layers, d_kv=16, d_ff=48, num_heads=2,
-            relative_attention_num_buckets=12, relative_attention_max_distance=20,
-            initializer_factor=2.0, **shared,
-        )  # fmt: skip
-        return T5ForConditionalGeneration(config).eval()
-    configured, made = BART_LIKE[kind]
-    config = configured(
-        encoder_layers=layers, decoder_layers=layers, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=POSITIONS,
-        bos_token_id=0, forced_eos_token_id=None, init_std=0.6, **shared,
-    )  # fmt: skip
-    return made(config).eval()
-
-
-@cache
-def models(kind: str) -> tuple[Any, Any]:
-    """A target, and a draft that lacks its later layers, which add little: they often agree."""
-    torch.set_num_threads(1)
-    target, draft = build(kind, 3), build(kind, 1)
-    for name, weights in target.named_parameters():
-        deep = any(f".{part}.{i}." in name for part in ("layers", "block") for i in (1, 2))
-        if deep and any(part in name for part in ("out_proj", "fc2", ".o.", ".wo.")):
-            weights.data *= 0.02 if kind in ("bart", "marian") else 0.25
-        # Initialised to nothing in some classes; positions must matter here.
-        if "relative_attention_bias" in name:
-            torch.nn.init.normal_(weights, generator=torch.Generator().manual_seed(7))
-    draft.load_state_dict({k: v for k, v in target.state_dict().items() if k in draft.state_dict()})
-    return target, draft
-
-
-@cache
-def pair(kind: str) -> Pair:
-    torch.set_num_threads(1)
-    target, draft = models(kind)
-    described = {"target": describe_model(target, kind), "draft": describe_model(draft, kind)}
-    return Pair(target, draft, Letters(), {**described, "dtype": "float32"})
-
-
-class Letters:
-    """A tokenizer of single letters, 3 to 28, that ends with EOS."""
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [*(ord(letter) - ord("a") + 3 for letter in text), 2]}
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
+from profiler.profile import Settings, profile_latency, progress_bar
+from profiler.seq2seq import Seq2SeqRunner
+from tests.seq2seq import GAMMA, KINDS, NEW, build, models, pair, source
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for float32's rounding, on the scale of the logits."""
     scale = float(expected.abs().max())
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * scale)
-
-
-def source(length: int = 11, seed: int = 1) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-@cache
-def recorded(kind: str, sampling: Sampling = GREEDY) -> Trace:
-    """The trace of three sources, made as `draftsim profile` makes it."""
-    import tempfile
-
-    texts = ("speculation", "encoder", "ab")
-    prompts = [Prompt(str(i), "all", text) for i, text in enumerate(texts)]
-    settings = Settings(NEW, GAMMA, sampling)
-    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
-        return profile_trace(pair(kind), prompts, settings, Path(folder), progress)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,80 +61,6 @@ def test_branches_of_a_tree_equal_sequences_of_their_own(kind: str) -> None:
     assert float((slots - logits).abs().max()) > 1e-2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_outputs_are_those_of_generate(kind: str) -> None:
-    trace, target = recorded(kind), models(kind)[0]
-    for i, request in enumerate(trace.requests):
-        prompt = torch.tensor(request.prompt_ids)
-        out = target.generate(input_ids=prompt[None], max_new_tokens=NEW, do_sample=False)[0]
-        assert output_of(trace, i) == out[1:].tolist()
-        assert output_of(trace, i) == greedy(make_runner(target, 64), prompt, NEW, pair(kind).eos)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_tails_are_what_the_draft_says_on_its_own(kind: str) -> None:
-    """Each tail, drafted one token a pass from the mismatch, without a tree."""
-    trace, draft = recorded(kind), Seq2SeqRunner(models(kind)[1], POSITIONS)
-    columns = {name: np.asarray(values) for name, values in trace.columns.items()}
-    tails = 0
-    for i, request in enumerate(trace.requests):
-        output = output_of(trace, i)
-        prefix = draft.begin(torch.tensor(request.prompt_ids)).tolist()
-        mine = columns["request"] == i
-        for at in range(len(output)):
-            rows = np.flatnonzero(mine & (columns["position"] == at))
-            drafted = columns["draft_token"][rows].tolist()
-            tails += len(drafted) > 1
-            known = [*prefix, *output[:at]]
-            for offset, token in enumerate(drafted):
-                fed = torch.tensor([*known, *drafted[:offset]])
-                assert int(draft.forward(fed, 0, keep=1).argmax()) == token
-    assert tails > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_real_rounds_equal_replay_for_every_policy(kind: str) -> None:
-    trace = recorded(kind)
-    assert 0 < (trace.run_lengths > 0).mean() < 1  # the pair both agrees and disagrees
-    arms = [Arm(text, parse_policy(text, max_gamma=GAMMA)) for text in POLICIES]
-    assert_decoded_as_replayed(pair(kind), trace, arms)
-
-
-def test_transformers_assisted_generation_writes_the_recorded_output() -> None:
-    """Its target passes are not compared: in transformers 5.23 the draft of an encoder-decoder
-    loses a token of its cache after a round, and proposes other tokens than the draft model does.
-    """
-    trace = recorded("bart")
-    settings = {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0}  # fmt: skip
-    for i, request in enumerate(trace.requests):
-        prompt = torch.tensor(request.prompt_ids)
-        output, passes, _ = assisted_generation(pair("bart"), prompt, NEW, **settings)
-        assert output == output_of(trace, i)
-        assert NEW / 5 <= passes <= NEW
-
-
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)])
-def test_sampled_recordings_run(sampling: Sampling) -> None:
-    trace = recorded("t5", sampling)
-    assert trace.sampling == sampling
-    log = replay(trace, parse_policy("fixed:gamma=3", max_gamma=GAMMA))
-    assert log.rounds["emitted"].sum() == trace.tokens - len(trace.requests)
-
-
-def test_the_latency_table_prices_the_encoder_with_the_prefill(tmp_path: Path) -> None:
-    both = pair("bart")
-    grid = Grid(widths=(1, 5, 9), contexts=(16, 64, 900), prompts=(8, 32, 900), repeats=3)
-    with progress_bar() as progress:
-        table = profile_latency(both, Settings(NEW, GAMMA, grid=grid), tmp_path, progress)
-    cells = table.cells
-    prefill = cells[cells["phase"] == "prefill"]
-    assert sorted(set(prefill["new_tokens"])) == [8, 32]
-    assert set(cells[cells["phase"] == "forward"]["context"]) == {16, 64}
-    assert set(cells["phase"]) >= {"prefill", "forward", "catch_up", "signal", "host_round", "head"}
-    assert (cells["median_s"] >= 0).all()
-
-
 def test_the_forced_first_token_and_banned_ids_are_as_in_generate() -> None:
     model = build("bart", 2)
     plain = greedy(Seq2SeqRunner(model, 64), source(), NEW, frozenset())
@@ -269,111 +77,14 @@ def test_the_forced_first_token_and_banned_ids_are_as_in_generate() -> None:
     assert plain[0] not in mine
 
 
-def test_a_small_trained_pair_is_loaded_and_decodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The training of `profiler.bundled_seq2seq`, in miniature: it learns, and it round-trips."""
-    shape = bundled.Shape((1, 2), (1, 1), width=32, feed_forward=48, heads=2, vocabulary=300)
-    some = [
-        (f"def set_{a}_{b}({a}, {b}={i}, force)", f"given {a} , {b} or {i} , force : set {a} {b}")
-        for i, a in enumerate(NOUNS)
-        for b in NOUNS
-    ]
-    monkeypatch.setattr(bundled, "load_examples", lambda: some)
-    losses = bundled.make_pair(
-        tmp_path, shape, draft=bundled.Stage(25, 256, 1), target=bundled.Stage(25, 256, 2),
-        prompts=4,
-    )  # fmt: skip
-    assert losses[1] < losses[0] < np.log(300)
-    loaded = load_pair(tmp_path / "target", tmp_path / "draft")
-    assert loaded.meta["target"]["layers"] == 2
-    assert loaded.meta["target"]["encoder_layers"] == 1
-    lines = (tmp_path / "prompts.jsonl").read_text().splitlines()
-    ids = loaded.encode(json.loads(lines[0])["prompt"])
-    target, draft = make_runner(loaded.target, 900), make_runner(loaded.draft, 900)
-    columns = Recorder(target, draft, max_new_tokens=12, max_gamma=4, eos=loaded.eos).record(ids)
-    output = columns["token"][columns["offset"] == 0].tolist()
-    wanted = loaded.target.generate(input_ids=ids[None], max_new_tokens=12, do_sample=False)
-    assert output == wanted[0, 1:].tolist()
-
-
-def test_signatures_are_said_in_words_with_their_arguments_first() -> None:
-    import ast
-
-    node = ast.parse("def makeDirs(self, path, *, mode_bits=438): pass").body[0]
-    assert isinstance(node, ast.FunctionDef)
-    assert bundled.describe(node) == "given path , mode bits or 438 : make dirs"
-
-
-def test_growing_changes_no_output() -> None:
-    shape = bundled.Shape(width=32, feed_forward=48, heads=2, vocabulary=300)
-    small = bundled.build_model(shape, (1, 1)).eval()
-    large = bundled.grow(small, shape, (2, 3)).eval()
-    ids = source()[None]
-    with torch.inference_mode():
-        mine, theirs = (m(input_ids=ids, decoder_input_ids=ids).logits for m in (small, large))
-    np.testing.assert_allclose(mine, theirs, atol=1e-5)
-
-
-def test_pairs_of_two_kinds_are_refused(tmp_path: Path) -> None:
-    shape = bundled.Shape((1, 1), (1, 1), width=16, feed_forward=16, heads=2, vocabulary=300)
-    tokenizer = bundled.train_tokenizer([("def f(a)", "given a : f")], shape)
-    models("bart")[1].save_pretrained(tmp_path / "both")
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16,
-                         num_hidden_layers=1, num_attention_heads=2)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "causal")
-    for name in ("both", "causal"):
-        tokenizer.save_pretrained(tmp_path / name)
-    for names in (("both", "causal"), ("causal", "both")):
-        refused = pytest.raises(
-            DraftsimError, match=r"^.*both is an encoder-decoder model and .*causal is not: .*$"
-        )
-        with refused as caught:
-            load_pair(*(tmp_path / name for name in names))
-        assert "\n" not in str(caught.value)
-
-
-def test_what_cannot_be_run_is_refused_in_one_line() -> None:
-    bart = models("bart")[0]
-    with pytest.raises(DraftsimError, match="is an encoder-decoder model"):
-        Runner(bart, 64)
-    runner = Seq2SeqRunner(bart, 40)
-    with pytest.raises(DraftsimError, match="no source is encoded"):
-        runner.forward(source(), 0)
-    with pytest.raises(DraftsimError, match="one request at a time"):
-        runner.forward_batch(source()[None], source()[None], 8)
-    with pytest.raises(DraftsimError, match=r"a source text of 65 .* the encoder's 64 positions"):
-        runner.check_room(65, 8)
-    with pytest.raises(DraftsimError, match=r"64 new tokens exceed .* of which 63 are free"):
-        runner.check_room(8, 64)
-    with pytest.raises(DraftsimError, match="room for 39"):
-        runner.check_room(8, 40)
-    runner.begin(source())
-    with pytest.raises(DraftsimError, match="41 tokens do not fit"):
-        runner.forward(source(41), 0)
-    with pytest.raises(DraftsimError, match="use batch 1"):
-        fitting_grid(Grid(batches=(1, 4)), runner)
-    with pytest.raises(DraftsimError, match="no room for a context of 32"):
-        fitting_grid(Grid(), runner)
-    config = M2M100Config(vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1,
-                          encoder_attention_heads=2, decoder_attention_heads=2)  # fmt: skip
-    with pytest.raises(DraftsimError, match="M2M100Decoder takes no positions"):
-        Seq2SeqRunner(M2M100ForConditionalGeneration(config), 40)
-
-
-def test_decoders_must_start_alike() -> None:
-    mine, other = build("bart", 1), build("bart", 1)
-    check_same_start(mine, other)
-    other.generation_config.forced_bos_token_id = 7
-    with pytest.raises(DraftsimError, match=r"starts with the tokens \[2\] .* \[2, 7\]"):
-        check_same_start(mine, other)
-    other.generation_config.decoder_start_token_id = None
-    other.config.decoder_start_token_id = other.generation_config.bos_token_id = None
-    with pytest.raises(DraftsimError, match="names no decoder_start_token_id"):
-        decoder_prefix(other)
-
-
-def test_sources_that_do_not_fit_are_named(tmp_path: Path) -> None:
-    prompts = [Prompt("long", "all", "a" * 70)]
-    with progress_bar() as progress, pytest.raises(DraftsimError, match="prompt 'long': a source"):
-        profile_trace(pair("bart"), prompts, Settings(NEW, GAMMA), tmp_path, progress)
+def test_the_latency_table_prices_the_encoder_with_the_prefill(tmp_path: Path) -> None:
+    both = pair("bart")
+    grid = Grid(widths=(1, 5, 9), contexts=(16, 64, 900), prompts=(8, 32, 900), repeats=3)
+    with progress_bar() as progress:
+        table = profile_latency(both, Settings(NEW, GAMMA, grid=grid), tmp_path, progress)
+    cells = table.cells
+    prefill = cells[cells["phase"] == "prefill"]
+    assert sorted(set(prefill["new_tokens"])) == [8, 32]
+    assert set(cells[cells["phase"] == "forward"]["context"]) == {16, 64}
+    assert set(cells["phase"]) >= {"prefill", "forward", "catch_up", "signal", "host_round", "head"}
+    assert (cells["median_s"] >= 0).all()
