@@ -1,17 +1,14 @@
-"""The papers' tables: transcription, recomputation, and the rows of the comparison."""
+"""The papers' tables beside ours: where every row comes from."""
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import draftsim
 from policies.core import Round
 from policies.registry import describe
 from policies.rule_registry import describe_rule, parse_rule
@@ -24,12 +21,10 @@ from simulator.papers.experiments import (
     distribution_rows,
     gammatune_rows,
 )
-from simulator.papers.notes import CONTRADICTIONS, notes_on
 from simulator.papers.ours import REAL, outcome
-from simulator.papers.quantities import SPECBOUND
-from simulator.papers.rows import EXPERIMENT, QUANTITY, WEIGHTS, PaperTable
-from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
+from simulator.papers.rows import EXPERIMENT, QUANTITY, WEIGHTS
 from simulator.pricing import autoregressive, price
+from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
@@ -41,14 +36,6 @@ from traces.synthetic import synthetic_trace
 from traces.trace import COLUMNS, Trace
 
 LATENCY = LatencyTable.constant(0.0143, 0.00176, 0.0150)
-FILES = {
-    "cmasd_table1": published.CMASD_1, "cmasd_table2": published.CMASD_2,
-    "cmasd_table3": published.CMASD_3, "cmasd_table4": published.CMASD_4,
-    "cmasd_table5": published.CMASD_5, "csd_ablation": published.CSD_ABLATION,
-    "gammatune_table1": published.GAMMATUNE_1, "gammatune_table2": published.GAMMATUNE_2,
-    "specbound_table2": published.SPECBOUND_2, "specbound_table3": published.SPECBOUND_3,
-    "specbound_table4": published.SPECBOUND_4,
-}  # fmt: skip
 
 
 def scored_trace(requests: int = 8, seed: int = 1) -> Trace:
@@ -86,123 +73,6 @@ def ours() -> Ours:
 @pytest.fixture(scope="module")
 def rows(ours: Ours) -> list[Row]:
     return side_by_side(ours)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_tables_are_transcribed_value_for_value(shared_tables: Path, name: str) -> None:
-    table = FILES[name]
-    with (shared_tables / f"{name}.csv").open(encoding="utf-8") as file:
-        assert next(file).startswith("# source:")
-        printed = list(csv.reader(file))[1:]
-    assert len(printed) == len(table.cells)
-    for line, values in zip(printed, table.cells.values(), strict=True):
-        numbers = [float(v) for v in line[1:] if v.replace(".", "", 1).isdigit()]
-        assert numbers == [v for v in values if v is not None], line[0]
-
-
-def test_specbound_and_csd_are_transcribed_value_for_value(shared_tables: Path) -> None:
-    with (shared_tables / "specbound_table1.csv").open() as file:
-        next(file)
-        cells = {(r["model"], r["method"], r["task"]): r for r in csv.DictReader(file)}
-    assert len(cells) == len(SPECBOUND_1) * (len(TASKS) + 1)
-    for (model, name), line in SPECBOUND_1.items():
-        for task, rate, speed in zip(TASKS, line.compression, line.speedup, strict=True):
-            cell = cells[model, name, task]
-            assert (float(cell["CR"]), float(cell["SD"])) == (rate, speed)
-        assert float(cells[model, name, "Overall"]["SD"]) == line.overall
-    with (shared_tables / "csd_main.csv").open() as file:
-        next(file)
-        for r in csv.DictReader(file):
-            key = f"{r['family']} {r['dataset']} {r['metric']}"
-            values = tuple(float(r[c]) for c in ("CSD", "SpecDecode", "Vanilla"))
-            assert published.CSD_MAIN.cells[key] == values
-            assert published.CSD_GAINS[key] == float(r["gain_vs_baseline"].split()[0].strip("+%"))
-    with (shared_tables / "specbound_table5.csv").open() as file:
-        next(file)
-        printed = [(float(r["num_prompts"]), float(r["percentage"])) for r in csv.DictReader(file)]
-    assert list(published.SPECBOUND_5.cells.values()) == printed
-
-
-def found(rows: list[Row], table: str, column: str, row: str = "") -> list[Row]:
-    return [r for r in rows if r.table == table and column in r.column and row in r.row]
-
-
-def test_eq5_reproduces_specbounds_cells() -> None:
-    """Every cell but the named outlier within 16 %, most within 10 %; an independent fit."""
-    rows = quantity_rows()
-    cells = [r for r in found(rows, SPECBOUND, " SD", " SpecBound") if r.column.split()[0] in TASKS]
-    assert len(cells) == 24
-    errors = []
-    for row in cells:
-        assert row.published is not None
-        assert row.ours is not None
-        error = row.ours / row.published - 1
-        assert f"{error:+.1%}" in row.note
-        assert ("within" in row.note) == (abs(error) <= 0.10)
-        if "13B-Instruct" in row.row and row.column == "RAG SD":
-            assert abs(error) > 0.25
-        else:
-            errors.append(abs(error))
-    assert max(errors) < 0.16
-    count = [r for r in rows if r.column.startswith("cells within")]
-    assert [r.ours for r in count] == [sum(e <= 0.10 for e in errors)]
-    # The fitted depth of one model, by scanning instead of minimising.
-    line = SPECBOUND_1["Vicuna-7B", "SpecBound"]
-    rate, speed = np.array(line.compression), np.array(line.speedup)
-    depths = np.linspace(0.01, 0.99, 981)
-    losses = [((rate / (1 + (rate - 1) * d) - speed) ** 2).sum() for d in depths]
-    [fit] = [
-        r for r in rows
-        if r.row == "Vicuna-7B SpecBound" and r.column == "depth fraction, gamma = CR"
-    ]  # fmt: skip
-    assert fit.ours == pytest.approx(depths[int(np.argmin(losses))], abs=1e-3)
-
-
-def rounds_to(value: float, printed: float, digits: int) -> bool:
-    """Whether `value` may have been printed as `printed`, a half rounding either way."""
-    return abs(value - printed) <= 0.5 * 10**-digits + 1e-9
-
-
-def test_averages_and_gains_recompute_where_the_notes_do_not_say_otherwise() -> None:
-    rows = quantity_rows()
-    for row in found(rows, "GammaTune Table 2", "of its pairs"):
-        assert rounds_to(row.ours or 0, row.published or 0, 2), row
-    for row in found(rows, "CSD main results", "gain"):
-        assert rounds_to(row.ours or 0, row.published or 0, 1), row
-    for row in found(rows, SPECBOUND, "Overall", " SpecBound"):
-        assert rounds_to(row.ours or 0, row.published or 0, 2), row
-    differing = [
-        r.row for r in found(rows, "SpecBound Table 2", "Overall")
-        + found(rows, "SpecBound Table 4", "Overall")
-        if abs((r.ours or 0) - (r.published or 0)) > 0.01
-    ]  # fmt: skip
-    assert differing == [
-        "temperature sampling (T=0.3)", "temperature sampling (T=1.0)",
-        "top-p sampling (p=0.9)", "RTX 3090",
-    ]  # fmt: skip
-
-
-def test_stated_contradictions_follow_from_the_tables() -> None:
-    medusa = [line for (_, name), line in SPECBOUND_1.items() if name == "Medusa"]
-    above = [s > c for line in medusa for c, s in zip(line.compression, line.speedup, strict=True)]
-    assert (sum(above), len(above)) == (23, 24)
-    line = SPECBOUND_1["Codellama-13B-Instruct", "SpecBound"]
-    costs = dict(zip(TASKS, np.divide(line.compression, line.speedup), strict=True))
-    assert round(costs.pop("RAG"), 2) == 1.18
-    assert (round(min(costs.values()), 2), round(max(costs.values()), 2)) == (1.41, 1.59)
-    others = [s for t, s in zip(TASKS, line.speedup, strict=True) if t != "RAG"]
-    assert round(float(np.mean(others)), 2) == 2.14
-    table = published.CMASD_3
-    ratios = {v: table.number(v, "Speed") / table.number(v, "Tok") for v in list(table.cells)[1:]}
-    assert round(ratios.pop("CM-ASD (full)"), 2) == 1.10
-    assert (round(min(ratios.values()), 2), round(max(ratios.values()), 2)) == (0.99, 1.13)
-    for name in TASKS[:0] + tuple(published.CMASD_1.columns):
-        fast = published.CMASD_1.number("SpecDec(k=25)", name)
-        assert fast > published.CMASD_1.number("CM-ASD", name)
-    gt = [r.ours for r in quantity_rows() if r.column == "c = T_target / T_draft"]
-    assert sorted(round(c or 0, 1) for c in gt) == [1.9, 3.6, 8.1, 55.6]
-    assert len({text for _, text in CONTRADICTIONS}) == len(CONTRADICTIONS)
-    assert len(notes_on(SPECBOUND)) == 3
 
 
 def test_every_published_cell_has_a_row(rows: list[Row]) -> None:
@@ -291,16 +161,6 @@ def test_methods_are_complete_and_buildable(ours: Ours) -> None:
     assert len(REAL_RUNS) == 7 + 4
 
 
-def test_missing_cells_need_the_papers_weights() -> None:
-    table = PaperTable("T", "source", ("a", "b"), {"x": (1.0, None), "y": (2.0, 3.0)})
-    done = [Row("T", "y", "a", 2.0, 2.5, EXPERIMENT)]
-    assert table.missing(done) == [
-        Row("T", "x", "a", 1.0, None, WEIGHTS), Row("T", "y", "b", 3.0, None, WEIGHTS)
-    ]  # fmt: skip
-    assert table.number("y", "b") == 3
-    assert np.isnan(table.number("x", "b"))
-
-
 def test_a_recording_without_scores_still_gives_the_other_rows() -> None:
     """An imported log has neither signals nor target scores."""
     bare = synthetic_trace(0.7, requests=4, tokens=40, seed=2)
@@ -311,22 +171,12 @@ def test_a_recording_without_scores_still_gives_the_other_rows() -> None:
     assert len([r for r in rows if r.kind == QUANTITY]) == len(quantity_rows())
 
 
-def test_the_command_writes_the_rows(
-    ours: Ours, rows: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_the_command_writes_the_rows(run: Run, ours: Ours, rows: list[Row], tmp_path: Path) -> None:
     write_trace(ours.trace, tmp_path / "trace.parquet")
     write_latency(LATENCY, tmp_path / "latency.parquet")
-    monkeypatch.setattr(
-        sys, "argv", ["draftsim", "papers", "--trace", str(tmp_path), "--json", "-"]
-    )
-    with pytest.raises(SystemExit) as stop:
-        draftsim.main()
-    assert not stop.value.code
-    captured = capsys.readouterr()
-    document = json.loads(captured.out)
-    assert (document["schema"], document["command"]) == (1, "papers")
-    assert len(document["results"]) == len(rows)
-    fields = ["table", "row", "column", "published", "ours", "kind"]
-    assert list(document["results"][0])[:6] == fields
-    assert "23 of 24 cells" in " ".join(captured.err.split())
+    ran = run("papers", "--trace", tmp_path, "--json", "-")
+    found = ran.rows
+    assert json.loads(ran.out)["command"] == "papers"
+    assert len(found) == len(rows)
+    assert list(found[0])[:6] == ["table", "row", "column", "published", "ours", "kind"]
+    assert "23 of 24 cells" in " ".join(ran.err.split())
