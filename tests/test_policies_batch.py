@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,30 +19,12 @@ from policies import (
     DisableByBatchSize,
     Goodput,
     Load,
-    Round,
     SGLangAdaptive,
     SingleStream,
     TextbookCost,
-    TurboSpec,
 )
-
-
-@dataclass
-class Token:
-    prob: float
-    ends: bool = False
-
-
-def loads(batch: int, context: int = 100) -> list[Load]:
-    return [Load(batch, context)] * batch
-
-
-def outcomes(drafted: int, accepted: Sequence[int]) -> list[Round]:
-    return [Round(0, drafted, a, a + 1, drafted, 1) for a in accepted]
-
-
-def drafts(*probs: Sequence[float]) -> list[list[Token]]:
-    return [[Token(p) for p in row] for row in probs]
+from tests.batch_rounds import drafts, loads, outcomes
+from tests.policy_rounds import Token
 
 
 def test_defaults_of_the_interface() -> None:
@@ -74,6 +55,17 @@ def test_fresh_shares_the_cost_and_nothing_else() -> None:
     copy.observe(outcomes(2, [2]))
     assert copy.plan(loads(1)) == 2
     assert policy.plan(loads(1)) == 0
+
+
+def test_single_stream_drives_a_batch_policy_as_a_batch_of_one() -> None:
+    policy = SingleStream(ConfidenceFreeze(gamma=3, threshold=0.5))
+    assert policy.reads == ("prob",)
+    policy.begin_round(Load(1, 10))
+    draft: list[Token] = []
+    for p in (0.9, 0.4, 0.9, 0.9):
+        if policy.keep_drafting(draft):
+            draft.append(Token(p))
+    assert (len(draft), policy.submit(draft)) == (3, 2)
 
 
 # --- tables ---------------------------------------------------------------------------
@@ -184,151 +176,3 @@ def test_adaptive_verification_is_the_best_allotment(
     assert sum(chosen) <= room
     assert all(0 <= n <= len(r) for n, r in zip(chosen, rows, strict=True))
     assert goodput(chosen) == pytest.approx(best)
-
-
-# --- goodput --------------------------------------------------------------------------
-
-
-def test_goodput_against_a_scan_by_hand() -> None:
-    cost = TextbookCost(target=1.0, draft=0.3)
-    policy = Goodput(gamma_max=4, warmup=3, cost=cost)
-    for accepted in ([4, 2], [1, 0], [3, 2]):
-        assert policy.plan(loads(2)) == 4
-        policy.observe(outcomes(4, accepted))
-    survival = [5 / 6, 4 / 6, 2 / 6, 1 / 6]
-    values = [(1 + sum(survival[:k])) / (1 + 0.3 * k) for k in range(5)]
-    assert policy.plan(loads(2)) == int(np.argmax(values)) == 2
-
-
-def test_goodput_breaks_ties_downwards_and_cannot_explore_upwards() -> None:
-    free = TextbookCost(target=1.0, draft=0.0)
-    policy = Goodput(gamma_max=4, warmup=1, cost=free)
-    policy.observe(outcomes(2, [2, 2]))
-    assert policy.plan(loads(2)) == 2
-    never = Goodput(gamma_max=4, warmup=1, cost=free)
-    never.observe(outcomes(4, [0, 0]))
-    assert never.plan(loads(2)) == 0
-
-
-@pytest.mark.parametrize(("a", "c"), [(0.6, 0.1), (0.7, 0.1), (0.8, 0.05), (0.8, 0.1), (0.9, 0.2)])
-def test_turbospec_finds_the_closed_form_optimum(a: float, c: float) -> None:
-    """With a constant acceptance rate the best k is the argmax of Leviathan's speedup."""
-    speedup = [(1 - a ** (k + 1)) / ((1 - a) * (1 + k * c)) for k in range(17)]
-    assert speedup[1] > 1.1  # so that the bonus on k = 0 does not decide
-    policy = TurboSpec(gamma_max=16, acceptance=a, cost=TextbookCost(1.0, c))
-    assert policy.plan(loads(8)) == int(np.argmax(speedup))
-
-
-def test_turbospec_asks_a_tenth_more_before_it_speculates() -> None:
-    """One draft per round gains 1.5 / 1.4 = 7 % or 1.5 / 1.3 = 15 % at acceptance .5."""
-    for draft, then in ((0.4, 0), (0.3, 1)):
-        policy = TurboSpec(acceptance=0.5, cost=TextbookCost(1.0, draft))
-        assert policy.plan(loads(4)) == then
-
-
-def test_turbospec_holds_its_length_between_scans_and_tracks_acceptance() -> None:
-    policy = TurboSpec(gamma_max=6, acceptance=0.9, interval=3, cost=TextbookCost(1.0, 0.2))
-    first = policy.plan(loads(2))
-    assert first > 0
-    for _ in range(3):
-        assert policy.plan(loads(2)) == first
-        policy.observe(outcomes(first, [0, 0]))
-    assert policy._acceptance == pytest.approx(0.9 * 0.85**3)
-    for _ in range(60):
-        policy.plan(loads(2))
-        policy.observe(outcomes(first, [0, 0]))
-    assert policy.plan(loads(2)) == 0
-
-
-def test_turbospec_batch_variant_never_turns_off_after_its_first_scan() -> None:
-    policy = TurboSpec("batch-dsd", acceptance=0.0, interval=1)
-    assert policy.plan(loads(4)) == 0
-    for _ in range(5):
-        policy.observe(outcomes(1, [0, 0]))
-        assert policy.plan(loads(4)) == 1
-
-
-# --- SGLang ---------------------------------------------------------------------------
-
-
-def steps_of(policy: SGLangAdaptive, batch: int, accepted: float, iterations: int) -> list[int]:
-    """Steps before each iteration in which every sequence has `accepted`, as far as drafted."""
-    seen = []
-    for _ in range(iterations):
-        steps = policy.plan(loads(batch))
-        seen.append(steps)
-        policy.observe(outcomes(steps, [min(int(accepted), steps)] * batch))
-    return seen
-
-
-def test_sglang_tiers_start_and_move_on_schedule() -> None:
-    policy = SGLangAdaptive(initial_steps=3)
-    seen = steps_of(policy, 1, 99, 40)
-    # Average from 2 towards 3, past 3 - 0.5 in 4 iterations; looked at after the 15th.
-    assert seen[:15] == [3] * 15
-    assert seen[15] == 5
-    assert seen[-1] == 7
-    # Towards 0: below 1 - 0.5 - 0.25 before long, hence the lowest candidate.
-    assert steps_of(SGLangAdaptive(initial_steps=3), 1, 0, 40)[-1] == 1
-
-
-def test_sglang_hysteresis_by_hand() -> None:
-    """Down to 3 needs an average of 3 - 0.5 - 0.25 or less in slot 1."""
-    for average, then in ((2.25, 3), (2.26, 5), (4.5, 5), (4.51, 7), (0.25, 1)):
-        policy = SGLangAdaptive(initial_steps=5)
-        policy.plan(loads(1))
-        policy._slot.average = average
-        assert policy._slot._choose() == then
-
-
-def test_sglang_slots_and_padding() -> None:
-    policy = SGLangAdaptive()
-    assert [policy.plan(loads(b)) for b in (1, 7, 8, 31, 32, 63, 64, 900)] == [
-        3, 3, 3, 3, 1, 1, 0, 0
-    ]  # fmt: skip
-    padded = SGLangAdaptive(graph_batches=[1, 8, 64])
-    assert [padded.plan(loads(b)) for b in (1, 2, 9, 65)] == [3, 3, 0, 0]
-
-
-def test_sglang_probes_from_zero_and_falls_back() -> None:
-    """Slot 32 (0 or 1 step): no history at 0, so a probe starts from a neutral average."""
-    policy = SGLangAdaptive(initial_steps=0)
-    seen = steps_of(policy, 32, 0, 25)
-    assert seen[:15] == [0] * 15
-    assert seen[15:20] == [1] * 5
-    assert seen[20] == 0
-
-
-def test_sglang_ceiling_caps_without_blocking_a_rise() -> None:
-    config = {"1": {"candidate_steps": [1, 3, 5]}, "ceiling_coeff": 1.0, "down_hysteresis": -9.0}
-    policy = SGLangAdaptive(config, initial_steps=5)
-    policy._slot.average = 2.4  # no drop threshold is met, but ceil(2.4) = 3
-    assert policy._slot._choose() == 3
-    policy = SGLangAdaptive(config, initial_steps=1)
-    policy._slot.average = 1.2  # rises past 1 - 0.5 to 3, though the ceiling is 2
-    assert policy._slot._choose() == 3
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"candidate": []}, "config key 'candidate'"),
-        ({"ema_alpha": 0.1}, "config has no slot"),
-        ({"1": {"candidate_steps": []}}, "slot 1: candidate_steps is"),
-        ({"1": {"candidate_steps": [-1]}}, "is -1, expected >= 0"),
-    ],
-)
-def test_sglang_refuses_a_malformed_config(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SGLangAdaptive(config)
-
-
-def test_single_stream_drives_a_batch_policy_as_a_batch_of_one() -> None:
-    policy = SingleStream(ConfidenceFreeze(gamma=3, threshold=0.5))
-    assert policy.reads == ("prob",)
-    policy.begin_round(Load(1, 10))
-    draft: list[Token] = []
-    for p in (0.9, 0.4, 0.9, 0.9):
-        if policy.keep_drafting(draft):
-            draft.append(Token(p))
-    assert (len(draft), policy.submit(draft)) == (3, 2)
