@@ -106,6 +106,17 @@ def small_run(_profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    """`tests.stored.small_trace`, written."""
+    from tests.stored import small_trace
+    from traces.files import write_trace
+
+    path = tmp_path / "trace.parquet"
+    write_trace(small_trace(), path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def synthetic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a synthetic trace, signals and all, and latencies that are constant."""
