@@ -29,7 +29,7 @@ from profiler.sources.run import SourceRunner
 from profiler.sources.stack import LayerRunner
 from profiler.sources.train import default_exit_layers, own_text, train_all
 from profiler.spotcheck import Arm, assisted_generation, rounds_differ, run_arms
-from tests import test_seq2seq
+from tests import seq2seq
 from tests.conftest import Run
 from tests.pretend_gpu import CUDA, PretendedGPU, pretended
 from tests.test_device import model
@@ -171,8 +171,8 @@ def test_modules_are_trained_on_the_device(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 def test_encoder_decoders_record_and_decode(gpu: PretendedGPU, kind: str) -> None:
-    target, draft = (make_runner(test_seq2seq.build(kind, n).to("cuda"), 200) for n in (2, 1))
-    prompt = test_seq2seq.source().to("cuda")
+    target, draft = (make_runner(seq2seq.build(kind, n).to("cuda"), 200) for n in (2, 1))
+    prompt = seq2seq.source().to("cuda")
     columns = Recorder(target, draft, max_new_tokens=12, max_gamma=4).record(prompt)
     assert (columns["offset"] > 0).any()
     decoder = ModelDecoder(target, draft, prompt, 12, watch_eos=False)
