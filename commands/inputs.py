@@ -71,17 +71,27 @@ def load_trace(name: str) -> Trace:
     """The trace `name` stands for; unknown positions are imputed, and the result marked."""
     import numpy as np
 
+    from commands.output import note
     from traces.recordings import find_trace
     from traces.trace import UNKNOWN
 
     trace = find_trace(name)
     if not np.any(trace.columns["match"] == UNKNOWN):
         return trace
-    try:
-        return trace.impute(0)
-    except DraftsimError:
-        # A log without draft lengths: full accepts look like rejections, a lower bound.
+    if trace.meta.get("draft_lengths_known") is False:
+        # Full accepts cannot be told from rejections: taken as these, a lower bound.
         return trace.impute(0, "rejected")
+    try:
+        filled = trace.impute(0)
+    except DraftsimError as error:
+        raise DraftsimError(f"{name}: {error}") from None
+    seen = filled.meta["imputed"]["longest_seen"]
+    if trace.max_gamma is None or seen < trace.max_gamma:
+        note(
+            f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
+            "extrapolated"
+        )
+    return filled
 
 
 def load_latency(name: str | None, trace_name: str) -> LatencyTable:

@@ -36,13 +36,18 @@ def emit(
     *,
     show: Sequence[str] | None = None,
     title: str | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print `rows` as a table (columns `show`), or write them as JSON to `json_to`."""
+    """Print `rows` as a table (columns `show`), or write them as JSON to `json_to`.
+
+    ``more`` are keys that the JSON has beside its results.
+    """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if json_to is None:
         print_table(records, show, title)
         return
-    document = {"schema": SCHEMA, "command": command, "results": [_plain(r) for r in records]}
+    results = [_plain(r) for r in records]
+    document = {"schema": SCHEMA, "command": command, "results": results, **(more or {})}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     if json_to == "-":
         sys.stdout.write(text)

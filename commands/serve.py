@@ -128,7 +128,9 @@ def serve(
         replications=replications,
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
-    policies = load_serving_policies(policy, recorded, table, mode, settings)
+    policies = load_serving_policies(
+        policy, recorded, table, mode, settings, max(s.limits.max_batch for s in scenarios)
+    )
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):

@@ -31,6 +31,7 @@ def load_serving_policies(
     latency: LatencyTable,
     mode: str = "continuous",
     settings: Path | None = None,
+    largest: int = 1,
 ) -> dict[str, DraftPolicy | BatchPolicy]:
     """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
 
@@ -38,7 +39,7 @@ def load_serving_policies(
     that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
     or by default are left out where the trace lacks their signals or the mode does not fit.
     A file of `settings` is one more policy, named after it, and stands beside `RIVALS` where no
-    text is given.
+    text is given; it is to be served at batches up to `largest`.
     Raises DraftsimError naming what is wrong with a text.
     """
     from policies.batch import BatchPolicy
@@ -54,7 +55,12 @@ def load_serving_policies(
     vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
-        chosen[settings.name] = read_settings(settings)
+        engine, chosen[settings.name] = read_settings(settings)
+        if engine == "hf" and largest > 1:
+            raise DraftsimError(
+                f"{settings}: assisted generation of transformers decodes one request at a time: "
+                "use --batch 1, or --max-batch 1 with --rate or --arrivals"
+            )
         if not texts:
             return {**chosen, **RIVALS}
     for text in [*asked, *implied]:

@@ -98,8 +98,11 @@ def tune(
         shown.append("scaled")
     if check:
         _served(recorded, table, tuned, rows, targets, seed)
-        shown += ["served_tok_s", "rival", "rival_tok_s", "not_worse"]
-    emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}")
+        shown += ["served_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse"]
+    emit(
+        "tune", rows, json, show=shown, title=f"Settings for {engine.value}",
+        more={"settings": tuned.document, "warnings": list(tuned.warnings)},
+    )  # fmt: skip
     for warning in tuned.warnings:
         note(f"warning: {warning}")
     if out is not None:
@@ -131,17 +134,26 @@ def _served(
     trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]],
     slo: Slo | None, seed: int,
 ) -> None:  # fmt: skip
-    """Add to each row what serving other requests at its batch size in a closed loop gave."""
-    from simulator.tune import check_seed, closed_load, compare_served
+    """Add to each row what serving other requests at its batch size in a closed loop gave.
+
+    ``served_tok_s`` is what was written gives, ``deployed_tok_s`` what is to be deployed there
+    (that, or no speculation), which ``not_worse`` judges.
+    """
+    from simulator.tune import check_seed, closed_load, compare_served, served_rates
 
     batches = sorted({row["batch"] for row in rows})
     loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
     policies = [tuned.policy_at(b) for b in batches]
     found = compare_served(trace, latency, policies, loads)
     at = {int(r["batch"]): r for r in found.to_dict("records")}
+    own = {
+        b: float(served_rates(trace, latency, [tuned.policy], load).mean())
+        for b, load in zip(batches, loads, strict=True)
+    }
     for row in rows:
         served = at[row["batch"]]
-        row["served_tok_s"], row["rival"] = served["tuned"], served["rival"]
+        row["served_tok_s"], row["deployed_tok_s"] = own[row["batch"]], served["tuned"]
+        row["rival"] = served["rival"]
         row["rival_tok_s"], row["not_worse"] = served["rival_value"], served["not_worse"]
         row["margin_lo"], row["margin_hi"] = served["margin_lo"], served["margin_hi"]
     if worse := [b for b in batches if not at[b]["not_worse"]]:

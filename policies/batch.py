@@ -121,7 +121,7 @@ class KeptInStep(BatchPolicy):
     Parameters
     ----------
     longest:
-        The largest K that `plan` may give.
+        The largest K that `plan` may give.  In step, `longest` is at least 1.
     in_step:
         Whether the engine does so; False: at K = 0 the draft model rests, and reads what it
         missed when drafting begins again.
@@ -129,13 +129,13 @@ class KeptInStep(BatchPolicy):
 
     def __init__(self, longest: int, in_step: bool = True) -> None:
         flag("in_step", in_step)
-        self.longest = longest
+        self.longest = max(longest, 1) if in_step else longest
         self.in_step = in_step
         self._verified = 0
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         self._verified = self.plan(loads)
-        passes = max(self._verified, 1) if self.in_step and self.longest else self._verified
+        passes = max(self._verified, 1) if self.in_step else self._verified
         return [passes] * len(requests)
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:

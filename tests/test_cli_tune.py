@@ -54,8 +54,12 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
         "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4", "--check",
         "--json", "-",
     )  # fmt: skip
+    document = json.loads(ran.out)
+    assert document["settings"]["num_speculative_tokens"] > 0
+    assert any("only 12 prompts" in w for w in document["warnings"])
     for row in ran.rows:
         assert row["not_worse"] is True
+        assert row["deployed_tok_s"] == pytest.approx(row["served_tok_s"])
         assert row["rival"] in ("off", "K=1", "K=3", "K=5")
         assert row["margin_lo"] <= row["margin_hi"]
 
@@ -96,19 +100,22 @@ def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamesp
 
 
 @pytest.mark.parametrize(
-    ("document", "policy"),
+    ("expected_engine", "document", "policy"),
     [
-        (None, Autoregressive()),
+        ("off", None, Autoregressive()),
         (
+            "vllm",
             {"method": "eagle3", "num_speculative_tokens": 3,
              "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]},
             BatchTable([[1, 4, 3], [5, 9, 0]]),
         ),
         (
+            "sglang",
             {"1": {"candidate_steps": [0, 2]}, "ema_alpha": 0.3},
             SGLangAdaptive({"1": {"candidate_steps": [0, 2]}, "ema_alpha": 0.3}),
         ),
         (
+            "hf",
             {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant",
              "assistant_confidence_threshold": 0.0, "max_length": 20},
             Confidence(5, 0.0, "off"),
@@ -116,11 +123,12 @@ def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamesp
     ],
 )  # fmt: skip
 def test_settings_are_read_back_as_the_policy_they_make_an_engine_run(
-    tmp_path: Path, document: Any, policy: Any
+    tmp_path: Path, expected_engine: str, document: Any, policy: Any
 ) -> None:
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(document))
-    own = read_settings(path)
+    engine, own = read_settings(path)
+    assert engine == expected_engine
     trace = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=4.0, seed=1)
     load = closed_load(trace, 6)
     found, expected = served_rates(trace, batched(), [own, policy], load, 1)
@@ -165,3 +173,17 @@ def test_settings_no_engine_would_read_are_one_line(
     assert message in ran.err
     assert "settings.json" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_one_request_at_a_time_is_not_served_in_batches(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    recorded.out.write_text(
+        '{"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant", '
+        '"assistant_confidence_threshold": 0.0}'
+    )
+    arguments = ("serve", "--trace", recorded.folder, "--settings", recorded.out)
+    ran = run(*arguments, "--batch", "1,4")
+    assert ran.code == 2
+    assert "decodes one request at a time: use --batch 1" in ran.err
+    assert len(run(*arguments, "--batch", "1", "--requests", "5", "--json", "-").rows) == 5

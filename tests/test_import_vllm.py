@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from policies.basic import Fixed
+from tests.conftest import Run
 from traces.errors import FileError
 from traces.replay import replay
 from traces.survival import survival
@@ -99,3 +100,27 @@ def test_contradictions_are_named_with_their_place(
 ) -> None:
     with pytest.raises(FileError, match=rf"bad line 2.*{message}"):
         import_vllm(write(tmp_path / "bad", response([1], [1]), bad))
+
+
+def test_a_log_is_used_as_far_as_it_goes(tmp_path: Path, run: Run) -> None:
+    rng = np.random.default_rng(0)
+    log = tmp_path / "log.parquet"
+    accepted = [(rng.random(30) < 0.8).astype(int).tolist() for _ in range(6)]
+    source = write(tmp_path / "f", *(response([1] * 30, a, id=f"r{i}")
+                                     for i, a in enumerate(accepted)))  # fmt: skip
+    assert run("import", "vllm", source, "--out", log).code == 0
+    # Without usage nobody knows the prompts: requests are served all the same.
+    table = ("--latency", "const:target=0.02,draft=0.001")
+    ran = run("serve", "--trace", log, *table, "--policy", "fixed:gamma=1", "--batch", "1",
+              "--requests", "6", "--json", "-")  # fmt: skip
+    assert ran.rows[0]["requests"] == 6
+    assert "the longest draft seen verified has 1 tokens" in ran.err
+
+
+def test_a_log_without_drafts_is_one_line(tmp_path: Path, run: Run) -> None:
+    log = tmp_path / "log.parquet"
+    source = write(tmp_path / "f", response([0] * 9, [0] * 9))
+    assert run("import", "vllm", source, "--out", log).code == 0
+    ran = run("simulate", "--trace", log, "--latency", "const:target=0.02,draft=0.001")
+    assert ran.code == 2
+    assert f"{log}: survival needs a recorded outcome, and the trace holds none" in ran.err

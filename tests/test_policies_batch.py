@@ -77,7 +77,7 @@ def test_batch_table_lookup() -> None:
     assert lengths == {1: 5, 4: 5, 5: 5, 7: 5, 8: 3, 16: 3, 17: 0, 32: 0, 500: 0}
 
 
-def test_at_0_the_draft_model_reads_along_if_it_drafts_anywhere() -> None:
+def test_at_0_the_draft_model_reads_along() -> None:
     draft = [[object()], [object()], []]
     for in_step, passes in ((True, 1), (False, 0)):
         policy = BatchTable([[1, 2, 3], [3, 9, 0]], in_step)
@@ -86,7 +86,11 @@ def test_at_0_the_draft_model_reads_along_if_it_drafts_anywhere() -> None:
         assert policy.plan_each("ab", loads(2)) == [3, 3]
         assert policy.allot([[object()] * 3, [object()]]) == [3, 1]
     for never in (BatchTable([[1, 9, 0]]), SGLangAdaptive({"1": {"candidate_steps": [0]}})):
-        assert never.plan_each("abc", loads(3)) == [0, 0, 0]
+        # A draft model that is loaded reads along, even if nothing is ever drafted.
+        assert never.longest == 1
+        assert never.plan_each("abc", loads(3)) == [1, 1, 1]
+        assert never.allot(draft) == [0, 0, 0]
+    assert BatchTable([[1, 9, 0]], in_step=False).plan_each("abc", loads(3)) == [0, 0, 0]
     probing = SGLangAdaptive({"1": {"candidate_steps": [0, 2]}}, initial_steps=0)
     assert probing.longest == 2
     assert probing.plan_each("a", loads(1)) == [1]

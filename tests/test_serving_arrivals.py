@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.basic import Fixed
-from simulator.serving import ArrivalFile, Limits, Scenario, over_rates, simulate
+from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, over_rates, simulate
 from tests.serving import CONSTANT, GRID, SMALL, arrival_file, bernoulli
 from traces.errors import FileError
 from traces.trace import Trace
@@ -90,3 +90,13 @@ def test_missing_or_foreign_files(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(FileError, match="lacks the column"):
         _ = ArrivalFile(tmp_path / "other.csv").rows
+
+
+@pytest.mark.parametrize("mode", ["continuous", "static"])
+def test_prompts_that_a_log_does_not_know_count_as_one_token(mode):
+    unknown = bernoulli(0.7, 6, 20, prompt=0)
+    one = bernoulli(0.7, 6, 20, prompt=1)
+    scenario = Scenario(ClosedLoop(3), Limits(max_batch=3), 6, mode)
+    rows = [simulate(t, GRID, Fixed(2), scenario).row() for t in (unknown, one)]
+    assert rows[0]["requests"] == 6
+    assert rows[0]["throughput_tok_s"] == pytest.approx(rows[1]["throughput_tok_s"], rel=1e-12)

@@ -95,7 +95,9 @@ def test_imputation_fills_the_unknown_alone_and_keeps_the_rate() -> None:
     assert set(match[unknown].tolist()) == {MATCH, MISMATCH}
     filled = match[unknown] == MATCH
     assert abs(filled.mean() - alpha) < 4 * np.sqrt(alpha * (1 - alpha) / len(filled)) + 0.01
-    assert full.meta["imputed"] == {"method": "hazard", "seed": 1, "positions": int(unknown.sum())}
+    assert full.meta["imputed"] == {
+        "method": "hazard", "seed": 1, "positions": int(unknown.sum()), "longest_seen": 3,
+    }  # fmt: skip
     assert replay(full, Fixed(5)).fidelity == "approximate"
     assert not np.array_equal(match, log.impute(seed=2).columns["match"])
     assert np.array_equal(match, log.impute(seed=1).columns["match"])

@@ -25,7 +25,7 @@ from simulator.tune import (
     served_rates,
     tune_vllm,
 )
-from simulator.tune.costs import resting
+from simulator.tune.costs import RESTING
 from simulator.tune.repair import Floats, Ints, Serve
 from tests.tuning import batched, iid, loads
 from traces.latency import LatencyTable
@@ -108,7 +108,7 @@ def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> No
     # drafting pays at 1, they are paid anyhow, and then it is better to draft at 16 too.
     trace, latency = iid(0.8, 30, 60), dear_above(16, 0.67, 5e-2)
     prompts = replace(closed_load(trace, 16), limits=Limits(max_batch=16, lookahead=8))
-    idle, drafting = served_rates(trace, latency, [resting(), Fixed(2)], prompts, 2).mean(axis=1)
+    idle, drafting = served_rates(trace, latency, [RESTING, Fixed(2)], prompts, 2).mean(axis=1)
     bare = served_rates(trace, latency, [Fixed(0)], closed_load(trace, 16), 2).mean()
     assert idle < drafting < bare
     tuned = tune_vllm(trace, latency, [1, 16], draws=50)

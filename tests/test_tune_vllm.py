@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from policies.batch_tables import BatchTable
 from policies.core import Load
 from simulator.formulas import leviathan
 from simulator.pricing import price
-from simulator.serving import serve
+from simulator.serving import serve, simulate
 from simulator.tune import (
     TUNE_COLUMNS,
     Objective,
@@ -31,16 +33,19 @@ from simulator.tune import (
     fixed_logs,
     price_grid,
     served_rates,
+    tune_huggingface,
     tune_sglang,
     tune_vllm,
     unbeaten,
 )
 from simulator.tune.choice import folds, resamples, shared_by_neighbours
+from simulator.tune.served import counted_rate
 from simulator.tune.vllm import _rows
 from tests.tuning import CHEAP, batched, iid
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.trace import Trace
+from traces.vllm import import_vllm
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])
@@ -285,3 +290,64 @@ def test_unbeaten_lengths_hold_the_best_and_drop_the_hopeless() -> None:
     assert not kept[0]  # half the speed, at an acceptance of 0.8 and a draft that costs little
     slow = LatencyTable.constant(1.0, 0.9)
     assert unbeaten(alone(iid(0.1, 30, 40), slow, [0, 4], 1)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("tune", [tune_vllm, tune_sglang])
+def test_a_table_that_never_drafts_is_no_table(tune: Any) -> None:
+    # Checking a draft costs three target passes: K = 0 is best, and off is better still.
+    dear = LatencyTable.constant(0.01, 0.001, 0.03)
+    tuned = tune(iid(0.5, 20, 40), dear, draws=4)
+    assert tuned.document is None
+    assert [row["deploy"] for row in tuned.rows] == ["off"]
+
+
+def test_targets_that_nobody_meets_load_no_draft_model() -> None:
+    tuned = tune_vllm(iid(0.7, 10, 40), batched(), [1, 4], slo=Slo(1e-6, 1e-6), draws=50)
+    assert tuned.document is None
+    assert any("0% of prompts meet the targets" in w for w in tuned.warnings)
+
+
+def test_tokens_count_by_the_requests_that_meet_the_targets() -> None:
+    # Requests of unlike lengths: a share of requests is not that of their tokens.
+    trace = iid(0.7, 12, 60)
+    trace = trace.select([*range(12)])
+    free = simulate(trace, batched(), Fixed(2), closed_load(trace, 4))
+    requests = free.requests
+    target = float(requests["tpot_s"].median())
+    bound = simulate(trace, batched(), Fixed(2), closed_load(trace, 4, Slo(tpot_s=target)))
+    met = requests["tpot_s"] <= target
+    kept = requests["index"] >= free.recorder.skip
+    share = requests["tokens"][met & kept].sum() / requests["tokens"][kept].sum()
+    assert bound.tokens_within_targets == pytest.approx(share)
+    assert counted_rate(bound) == pytest.approx(share * counted_rate(free))
+    assert free.tokens_within_targets == 1
+
+
+def test_lengths_that_a_log_never_drafted_are_not_searched(tmp_path: Path) -> None:
+    # A server that always drafted one token tells nothing of the second.
+    drawn = np.random.default_rng(0).random((30, 40)) < 0.8
+    path = tmp_path / "requests.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "id": f"r{i}",
+                    "usage": {"prompt_tokens": 20, "completion_tokens": int(41 + row.sum())},
+                    "metrics": {
+                        "speculative_decoding": {
+                            "per_step_drafted": [1] * 40,
+                            "per_step_accepted": row.astype(int).tolist(),
+                        }
+                    },
+                }
+            )
+            for i, row in enumerate(drawn)
+        )
+    )
+    log = import_vllm(path).impute(0)
+    tuned = tune_vllm(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
+    assert [row["setting"] for row in tuned.rows] == ["K=1"]
+    assert any("no draft longer than 1 was seen verified" in w for w in tuned.warnings)
+    hf = tune_huggingface(log, LatencyTable.constant(0.0195, 0.0008), draws=50)
+    assert hf.document is not None
+    assert hf.document["num_assistant_tokens"] == 1

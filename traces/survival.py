@@ -128,9 +128,11 @@ def impute_matches(
     unknown = np.flatnonzero(on_path == UNKNOWN)
     if method == "rejected":
         filled = np.full(len(unknown), MISMATCH, dtype=np.int8)
+        seen = max(int(trace.run_lengths.max(initial=0)), 1)
     elif method == "hazard":
         estimate = survival(trace)
         hazard = _pooled(estimate)
+        seen = len(estimate.at_risk)
         lengths = runs(trace).lengths
         # Every unknown position ends exactly one run of its own request.
         so_far = lengths[np.searchsorted(ends, unknown, side="right") - 1]
@@ -140,7 +142,7 @@ def impute_matches(
     else:
         raise DraftsimError(f"imputation method is {method!r}, expected 'hazard' or 'rejected'")
     match[trace.on_path[unknown]] = filled
-    note = {"method": method, "seed": seed, "positions": len(unknown)}
+    note = {"method": method, "seed": seed, "positions": len(unknown), "longest_seen": seen}
     meta = {**trace.meta, "imputed": note}
     return replace(trace, columns={**trace.columns, "match": match}, meta=meta)
 

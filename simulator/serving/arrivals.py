@@ -55,7 +55,8 @@ class Arrivals(ABC):
             range(_bounded(requests)), self.times(rng), deck, strict=False
         ):
             info = trace.requests[sequence]
-            yield Job(arrival_s, sequence, info.prompt_length, info.tokens)
+            # A log may not know its prompts; a request has one token at the least.
+            yield Job(arrival_s, sequence, max(info.prompt_length, 1), info.tokens)
 
     @property
     def rate(self) -> float | None:

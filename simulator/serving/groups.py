@@ -33,7 +33,7 @@ class InOrder(Arrivals):
         """One job per recorded request."""
         del rng
         for i, info in enumerate(trace.requests[:requests]):
-            yield Job(0.0, i, info.prompt_length, info.tokens)
+            yield Job(0.0, i, max(info.prompt_length, 1), info.tokens)
 
 
 def predict_groups(

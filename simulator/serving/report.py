@@ -56,6 +56,20 @@ class Run:
         )
         return abs(self.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0
 
+    @property
+    def tokens_within_targets(self) -> float:
+        """Share of the measured requests' tokens whose request met the scenario's targets."""
+        requests = self.requests
+        kept = requests[requests["index"] >= self.recorder.skip]
+        total = kept["tokens"].sum()
+        return float(kept["tokens"][self._within(kept)].sum() / total) if total else 1.0
+
+    def _within(self, requests: pd.DataFrame) -> pd.Series:
+        scenario = self.scenario
+        return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
+            requests["tpot_s"] > scenario.tpot_target_s
+        )
+
     def row(self) -> dict[str, Any]:
         """The run in one record; latencies as mean, p50, p95 and p99.
 
@@ -69,9 +83,7 @@ class Run:
         kept = frame[frame["index"] >= r.skip]
         start_s, end_s, tokens = self._measured()
         span = end_s - start_s
-        within = (kept["ttft_s"] <= self.scenario.ttft_target_s) & ~(
-            kept["tpot_s"] > self.scenario.tpot_target_s
-        )
+        within = self._within(kept)
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
         scenario = self.scenario
         offered = scenario.arrivals.rate

@@ -12,7 +12,6 @@ from policies.basic import Fixed
 from policies.batch import SingleStream
 from policies.batch_tables import BatchTable
 from simulator.pricing import Priced, autoregressive, price
-from simulator.tune.formats import CONTEXT_END
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, LatencyTable
 from traces.replay import replay
@@ -22,6 +21,8 @@ from traces.trace import Trace
 Floats = npt.NDArray[np.float64]
 
 DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+RESTING = BatchTable([[1, 1, 0]])
+"""K = 0 at every batch: nothing is drafted, and the draft model reads along."""
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -59,9 +60,20 @@ class Grid:
     outside: Floats
 
 
-def resting() -> BatchTable:
-    """K = 0 at every batch, in an engine that drafts elsewhere: its draft model reads along."""
-    return BatchTable([[1, CONTEXT_END - 1, 0], [CONTEXT_END, CONTEXT_END, 1]])
+def longest_seen(trace: Trace) -> int | None:
+    """The longest draft whose last verdict an imputed log holds; None where nothing is imputed.
+
+    What comes after longer drafts was guessed from shorter ones, which is no ground for a
+    setting.
+    """
+    imputed = trace.meta.get("imputed")
+    return None if imputed is None else imputed.get("longest_seen")
+
+
+def longest_draft(trace: Trace) -> int | None:
+    """The longest draft that the recording can answer for; None if any."""
+    bounds = [b for b in (trace.max_gamma, longest_seen(trace)) if b is not None]
+    return min(bounds, default=None)
 
 
 def fixed_logs(
@@ -69,19 +81,19 @@ def fixed_logs(
 ) -> tuple[RoundLog, dict[int, RoundLog]]:
     """Plain decoding, and the trace replayed at each fixed draft length that it can be.
 
-    Length 0 is that of an engine that drafts elsewhere (`resting`), which plain decoding,
-    without a draft model, is not.
+    Length 0 is that of an engine whose draft model reads along (`RESTING`), which plain
+    decoding, without a draft model, is not.
 
     Raises
     ------
     DraftsimError
         If a length is negative or none remains, or the outputs are too short for a round.
     """
-    most = trace.max_gamma
+    most = longest_draft(trace)
     kept = sorted({k for k in lengths if most is None or k <= most})
     if not kept or kept[0] < 0:
         raise DraftsimError(f"draft lengths are {list(lengths)}, expected 0 to {most}")
-    policies = {k: Fixed(k) if k else SingleStream(resting()) for k in kept}
+    policies = {k: Fixed(k) if k else SingleStream(RESTING) for k in kept}
     logs = {k: replay(trace, policy, name=f"K={k}") for k, policy in policies.items()}
     first = logs[kept[0]]
     if not len(first):
@@ -171,5 +183,7 @@ def _meets(run: Priced, slo: Slo | None) -> Floats:
         return np.ones(len(emitted))
     count = np.maximum(run.log.per_request(np.ones(len(run.log))), 1)
     first_s = run.prefill_s + run.decode_s / count
-    late = (first_s > slo.ttft_s) | (run.decode_s > slo.tpot_s * emitted)
+    late = first_s > slo.ttft_s
+    if slo.tpot_s < float("inf"):
+        late |= run.decode_s > slo.tpot_s * emitted
     return np.asarray(~late, dtype=np.float64)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.hardware import scaling_words
+from simulator.tune.costs import longest_seen
 from simulator.tune.served import beaten
 from traces.latency import LatencyTable
 from traces.trace import Trace
@@ -36,6 +37,8 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
             f"only {len(trace.requests)} prompts were recorded: intervals are rough below "
             f"{FEW_PROMPTS}"
         )
+    if (seen := longest_seen(trace)) is not None:
+        found.append(f"no draft longer than {seen} was seen verified in this log: none is searched")
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         found.append("the trace is approximate: positions that were not observed were filled in")
     if said := scaling_words(latency):

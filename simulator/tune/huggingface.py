@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from policies.basic import Autoregressive
 from policies.huggingface import Confidence, HFHeuristic
 from simulator.pricing import autoregressive
 from simulator.tune.choice import (
+    Choice,
     Objective,
     can_hold_back,
     choose,
     cross_fitted,
     folds,
+    gain,
     resamples,
 )
-from simulator.tune.costs import Slo, price_grid
+from simulator.tune.costs import Slo, longest_draft, price_grid
 from simulator.tune.evidence import about_recording, about_row, summed_up
 from simulator.tune.settings import Tuned
 from traces.errors import DraftsimError, TailError
@@ -96,11 +101,13 @@ def tune_huggingface(
     """
     signals = "prob" in trace.signals
     default = DEFAULT if signals else DEFAULT._replace(threshold=0.0)
-    most = trace.max_gamma
+    most = longest_draft(trace)
     if most is not None:
         default = default._replace(tokens=min(default.tokens, most))
     logs: dict[Setting, RoundLog] = {}
     for setting in dict.fromkeys([default, *(settings or options(signals))]):
+        if most is not None and setting.tokens > most:
+            continue
         try:
             logs[setting] = replay(trace, setting.policy(), name=str(setting), first=0)
         except TailError:
@@ -126,13 +133,18 @@ def tune_huggingface(
     best = ordered[option]
     plain_rate = float(plain.tokens.sum() / plain.seconds.sum())
     pays = plain_rate < objective.rates[option]
+    if not pays:
+        base_pair = np.stack([objective.tokens[base], objective.seconds[base]])
+        own = np.stack([plain.tokens[0], plain.seconds[0]])
+        chosen = Choice(option, *gain(own, base_pair, weights))
     row: dict[str, Any] = {
-        "engine": "hf", "batch": 1, "context": None, "setting": str(best),
+        "engine": "hf", "batch": 1, "context": None, "setting": str(best) if pays else "off",
         "deploy": "on" if pays else "off",
-        "throughput_tok_s": float(objective.rates[option]), "default": str(default),
+        "throughput_tok_s": float(objective.rates[option]) if pays else plain_rate,
+        "default": str(default),
         "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
-        "held_out": held_out, "served_gain": None,
+        "held_out": held_out or not pays, "served_gain": None,
         "scaled": "scaled" in latency.meta,
     }  # fmt: skip
     row["warnings"] = about_row(row)
@@ -145,6 +157,8 @@ def tune_huggingface(
         warnings.append(
             f"plain decoding is faster ({plain_rate:.3g} tokens/s): pass no assistant model"
         )
+    if not pays:
+        return Tuned("hf", None, Autoregressive(), [row], warnings)
     document = {
         "num_assistant_tokens": best.tokens,
         "num_assistant_tokens_schedule": best.schedule,

@@ -18,11 +18,11 @@ from simulator.tune.huggingface import Setting
 from traces.errors import FileError
 
 
-def read_settings(path: str | os.PathLike[str]) -> DraftPolicy | BatchPolicy:
-    """The policy of a file that `draftsim tune` wrote, or that an engine would read.
+def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
+    """Engine and policy of a file that `draftsim tune` wrote, or that an engine would read.
 
-    ``null`` stands for an engine without a draft model.  Keys beside an engine's own, such as
-    the ``model`` and ``method`` of vLLM's ``--speculative-config``, are left alone.
+    ``null`` stands for any engine without a draft model, ``off``.  Keys beside an engine's own,
+    such as the ``model`` and ``method`` of vLLM's ``--speculative-config``, are left alone.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def read_settings(path: str | os.PathLike[str]) -> DraftPolicy | BatchPolicy:
     except ValueError as error:
         raise FileError(f"{path} is not JSON: {error}") from None
     if document is None:
-        return Autoregressive()
+        return "off", Autoregressive()
     if not isinstance(document, dict):
         raise SettingsError(f"{path} holds a {type(document).__name__}, expected an object")
     try:
@@ -47,17 +47,17 @@ def read_settings(path: str | os.PathLike[str]) -> DraftPolicy | BatchPolicy:
         raise SettingsError(f"{path}: {error}") from None
 
 
-def _policy(document: Mapping[str, Any]) -> DraftPolicy | BatchPolicy:
+def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy]:
     if "num_speculative_tokens_per_batch_size" in document:
         check_settings("vllm", document)
-        return BatchTable(document["num_speculative_tokens_per_batch_size"])
+        return "vllm", BatchTable(document["num_speculative_tokens_per_batch_size"])
     if "num_assistant_tokens" in document:
         own = {key: document[key] for key in HF_KEYS if key in document}
         check_settings("hf", own)
-        return Setting(*(own[key] for key in HF_KEYS)).policy()
+        return "hf", Setting(*(own[key] for key in HF_KEYS)).policy()
     if any(key.isdigit() for key in document):
         check_settings("sglang", document)
-        return SGLangAdaptive(document)
+        return "sglang", SGLangAdaptive(document)
     raise SettingsError(
         "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
         '{"1": {"candidate_steps": [1]}} (SGLang) or num_assistant_tokens (transformers)'

@@ -60,13 +60,12 @@ def served_rates(
     """
     named = {str(i): policy for i, policy in enumerate(policies)}
     runs = serve(trace, latency, named, replace(scenario, replications=replications)).runs
-    return np.array([[_in_time(run) for run in runs[name]] for name in named])
+    return np.array([[counted_rate(run) for run in runs[name]] for name in named])
 
 
-def _in_time(run: Run) -> float:
-    """Tokens per second, in proportion to the requests that met the targets."""
-    row = run.row()
-    return float(row["throughput_tok_s"] * row["within_targets"])
+def counted_rate(run: Run) -> float:
+    """Tokens per second of the requests that met the scenario's targets."""
+    return float(run.row()["throughput_tok_s"] * run.tokens_within_targets)
 
 
 def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:
@@ -83,7 +82,11 @@ def unbeaten(rates: Floats) -> Bools:
 
 def deployed(rates: Iterable[Floats], off: Iterable[Floats]) -> list[str]:
     """Per batch ``on``, or ``off`` where no speculation beats the setting; (replications,) each."""
-    return ["off" if beaten(own, plain) else "on" for own, plain in zip(rates, off, strict=True)]
+    return [
+        # Where nothing meets the targets either way, a draft model would be loaded in vain.
+        "off" if beaten(own, plain) or not own.any() else "on"
+        for own, plain in zip(rates, off, strict=True)
+    ]
 
 
 def compare_served(
@@ -107,8 +110,7 @@ def compare_served(
     Parameters
     ----------
     metric:
-        A column of `simulator.serving.ServeResult.summary`; by default tokens per second, in
-        proportion to the requests that met the scenario's targets.
+        A column of `simulator.serving.ServeResult.summary`; by default `counted_rate`.
     """
     rows: list[dict[str, Any]] = []
     fewer_is_better = metric is not None and not metric.startswith(
@@ -138,5 +140,5 @@ def compare_served(
 
 def _values(runs: Sequence[Run], metric: str | None) -> Floats:
     if metric is None:
-        return np.array([_in_time(run) for run in runs])
+        return np.array([counted_rate(run) for run in runs])
     return pd.json_normalize([run.row() for run in runs], sep="_")[metric].to_numpy(float)

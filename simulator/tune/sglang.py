@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -36,9 +35,8 @@ from simulator.tune.evidence import (
     about_served,
     summed_up,
 )
-from simulator.tune.formats import CONTEXT_END
 from simulator.tune.repair import mended
-from simulator.tune.served import deployed, unbeaten
+from simulator.tune.served import counted_rate, deployed, unbeaten
 from simulator.tune.settings import Tuned, switched_off
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
@@ -70,9 +68,11 @@ def tune_sglang(
     lengths that pay at some batch (the best for all prompts, the best of each category, half
     of it, none), single lengths and SGLang's own; all are served at every batch in simulated
     time, and of those that the best does not beat the one with the fewest steps is taken.
-    Neighbours that some list serves alike share a slot, which begins at the geometric middle
-    between two searched batches.  Then the slots are served together and mended, and
-    compared with an engine that never drafts, as in `simulator.tune.vllm.tune_vllm`.
+    Neighbours that some list serves alike share a slot, which begins just above the searched
+    batch before: there an engine that pads batches to the sizes of its graphs, as far as these
+    are among the batches searched, finds the same slot as one that does not.  Then the slots
+    are served together and mended, and compared with an engine that never drafts, as in
+    `simulator.tune.vllm.tune_vllm`.
 
     Gains are over SGLang's default configuration.  Every draw serves resampled prompts, under
     all lists alike; the interval is the bootstrap t interval from the spread of the draws
@@ -86,7 +86,7 @@ def tune_sglang(
     lengths:
         Steps tried.
     slo:
-        Targets; throughput counts in proportion to the requests that meet them.
+        Targets; only tokens of requests that meet them count.
     draws, seed:
         Resamples of the prompts, an even number >= 4.
 
@@ -118,8 +118,7 @@ def tune_sglang(
     lists = sorted(found, key=lambda steps: (sum(steps), len(steps), steps))
     alone, within, off = [], [], []
     for batch in sizes:
-        # An engine that drafts anywhere prefills the draft model, at 0 steps as well.
-        policies = [_policy(batch, steps, max(options)) for steps in lists]
+        policies = [_policy(batch, steps) for steps in lists]
         rates, met = _serve(drawn, latency, batch, [Autoregressive(), *policies], slo)
         alone.append(rates[1:])
         within.append(met[1:])
@@ -155,6 +154,8 @@ def tune_sglang(
         gain, reach = float(gains.mean()), _reach(gains)
         if option == base:
             gain, reach = 1.0, 0.0
+        elif min(map(len, halves)) < 2:
+            reach = float("nan")  # one prompt resampled is that prompt again
         rival = max(float(alone[i][best.best[i]].mean()), float(off[i].mean()))
         row: dict[str, Any] = {
             "engine": "sglang", "batch": batch, "context": None,
@@ -209,19 +210,19 @@ def _hysteresis(batch: int) -> float:
     return -0.25 if batch < 8 else 0.0
 
 
-def _policy(batch: int, steps: Sequence[int], longest: int) -> BatchPolicy:
-    """One list at every batch, in an engine that drafts up to `longest` beyond all of them."""
+def _policy(batch: int, steps: Sequence[int]) -> BatchPolicy:
+    """One list at every batch, with the hysteresis of its slot."""
     settings = {"candidate_steps": list(steps), "down_hysteresis": _hysteresis(batch)}
-    return SGLangAdaptive({"1": settings, str(CONTEXT_END): {"candidate_steps": [longest]}})
+    return SGLangAdaptive({"1": settings})
 
 
 def _document(slots: Sequence[tuple[int, Sequence[int]]]) -> dict[str, Any]:
-    """Slots with equal neighbours merged; one begins at the geometric middle to the last."""
+    """Slots with equal neighbours merged, each from just above the batch before."""
     document: dict[str, Any] = {}
     last: dict[str, Any] | None = None
     before = 0
     for batch, steps in slots:
-        start, before = math.isqrt(before * batch) + 1, batch
+        start, before = before + 1, batch
         settings = {
             "candidate_steps": list(steps), "up_hysteresis": 0.0,
             "down_hysteresis": _hysteresis(batch), "ceiling_coeff": 0,
@@ -252,9 +253,9 @@ def _serve(
             ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
         )  # fmt: skip
         for i, policy in enumerate(policies):
-            row = simulate(trace, latency, policy, load).row()
-            within[i, j] = row["within_targets"] if slo else 1.0
-            rates[i, j] = row["throughput_tok_s"] * within[i, j]
+            run = simulate(trace, latency, policy, load)
+            within[i, j] = run.row()["within_targets"] if slo else 1.0
+            rates[i, j] = counted_rate(run)
     return rates, np.asarray(within.mean(axis=1))
 
 

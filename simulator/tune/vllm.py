@@ -24,12 +24,12 @@ from simulator.tune.choice import (
 )
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
+    RESTING,
     Slo,
     default_batches,
     default_contexts,
     fixed_logs,
     price_grid,
-    resting,
 )
 from simulator.tune.evidence import (
     about_batches,
@@ -118,7 +118,7 @@ def tune_vllm(
     loads = [closed_load(trace, b, slo, seed) for b in sizes]
     # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
-    policies = [Fixed(k) if k else resting() for k in options]
+    policies = [Fixed(k) if k else RESTING for k in options]
     alone = [served_rates(trace, latency, policies, load) for load in drafting]
     off = [served_rates(trace, latency, [Autoregressive()], load)[0] for load in loads]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
