@@ -39,6 +39,7 @@ class Checks:
         # The first requests are of every category in turn.
         self.trace = trace.select(range(min(2 if place.quick else 7, len(trace.requests))))
         self._all = trace
+        self._made: dict[str, tuple[Runner, Runner]] = {}
 
     def own_text(self, request: int) -> torch.Tensor:
         """The last tokens of a request's prompt and output, as many for every request."""
@@ -93,16 +94,18 @@ class Checks:
         checked = {"rounds_differ_of": differ, "causes": counts, "first_differences": causes}
         return {"times": times, "checked": checked}
 
-    def against_assisted(self, prompts: int) -> dict[str, Any]:
+    def against_assisted(self, prompts: int, within: float) -> dict[str, Any]:
         """Tokens per second, prefill included, of our decoder and of transformers', interleaved.
 
-        Prompts for which no time is left are left out; raises NoTimeError if that is all.
+        At most so many `prompts`, none begun after `within` seconds but the first; raises
+        NoTimeError if the stage has no time left for that one.
         """
+        begin = time.monotonic()
         pair, trace = self.pair, self.trace
         runners = {mode: self._runners(mode) for mode in MODES}
         spent: dict[str, list[float]] = {}
         for i in range(-1, min(prompts, len(trace.requests))):  # the first one warms up
-            if self.place.left <= 0 and spent:
+            if spent and (self.place.left <= 0 or time.monotonic() - begin > within):
                 break
             self.place.check_time()
             info = trace.requests[max(i, 0)]
@@ -136,10 +139,14 @@ class Checks:
         return spent()
 
     def _runners(self, mode: str) -> tuple[Runner, Runner]:
+        """Target and draft in a mode; captured once, as that takes a good part of the time."""
+        if mode in self._made:
+            return self._made[mode]
         slots = max(r.prompt_length + r.max_new_tokens for r in self.trace.requests)
         target = make_runner(mode, self.pair.target, slots)
         draft = make_runner(mode, self.pair.draft, slots)
         prepare(target, draft, slots, self.trace.max_gamma or 1, self.place.check_time)
+        self._made[mode] = target, draft
         return target, draft
 
     def _decoder(self, target: Runner, draft: Runner, i: int) -> ModelDecoder:

@@ -28,6 +28,8 @@ from traces.trace import Trace
 
 LARGEST = 16 * 10**6
 """Bytes of the largest file a stage may leave."""
+ENOUGH = 200
+"""Prompts that make a recording; one of fewer is unfinished."""
 ROOM = 0.9
 """Share of it to fill where its size is a guess from the first requests."""
 

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import sysconfig
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy
-import pandas
-import scipy
 import torch
-import transformers
 from torch import Tensor
 
 from profiler.architectures import Architecture
 from profiler.loading import Pair, describe_model
-from profiler.pair.models import VOCABULARY, train_tokenizer
-from profiler.pair.prompts import cut_prompt
-from profiler.pair.text import CATEGORIES, Document, load_documents, stable_hash
-from profiler.pair.training import Stream, optimisers, prediction_loss, update
+from profiler.pair.models import VOCABULARY
+from profiler.pair.training import optimisers, prediction_loss, update
 from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
+from profiler.suite.preparation import (
+    held_out_prompts,
+    read_sources,
+    sample_tokenizer,
+    token_line,
+)
 
 ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
+PROMPTS = 210
+"""Prompts to record, a few more than a recording needs (`recording.ENOUGH`)."""
 TARGET = Architecture(
     "trained-12",
     "trained by profiler.suite",
@@ -52,64 +50,6 @@ DRAFT = Architecture(
     1024,
     tied=True,
 )
-
-
-def source_roots(quick: bool) -> list[Path]:
-    """Folders of Python sources, the standard library first."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    if quick:
-        return [library / "email", library / "asyncio"]
-    parts = [
-        (torch, "nn"),
-        (torch, "distributed"),
-        (torch, "_inductor"),
-        (transformers, "generation"),
-    ]
-    folders = [Path(str(module.__file__)).parent for module in (pandas, scipy, numpy)]
-    folders += [Path(str(module.__file__)).parent / name for module, name in parts]
-    return [library, *folders]
-
-
-def read_sources(place: Workplace, seconds: float) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents of as many folders as `seconds` allow, one at least."""
-    begin = time.monotonic()
-    train: dict[str, Document] = {}
-    held_out: dict[str, Document] = {}
-    for root in source_roots(place.quick):
-        if train and time.monotonic() - begin > seconds:
-            break
-        try:
-            some, others = load_documents(root)
-        except FileNotFoundError:
-            continue
-        train.update((d.text, d) for d in some)
-        held_out.update((d.text, d) for d in others)
-    place.say(f"{len(train)} documents to train on, {len(held_out)} held out")
-    return list(train.values()), [d for text, d in held_out.items() if text not in train]
-
-
-def held_out_prompts(
-    train: Sequence[Document], held_out: Sequence[Document], tokenizer: Any, count: int
-) -> list[Prompt]:
-    """`count` beginnings of held-out documents, in turn from each category."""
-    seen = "\0".join(document.text for document in train)
-    encode = partial(tokenizer.encode, verbose=False)
-    ordered = sorted(held_out, key=lambda d: stable_hash(d.text))
-
-    def cuts(category: str) -> Iterator[str]:
-        texts = (cut_prompt(d.text, encode) for d in ordered if d.category == category)
-        return (text for text in dict.fromkeys(texts) if text and text not in seen)
-
-    sources = {category: cuts(category) for category in CATEGORIES}
-    prompts: list[Prompt] = []
-    while sources and len(prompts) < count:
-        for category in list(sources):
-            text = next(sources[category], None)
-            if text is None:
-                del sources[category]
-            elif len(prompts) < count:
-                prompts.append(Prompt(f"{category}-{len(prompts):03}", category, text))
-    return prompts
 
 
 def train_model(
@@ -149,21 +89,25 @@ def train_pair(place: Workplace, seconds: float) -> tuple[Pair, list[Prompt], di
     """A 12-layer target, a 3-layer draft distilled from it, held-out prompts, and the record.
 
     ``seconds`` are of all of it; however long reading and tokenizing take, training gets half.
+    The record says how long they took (``preparation_s``).
     """
     begin = time.monotonic()
     documents, held_out = read_sources(place, seconds=5 if place.quick else 30)
-    tokenizer = train_tokenizer(documents)
-    ids = Stream(documents, tokenizer).ids.to(place.device)
-    count = 8 if place.quick else 210
-    prompts = held_out_prompts(documents, held_out, tokenizer, count)
+    tokenizer = sample_tokenizer(documents, place.quick)
+    ids = token_line(documents, tokenizer).to(place.device)
+    prompts = held_out_prompts(documents, held_out, tokenizer, 8 if place.quick else PROMPTS)
+    spent = time.monotonic() - begin
+    place.say(f"{len(ids)} tokens, {len(prompts)} prompts: prepared in {spent:.0f} s")
     if not place.quick:
-        seconds = max(seconds / 2, seconds - (time.monotonic() - begin))
+        seconds = max(seconds / 2, seconds - spent)
     shapes = [TARGET, DRAFT]
     if place.quick:
         shapes = [_small(shape) for shape in shapes]
     torch.manual_seed(0)
     target = shapes[0].build(place.device, torch.float32).train()
-    record: dict[str, Any] = {"tokens": len(ids), "documents": len(documents)}
+    record: dict[str, Any] = {
+        "tokens": len(ids), "documents": len(documents), "preparation_s": spent,
+    }  # fmt: skip
     record["target"] = train_model(place, target, ids, 0.68 * seconds, "target")
     target.eval()
     draft = shapes[1].build(place.device, torch.float32).train()

@@ -1,0 +1,122 @@
+"""The trained stage again: short recordings are extended, and every file is written anew."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler.suite import trained_stage
+from profiler.suite.__main__ import main
+from profiler.suite.checks import NAME, Checks
+from profiler.suite.environment import NoTimeError, open_workplace
+from traces.files import read_trace
+
+FILES = [
+    "trained-exits.parquet", "trained-latency.parquet", "trained-measured.parquet",
+    "trained-sampled.parquet", "trained-trace.parquet", "trained.json",
+]  # fmt: skip
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the parts that ran, all but the recordings being stand-ins."""
+    ran: list[str] = []
+
+    def latency(*_: Any) -> dict[str, Any]:
+        ran.append("latency")
+        rows = [[f"{NAME}/eager/{m}", "forward", 1, 1, 0, 1e-3, 0.0, 1]
+                for m in ("target", "draft")]  # fmt: skip
+        return {"latency": {}, "cells": rows}
+
+    def run(self: Checks, mode: str, *_: Any) -> dict[str, Any]:
+        ran.append(mode)
+        row = [NAME, mode, "svip", "exact", 1, False, 0, self.trace.requests[0].id, 1e-3, 3]
+        return {"times": [row], "checked": {}}
+
+    def exits(place: Any, pair: Any, trace: Any, text: Any, path: Path, seconds: float) -> Any:
+        ran.append("exits")
+        path.write_bytes(b"exits")
+        return {"requests": 1}
+
+    monkeypatch.setattr(trained_stage, "_latency", latency)
+    monkeypatch.setattr(Checks, "run", run)
+    monkeypatch.setattr(Checks, "against_assisted", lambda *_: {})
+    monkeypatch.setattr(trained_stage, "sampled_rounds", lambda *_: {"gamma": 4})
+    monkeypatch.setattr(trained_stage, "attempt_exits", exits)
+    return ran
+
+
+def stage(out: Path) -> dict[str, Any]:
+    assert main(["trained", "--device", "cpu", "--quick", "--out", str(out)]) == 0
+    results: dict[str, Any] = json.loads((out / "trained.json").read_text())
+    return results
+
+
+def test_a_short_recording_is_unfinished_and_extended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    real, most = trained_stage.record_trace, [5]
+
+    def record(place: Any, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
+        return real(place, pair, prompts[: most[0]], settings, until)
+
+    monkeypatch.setattr(trained_stage, "record_trace", record)
+    results = stage(tmp_path)
+    for name in ("greedy", "sampled"):
+        assert results[name]["unfinished"]
+        assert results[name]["requests"] == results[name]["recorded"] == 5
+        assert f"{name}: 5 of 8 prompts, no time left" in results["left_out"]
+    assert "goes on with them" in " ".join(capsys.readouterr().err.split())
+    first = read_trace(tmp_path / "trained-trace.parquet")
+    assert sorted(f.name for f in tmp_path.iterdir()) == FILES
+    ran = list(done)
+    # The folder is emptied before the same command, as on a machine that is lent by the command.
+    shutil.rmtree(tmp_path)
+    most[0] = 1000
+    results = stage(tmp_path)
+    assert not results["left_out"]
+    for name in ("greedy", "sampled"):
+        assert not results[name]["unfinished"]
+        assert results[name]["recorded"] == 8
+    assert done == ran  # nothing that was finished ran again
+    assert sorted(f.name for f in tmp_path.iterdir()) == FILES
+    trace = read_trace(tmp_path / "trained-trace.parquet")
+    assert list(trace.requests[:5]) == list(first.requests)
+    assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()
+
+
+def test_a_finished_recording_keeps_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str]
+) -> None:
+    monkeypatch.setattr(trained_stage, "ENOUGH", 5)
+    real, most = trained_stage.record_trace, [6]
+
+    def record(place: Any, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
+        return real(place, pair, prompts[: most[0]], settings, until)
+
+    def late(*_: Any) -> Any:
+        raise NoTimeError("no time left")
+
+    monkeypatch.setattr(trained_stage, "record_trace", record)
+    with monkeypatch.context() as patch:
+        patch.setattr(trained_stage, "sampled_rounds", late)
+        assert stage(tmp_path)["left_out"] == ["sampled-rounds: no time left"]
+    most[0] = 1000
+    results = stage(tmp_path)
+    assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 6
+    assert results["sampled"]["gamma"] == 4
+
+
+def test_a_recording_cut_to_its_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str]
+) -> None:
+    monkeypatch.setattr(trained_stage, "write_within", lambda trace, path: 7)
+    results = stage(tmp_path)
+    assert results["left_out"][0] == "greedy: the file holds 7 of 8 prompts"
+    assert not results["greedy"]["unfinished"]
+    assert results["greedy"]["requests"] == 7
