@@ -57,9 +57,10 @@ def report(
 def measured_file(run: str) -> Path | None:
     """Measured times beside the trace of a run folder or bundled recording, if there are any."""
     from traces.recordings import BUNDLED as FOLDER
+    from traces.recordings import trace_folder
 
     for folder in (FOLDER / run, Path(run)):
-        if (folder / "trace.parquet").is_file():
+        if (trace_folder(folder) / "trace.parquet").is_file():
             file = folder / "measured.parquet"
             return file if file.is_file() else None
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ BUNDLED = Path(__file__).parent / "recorded"
 A recording may hold sampled outputs alone, ``<name>/sampled.parquet``; they are its trace then.
 """
 SAMPLED = "sampled.parquet"
+ELSEWHERE = "elsewhere.json"
+"""Of a recording whose trace another one holds: ``{"trace": NAME}``, the folder beside it."""
+KINDS = ("trace", "latency")
+"""What makes a folder a recording: one of these."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +37,39 @@ class Recording:
 
     def file(self, kind: str) -> Path:
         """Path of one of its files: ``trace``, ``latency``, ``measured``."""
-        return self.folder / f"{kind}.parquet"
+        folder = trace_folder(self.folder) if kind == "trace" else self.folder
+        return folder / f"{kind}.parquet"
 
 
 def recordings(folder: Path = BUNDLED) -> list[Recording]:
     """The bundled recordings, by name."""
-    folders = {f.parent for name in ("trace.parquet", SAMPLED) for f in folder.glob(f"*/{name}")}
-    return [Recording(f.name, f, _summary(f)) for f in sorted(folders)]
+    folders = [f for f in sorted(folder.glob("*")) if any(_file(f, kind) for kind in KINDS)]
+    return [Recording(f.name, f, _summary(f)) for f in folders]
+
+
+def trace_folder(folder: Path) -> Path:
+    """Where a recording's trace lies: in its own folder, or in the one that `ELSEWHERE` names.
+
+    What was recorded along the trace (sampled outputs, early exits) lies with it.
+
+    Raises
+    ------
+    FileError
+        If `ELSEWHERE` is damaged, or names no folder beside this one.
+    """
+    path = folder / ELSEWHERE
+    if not path.is_file():
+        return folder
+    try:
+        name = json.loads(path.read_text())["trace"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise FileError(f"{path}: names no trace: unpack the recording again") from None
+    if not isinstance(name, str) or Path(name).name != name or not (folder.parent / name).is_dir():
+        raise FileError(
+            f"{path}: the trace is in {name!r}, which is no folder beside this one: unpack the "
+            "recording again"
+        )
+    return folder.parent / name
 
 
 def pair_of(trace: Trace) -> tuple[str | None, str | None]:
@@ -118,24 +149,32 @@ def parse_latency(text: str) -> LatencyTable:
 
 def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:
     path = Path(name_or_path)
-    files = [f"{kind}.parquet", *([SAMPLED] if kind == "trace" else [])]
-    for file in files:
-        if len(path.parts) == 1 and (bundled := folder / path / file).is_file():
-            return bundled
-    for file in files:
-        if path.is_dir() and (inside := path / file).is_file():
-            return inside
-    names = sorted({f.parent.name for file in files for f in folder.glob(f"*/{file}")})
+    bundled = [folder / path] if len(path.parts) == 1 else []
+    for place in (*bundled, path):
+        if (found := _file(place, kind)) is not None:
+            return found
+    names = [p.name for p in sorted(folder.glob("*")) if _file(p, kind) is not None]
     if len(path.parts) == 1 and not path.exists() and (folder / path).is_dir():
         raise FileError(
             f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "
             f"({', '.join(names) or 'none has one'})"
         )
-    if path.exists() or len(path.parts) != 1 or path.suffix:
+    # Names hold dots too, but not what ends a file's: h200-llama-3.1-8b+1b-graph.
+    if path.exists() or len(path.parts) != 1 or path.suffix[1:].isalpha():
         return path  # the reader says what is wrong with it
     listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
     hint = _nearest(str(path), names)
     raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
+
+
+def _file(place: Path, kind: str) -> Path | None:
+    """The file of a recording's folder that holds its trace or latencies, if there is one."""
+    if kind == "trace":
+        home = trace_folder(place)
+        files = [home / f"{kind}.parquet", home / SAMPLED]
+    else:
+        files = [place / f"{kind}.parquet"]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
@@ -144,13 +183,25 @@ def _nearest(name: str, names: Sequence[str]) -> str:
 
 
 def _summary(folder: Path) -> str:
-    trace = find_trace(folder)
-    named = {role: trace.meta.get(role) for role in ("target", "draft")}
-    pair = " + ".join(_label(v) for v in named.values() if v) or str(trace.meta.get("kind", "?"))
-    device = trace.meta.get("device")
-    drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
-    size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
-    return f"{pair}: {size}" + (f", {_label(device)}" if device else "")
+    """Pair, size and device; the mode where latencies belong to one."""
+    table = folder / "latency.parquet"
+    measured = read_latency(table).meta if table.is_file() else {}
+    mode = f", {measured['mode']}" if "mode" in measured else ""
+    if _file(folder, "trace") is None:
+        pair, size, device = str(measured.get("pair", "?")), "latencies alone", None
+    else:
+        trace = find_trace(folder)
+        named = {role: trace.meta.get(role) for role in ("target", "draft")}
+        pair = " + ".join(_label(v) for v in named.values() if v)
+        drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
+        size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
+        if not pair and "pair" in measured:
+            pair, size = str(measured["pair"]), f"dictated verdicts, {size}"
+        pair = pair or str(trace.meta.get("kind", "?"))
+        device = trace.meta.get("device")
+    if "mode" in measured:
+        device = device or measured.get("device")
+    return f"{pair}{mode}: {size}" + (f", {_label(device)}" if device else "")
 
 
 def _label(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from traces.files import read_latency, write_latency
 from traces.latency import LatencyTable
 from traces.measured import MeasuredRuns, read_measured, write_measured
 from traces.parquet import write_atomically
+from traces.recordings import ELSEWHERE
 
 STAGES = {
     "latency": ("latency.parquet", None, None),
@@ -27,6 +29,8 @@ EXTRAS = {"trained": ("trained-sampled.parquet", "trained-exits.parquet")}
 def unpack(out: Path, into: Path) -> list[Path]:
     """Write ``<into>/<device>-<pair>-<mode>/`` with latency, trace, measured and provenance.
 
+    A trace that several pairs or modes have in common is stored once. The names of miniatures
+    (``--quick``) say that they are.
     `out` holds the files of one stage or more, or a folder per stage.  Returns the folders.
 
     Raises
@@ -47,25 +51,47 @@ def unpack(out: Path, into: Path) -> list[Path]:
     for stage, folder, results in found:
         latency, measured, trace = STAGES[stage]
         device = device_name(results["meta"])
+        units: set[tuple[str, str]] = set()
         if latency and (folder / latency).is_file():
             table = read_latency(folder / latency)
             for pair, mode in sorted({tuple(m.split("/")[:2]) for m in table.cells["model"]}):
                 place = _folder(into, device, pair, mode, made)
                 write_latency(tables_of(table, pair, mode), place / "latency.parquet")
-                _provenance(place, stage, results, f"{pair}.{mode}")
-        if measured and trace and (folder / measured).is_file():
+                units.add((pair, mode))
+        if measured and (folder / measured).is_file():
             runs = read_measured(folder / measured)
             for (pair, mode), part in runs.times.groupby(["pair", "mode"]):
                 place = _folder(into, device, str(pair), str(mode), made)
                 times = part.drop(columns=["pair", "mode"]).reset_index(drop=True)
                 write_measured(MeasuredRuns(times, runs.meta), place / "measured.parquet")
-                shutil.copyfile(folder / trace, place / "trace.parquet")
-                _provenance(place, stage, results, f"{pair}.{mode}")
-                for extra in EXTRAS.get(stage, ()):
-                    if (folder / extra).is_file():
-                        name = extra.removeprefix(f"{stage}-")
-                        shutil.copyfile(folder / extra, place / name)
+                units.add((str(pair), str(mode)))
+        for pair, mode in sorted(units):
+            place = _folder(into, device, pair, mode, made)
+            _provenance(place, stage, results, f"{pair}.{mode}")
+            if trace and (folder / trace).is_file():
+                _place_trace(folder, trace, EXTRAS.get(stage, ()), device, place)
     return list(made.values())
+
+
+def _place_trace(folder: Path, trace: str, extras: Sequence[str], device: str, place: Path) -> None:
+    """Copy a stage's trace to `place`, and the `extras` that belong to it.
+
+    Where another folder of the `device` holds the same trace, as the other mode's does, that one
+    is named instead (`traces.recordings.ELSEWHERE`): traces are most of a recording's bytes.
+    """
+    content = (folder / trace).read_bytes()
+    files = {"trace.parquet": trace, **{e.partition("-")[2]: e for e in extras}}
+    for other in sorted(place.parent.glob(f"{device}-*/trace.parquet")):
+        if other.parent != place and other.read_bytes() == content:
+            for name in files:
+                (place / name).unlink(missing_ok=True)
+            text = json.dumps({"trace": other.parent.name})
+            write_atomically(place / ELSEWHERE, text.encode())
+            return
+    for name, source in files.items():
+        if (folder / source).is_file():
+            shutil.copyfile(folder / source, place / name)
+    (place / ELSEWHERE).unlink(missing_ok=True)
 
 
 def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
@@ -79,13 +105,14 @@ def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
 
 
 def device_name(meta: dict[str, Any]) -> str:
-    """A short name for file paths: "NVIDIA H200" -> "h200".
+    """A short name for file paths: "NVIDIA H200" -> "h200", what is no measurement "-quick".
 
     >>> device_name({"device": "NVIDIA A100-SXM4-80GB"})
     'a100-sxm4-80gb'
     """
     text = str(meta.get("device", "device")).lower().removeprefix("nvidia ")
-    return re.sub(r"[^a-z0-9]+", "-", text).strip("-")[:24]
+    name = re.sub(r"[^a-z0-9]+", "-", text).strip("-")[:24]
+    return f"{name}-quick" if meta.get("quick") else name
 
 
 def _folder(into: Path, device: str, pair: str, mode: str, made: dict[str, Path]) -> Path:

@@ -11,9 +11,10 @@ from simulator.pricing import price
 from simulator.serving.groups import predict_groups
 from simulator.validation import compare, predictions
 from traces.errors import DraftsimError
-from traces.files import read_latency, read_trace
+from traces.files import read_latency
 from traces.latency import LatencyTable
 from traces.measured import read_measured
+from traces.recordings import find_trace
 from traces.replay import replay
 from traces.trace import Trace
 
@@ -21,8 +22,8 @@ from traces.trace import Trace
 def check_recording(folder: Path) -> pd.DataFrame:
     """Predicted against measured seconds of a recording, one row per policy and batch.
 
-    ``folder`` holds ``latency.parquet``, ``trace.parquet`` and ``measured.parquet``, as
-    ``python -m profiler.suite unpack`` sorts them.  Columns as of
+    ``folder`` holds ``latency.parquet``, ``measured.parquet`` and a trace, or the name of the
+    folder that does, as ``python -m profiler.suite unpack`` sorts them.  Columns as of
     `simulator.validation.compare`.
 
     Raises
@@ -30,7 +31,7 @@ def check_recording(folder: Path) -> pd.DataFrame:
     DraftsimError
         If a file is missing or damaged, or a measured policy cannot be replayed.
     """
-    latency, trace = read_latency(folder / "latency.parquet"), read_trace(folder / "trace.parquet")
+    latency, trace = read_latency(folder / "latency.parquet"), find_trace(folder)
     runs = read_measured(folder / "measured.parquet").times
     parts = []
     for batch in sorted(set(runs["batch"].tolist())):

@@ -1,0 +1,81 @@
+"""What stages of the GPU suite leave, made up: a few requests, constant latencies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from policies.registry import parse_policy
+from profiler.suite.arms import COLUMNS
+from simulator.pricing import price
+from traces.files import write_latency, write_trace
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.measured import MeasuredRuns, write_measured
+from traces.replay import replay
+from traces.synthetic import synthetic_trace
+from traces.trace import Trace
+
+MODES = ("eager", "graph")
+META: dict[str, Any] = {"device": "NVIDIA H200", "quick": False}
+POLICIES = ("autoregressive", "fixed:gamma=2", "fixed:gamma=4")
+
+
+def cells(pair: str, mode: str, *, draft: bool = True) -> list[list[Any]]:
+    """Cells of a target of 10 ms (5 ms graphed) and a draft of a tenth."""
+    target = 0.010 if mode == "eager" else 0.005
+    models = [("target", target), *([("draft", target / 10)] if draft else [])]
+    return [
+        [f"{pair}/{mode}/{name}", "forward", 1, width, context, seconds, 0.0, 3]
+        for name, seconds in models for width in (1, 9) for context in (16, 4096)
+    ]  # fmt: skip
+
+
+def write_latencies(out: Path, rows: list[list[Any]], meta: Mapping[str, Any] = META) -> None:
+    """The files of stage ``latency``."""
+    out.mkdir(parents=True, exist_ok=True)
+    table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)), dict(meta))
+    write_latency(table, out / "latency.parquet")
+    (out / "latency.json").write_text(json.dumps({"meta": meta, "units": {}}))
+
+
+def write_forced(
+    out: Path, pairs: Sequence[str], slower: Mapping[str, float] | None = None,
+    drift: float = 0.0, meta: Mapping[str, Any] = META,
+) -> Trace:  # fmt: skip
+    """The files of stage ``forced``: times as predicted, times ``1 + slower[policy]``.
+
+    ``drift`` is how much slower the anchors were than in stage ``latency``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    trace = synthetic_trace(0.7, requests=2, tokens=20, prompt_length=16, max_gamma=6, seed=3)
+    write_trace(trace, out / "forced-trace.parquet")
+    rows, units = [], {}
+    for pair in pairs:
+        for mode in MODES:
+            own = cells("", mode)
+            anchors = [
+                {"model": row[0].rpartition("/")[2], "batch": 1, "width": row[3],
+                 "context": row[4], "median_s": row[5] * (1 + drift)}
+                for row in own
+            ]  # fmt: skip
+            units[f"{pair}.{mode}.1"] = {"anchors": anchors}
+            named = [[row[0].rpartition("/")[2], *row[1:]] for row in own]
+            table = LatencyTable(pd.DataFrame(named, columns=list(CELL_COLUMNS)))
+            for name in POLICIES:
+                log = replay(trace, parse_policy(name, max_gamma=6), name=name)
+                rounds = log.per_request([1] * len(log)).astype(int)
+                for i, seconds in enumerate(price(log, table).decode_s):
+                    took = float(seconds) * (1 + (slower or {}).get(name, 0.0))
+                    rows += [
+                        [pair, mode, name, "exact", 1, True, repeat, trace.requests[i].id,
+                         took * (1 + 0.001 * repeat), int(rounds[i])]
+                        for repeat in range(3)
+                    ]  # fmt: skip
+    runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), dict(meta))
+    write_measured(runs, out / "forced-measured.parquet")
+    (out / "forced.json").write_text(json.dumps({"meta": meta, "units": units}))
+    return trace

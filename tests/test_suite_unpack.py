@@ -1,0 +1,107 @@
+"""Results of the GPU suite as recordings: one copy of a trace, found, listed and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from profiler.suite.__main__ import main
+from tests.suite_results import META, MODES, cells, write_forced, write_latencies
+from traces.errors import FileError
+from traces.recordings import (
+    ELSEWHERE,
+    find_latency,
+    find_trace,
+    folder_of,
+    recordings,
+    trace_folder,
+)
+
+PAIRS = ("llama-3.1-8b+1b", "vicuna-7b+68m")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Two pairs in both modes, and a target without a draft."""
+    rows = [row for pair in PAIRS for mode in MODES for row in cells(pair, mode)]
+    rows += [row for mode in MODES for row in cells("codellama-7b", mode, draft=False)]
+    write_latencies(tmp_path / "out" / "latency", rows)
+    write_forced(tmp_path / "out" / "forced", PAIRS)
+    into = tmp_path / "recorded"
+    for _ in range(2):  # again over what is there
+        assert main(["unpack", "--out", str(tmp_path / "out"), "--into", str(into)]) == 0
+    return into
+
+
+def test_a_trace_is_stored_once(recorded: Path) -> None:
+    assert len(list(recorded.iterdir())) == 6
+    [home] = recorded.glob("*/trace.parquet")
+    assert len(list(recorded.glob(f"*/{ELSEWHERE}"))) == 3
+    for pair in PAIRS:
+        for mode in MODES:
+            name = f"h200-{pair}-{mode}"
+            assert trace_folder(recorded / name) == home.parent
+            assert find_trace(name, recorded).tokens == find_trace(home).tokens
+            assert find_trace(recorded / name).tokens == 40
+            assert folder_of(name, recorded) == home.parent
+            assert (recorded / name / "measured.parquet").is_file()
+            assert find_latency(name, recorded).meta["mode"] == mode
+
+
+def test_recordings_say_what_they_are(recorded: Path) -> None:
+    listed = {r.name: r for r in recordings(recorded)}
+    assert len(listed) == 6
+    one = listed["h200-vicuna-7b+68m-graph"]
+    assert one.summary == (
+        "vicuna-7b+68m, graph: dictated verdicts, 2 requests, 40 tokens, NVIDIA H200"
+    )
+    assert one.file("trace").is_file()
+    assert one.file("latency").parent.name == one.name
+    alone = listed["h200-codellama-7b-eager"]
+    assert alone.summary == "codellama-7b, eager: latencies alone, NVIDIA H200"
+    with pytest.raises(FileError, match=r"codellama-7b-eager has no trace.parquet: name another"):
+        find_trace(alone.name, recorded)
+
+
+@pytest.mark.parametrize("kind", ["trace", "latency"])
+def test_names_with_dots_are_names(recorded: Path, kind: str) -> None:
+    find = {"trace": find_trace, "latency": find_latency}[kind]
+    with pytest.raises(FileError, match=r"did you mean 'h200-llama-3.1-8b[+]1b-graph'"):
+        find("h200-llama-3.1-8b+1b-grap", recorded)
+    with pytest.raises(FileError, match=r"bundle.parquet: no such file: check the path"):
+        find("bundle.parquet", recorded)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"trace": 3}', '{"trace": "../recorded"}', '{"trace": "gone"}']
+)
+def test_a_damaged_reference_is_one_line(recorded: Path, text: str) -> None:
+    path = next(recorded.glob(f"*/{ELSEWHERE}"))
+    path.write_text(text)
+    with pytest.raises(FileError, match=r"elsewhere.json: .*: unpack the recording again"):
+        find_trace(path.parent.name, recorded)
+
+
+def test_miniatures_say_so_in_their_name(tmp_path: Path) -> None:
+    quick = {**META, "quick": True}
+    write_latencies(tmp_path / "out", cells(PAIRS[0], "eager"), quick)
+    assert main(["unpack", "--out", str(tmp_path / "out"), "--into", str(tmp_path / "in")]) == 0
+    assert [f.name for f in (tmp_path / "in").iterdir()] == [f"h200-quick-{PAIRS[0]}-eager"]
+
+
+def test_another_trace_takes_the_place_of_a_reference(recorded: Path, tmp_path: Path) -> None:
+    from traces.files import write_trace
+    from traces.synthetic import synthetic_trace
+
+    out = tmp_path / "out" / "forced"
+    other = synthetic_trace(0.7, requests=2, tokens=20, prompt_length=16, max_gamma=6, seed=4)
+    write_trace(other, out / "forced-trace.parquet")
+    assert main(["unpack", "--out", str(tmp_path / "out"), "--into", str(recorded)]) == 0
+    for pair in PAIRS:
+        for mode in MODES:
+            assert find_trace(f"h200-{pair}-{mode}", recorded).meta["seed"] == 4
+    assert len(list(recorded.glob("*/trace.parquet"))) == 1
+    provenance = json.loads((recorded / f"h200-{PAIRS[0]}-eager" / "provenance.json").read_text())
+    assert set(provenance) == {"latency", "forced"}
