@@ -18,7 +18,14 @@ from policies import Fixed
 from policies.core import Round
 from profiler.architectures import ARCHITECTURES, PAIRS
 from profiler.profile import Settings
-from profiler.suite import environment, kept_pair, latency_stage, passes, trained_stage
+from profiler.suite import (
+    environment,
+    kept_pair,
+    latency_stage,
+    pair_latency,
+    passes,
+    trained_stage,
+)
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Workplace, clocks, open_workplace
 from profiler.suite.passes import Timer
@@ -246,7 +253,7 @@ def test_a_call_behind_another_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(passes.time, "perf_counter", lambda: clock[0])
     sample = Timer(torch.device("cpu"), repeats=4).behind(takes(8.0), takes(0.25))
-    assert sample == (0.25, 0.0, 4)
+    assert sample == (0.25, 0.0, 3)  # calls of seconds are not repeated more often than that
 
 
 def test_rounds_are_priced_as_the_simulator_prices_them() -> None:
@@ -297,7 +304,9 @@ def test_what_memory_or_the_model_forbids_is_named_and_left_out(
         measured._contexts(pair.target, (1024,), 64, 25, "target")
 
 
-def test_running_out_of_memory_ends_a_piece_not_the_stage(tmp_path: Path) -> None:
+def test_running_out_of_memory_ends_a_piece_not_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
     pair = PAIRS[SMALL].miniature()
     models = latency_stage.build_pair(place, pair)
@@ -305,12 +314,17 @@ def test_running_out_of_memory_ends_a_piece_not_the_stage(tmp_path: Path) -> Non
         place, pair, "eager", models, latency_stage.Grids(True), float("inf")
     )
 
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    real = pair_latency.host_cells
 
-    measured.batch = full  # type: ignore[method-assign]
+    def full(*args: Any, batch: int, **kwargs: Any) -> Any:
+        if batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, batch=batch, **kwargs)
+
+    monkeypatch.setattr(pair_latency, "host_cells", full)
     measured.run()
-    assert "batch 4 and the host: out of memory" in measured.skipped
+    assert measured.skipped == ["the host at batch 4: out of memory"]
+    assert not measured.unfinished
     assert any(row[1] == "host_round" for row in measured.cells)
 
 

@@ -21,7 +21,7 @@ from profiler.architectures import PAIRS, Architecture
 from profiler.profile import Settings
 from profiler.suite import arms, forced_stage, kept_pair, latency_stage, pair_latency, recording
 from profiler.suite.__main__ import SECONDS, main
-from profiler.suite.arms import ARMS, COLUMNS, sweeps
+from profiler.suite.arms import ARMS, COLUMNS, MORE_ARMS, sweeps
 from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, open_workplace
 from profiler.suite.grids import Grids
 from profiler.suite.pair_latency import PairMeasurement
@@ -92,7 +92,8 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     (tmp_path / "latency.json").write_text(json.dumps(kept, indent=1))
     trace = forced_stage.forced_trace(False)
     write_trace(trace, tmp_path / "forced-trace.parquet")
-    runs = len(PAIRS) * len(MODES) * 3 * forced_stage.REPEATS * len(ARMS) * len(trace.requests)
+    policies = len(ARMS) + len(MORE_ARMS)
+    runs = len(PAIRS) * len(MODES) * 3 * forced_stage.REPEATS * policies * len(trace.requests)
     measured = [["llama-3.1-8b+1b", "eager", ARMS[5], "exact", 1, True, 0, f"r{i}", i * 1e-7, i]
                 for i in range(runs)]  # fmt: skip
     write_measured(
@@ -149,19 +150,19 @@ def swept(clock: Clock, left: float = 1e9) -> list[Any]:
 
 
 def test_sweeps_stop_between_any_two_runs() -> None:
-    # Six runs warm up and six make a sweep.
+    # One run warms up and six make a sweep.
     assert len(swept(Clock(100))) == 18
-    clock = Clock(20)
+    clock = Clock(15)
     assert len(swept(clock)) == 12  # the third sweep was begun, and is dropped
-    assert clock.now == 20
-    clock = Clock(40)
-    rows = swept(clock, left=11)  # five seconds are left, of which a group takes two
-    assert [row[2] for row in rows] == [0, 0, 1, 1]
-    clock = Clock(11)
+    assert clock.now == 15
+    # Of the ten seconds that are left a group takes two, in each of three repeats.
+    rows = swept(Clock(40), left=11)
+    assert [row[1:3] for row in rows] == [(repeat, 0) for repeat in (0, 0, 1, 1, 2, 2)]
+    clock = Clock(2)
     with pytest.raises(NoTimeError):
         swept(clock)
-    assert clock.now == 11
-    assert len(swept(Clock(100), left=17)) == 6  # no time for a second sweep
+    assert clock.now == 2
+    assert len(swept(Clock(100), left=1)) == 4  # two repeats, whatever the share
 
 
 def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
@@ -170,13 +171,12 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
     done: list[str] = []
     real = forced_stage._unit
 
-    def unit(place: Workplace, pair: Any, models: Any, trace: Any, mode: str, batch: int,
-             share: float) -> Any:  # fmt: skip
+    def unit(place: Workplace, unit: forced_stage.Unit, *rest: Any) -> Any:
         if len(done) == 2:
             done.append("late")
             monkeypatch.setattr(Workplace, "left", property(lambda self: -1.0))
-        result = real(place, pair, models, trace, mode, batch, share)
-        done.append(f"{mode}.{batch}")
+        result = real(place, unit, *rest)
+        done.append(f"{unit.mode}.{unit.batch}")
         return result
 
     monkeypatch.setattr(forced_stage, "_unit", unit)
@@ -201,12 +201,12 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
     done: list[str] = []
     real = forced_stage._unit
 
-    def unit(place: Workplace, pair: Any, models: Any, trace: Any, mode: str, *rest: Any) -> Any:
+    def unit(place: Workplace, unit: forced_stage.Unit, *rest: Any) -> Any:
         if len(done) == 1:
             done.append("killed")
             raise KeyboardInterrupt
-        done.append(f"{mode}.{rest[0]}")
-        return real(place, pair, models, trace, mode, *rest)
+        done.append(f"{unit.mode}.{unit.batch}")
+        return real(place, unit, *rest)
 
     monkeypatch.setattr(forced_stage, "_unit", unit)
     with pytest.raises(KeyboardInterrupt):
@@ -229,10 +229,8 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_pieces(
     monkeypatch.setattr(pair_latency, "host_cells", late)
     latency_stage.run_latency(place, [SMALL])
     first = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
-    assert first["unfinished"] == ["the host at batch 1", "batch 4 and the host"]
+    assert first["unfinished"] == ["the host at batch 1", "the host at batch 4"]
     before = read_latency(place.out / "latency.parquet").cells
-    # A piece that time cut in two left nothing: another run measures all of it.
-    assert not (before["batch"] == 4).any()
     monkeypatch.setattr(pair_latency, "host_cells", real)
     latency_stage.run_latency(place, [SMALL])
     unit = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
@@ -240,22 +238,34 @@ def test_a_latency_stage_out_of_time_goes_on_with_its_pieces(
     assert not [text for text in unit["skipped"] if "time" in text]
     after = read_latency(place.out / "latency.parquet").cells
     assert set(after["phase"]) >= {"host_round", "signal"}
-    assert (after["batch"] == 4).any()
+    assert set(after[after["phase"] == "host_round"]["batch"]) == {1, 4}
     kept = after.merge(before, on=list(before.columns))
     assert len(kept) == len(before)
     assert not place.work.exists()
 
 
-def test_pieces_after_the_deadline_are_left(place: Workplace) -> None:
+def test_pieces_after_the_deadline_are_left(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = latency_stage.build_pair(place, PAIRS[SMALL].miniature())
     args = place, PAIRS[SMALL].miniature(), "eager", models, Grids(True)
     measured = PairMeasurement(*args, float("-inf"))
     measured.run()
-    assert not measured.cells
-    assert len(measured.unfinished) == len(measured.skipped) > 5
-    again = PairMeasurement(*args, float("-inf"), measured.unit())
+    # What every prediction needs is measured all the same.
+    assert {tuple(row[:3]) for row in measured.cells} >= {
+        ("target", "forward", 1), ("draft", "catch_up", 1), ("target", "host_round", 1)
+    }  # fmt: skip
+    assert {row[2] for row in measured.cells} == {1}
+    assert len(measured.unfinished) > 5
+    monkeypatch.setattr(Workplace, "left", property(lambda self: -1.0))
+    none = PairMeasurement(*args, float("inf"))
+    none.run()
+    assert not none.cells
+    before = none.unit()
+    assert before["skipped"] == [f"{name}: no time left" for name in none.unfinished]
+    again = PairMeasurement(*args, float("inf"), before)
     again.run()
-    assert again.skipped == measured.skipped
+    assert again.unit() == before
 
 
 def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(

@@ -13,12 +13,26 @@ from traces.trace import Trace
 
 ARMS = (
     "autoregressive", "fixed:gamma=4", "fixed:gamma=2", "fixed:gamma=8", "confidence",
-    "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
-    "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
+    "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd", "svip", "adaedl",
+    "draft-and-verify", "oracle",
 )  # fmt: skip
-"""Every policy family, plain decoding, and fixed lengths as control."""
+"""Plain decoding, fixed lengths as control, and the policies of the papers."""
+
+MORE_ARMS = (
+    "specdec-pp", "disco", "rate-optimal", "ucb", "exp3", "bild",
+    "confidence:roc_update=in_call", "hf-heuristic:full_accept_means=budget",
+)  # fmt: skip
+"""The other policies that decide for one sequence at a time, as long as the time holds.
+
+Those for whole batches (`policies.batch.BatchPolicy`) are not among them: they choose one
+length for all sequences of an engine, from its own costs, and are held against served batches.
+"""
 
 QUICK_ARMS = ("autoregressive", "fixed:gamma=3", "svip")
+MORE_QUICK_ARMS = ("ucb",)
+
+LEAST_REPEATS = 2
+"""From one repeat alone nobody can tell a difference from chance."""
 
 COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 """Columns of the suite's measured runs."""
@@ -26,7 +40,15 @@ COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 
 def arms_of(trace: Trace, quick: bool) -> list[Arm]:
     """The arms, their maxima lowered to what the trace holds."""
-    names = QUICK_ARMS if quick else ARMS
+    return _arms(QUICK_ARMS if quick else ARMS, trace)
+
+
+def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
+    """The arms that come after those of `arms_of`."""
+    return _arms(MORE_QUICK_ARMS if quick else MORE_ARMS, trace)
+
+
+def _arms(names: Sequence[str], trace: Trace) -> list[Arm]:
     return [Arm(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
 
 
@@ -38,14 +60,16 @@ def sweeps(
     repeats: int,
     left: Callable[[], float],
     check_time: Callable[[], None],
-    warm: int | None = None,
+    warm: int = 1,
+    needed: int | None = None,
 ) -> list[tuple[str, int, Any, float, int]]:
     """Run every arm on every group, `repeats` times, in rotated order.
 
-    Stops before a sweep that the time `left` does not hold, and within one when `check_time`,
-    asked before every run, raises NoTimeError; a sweep is whole or not kept.  The sweep before
-    the first warms up, on the first `warm` groups (all by default); from its time follows how
-    many of the groups, the first at least, are run.
+    The first `warm` arms run once beforehand, untimed.  Then every arm runs on the first group.
+    From that time follows what the time `left` holds: arms beyond the first `needed` (all by
+    default), and groups beyond the first, as many as can be run `repeats` times.  Fewer repeats
+    than that are made if they take longer than expected, but LEAST_REPEATS until `check_time`,
+    asked before every run, raises NoTimeError.  A sweep is whole or not kept.
 
     Returns
     -------
@@ -54,29 +78,35 @@ def sweeps(
     Raises
     ------
     NoTimeError
-        If there was no time for a single sweep.
+        If there was no time for every needed arm to run once.
     """
+    for arm in arms[:warm]:
+        check_time()
+        run(arm, groups[0])
     rows: list[tuple[str, int, Any, float, int]] = []
-    longest = 0.0
-    for repeat in range(-1, repeats):
-        before, sweep = left(), []
-        if repeat > 0 and before < longest:
+    whole = left()
+    for k, arm in enumerate(arms):
+        spent = whole - left()
+        if needed is not None and k >= max(1, needed) and (k + 1) * repeats * spent / k > whole:
             break
-        for i, group in enumerate(groups if repeat >= 0 or warm is None else groups[:warm]):
-            for k in range(len(arms)):
-                arm = arms[(k + i + repeat) % len(arms)]
-                try:
+        check_time()
+        rows.append((arm.name, 0, groups[0], *run(arm, groups[0])))
+    arms, took = arms[: len(rows)], whole - left()
+    if took > 0:
+        groups = groups[: max(1, int(whole / (took * repeats)))]
+    longest = 0.0
+    try:
+        for repeat in range(repeats):
+            before, sweep = left(), []
+            if repeat >= LEAST_REPEATS and before < longest:
+                break
+            for i, group in enumerate(groups if repeat else groups[1:], 0 if repeat else 1):
+                for k in range(len(arms)):
+                    arm = arms[(k + i + repeat) % len(arms)]
                     check_time()
-                except NoTimeError:
-                    if rows:
-                        return rows
-                    raise
-                sweep.append((arm.name, repeat, group, *run(arm, group)))
-        took = before - left()
-        if repeat >= 0:
+                    sweep.append((arm.name, repeat, group, *run(arm, group)))
             rows += sweep
-            longest = max(longest, took)
-        elif took > 0:
-            warmed = len(groups) if warm is None else min(warm, len(groups))
-            groups = groups[: max(1, int(left() / took * warmed))]
+            longest = max(longest, before - left() + (0 if repeat else took))
+    except NoTimeError:
+        pass  # what was run as a whole stands
     return rows

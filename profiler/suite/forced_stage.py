@@ -2,15 +2,18 @@
 
 The models run for real and decide nothing, so what is tested is the cost model alone, on
 real architectures with random weights.  Writes ``forced-trace.parquet``, the recording that
-dictates, ``forced-measured.parquet``, a row per run, and ``forced.json``.  What the time does
-not hold goes on in another run.
+dictates, ``forced-measured.parquet``, a row per run, and ``forced.json``.  Every pair runs
+alone before any runs in batches.  What the time does not hold, or holds only once, is named
+and goes on in another run.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -19,9 +22,9 @@ from profiler.architectures import PairShape
 from profiler.graphs import GraphRunner, Shape
 from profiler.runner import Runner
 from profiler.spotcheck import Arm
-from profiler.suite.arms import COLUMNS, arms_of, sweeps
+from profiler.suite.arms import COLUMNS, LEAST_REPEATS, arms_of, more_arms_of, sweeps
 from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, write_results
-from profiler.suite.latency_stage import build_or_none, chosen_pairs
+from profiler.suite.latency_stage import build_or_none, chosen_pairs, unfinished
 from profiler.suite.passes import EAGER, GRAPH, Timer, fill, forward_call, make_runner
 from profiler.suite.rounds import run_group, run_single
 from traces.errors import DraftsimError
@@ -34,16 +37,39 @@ REPEATS = 3
 
 
 def forced_trace(quick: bool) -> Trace:
-    """The dictating recording: easy and hard stretches, calibrated signals, full tails."""
+    """The dictating recording: easy and hard stretches, calibrated signals, full tails.
+
+    Its requests are short and many: where time is short a second repeat says more than a
+    longer run, and where it is not, another request does.
+    """
     return synthetic_trace(
         Bursty(0.9, 0.4, 20.0, 10.0),
         requests=4 if quick else 16,
-        tokens=12 if quick else 64,
+        tokens=12 if quick else 32,
         prompt_length=16 if quick else 128,
         max_gamma=24,
         concentration=3.0,
         seed=6,
     )
+
+
+class Unit(NamedTuple):
+    """Runs that are interleaved: of one pair, in one mode, at one batch size."""
+
+    pair: PairShape
+    mode: str
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """What it is filed under."""
+        return f"{self.pair.name}.{self.mode}.{self.batch}"
+
+    @property
+    def cost(self) -> float:
+        """What it takes, relative to others: layers are launched, or captured, one by one."""
+        layers = self.pair.target.layers + 2 * (self.pair.draft.layers if self.pair.draft else 0)
+        return layers * (2.0 if self.mode == EAGER else 1.5) * (1 + 0.3 * math.log2(self.batch))
 
 
 def run_forced(place: Workplace, pairs: Sequence[str] | None = None) -> None:
@@ -54,105 +80,138 @@ def run_forced(place: Workplace, pairs: Sequence[str] | None = None) -> None:
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
-    batches = (1, 4) if place.quick else (1, 4, 16)
     # Single streams first: they answer the most, and a late stop then costs the least.
-    order = [(mode, batch) for batch in batches for mode in (GRAPH, EAGER)]
+    turns = ((1,), (4,)) if place.quick else ((1,), (4, 16))
+    batches = [batch for turn in turns for batch in turn]
     ledger = Ledger(place, "forced", {"pairs": [p.name for p in chosen], "batches": batches})
-    left_out: list[str] = []
-    late: list[str] = []
+    left_out: dict[str, str] = {}
+    late: dict[str, str] = {}
     before = clocks(place.device)
-    for i, pair in enumerate(chosen):
-        units = [(f"{pair.name}.{mode}.{batch}", mode, batch) for mode, batch in order]
-        missing = [unit for unit in units if ledger.get(unit[0]) is None]
-        if not missing:
-            continue
-        if (why := place.lacks_memory(pair)) is not None:
-            left_out.append(why)
-            place.say(why)
-            continue
-        end = time.monotonic() + place.left / (len(chosen) - i)
+    todo = [
+        Unit(pair, mode, batch)
+        for turn in turns for pair in chosen for batch in turn for mode in (GRAPH, EAGER)
+    ]  # fmt: skip
+    todo = [unit for unit in todo if unfinished(ledger.get(unit.name))]
+
+    def notes() -> list[str]:
+        return [*left_out.values(), *(f"{name}: {why}" for name, why in late.items())]
+
+    # The weights are built once for a pair's batch 1, and once for its batches.
+    for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
+        units = list(some)
         if place.left <= 0:
-            late += [name for name, *_ in missing]
+            late.update({unit.name: "no time left" for unit in units})
             continue
-        models = build_or_none(place, pair, left_out)
+        models = None if name in left_out else _models(place, units[0].pair, left_out)
         if models is None:
             continue
-        for k, (name, mode, batch) in enumerate(missing):
-            share = (end - time.monotonic()) / (len(missing) - k)
-            if share < 1 and not place.quick:
-                late.append(name)
-                continue
+        for unit in units:
+            rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in left_out)
             try:
-                ledger.put(name, _unit(place, pair, models, trace, mode, batch, share))
-                place.say(f"{name}: {len(ledger.units[name]['rows'])} runs")
+                done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
+                ledger.put(unit.name, done)
+                if unfinished(done):
+                    late[unit.name] = "time for one repeat only"
+                place.say(
+                    f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
+                    f"{done['groups']} groups"
+                )
             except NoTimeError:
-                late.append(name)
+                late[unit.name] = "no time left"
             except torch.OutOfMemoryError:
-                left_out.append(f"{name}: out of memory: the smaller batches were run")
+                left_out[unit.name] = f"{unit.name}: out of memory: the smaller batches were run"
             except RuntimeError as error:
-                left_out.append(f"{name}: {str(error).splitlines()[0]}")
+                left_out[unit.name] = f"{unit.name}: {str(error).splitlines()[0]}"
             place.release()
-            _write(place, ledger, left_out, before)
+            _write(place, ledger, notes(), before)
         del models
         place.release()
-    left_out += [f"{name}: no time left" for name in late]
     if not ledger.units:
-        raise DraftsimError("nothing was run: " + "; ".join(left_out))
-    _write(place, ledger, left_out, before)
-    ledger.close(late)
+        raise DraftsimError("nothing was run: " + "; ".join(notes()))
+    _write(place, ledger, notes(), before)
+    if late:
+        place.say(f"left: {', '.join(late)}; --pairs gives one pair all the time")
+    ledger.close(list(late))
+
+
+def _models(place: Workplace, pair: PairShape, left_out: dict[str, str]) -> tuple[Any, Any] | None:
+    """Target and draft; None, and why in `left_out`, where the memory is too small."""
+    notes: list[str] = []
+    if (why := place.lacks_memory(pair)) is not None:
+        notes.append(why)
+        place.say(why)
+    models = None if notes else build_or_none(place, pair, notes)
+    if notes:
+        left_out[pair.name] = notes[0]
+    return models
 
 
 def _unit(
-    place: Workplace, pair: PairShape, models: tuple[Any, Any], trace: Trace, mode: str,
-    batch: int, share: float,
-) -> dict[str, Any]:  # fmt: skip
-    """All arms of one pair, mode and batch, interleaved."""
+    place: Workplace, unit: Unit, models: tuple[Any, Any], trace: Trace, share: float
+) -> dict[str, Any]:
+    """All arms of a unit, interleaved, within a `share` of the time, seconds, if they can be."""
     begin = time.monotonic()
-    info = trace.requests[0]
+    batch, info = unit.batch, trace.requests[0]
     slots = info.prompt_length + info.max_new_tokens
-    target, draft = (make_runner(mode, model, slots, batch) for model in models)
+    target, draft = (make_runner(unit.mode, model, slots, batch) for model in models)
     fill(target)
     fill(draft)
     state = clocks(place.device)
     anchors = _anchors(place, target, draft, batch)
     if batch == 1:
-        prepare(target, draft, slots, trace.max_gamma or 1, place.check_time)
-    # One group of a batch, or a few requests one by one.
-    groups = [range(i, i + batch) for i in range(0, 2 * batch if batch == 1 else batch, batch)]
+        prepare(
+            target, draft, slots, trace.max_gamma or 1, place.check_time, info.prompt_length + 1
+        )
+    count = len(trace.requests) // batch * batch
+    groups = [range(i, i + batch) for i in range(0, count, batch)]
 
-    def run(arm: Arm, group: range) -> tuple[float, int]:
+    def once(arm: Arm, group: range) -> tuple[float, int]:
         if batch == 1:
             seconds, log = run_single(target, draft, trace, group[0], arm.policy)
             return seconds, len(log)
         seconds, many = run_group(target, draft, trace, group, arm.policy)
         return seconds, len(many)
 
+    def run(arm: Arm, group: range) -> tuple[float, int]:
+        # A run that met a shape for the first time captured it: the next one does not.
+        captured = -1
+        while captured != (now := sum(getattr(r, "captured", 0) for r in (target, draft))):
+            captured, result = now, once(arm, group)
+        return result
+
+    arms = arms_of(trace, place.quick)
     rows = sweeps(
-        arms_of(trace, place.quick), groups, run, repeats=2 if place.quick else REPEATS,
+        [*arms, *more_arms_of(trace, place.quick)], groups, run,
+        repeats=LEAST_REPEATS if place.quick else REPEATS, needed=len(arms),
         left=lambda: begin + share - time.monotonic(), check_time=place.check_time,
-        warm=1 if batch == 1 else None,
     )  # fmt: skip
+    repeats = len({repeat for _, repeat, *_ in rows})
     return {
         "rows": [
-            [pair.name, mode, name, "exact", batch, True, repeat, trace.requests[group[0]].id,
-             seconds, rounds]
+            [unit.pair.name, unit.mode, name, "exact", batch, True, repeat,
+             trace.requests[group[0]].id, seconds, rounds]
             for name, repeat, group, seconds, rounds in rows
         ],
+        "repeats": repeats,
+        "groups": len({group for _, _, group, *_ in rows}),
+        "unfinished": repeats < LEAST_REPEATS,
         "anchors": anchors,
         "clocks": [state, clocks(place.device)],
     }  # fmt: skip
 
 
 def prepare(
-    target: Runner, draft: Runner, slots: int, max_gamma: int, check_time: Callable[[], None]
-) -> None:
+    target: Runner, draft: Runner, slots: int, max_gamma: int, check_time: Callable[[], None],
+    shortest: int = 1,
+) -> None:  # fmt: skip
     """Capture every shape that a single stream can need, before anything is timed.
 
-    `check_time` is asked before every capture of the target's.
+    Passes see `shortest` tokens or more.  `check_time` is asked before every capture of the
+    target's.
     """
     if not (isinstance(target, GraphRunner) and isinstance(draft, GraphRunner)):
         return
-    stops = sorted({target.bucket(stop) for stop in range(1, slots + 1, target.granularity)})
+    stops = sorted({target.bucket(stop) for stop in range(shortest, slots + 1, target.granularity)})
     stops = sorted({*stops, target.bucket(slots)})
     for width in range(1, max_gamma + 2):
         check_time()

@@ -19,9 +19,13 @@ from profiler.suite.environment import Ledger, Workplace, clocks, write_results
 from profiler.suite.grids import Grids
 from profiler.suite.pair_latency import PairMeasurement
 from profiler.suite.passes import MODES
+from profiler.suite.pieces import RANKS
 from traces.errors import DraftsimError
 from traces.files import write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
+
+UNPAIRED = 0.4
+"""What a target without a draft is given of a pair's time: no policy is predicted from it."""
 
 
 def run_latency(place: Workplace, pairs: Sequence[str] | None = None) -> None:
@@ -37,7 +41,7 @@ def run_latency(place: Workplace, pairs: Sequence[str] | None = None) -> None:
     units = {p.name: [f"{p.name}.{mode}" for mode in MODES] for p in chosen}
     todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
     for i, pair in enumerate(todo):
-        share = place.left / (len(todo) - i)
+        share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
         if place.left < (0 if place.quick else 10):
             notes.append(f"{pair.name}: no time left")
             late.append(pair.name)
@@ -95,27 +99,46 @@ def build_or_none(place: Workplace, pair: PairShape, notes: list[str]) -> tuple[
     return models
 
 
+def weight(pair: PairShape) -> float:
+    """What measuring a pair takes, relative to others.
+
+    Layers set the time of an eager pass and of a capture, parameters that of a graphed pass;
+    whole rounds run the draft several times; and the smallest passes are run more often.
+    """
+    layers = pair.target.layers + 2 * (pair.draft.layers if pair.draft else 0)
+    cost = 10 + layers + pair.parameters / 1e9
+    return cost if pair.draft else UNPAIRED * cost
+
+
 def _measure_pair(
     place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger
 ) -> None:
+    """Both modes, rank by rank: neither is complete before the other has what is needed."""
     begin = time.monotonic()
-    for k, mode in enumerate(MODES):
-        name = f"{pair.name}.{mode}"
-        kept = ledger.get(name)
-        if not unfinished(kept):
-            continue
-        rest = begin + share - time.monotonic()
-        deadline = time.monotonic() + rest / (len(MODES) - k)
-        measured = PairMeasurement(place, pair, mode, models, Grids(place.quick), deadline, kept)
-        state = clocks(place.device)
-        measured.run()
-        unit = {
-            **measured.unit(), "clocks": [state, clocks(place.device)],
-            "seconds": time.monotonic() - begin,
-        }  # fmt: skip
-        ledger.put(name, unit)
-        off = 100 * unit["random_error"].get("median", float("nan"))
-        place.say(f"{name}: {len(measured.cells)} cells, {off:.1f} % off at points at random")
+    grids = Grids(place.quick)
+    modes = {
+        mode: PairMeasurement(place, pair, mode, models, grids, begin + share, kept)
+        for mode in MODES if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
+    }  # fmt: skip
+    before = {mode: clocks(place.device) for mode in modes}
+    spent = dict.fromkeys(modes, 0.0)
+    for rank in RANKS:
+        for k, (mode, measured) in enumerate(modes.items()):
+            now = time.monotonic()
+            measured.deadline = now + (begin + share - now) / (len(modes) - k)
+            measured.run(rank)
+            spent[mode] += time.monotonic() - now
+            state = [before[mode], clocks(place.device)]
+            unit = {**measured.unit(), "clocks": state, "seconds": spent[mode]}
+            ledger.put(f"{pair.name}.{mode}", unit)
+    for mode, measured in modes.items():
+        off = 100 * measured.unit()["random_error"].get("median", float("nan"))
+        left = measured.unfinished
+        cut = f"; not in time: {', '.join(left)}" if left else ""
+        place.say(
+            f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f} % off at points at "
+            f"random{cut}"
+        )
 
 
 def _write(place: Workplace, ledger: Ledger, notes: Sequence[str], before: dict[str, str]) -> None:

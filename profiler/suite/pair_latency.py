@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.grids import Grids
 from profiler.suite.layers import layer_cells
 from profiler.suite.memory import fitting_contexts
+from profiler.suite.pass_grids import Passes, PassGrid, read_again, reading_errors
 from profiler.suite.passes import (
     Timer,
     cell,
@@ -25,12 +26,10 @@ from profiler.suite.passes import (
     prefill_cells,
     table_of,
 )
-from profiler.suite.points import Point, Refiner, error_summary, held_out
+from profiler.suite.pieces import BATCHED, SINGLE, WANTED, Piece
+from profiler.suite.points import Point, error_summary, held_out
 from profiler.suite.rounds import host_cells
 from traces.errors import DraftsimError
-
-Measure = Callable[[Point], list[Any]]
-"""Times the pass at a point: its row of `traces.latency.CELL_COLUMNS`."""
 
 FINDINGS = ("cells", "held_out", "parts", "skipped", "drift")
 NO_TIME = ": no time left"
@@ -38,13 +37,17 @@ NO_TIME = ": no time left"
 TOLERANCE = 0.02
 """Interpolation error that a gap between grid points may have."""
 
+FINER_SHARE = 0.15
+"""Part of the time left that refining one grid may take: noise alone keeps it going."""
+
 
 class PairMeasurement:
     """Everything measured of one pair in one mode, in order of importance.
 
-    Each piece adds to `cells`; a piece that does not fit in memory or time is left out and
-    named in `skipped`, those that time left out in `unfinished` too.  With ``kept``, the `unit`
-    of an earlier run, only the latter are measured.
+    Each piece adds to `cells`.  One that fails, for want of memory say, is named in `skipped`;
+    those not measured, or not wholly, for want of time are `unfinished`.  With ``kept``, the
+    `unit` of an earlier run, only the latter are measured.  Pieces of rank SINGLE are measured
+    whatever the `deadline` of the pair, until the stage's own time is spent.
     """
 
     def __init__(
@@ -61,100 +64,138 @@ class PairMeasurement:
             list(before.get(name, ())) for name in FINDINGS
         )
         self.skipped[:] = [text for text in self.skipped if not text.endswith(NO_TIME)]
-        self.unfinished: list[str] = []
-        self._piece = ""
-        self._wanted: list[str] | None = before.get("unfinished")
+        wanted = before.get("unfinished")
+        self._left = [p for p in self._pieces() if wanted is None or p.name in wanted]
+        self._now: Piece | None = None
+        self._took: dict[str, float] = {}
 
     @property
     def late(self) -> bool:
         """Whether this pair's share of the time is spent."""
-        return time.monotonic() > self.deadline
+        return time.monotonic() > self.deadline or self.place.left <= 0
 
-    def run(self) -> None:
-        """All pieces; what remains when time is up is named in `skipped`."""
-        names = [name for name, model in self.models.items() if model is not None]
-        pieces: list[tuple[str, Callable[[], None]]] = [
-            *((f"{n}, batch 1", partial(self.single, n)) for n in names),
-            *((f"{n}, layer by layer", partial(self.layers, n)) for n in names),
-        ]
-        if len(names) == 2:
-            pieces += [
-                (f"batch {b} and the host", partial(self.batch, b))
-                for b in self.grids.batches if b in self.grids.host_batches
-            ]  # fmt: skip
-            pieces[2:2] = [
-                ("first draft passes, batch 1", partial(self.first_passes, 1)),
-                ("the host at batch 1", partial(self.host, 1)),
-            ]
-        hosted = self.grids.host_batches if len(names) == 2 else ()
-        pieces += [
-            (f"batch {b}", partial(self.batch, b))
-            for b in self.grids.batches if b not in hosted
-        ]  # fmt: skip
-        pieces += [
-            (f"between, batch {b}", partial(self.batch, b, check=True)) for b in self.grids.between
-        ]
-        for name, piece in pieces:
-            if self._wanted is not None and name not in self._wanted:
-                continue
-            if self.late:
-                self._leave(name)
-                continue
-            self._piece, held = name, [len(some) for some in self._all]
+    @property
+    def unfinished(self) -> list[str]:
+        """Pieces that are yet to be measured."""
+        return [piece.name for piece in self._left]
+
+    def run(self, rank: int | None = None) -> None:
+        """Every piece that is left, or those of one rank, as far as the time goes."""
+        for piece in [p for p in self._left if rank in (None, p.rank)]:
+            self._now, held = piece, [len(some) for some in self._all]
+            begin = time.monotonic()
             try:
-                piece()
+                # What its like took at a smaller batch is the least that it takes.
+                self._check(self._took.get(piece.kind, 0.0))
+                piece.run()
+                self._left.remove(piece)
+                self._took[piece.kind] = time.monotonic() - begin
             except NoTimeError:
                 for some, count in zip(self._all, held, strict=True):
                     del some[count:]  # another run measures the piece as a whole
-                self._leave(name)
             except torch.OutOfMemoryError:
-                self.skipped.append(f"{name}: out of memory")
+                self._fail(piece, "out of memory")
             except (DraftsimError, RuntimeError) as error:
                 # A driver's error ends this piece; what was measured before it is kept.
-                self.skipped.append(f"{name}: {str(error).splitlines()[0]}")
+                self._fail(piece, str(error).splitlines()[0])
             self.place.release()
 
-    def _leave(self, name: str) -> None:
-        self.skipped.append(name + NO_TIME)
-        self.unfinished.append(name)
+    def _fail(self, piece: Piece, why: str) -> None:
+        self.skipped.append(f"{piece.name}: {why}")
+        self._left.remove(piece)
 
-    def single(self, name: str) -> None:
-        """Batch 1: prefill, the adaptive grid, and what happens to the logits."""
-        grids, shape = self.grids, self._shape(name)
-        widths = grids.widths if name == "target" else (1, 2)
-        contexts = self._contexts(shape, grids.contexts, 1, max(widths), name)
-        runner = self._runner(name, max(contexts) + max(widths), 1)
-        lengths = [n for n in grids.prompts if n <= runner.cache.slots]
-        self.cells += prefill_cells(runner, name, lengths, self.timer)
-        fill(runner)
-        samples = self._refined(
-            f"{name}, batch 1", widths, contexts, partial(self._forward, runner, name, 1)
-        )
-        first = Point(widths[0], contexts[0])
-        self.drift.append(self._forward(runner, name, 1, first)[5] / samples[first][5] - 1)
-        self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
+    def _check(self, ahead: float = 0.0) -> None:
+        """Raise NoTimeError once the piece under way has no time any more, or not so long."""
+        self.place.check_time()
+        late = self.late or time.monotonic() + ahead > self.deadline
+        if late and self._now is not None and self._now.rank != SINGLE:
+            raise NoTimeError("no time left")
 
-    def first_passes(self, batch: int) -> None:
-        """Draft passes behind the target's, over the tokens that the draft has yet to see."""
-        grids, shape = self.grids, self._shape("draft")
-        target = self._runner("target", grids.loop_prompt + 1, batch)
-        fill(target)
-        widths = grids.first_widths if batch == 1 else grids.first_widths[:2]
-        contexts = self._contexts(shape, grids.contexts, batch, max(widths), "draft")
-        runner = self._runner("draft", max(contexts) + max(widths), batch)
-        fill(runner)
-        before = forward_call(target, batch, 1, grids.loop_prompt, drafts=False)
+    def _pieces(self) -> list[Piece]:
+        grids = self.grids
+        names = [name for name, model in self.models.items() if model is not None]
+        paired = len(names) == 2
+        hosted = [b for b in grids.host_batches if paired and (b == 1 or b in grids.batches)]
 
-        def measure(at: Point) -> list[Any]:
-            run = forward_call(runner, batch, *at, drafts=True)
-            return cell(
-                "draft", "catch_up", batch, at.width, at.context, self.timer.behind(before, run)
-            )
+        def at(batch: int, rank: int) -> list[Piece]:
+            found = [Piece(f"{n}, batch {batch}", rank, partial(self.coarse, n, batch))
+                     for n in names]  # fmt: skip
+            if paired:
+                name = f"first draft passes, batch {batch}"
+                first = partial(self.coarse, "draft", batch, "catch_up")
+                found.append(Piece(name, rank, first))
+            if batch in hosted:
+                run = partial(self.host, batch)
+                found.append(Piece(f"the host at batch {batch}", rank, run))
+            return found
 
-        if batch == 1:
-            self._refined("first draft passes, batch 1", widths, contexts, measure)
-        else:
-            self.cells += self._lines(widths, contexts, measure)
+        def finer(*of: Passes) -> list[Piece]:
+            return [
+                Piece(f"finer: {o.model}, {o.phase}, batch {o.batch}", WANTED,
+                      partial(self.finer, o)) for o in of
+            ]  # fmt: skip
+
+        def between(batch: int) -> Piece:
+            return Piece(f"between, batch {batch}", WANTED, partial(self.between, batch))
+
+        layers = [
+            Piece(f"{n}, layer by layer", WANTED if paired else BATCHED, partial(self.layers, n))
+            for n in names
+        ]
+        first = [Passes("draft", "catch_up", 1)] if paired else []
+        pieces = at(1, SINGLE)
+        pieces += [piece for b in grids.batches if b in hosted for piece in at(b, BATCHED)]
+        pieces += layers + finer(*first, *(Passes(n, "forward", 1) for n in names))
+        pieces += [piece for b in grids.batches if b not in hosted for piece in at(b, WANTED)]
+        pieces += [between(b) for b in grids.between]
+        pieces += finer(*(Passes("target", "forward", b) for b in grids.batches))
+        return pieces
+
+    def coarse(self, name: str, batch: int, phase: str = "forward") -> None:
+        """The coarse grid, and points at random within it; at batch 1 prompts and choices too."""
+        grids, alone = self.grids, batch == 1 and phase == "forward"
+        of = Passes(name, phase, batch)
+        grid, runner = self._grid(of)
+        if alone:
+            lengths = [n for n in grids.prompts if n <= runner.cache.slots]
+            self.cells += prefill_cells(runner, name, lengths, self.timer)
+            fill(runner)
+        rows = grid.coarse(self._check)
+        self.cells += rows
+        self.held_out += grid.at_random(grids.random_points, self._check)
+        if alone:
+            first = rows[0]
+            self.drift.append(grid.measure(Point(first[3], first[4]))[5] / first[5] - 1)
+            self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
+
+    def finer(self, of: Passes) -> None:
+        """As many points more as interpolation needs, or the time allows."""
+        if not self._has(of):
+            self._lacks(of)
+        grid, _ = self._grid(of)
+        until = time.monotonic() + FINER_SHARE * (self.deadline - time.monotonic())
+        rows, middles, unchecked = grid.finer(lambda: self.late or time.monotonic() > until)
+        self.cells += rows
+        self.held_out += middles
+        if unchecked:
+            assert self._now is not None
+            # What was found is kept, and another run goes on from there.
+            self._left.append(self._now)
+
+    def between(self, batch: int) -> None:
+        """Points between two batch sizes: held out, or a grid of their own if they are missed."""
+        for name, model in self.models.items():
+            if model is None:
+                continue
+            grid, _ = self._grid(Passes(name, "forward", batch))
+            few = grid.coarse(self._check, grid.contexts[:2])
+            errors = reading_errors(few, [c for c in self.cells if c[1] == "forward"])
+            if all(abs(e) <= TOLERANCE for e in errors):
+                self.held_out += held_out(few, errors, False)
+            else:
+                self.cells += [*few, *grid.coarse(self._check)]
+            del grid
+            self.place.release()
 
     def layers(self, name: str) -> None:
         """Single layers and the output head; with exit heads where there is no draft."""
@@ -164,11 +205,17 @@ class PairMeasurement:
         contexts = self._contexts(shape, grids.contexts[:3], 1, max(widths), name)
         self.cells += layer_cells(
             self.mode, self.models[name], name, widths, contexts, self.timer, exits=exits,
-            check_time=self.place.check_time,
+            check_time=self._check,
         )  # fmt: skip
 
     def host(self, batch: int) -> None:
-        """Host time per round and drafted token in whole rounds, and that of reading signals."""
+        """Host time per round and drafted token in whole rounds, and that of reading signals.
+
+        What passes do not explain is the host's share, so all passes must be there first.
+        """
+        for of in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up")):
+            if not self._has(Passes(*of, batch)):
+                self._lacks(Passes(*of, batch))
         grids = self.grids
         slots = grids.loop_prompt + grids.loop_tokens
         target, draft = (self._runner(n, slots, batch) for n in ("target", "draft"))
@@ -179,98 +226,39 @@ class PairMeasurement:
             late=lambda: self.late, check_time=self.place.check_time,
         )  # fmt: skip
 
-    def batch(self, batch: int, check: bool = False) -> None:
-        """Forward cells at a batch size, or points held out between two of them."""
-        grids = self.grids
-        for name, model in self.models.items():
-            if model is None:
-                continue
-            shape = self._shape(name)
-            widths = grids.batch_widths if name == "target" else (1, 2)
-            wanted = grids.batch_contexts[:2] if check else grids.batch_contexts
-            contexts = self._contexts(shape, wanted, batch, max(widths), name)
-            runner = self._runner(name, max(contexts) + max(widths), batch)
-            fill(runner)
-            rows = self._lines(widths, contexts, partial(self._forward, runner, name, batch))
-            if check:
-                rows = self._check(rows)
-            self.cells += rows
-            del runner
-            self.place.release()
-        if check or self.models["draft"] is None:
-            return
-        if not self.late:
-            self.first_passes(batch)
-            self.place.release()
-        if batch in grids.host_batches:
-            self.host(batch)
+    def _grid(self, of: Passes) -> tuple[PassGrid, Runner]:
+        """The grid of some passes, and the runner that they run on, its cache filled."""
+        grids, (name, phase, batch) = self.grids, of
+        widths, wanted = grids.points(*of)
+        before: Callable[[], object] | None = None
+        if phase == "catch_up":
+            target = self._runner("target", grids.loop_prompt + 1, batch)
+            fill(target)
+            before = forward_call(target, batch, 1, grids.loop_prompt, drafts=False)
+        contexts = self._contexts(self._shape(name), wanted, batch, max(widths), name)
+        runner = self._runner(name, max(contexts) + max(widths), batch)
+        fill(runner)
 
-    def _check(self, rows: list[list[Any]]) -> list[list[Any]]:
-        """Book points between batches as held out; those that miss the tolerance join the grid."""
-        table = table_of([c for c in self.cells if c[1] == "forward"])
-        errors = []
-        for name, _, batch, width, context, median, *_ in rows:
-            read = table.seconds(name, "forward", batch=batch, new_tokens=width, context=context)
-            errors.append(float(read) / median - 1)
-        if any(abs(e) > TOLERANCE for e in errors):
-            return rows
-        self.held_out += held_out(rows, errors, False)
-        return []
+        def measure(at: Point) -> list[Any]:
+            run = forward_call(runner, batch, *at, drafts=name == "draft")
+            behind = self.timer.time(run) if before is None else self.timer.behind(before, run)
+            return cell(name, phase, batch, at.width, at.context, behind)
 
-    def _refined(
-        self, label: str, widths: Sequence[int], contexts: Sequence[int], measure: Measure
-    ) -> dict[Point, list[Any]]:
-        """Cells of as many points as interpolation needs, added to `cells`; all measured."""
-        refiner = Refiner(widths, contexts, TOLERANCE, self.grids.least_gap)
-        samples: dict[Point, list[Any]] = {}
-        while (at := refiner.next()) is not None:
-            if self.late and refiner.coarse_done:
-                break
-            self.place.check_time()
-            samples[at] = measure(at)
-            refiner.tell(samples[at][5])
-        self.cells += [samples[at] for at in refiner.grid()]
-        apart = refiner.held_out
-        self.held_out += held_out([samples[at] for at in apart], apart.values(), False)
-        if refiner.unchecked:
-            self.skipped.append(f"{label}: {refiner.unchecked} gaps not checked in time")
-        self._check_at_random(refiner, measure)
-        return samples
+        grid = PassGrid(
+            of, widths, contexts, measure, tolerance=TOLERANCE, least_gap=grids.least_gap,
+            known=self.cells, booked=self.held_out,
+        )  # fmt: skip
+        return grid, runner
 
-    def _check_at_random(self, refiner: Refiner, measure: Measure) -> None:
-        """Interpolation errors at points that had no part in choosing the grid.
+    def _has(self, of: Passes) -> bool:
+        return any(Passes(*row[:3]) == of for row in self.cells)
 
-        A middle that misses the tolerance joins the grid, so those left out always meet it:
-        only points that stay out whatever their error is tell what reading the table is off by.
-        """
-        grid = [("any", "forward", 1, *at, s, 0.0, 1) for at, s in refiner.grid().items()]
-        table = table_of(grid)
-        rows, errors = [], []
-        for at in refiner.at_random(self.grids.random_points):
-            if self.late:
-                break
-            rows.append(measure(at))
-            read = table.seconds("any", "forward", new_tokens=at.width, context=at.context)
-            errors.append(float(read) / rows[-1][5] - 1)
-        self.held_out += held_out(rows, errors, True)
-
-    def _lines(
-        self, widths: Sequence[int], contexts: Sequence[int], measure: Measure
-    ) -> list[list[Any]]:
-        """Cells of every width whose line of contexts was complete in time."""
-        rows: list[list[Any]] = []
-        points = [Point(w, c) for w in widths for c in contexts]
-        for at in points:
-            if self.late:
-                done = f"{len(rows)} of {len(points)} points in time"
-                self.skipped.append(f"{self._piece}: {done}")
-                break
-            rows.append(measure(at))
-        return [r for r in rows if sum(q[3] == r[3] for q in rows) == len(contexts)]
-
-    def _forward(self, runner: Runner, name: str, batch: int, at: Point) -> list[Any]:
-        run = forward_call(runner, batch, *at, drafts=name == "draft")
-        return cell(name, "forward", batch, at.width, at.context, self.timer.time(run))
+    def _lacks(self, of: Passes) -> None:
+        """Raise NoTimeError if these passes are still to be measured, else DraftsimError."""
+        part = "first draft passes" if of.phase == "catch_up" else of.model
+        if f"{part}, batch {of.batch}" in self.unfinished:
+            raise NoTimeError("no time left")
+        raise DraftsimError(f"no {of.phase} passes of the {of.model} at batch {of.batch}")
 
     def _shape(self, name: str) -> Architecture:
         shape = self.shapes[name]
@@ -278,11 +266,12 @@ class PairMeasurement:
         return shape
 
     def _contexts(
-        self, shape: Architecture, wanted: Sequence[int], batch: int, width: int, name: str
+        self, shape: Architecture, wanted: Any, batch: int, width: int, name: str
     ) -> list[int]:
         """The contexts that fit; names the others, and raises DraftsimError if those are all."""
         kept, why = fitting_contexts(self.place, shape, wanted, batch, width)
-        self.skipped += [f"{name}, batch {batch}, {text}" for text in why]
+        named = [f"{name}, batch {batch}, {text}" for text in why]
+        self.skipped += [text for text in named if text not in self.skipped]
         if not kept:
             raise DraftsimError(f"no context of {tuple(wanted)} fits at batch {batch}")
         return kept
@@ -292,9 +281,11 @@ class PairMeasurement:
 
     def unit(self) -> dict[str, Any]:
         """What is kept of this measurement."""
+        self.held_out[:] = read_again(self.held_out, self.cells)
         errors = {
             kind: error_summary([h["error"] for h in self.held_out if h["random"] is drawn])
             for kind, drawn in (("held_out_error", False), ("random_error", True))
         }
         found = dict(zip(FINDINGS, self._all, strict=True))
-        return {**found, **errors, "unfinished": self.unfinished}
+        skipped = [*self.skipped, *(name + NO_TIME for name in self.unfinished)]
+        return {**found, **errors, "skipped": skipped, "unfinished": self.unfinished}

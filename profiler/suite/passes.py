@@ -24,6 +24,8 @@ EAGER, GRAPH = "eager", "graph"
 MODES = (EAGER, GRAPH)
 MOST = 16
 """Passes in one timing at most."""
+LONG_CALLS, LONG_REPEATS = 2, 3
+"""Calls and timings of a pass so long that these alone tell its time."""
 COUPLES = 2
 """Calls in one timing of a call behind another one."""
 
@@ -54,7 +56,9 @@ class Timer:
     repeats:
         Timings of a call.
     enough_s:
-        A timing holds so many calls that it lasts this long, three to MOST of them.
+        A timing holds so many calls that it lasts this long, three to MOST of them.  Of a call
+        that takes this long itself there are LONG_REPEATS of LONG_CALLS: its spread is small,
+        and such calls are what the stage's time goes into.
     """
 
     device: torch.device
@@ -66,22 +70,36 @@ class Timer:
         watch = Stopwatch(self.device)
         run()
         first = watch.time(run)
-        count = 1 if alone else int(np.clip(np.ceil(self.enough_s / max(first, 1e-7)), 3, MOST))
+        count = int(np.clip(np.ceil(self.enough_s / max(first, 1e-7)), 3, MOST))
+        if self._long(first):
+            count = LONG_CALLS
+        count = 1 if alone else count
 
         def several() -> None:
             for _ in range(count):
                 run()
 
-        return summary([watch.time(several) / count for _ in range(self.repeats)])
+        return summary([watch.time(several) / count for _ in range(self._timings(first))])
 
     def behind(self, before: Callable[[], object], run: Callable[[], object]) -> Sample:
         """Seconds of one call right behind another one, as a draft pass is behind the target's.
 
         What ran before decides what the caches hold and how far the host is ahead.
         """
-        before()
-        run()
-        return summary([self._couples(before, run) for _ in range(self.repeats)])
+
+        def both() -> None:
+            before()
+            run()
+
+        both()
+        first = Stopwatch(self.device).time(both)
+        return summary([self._couples(before, run) for _ in range(self._timings(first))])
+
+    def _long(self, seconds: float) -> bool:
+        return 0 < self.enough_s <= seconds
+
+    def _timings(self, seconds: float) -> int:
+        return min(self.repeats, LONG_REPEATS) if self._long(seconds) else self.repeats
 
     def _couples(self, before: Callable[[], object], run: Callable[[], object]) -> float:
         """Mean seconds of `run` over some couples, on a device that was idle."""

@@ -3,6 +3,7 @@
 A coarse grid comes first.  Then the middle of every gap is measured as a held-out point and
 compared with what the grid so far predicts there.  Where the two agree the point stays held
 out and is evidence; where they do not it joins the grid, and the two smaller gaps are next.
+Gaps may be looked into later than the grid, and by another run.
 """
 
 from __future__ import annotations
@@ -55,19 +56,21 @@ class Refiner:
     tolerance: float = 0.02
     least_gap: int = 128
     seconds: dict[Point, float] = field(default_factory=dict)
-    """The grid: points to interpolate between, and their times."""
+    """The grid: points to interpolate between, and their times; those given are not asked for."""
     held_out: dict[Point, float] = field(default_factory=dict)
     """Points not on the grid, with the relative error of interpolating there."""
 
     def __post_init__(self) -> None:
-        self._wanted = deque(Point(w, c) for w in self.widths for c in self.contexts)
+        coarse = (Point(w, c) for w in self.widths for c in self.contexts)
+        self._wanted = deque(at for at in coarse if at not in self.seconds)
         self._gaps: deque[_Gap] | None = None
         self._asked: _Gap | None = None
 
     @property
     def unchecked(self) -> int:
         """Gaps not looked into yet."""
-        return len(self._gaps) if self._gaps is not None else len(list(self._coarse_gaps()))
+        gaps = self._gaps if self._gaps is not None else self._first_gaps()
+        return sum(self._open(gap) for gap in gaps)
 
     @property
     def coarse_done(self) -> bool:
@@ -80,10 +83,10 @@ class Refiner:
         if self._wanted:
             return self._wanted[0]
         if self._gaps is None:
-            self._gaps = deque(self._coarse_gaps())
+            self._gaps = deque(self._first_gaps())
         while self._gaps:
             gap = self._gaps.popleft()
-            if gap.middle not in self.held_out and gap.middle not in self.seconds:
+            if self._open(gap):
                 self._asked = gap
                 return gap.middle
         return None
@@ -138,10 +141,18 @@ class Refiner:
             or gap.high.context - gap.low.context >= 2 * self.least_gap
         )
 
-    def _coarse_gaps(self) -> Iterator[_Gap]:
+    def _open(self, gap: _Gap) -> bool:
+        return gap.middle not in self.held_out and gap.middle not in self.seconds
+
+    def _first_gaps(self) -> Iterator[_Gap]:
+        """Between neighbours of the grid as it is: the widths at both ends of the contexts."""
+        lines: dict[int, list[int]] = {}
+        for width, context in sorted(self.grid()):
+            lines.setdefault(width, []).append(context)
         ends = dict.fromkeys((self.contexts[0], self.contexts[-1]))
-        gaps = [_Gap(Point(a, c), Point(b, c)) for a, b in pairwise(self.widths) for c in ends] + [
-            _Gap(Point(w, a), Point(w, b)) for w in self.widths for a, b in pairwise(self.contexts)
+        gaps = [_Gap(Point(a, c), Point(b, c)) for a, b in pairwise(lines) for c in ends]
+        gaps += [
+            _Gap(Point(w, a), Point(w, b)) for w, line in lines.items() for a, b in pairwise(line)
         ]
         return (gap for gap in gaps if self._wide(gap))
 
@@ -152,7 +163,7 @@ def held_out(
     """What is kept of cells (`traces.latency.CELL_COLUMNS`) that stay out of a table."""
     return [
         {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
-         "error": error, "random": random}
+         "seconds": r[5], "error": error, "random": random}
         for r, error in zip(rows, errors, strict=True)
     ]  # fmt: skip
 

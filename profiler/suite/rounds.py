@@ -21,6 +21,7 @@ from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_forced import ForcedStream
 from profiler.batched_styles import PerRequest
 from profiler.forced import ForcedDecoder
+from profiler.graphs import GraphRunner
 from profiler.host_latency import HOST_GAMMAS
 from profiler.runner import Runner
 from profiler.spotcheck import timed
@@ -159,12 +160,16 @@ def host_cells(
     plain, reading = np.empty(shape), np.empty(shape)
     rounds, steps = np.empty(len(gammas)), np.empty(len(gammas))
     done = 0
-    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+    if isinstance(target, GraphRunner):  # every shape: reading signals has none of its own
+        for gamma in gammas:
+            once(Fixed(gamma))
+    once(ReadingFixed(min(g for g in gammas if g)))
+    for repeat in range(repeats):
         if done and late():
             break
         for i, gamma in enumerate(gammas):
             plain[repeat, i], rounds[i], steps[i] = once(Fixed(gamma))
-            reading[repeat, i] = once(ReadingFixed(gamma))[0]
+            reading[repeat, i] = once(ReadingFixed(gamma))[0] if steps[i] else np.nan
         done = repeat + 1
     plain, reading = plain[:done], reading[:done]
     counts = np.stack([rounds, steps], axis=1)
