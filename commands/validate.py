@@ -41,7 +41,9 @@ ASSISTED = {
 
 
 def validate(
-    run: Annotated[Path, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")],
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")
+    ] = None,
     policy: PolicyOption = None,
     forced: Annotated[
         bool,
@@ -70,6 +72,17 @@ def validate(
         str | None,
         typer.Option(metavar="B,...", help="Decode static batches of these sizes instead."),
     ] = None,
+    recorded: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead, run nothing: a recording with measured runs (bundled, or a folder of "
+            "one or more that the GPU suite unpacked), and the bounds it keeps; repeatable.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --recorded: the tables, as Markdown.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
@@ -83,7 +96,22 @@ def validate(
 
     With --source the source drafts in place of the draft model; --policy also takes named
     systems with a source of their own.  Profile with --exit-layers first.
+
+    With --recorded nothing is run: what a GPU measured is held against what its latencies
+    predict, pair by pair, mode, batch and policy.  `drift` is how much slower single passes were
+    beside those runs than when the latencies were measured.
     """
+    if recorded is not None:
+        from commands.recorded import recorded_check
+
+        if run is not None:
+            raise DraftsimError("--recorded runs nothing: drop --run")
+        recorded_check(recorded, markdown, json)
+        return
+    if run is None:
+        raise DraftsimError("name a run folder with --run, or a recording with --recorded")
+    if markdown is not None:
+        raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
     if remeasure and (batch or verify):
         raise DraftsimError("--remeasure is for lossless runs, one at a time")
     if source is not None or split_systems(policy)[1]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.serving.groups import predict_groups
-from simulator.validation import compare, predictions
+from simulator.validation import compare, predictions, verdict
 from traces.errors import DraftsimError
 from traces.files import read_latency
 from traces.latency import LatencyTable
@@ -17,6 +21,11 @@ from traces.measured import read_measured
 from traces.recordings import find_trace
 from traces.replay import replay
 from traces.trace import Trace
+
+MEDIAN_BOUND = 0.02
+"""Largest median |error| of predictions made from latencies measured on the same device."""
+WORST_BOUND = 0.05
+"""Largest |error| of any policy."""
 
 
 def check_recording(folder: Path) -> pd.DataFrame:
@@ -43,6 +52,92 @@ def check_recording(folder: Path) -> pd.DataFrame:
         )
         parts.append(compare(predicted, part))
     return pd.concat(parts, ignore_index=True)
+
+
+def anchor_drift(folder: Path) -> dict[int, float]:
+    """By batch, how much slower passes were beside the full runs than in the latency table.
+
+    Of the passes that stage ``forced`` times again (its anchors), the median of measured over
+    tabled, minus one; batches without anchors are left out.
+
+    Raises
+    ------
+    DraftsimError
+        If ``provenance.json`` is there and damaged.
+    """
+    path = folder / "provenance.json"
+    if not path.is_file():
+        return {}
+    latency = read_latency(folder / "latency.parquet")
+    found: dict[int, list[float]] = {}
+    try:
+        units = json.loads(path.read_text()).get("forced", {}).get("units", {})
+        for unit in units.values():
+            for at in unit.get("anchors", ()):
+                tabled = latency.seconds(
+                    at["model"], "forward", batch=at["batch"], new_tokens=at["width"],
+                    context=at["context"],
+                )  # fmt: skip
+                found.setdefault(at["batch"], []).append(at["median_s"] / float(tabled) - 1)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DraftsimError(f"{path}: damaged ({error}): unpack the recording again") from None
+    return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the comparison of one recording, or of several, has to keep to."""
+
+    rows: int
+    """Arms compared: policies at batches."""
+    median_error: float
+    worst_error: float
+    """Signed, of the arm that is furthest off."""
+    worst_policy: str
+    ranked_pairs: int
+    misranked: int
+    """Of the pairs of arms that differ by more than twice their spread."""
+    sign_arms: int
+    wrong_sign: int
+    """Of the arms measured clearly faster or slower than plain decoding."""
+    undrifted_error: float
+    """Median |error| had passes been as fast as in the latency table."""
+
+    @property
+    def met(self) -> dict[str, bool]:
+        """Whether each bound is kept."""
+        return {
+            "median": self.median_error <= MEDIAN_BOUND,
+            "worst": abs(self.worst_error) <= WORST_BOUND,
+            "ranking": self.misranked == 0,
+            "sign": self.wrong_sign == 0,
+        }
+
+
+def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
+    """Errors, ranking and sign over the rows of `check_recording` of some recordings.
+
+    Policies are ranked within a recording and batch alone.  A column ``drift`` (`anchor_drift`)
+    enters ``undrifted_error``, where it is known.
+
+    Raises
+    ------
+    DraftsimError
+        If there are no rows.
+    """
+    said = [verdict(rows) for rows in recordings]
+    rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
+    if rows.empty:
+        raise DraftsimError("no compared arms: name a recording with measured runs")
+    worst = rows.loc[rows["error"].abs().idxmax()]
+    drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
+    return Bounds(
+        len(rows), float(rows["error"].abs().median()), float(worst["error"]),
+        str(worst["policy"]), sum(v.ranked_pairs for v in said),
+        sum(len(v.misranked) for v in said), sum(v.sign_arms for v in said),
+        sum(len(v.wrong_sign) for v in said),
+        float(((1 + rows["error"]) * (1 + drift) - 1).abs().median()),
+    )  # fmt: skip
 
 
 def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
