@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,29 @@ FALLBACKS = {
 """Where a part was not measured by itself, the nearest that was."""
 
 
+class PassCount(NamedTuple):
+    """Model passes priced, and how many of them lay between or outside measured cells."""
+
+    passes: int
+    interpolated: int
+    extrapolated: int
+
+    def __add__(self, other: object) -> PassCount:
+        if not isinstance(other, PassCount):
+            return NotImplemented
+        return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_PASSES = PassCount(0, 0, 0)
+
+
 def call_seconds(
     log: RoundLog, latency: LatencyTable, *, batch: int = 1, verify: bool
-) -> tuple[npt.NDArray[np.float64], tuple[int, int, int]]:
+) -> tuple[npt.NDArray[np.float64], PassCount]:
     """Seconds of each round's drafting or verification calls, shape (rounds,).
 
-    Also returns the number of calls, and of those read between and outside measured cells.
-    A layer call is read at its width and the round's context.
+    Also returns the calls, counted as passes.  A layer call is read at its width and the
+    round's context.
 
     Raises
     ------
@@ -55,7 +71,7 @@ def call_seconds(
         total += int(mine["count"].sum())
         inside += int(mine["count"][read.origin == INTERPOLATED].sum())
         outside += int(mine["count"][read.origin == EXTRAPOLATED].sum())
-    return seconds, (total, inside, outside)
+    return seconds, PassCount(total, inside, outside)
 
 
 def verify_phase(log: RoundLog, latency: LatencyTable) -> str:

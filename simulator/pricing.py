@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from policies.rule_registry import RULES
-from simulator.calls import call_seconds, verify_phase
+from simulator.calls import NO_PASSES, PassCount, call_seconds, verify_phase
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import ROUND_DTYPE, RoundLog
@@ -35,19 +34,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 MODELS = ("target", "draft")
-
-
-class PassCount(NamedTuple):
-    """Model passes priced, and how many of them lay between or outside measured cells."""
-
-    passes: int
-    interpolated: int
-    extrapolated: int
-
-    def __add__(self, other: object) -> PassCount:
-        if not isinstance(other, PassCount):
-            return NotImplemented
-        return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +49,8 @@ class Priced:
     passes: PassCount
     left_out: tuple[str, ...] = ()
     """Parts that ran and for which a measured table has no cells: the seconds lack them."""
+    prefill_passes: PassCount = NO_PASSES
+    """Those of `passes` that read the prompts."""
 
     @cached_property
     def round_s(self) -> Floats:
@@ -83,6 +71,12 @@ class Priced:
     def total_s(self) -> float:
         """Decode seconds over all requests."""
         return float(self.decode_s.sum())
+
+    @property
+    def outside(self) -> float:
+        """Share of the decoding passes that were read outside the measured cells."""
+        every, prompts = self.passes, self.prefill_passes
+        return (every.extrapolated - prompts.extrapolated) / max(every.passes - prompts.passes, 1)
 
     def to_frame(self) -> pd.DataFrame:
         """One row per round: the log's fields and the seconds in their four parts."""
@@ -145,12 +139,13 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     drafted = rounds["drafted"].astype(np.int64)
     accepted = rounds["accepted"].astype(np.int64)
     prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
-    prefill_s, passes = np.zeros(len(prompts)), PassCount(0, 0, 0)
+    prefill_s, passes = np.zeros(len(prompts)), NO_PASSES
     calls = log.calls
     for model in MODELS if forwards.any() and calls is None else MODELS[:1]:
         if latency.has(model, "prefill"):
             seconds, count = _prefill(latency, model, batch, prompts)
             prefill_s, passes = prefill_s + seconds, passes + count
+    prompts_read = passes
 
     # The last token emitted is in no cache yet: it is the first the next pass processes.
     cached = np.maximum(context - 1, 0)
@@ -163,8 +158,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
         passes += count
     if calls is not None and calls["verify"].any():
-        verify_s, counts = call_seconds(log, latency, batch=batch, verify=True)
-        passes += PassCount(*counts)
+        verify_s, count = call_seconds(log, latency, batch=batch, verify=True)
+        passes += count
     else:
         rest = ~prompted
         verify_s[rest], count = _passes(
@@ -179,8 +174,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     if calls is None:
         draft_s, count = _draft(latency, batch, forwards, catch_up, context)
     else:
-        draft_s, counts = call_seconds(log, latency, batch=batch, verify=False)
-        count = PassCount(*counts)
+        draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
     signal_s: Floats = np.zeros(len(log))
     if log.reads:
         signal_s += forwards * _host(latency, "signal", batch)
@@ -197,7 +191,10 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
             host_s += _judging(latency, phase, batch, drafted)
         elif not latency.is_constant:
             left_out = ("judging",)
-    return Priced(log, draft_s, verify_s, signal_s, host_s, prefill_s, passes + count, left_out)
+    passes += count
+    return Priced(
+        log, draft_s, verify_s, signal_s, host_s, prefill_s, passes, left_out, prompts_read
+    )
 
 
 def judging_phase(log: RoundLog) -> str:
@@ -255,7 +252,7 @@ def _passes(
 ) -> tuple[Floats, PassCount]:  # fmt: skip
     """Seconds of one pass per element; equal (width, context) pairs are read once."""
     if not len(width):
-        return np.zeros(0), PassCount(0, 0, 0)
+        return np.zeros(0), NO_PASSES
     scale = int(context.max()) + 1
     keys, inverse = _distinct(width * scale + context)
     read = latency.estimate(
