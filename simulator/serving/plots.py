@@ -15,9 +15,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
+from simulator.maps import draw_map, is_dark, mark_bar, shading
 from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
@@ -154,21 +154,13 @@ def plot_speedup_grid(
         figsize=(1.8 + 0.75 * len(contexts), 1.3 + 0.42 * len(batches)), layout="constrained"
     )
     axes = figure.subplots()
-    # Half and double are equally far from break-even.
-    logs = np.log2(np.where(values > 0, values, np.nan))
-    reach = max(float(np.nanmax(np.abs(logs), initial=0.0)), 0.1)
-    image = axes.imshow(logs, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto", origin="lower")
+    scale = shading(values)
+    image = draw_map(axes, range(len(contexts)), range(len(batches)), values, scale)
     for i, j in np.ndindex(*values.shape):
-        dark = abs(logs[i, j]) > 0.6 * reach
-        if values[i, j] < 1:
-            # Without colour, slower and faster look alike.
-            axes.add_patch(Rectangle(
-                (j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor=GREY, linewidth=0,
-                alpha=0.6,
-            ))  # fmt: skip
         axes.text(
             j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=8,
-            color="white" if dark else INK,
+            color="white" if is_dark(float(values[i, j]), scale) else INK,
+            bbox=None if values[i, j] >= 1 else {"color": "white", "pad": 1.5},
         )  # fmt: skip
     axes.set_xticks(range(len(contexts)), [str(c) for c in contexts])
     axes.set_yticks(range(len(batches)), [str(b) for b in batches])
@@ -177,24 +169,12 @@ def plot_speedup_grid(
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
-    bar.outline.set_visible(False)
     bar.set_label(f"speedup of {policy} over plain decoding".replace(" of  ", " "), fontsize=8)
+    mark_bar(bar)
     if (values < 1).any():
         axes.set_xlabel("prompt tokens (hatched: slower than plain decoding)")
-    ticks = [t for t in _SPEEDUPS if abs(np.log2(t)) <= reach]
-    # At most seven, break-even among them.
-    half = len(ticks) // 2
-    ticks = [t for i, t in enumerate(ticks) if (i - half) % -(-len(ticks) // 7) == 0]
-    bar.set_ticks(np.log2(ticks).tolist(), labels=[f"{t:g}" for t in ticks])
-    bar.ax.tick_params(labelsize=8)
     return figure
 
-
-_SPEEDUPS = (
-    0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0,
-    1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 5.0, 7.0, 10.0,
-)  # fmt: skip
-"""Where the colour bar of a speedup may be marked."""
 
 _NAMES = {
     "ttft_s": "time to first token",
