@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,18 +90,15 @@ def gpu_names(text: str | None) -> tuple[str, ...]:
 
 def say_scaling(prices: Prices) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
-    from simulator.hardware import fit_table, published_error
+    from simulator.hardware import scaling_error, scaling_words
 
     scaled = [t for t in prices.tables if t.scaled]
     for name in dict.fromkeys(t.latency for t in scaled):
         own = [t for t in scaled if t.latency == name]
-        home = own[0].table.meta["scaled"]["from"]
-        note(f"{name}: measured on {home}, scaled to {', '.join(t.gpu for t in own)}: approximate")
-        note(f"  the cost model is off by {own[0].error:.1%} in the median on the measured passes")
-        fit, _ = fit_table(prices.latencies[name])
-        known = published_error(fit)
-        how = "scaled so too" if fit.mode == "eager" else "fitted to the papers' other models"
-        note(
-            f"  against {known.figures} published figures of H100, H800 and RTX 3090 ({how}): "
-            f"{known.median:.0%} in the median, {known.worst:.0%} at worst"
-        )
+        how = own[0].table.meta["scaled"]
+        if not isinstance(how, Mapping):
+            note(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
+            continue
+        there = ", ".join(t.gpu for t in own)
+        note(f"{name}: measured on {how['from']}, scaled to {there}: approximate")
+        note(f"  by {scaling_error(how)}")

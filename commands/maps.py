@@ -22,7 +22,7 @@ def draw_maps(frame: Any, folder: Path) -> list[Path]:
             ("break_even_c", plots.plot_break_even(by_ratio)),
             ("map_c_alpha", plots.plot_maps(by_ratio)),
         ]
-        if {"fixed", "oracle"} <= set(by_ratio["family"]):
+        if by_ratio["adapting"].notna().all():
             drawn.append(("adapting", plots.plot_adapting(by_ratio)))
     priced = frame[frame["latency"] != "ratio"]
     tables = list(dict.fromkeys(zip(priced["latency"], priced["gpu"], strict=True)))

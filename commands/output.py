@@ -47,7 +47,7 @@ def emit(
         print_table(records, show, title)
         return
     results = [_plain(r) for r in records]
-    document = {"schema": SCHEMA, "command": command, "results": results, **(more or {})}
+    document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
     text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     if json_to == "-":
         sys.stdout.write(text)

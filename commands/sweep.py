@@ -13,6 +13,7 @@ from commands.held_out import SEARCHED, tuned_rows
 from commands.inputs import BUNDLED, GpuOption, TraceOption, load_policies, load_trace
 from commands.maps import draw_maps
 from commands.output import JsonOption, emit, note
+from commands.sweep_notes import print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from traces.trace import Trace
 
 SHOWN = (
-    "gpu", "scaled", "scale_error", "policy", "points", "mean_speedup", "pays", "surely_pays",
-    "below_1", "least_alpha", "largest_c", "regret_fixed", "regret_oracle", "tilt_error",
+    "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "pays",
+    "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
+    "tilt_tried",
 )  # fmt: skip
 RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
@@ -92,7 +94,8 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the table as Parquet; an interrupted sweep goes on where it was.",
+            help="Write the table as Parquet, and where each policy stops paying as "
+            "NAME.breakeven.parquet beside it; an interrupted sweep goes on where it was.",
         ),
     ] = None,
     jobs: Annotated[
@@ -123,9 +126,15 @@ def sweep(
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device."""
+    """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
+
+    Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
+    policies are swept.  The second table says where each policy stops paying.
+    """
     from simulator.whatif.breakeven import overview
     from simulator.whatif.sweep import Sweep
+    from simulator.whatif.sweep_file import write_thresholds
+    from simulator.whatif.thresholds import thresholds
 
     recorded = load_trace(trace)
     ratios = _axis(c, "c", low=0.0)
@@ -154,13 +163,19 @@ def sweep(
         [int(b) for b in _axis(batch, "batch", low=1, whole=True)],
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
-    _say_tilt(study)
+    say_tilt(study)
     say_scaling(study.bench.prices)
     frame = _run(study, _executor(jobs, cluster), out, json)
+    rows, ends = overview(frame), thresholds(frame)
     if out is not None:
-        note(f"wrote {len(frame)} rows to {out}")
-    rows = overview(frame)
-    emit("sweep", rows, json, show=[n for n in SHOWN if n in rows])
+        beside = write_thresholds(ends, out, study.description)
+        note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
+    more = {"break_even": ends.to_dict("records")}
+    emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
+    if json is None:
+        print_thresholds(ends, out)
+    say_untried(study, frame)
+    say_outside(frame)
     if plots is not None:
         for path in draw_maps(frame, plots):
             note(f"wrote {path}")
@@ -225,25 +240,6 @@ def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -
             executor, out=out,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
-
-
-def _say_tilt(study: Sweep) -> None:
-    if study.error is None:
-        return
-    note("alpha is tilted: approximate")
-    for error, kind in (
-        (study.error.lengths, "that read no signal"),
-        (study.error.signals, "that read signals"),
-    ):
-        if error.comparisons:
-            note(
-                f"  policies {kind}: speedup off by {error.median:.1%} in the median, "
-                f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between groups of "
-                f"these prompts (i.i.d.: {error.iid_median:.1%} in the median); "
-                f"{error.per_logit:.1%} per unit of logit(alpha)"
-            )
-        else:
-            note(f"  policies {kind}: error not measured, these prompts are too alike")
 
 
 def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:

@@ -139,7 +139,7 @@ def test_a_carried_table_is_the_other_devices_and_says_so() -> None:
         host = away.cells[away.cells["phase"] == "host_round"]["median_s"]
         assert host.tolist() == [3e-4]
         assert away.meta["scaled"]["from"] == "h200"
-        assert away.meta["scaled"]["median_error"] < 0.02
+        assert away.meta["scaled"]["fit_error"] < 0.02
         assert "scaled" not in home.meta
     same = carry_over(home, DEVICES["h200"], shapes=shapes)
     np.testing.assert_allclose(same.cells["median_s"], home.cells["median_s"])

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -13,7 +15,8 @@ import draftsim
 from simulator.whatif import read_sweep
 from simulator.whatif.grid import search_space
 from traces.errors import DraftsimError
-from traces.files import write_trace
+from traces.files import write_latency, write_trace
+from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.synthetic import Bursty, synthetic_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"
@@ -56,6 +59,59 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all((plots / name).stat().st_size > 10_000 for name in ("map_c_alpha.png",))
     assert all(0 <= row["pays"] <= 1 for row in found)
+
+
+def said(*arguments: str) -> tuple[str, str]:
+    """What the command prints, and what it says beside it."""
+    result = CliRunner().invoke(draftsim.app, ["sweep", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_break_even_is_printed_and_kept(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    common = ("--trace", trace, "--c", "0:0.5:5", "--policy", "fixed:gamma={3,8}", "--jobs", "1")
+    shown, _ = said(*common, "--out", str(out))
+    document = json.loads(run(*common, "--json", "-"))
+    kept = pd.read_parquet(tmp_path / "grid.breakeven.parquet")
+    assert [r["policy"] for r in document["break_even"]] == list(kept["policy"])
+    for row, again in zip(kept.itertuples(), document["break_even"], strict=True):
+        assert row.along == "c"
+        assert row.break_even == again["break_even"]
+        assert row.break_even_lo < row.break_even < row.break_even_hi
+        assert str(row.says) in shown
+    assert set(document) == {"schema", "command", "results", "break_even"}
+    beyond = json.loads(run(*common[:2], "--c", "0.001,0.01", *common[4:], "--json", "-"))
+    assert {r["edge"] for r in beyond["break_even"]} == {"> 0.01"}
+    assert {r["break_even"] for r in beyond["break_even"]} == {None}
+
+
+def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
+    table = tmp_path / "latency.parquet"
+    cells = [(m, "forward", b, n, k, 0.01 + 1e-6 * k, 0.0, 5) for m in ("target", "draft")
+             for b in (1, 4) for n in (1, 9) for k in (0, 600)]  # fmt: skip
+    write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), table)
+    common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2", "--jobs", "1")
+    shown, beside = said(*common, "--context", "10,100000", "--batch", "1,64")
+    assert "3 of 4 rows read passes outside the measured cells" in beside
+    assert "most fixed:gamma=2 at batch 64, context 100000 (100% of its passes)" in beside
+    assert "outside" in shown
+    assert "outside" not in said(*common, "--context", "10")[1]
+
+
+def test_acceptance_beyond_the_measured_range_is_said(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "grid.parquet"
+    shown, beside = said(
+        "--trace", trace, "--c", "0.1", "--alpha", "0.00001,0.7", "--policy", "fixed:gamma=2",
+        "--jobs", "1", "--out", str(out),
+    )  # fmt: skip
+    assert "tilt_tried" in shown
+    assert "1 of 2 acceptance rates (1e-05) lie outside the measured range of tilting" in beside
+    assert "not known where nothing or everything matches" in beside
+    frame = read_sweep(out)
+    assert not np.isinf(frame["tilt_error"]).any()
+    assert frame["tilt_error"].isna().tolist() == [True, False]
+    assert frame["tilt_tried"].tolist() == [False, True]
 
 
 def test_devices_batches_and_contexts(trace: str, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from policies.core import Load
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
 from simulator.summary import prompt_speedups, summarize
-from simulator.whatif.batching import InBatches, in_steps, step_seconds
-from simulator.whatif.cells import COLUMNS
+from simulator.whatif.batching import InBatches, in_steps, step_costs
+from simulator.whatif.cells import COLUMNS, _at_context
 from simulator.whatif.executors import Local
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import tilt_to
 from tests.studies import POLICIES, TABLE, recorded, study
-from traces.latency import LatencyTable
+from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.replay import replay
 from traces.synthetic import synthetic_trace
 
@@ -62,8 +62,6 @@ def test_contexts_reprice() -> None:
     rows = [("target", "forward", 1, n, k, 0.01 + 1e-5 * k, 0.0, 5)
             for n in (1, 30) for k in (0, 4000)]  # fmt: skip
     rows += [("draft", "forward", 1, 1, k, 0.001 + 1e-6 * k, 0.0, 5) for k in (0, 4000)]
-    from traces.latency import CELL_COLUMNS
-
     table = LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
     frame = Sweep(
         recorded(), {"fixed": Fixed(3)}, Prices((), {"t": table}, (10, 3000)), resamples=0
@@ -82,12 +80,73 @@ def test_a_batch_of_one_is_a_single_stream() -> None:
     log = replay(recorded(), Fixed(4))
     steps = in_steps(log, 1, np.random.default_rng(0))
     single = price(log, TABLE)
-    seconds = step_seconds(steps, TABLE)
+    seconds = step_costs(steps, TABLE).seconds
     per_token = seconds.sum() / steps.emitted.sum()
     # Only which prompts were drawn differs.
     assert per_token == pytest.approx(single.total_s / log.rounds["emitted"].sum(), rel=0.15)
-    plain = step_seconds(in_steps(autoregressive(log), 1, np.random.default_rng(0)), TABLE)
+    plain = step_costs(in_steps(autoregressive(log), 1, np.random.default_rng(0)), TABLE).seconds
     assert plain == pytest.approx(np.full(len(plain), 0.0105))
+
+
+def grid_to(context: int, batch: int) -> LatencyTable:
+    """Passes measured up to this context and batch, and no further."""
+    rows = [
+        (model, "forward", b, n, k, each * (1 + 0.01 * b * n + 1e-3 * k), 0.0, 5)
+        for model, each in (("target", 0.01), ("draft", 0.001))
+        for b in (1, batch) for n in (1, 9) for k in (0, context)
+    ]  # fmt: skip
+    return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_passes_outside_the_measured_cells_are_counted(batch: int) -> None:
+    prices = Prices((0.1,), {"t": grid_to(600, 4)}, (10, 590, 100_000))
+    policies = {"fixed": Fixed(3)}
+    frame = Sweep(recorded(), policies, prices, (), (batch,), resamples=2).run(Local(1))
+    outside = dict(zip(frame["context"].fillna(-1), frame["outside"], strict=True))
+    assert outside[-1] == outside[10] == 0  # a cost ratio is assumed, and 10 tokens are measured
+    assert outside[100_000] == 1
+    if batch == 1:
+        # Of prompts of 590 tokens, only what is decoded beyond the 600th is a guess.
+        assert 0 < outside[590] < 1
+        log = _at_context(replay(recorded(), Fixed(3)), 590)
+        sides = [price(one, prices.latencies["t"]).passes for one in (log, autoregressive(log))]
+        assert outside[590] == max(p.extrapolated / p.passes for p in sides)
+    larger = Sweep(recorded(), policies, prices, (), (64,), resamples=2).run(Local(1))
+    assert (larger.loc[larger["latency"] == "t", "outside"] == 1).all()
+
+
+def test_prompts_read_outside_are_no_passes_of_decoding() -> None:
+    cells = pd.concat(
+        [
+            grid_to(600, 4).cells,
+            pd.DataFrame(
+                [("target", "prefill", 1, 8, 0, 0.02, 0.0, 5)], columns=list(CELL_COLUMNS)
+            ),
+        ]
+    )
+    run = price(replay(recorded(), Fixed(3)), LatencyTable(cells))
+    assert run.prefill_passes.passes == len(recorded().requests)
+    assert run.passes.extrapolated == run.prefill_passes.extrapolated > 0
+    assert run.outside == 0
+
+
+@pytest.mark.parametrize("batch", [2, 6])
+def test_times_and_slow_prompts_in_a_batch(batch: int) -> None:
+    ratios = (0.01, 0.3, 0.9)
+    prices = Prices(ratios, {"t": TABLE}, (None,))
+    frame = Sweep(recorded(), {"fixed": Fixed(3)}, prices, (), (1, batch)).run(Local(1))
+    alone, together = (frame[frame["batch"] == b].reset_index(drop=True) for b in (1, batch))
+    assert frame["wall_s"].notna().all()
+    assert frame["below_1"].between(0, 1).all()
+    # With passes that cost the same in any batch, a prompt's rounds do; wall time is shared.
+    np.testing.assert_allclose(together["wall_s"], alone["wall_s"] / batch, rtol=0.1)
+    np.testing.assert_allclose(together["below_1"], alone["below_1"], atol=0.2)
+    assert together["below_1"].iloc[0] < together["below_1"].iloc[2]
+    # Among drafts that differ, all wait for the longest: more prompts lose than by themselves.
+    ragged = Sweep(recorded(), {"oracle": Oracle()}, Prices((0.3,)), (), (1, 16)).run(Local(1))
+    assert ragged["below_1"].tolist() == sorted(ragged["below_1"])
+    assert ragged["below_1"].iloc[1] > 0
 
 
 @pytest.mark.parametrize("batch", [2, 8])

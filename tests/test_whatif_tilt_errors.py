@@ -48,6 +48,10 @@ def test_a_recording_is_compared_with_itself_by_groups_of_prompts() -> None:
     alike = synthetic_trace(0.7, requests=3, tokens=60)
     assert tilt_errors(alike) == (UNKNOWN_ERROR, UNKNOWN_ERROR)
     assert np.isnan(UNKNOWN_ERROR.at(0.5, 0.6))
+    # Where nothing matches, or everything, no error was measured and none is infinite.
+    for end in (0.0, 1.0):
+        assert np.isnan(errors.lengths.at(end, 0.7))
+        assert not errors.lengths.tried(end, 0.7)
 
 
 def test_moved_signals_come_nearer_to_a_real_recording(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from simulator.hardware.devices import DEVICES, Device, find_device
 from simulator.hardware.measured import check_recording
 from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
-from simulator.hardware.scaling import carry_over, fit_table, scaling_words
+from simulator.hardware.scaling import carry_over, fit_table, scaling_error, scaling_words
 from simulator.hardware.shapes import SHAPES, ModelShape
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "fit_table",
     "observations",
     "published_error",
+    "scaling_error",
     "scaling_words",
 ]

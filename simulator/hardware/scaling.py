@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from simulator.hardware.devices import DEVICES, Device, find_device
+from simulator.hardware.published import published_error
 from simulator.hardware.roofline import Mode, Roofline, observations
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
@@ -60,9 +62,17 @@ def scaling_words(latency: LatencyTable) -> str:
     note = latency.meta.get("scaled") or ""
     if not isinstance(note, Mapping):
         return str(note)
+    return f"from {note['from']} to {note['to']}, by {scaling_error(note)}"
+
+
+def scaling_error(note: Mapping[str, Any]) -> str:
+    """How far off the model that carried a table over is known to be; ``meta["scaled"]``."""
+    how = "carried over likewise" if note["mode"] == "eager" else "launches fitted to the papers"
     return (
-        f"from {note['from']} to {note['to']}, by a cost model that is off by "
-        f"{note['median_error']:.1%} in the median on the passes measured"
+        f"a cost model that is off by {note['published_median']:.0%} in the median and "
+        f"{note['published_worst']:.0%} at worst against {note['published_figures']} published "
+        f"figures of H100, H800 and RTX 3090 ({how}), and by {note['fit_error']:.1%} in the median "
+        "on the passes it was fitted to"
     )
 
 
@@ -114,8 +124,9 @@ def carry_over(
     """`latency` as it would be on `to`: every cell times the ratio of the fitted model there.
 
     Only the ratio is the model's; what it does not explain of a cell is kept.  Host phases
-    stay as they are, since the host does.  The result is marked ``scaled``, with the fit and
-    its error on the measured cells.
+    stay as they are, since the host does.  The result is marked ``scaled``, with the fit, its
+    error on the measured cells and that against published figures of other devices, which is
+    the one to expect.
 
     Parameters
     ----------
@@ -151,9 +162,12 @@ def carry_over(
     # A head is its projection's weights: memory or arithmetic, and no layers' launches.
     heads = cells["phase"].eq("head")
     cells.loc[heads, ["median_s", "spread_s"]] *= home.bandwidth / to.bandwidth
+    against = published_error(fit)
     note = {
         "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
-        "compute_share": fit.compute_share, "median_error": error,
+        "compute_share": fit.compute_share, "fit_error": error,
+        "published_median": against.median, "published_worst": against.worst,
+        "published_figures": against.figures,
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})

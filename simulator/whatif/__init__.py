@@ -4,7 +4,7 @@ Acceptance tilted, grids swept, break-even found, and the bound that no policy p
 Figures live in `simulator.whatif.plots`.
 """
 
-from simulator.whatif.breakeven import break_even, crossing, overview, regret, select, surface
+from simulator.whatif.breakeven import break_even, crossing, overview, select, surface
 from simulator.whatif.cells import COLUMNS
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.executors import Cluster, Local
@@ -20,13 +20,16 @@ from simulator.whatif.grid import expand, parse_axis, with_gammas
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
 from simulator.whatif.prices import Prices
 from simulator.whatif.rate import RateFit, fit_rate_optimal
+from simulator.whatif.references import references
 from simulator.whatif.sweep import Sweep
-from simulator.whatif.sweep_file import read_sweep, write_sweep
+from simulator.whatif.sweep_file import read_sweep, write_sweep, write_thresholds
+from simulator.whatif.thresholds import THRESHOLDS, thresholds
 from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
 from simulator.whatif.tuning import Tuning, tune
 
 __all__ = [
     "COLUMNS",
+    "THRESHOLDS",
     "Cluster",
     "LatencyCost",
     "Local",
@@ -50,14 +53,16 @@ __all__ = [
     "overview",
     "parse_axis",
     "read_sweep",
-    "regret",
+    "references",
     "select",
     "split_prompts",
     "summarize_error",
     "surface",
+    "thresholds",
     "tilt_errors",
     "tilt_to",
     "tune",
     "with_gammas",
     "write_sweep",
+    "write_thresholds",
 ]

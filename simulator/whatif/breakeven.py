@@ -12,12 +12,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from simulator.whatif.prices import ANY
+from simulator.whatif.references import POINT
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
 
-POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
-"""Columns that name one point of the grid, the policies apart."""
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
 
 
@@ -85,8 +84,16 @@ def _axis(rows: pd.DataFrame, name: str) -> Floats:
     return rows[name].to_numpy(float)
 
 
-def crossing(x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, log: bool = False) -> float:
-    """Where a speedup crosses 1 along rising `x`, linear (or in log x) between the points.
+Scale = Literal["linear", "log", "cost"]
+
+
+def crossing(
+    x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, scale: Scale = "linear"
+) -> float:
+    """Where a speedup crosses 1 along rising `x`, read between the points.
+
+    `scale`: the speedup is ``linear`` in x, or in ``log`` x, or its inverse, the cost of a
+    token, is linear in x (``cost``), as it is exactly in the cost ratio c.
 
     `falling`: the largest x at which it still pays, infinity if it pays up to the last
     and NaN if nowhere.  Otherwise: the smallest x from which it pays on, minus infinity if
@@ -95,7 +102,8 @@ def crossing(x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, log: bool 
     at, value = np.asarray(x, dtype=np.float64), np.asarray(speedup, dtype=np.float64)
     if len(at) != len(value) or not len(at):
         raise DraftsimError(f"{len(at)} points and {len(value)} speedups: expected as many, >= 1")
-    pays = value >= 1
+    # Where a policy rests it is as fast as plain decoding, which is no paying.
+    pays = value > 1 + 1e-12
     if falling:
         if not pays.any():
             return float("nan")
@@ -110,8 +118,10 @@ def crossing(x: npt.ArrayLike, speedup: npt.ArrayLike, falling: bool, log: bool 
         if not len(fails):
             return float("-inf")
         i, j = int(fails[-1]), int(fails[-1]) + 1
+    if scale == "cost":
+        value = 1 / value
     share = (1 - value[i]) / (value[j] - value[i])
-    if log:
+    if scale == "log":
         return float(at[i] * (at[j] / at[i]) ** share)
     return float(at[i] + share * (at[j] - at[i]))
 
@@ -122,7 +132,10 @@ def break_even(
     """Per policy and point of the other axes, the value of `along` at which speedup is 1.
 
     Columns: the policy and the axes that vary, then ``break_even`` with ``_lo`` and
-    ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts).  The
+    ``_hi`` where the interval's bounds cross 1 (percentile bootstrap over prompts; a draw
+    breaks even below some c just where its speedup there is below 1, so that the bounds of
+    the one are those of the other), ``first`` and ``last`` of the points there are, and the
+    means over these of ``below_1`` and ``adapting``, with ``adapting_most``, its largest.  The
     ``largest`` value that pays is the default for c, batch, context and gamma, the
     ``smallest`` for alpha; see `crossing` for infinities and NaN.
     """
@@ -133,85 +146,62 @@ def break_even(
     rows = frame[frame[key].notna()]
     if rows.empty:
         raise DraftsimError(f"the sweep has no axis {along!r}: give it one")
-    group = [n for n in ("policy", *POINT) if n != key and n not in ("alpha",)]
+    group = [n for n in ("policy", *POINT) if n != key and (n != "alpha" or along != "alpha")]
     if along == "gamma":
         group = ["family", *group[1:]]
     found = []
     for values, part in rows.groupby(group, sort=False, observed=True, dropna=False):
         ordered = part.sort_values(key)
         x = ordered[key].to_numpy(float)
-        log = along in ("c", "batch", "context") and bool((x > 0).all())
-        mid, low, high = (crossing(x, ordered[b], falling, log) for b in BOUNDS)
+        scale: Scale = "cost" if along == "c" else "linear"
+        if along in ("batch", "context") and (x > 0).all():
+            scale = "log"
+        mid, low, high = (crossing(x, ordered[b], falling, scale) for b in BOUNDS)
         # What surely pays ends sooner; what may pay, later.
         bounds = (low, high) if falling else (high, low)
-        found.append((*values, mid, *bounds))
-    names = [*group, "break_even", "break_even_lo", "break_even_hi"]
+        adapting = ordered["adapting"]
+        more = (x[0], x[-1], ordered["below_1"].mean(), adapting.mean(), adapting.max())
+        found.append((*values, mid, *bounds, *more))
+    names = [
+        *group, "break_even", "break_even_lo", "break_even_hi", "first", "last", "below_1",
+        "adapting", "adapting_most",
+    ]  # fmt: skip
     return pd.DataFrame(found, columns=names)
-
-
-def regret(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with what the best fixed length and the oracle do at the same point.
-
-    New columns: ``best_fixed`` and ``best_gamma`` (0: plain decoding), ``oracle``,
-    ``regret_fixed`` = 1 - speedup / best_fixed and ``regret_oracle`` likewise, and
-    ``adapting``: the oracle's speedup less the best fixed length's, all that adapting the
-    draft length could bring.  NaN where the sweep holds no such policy.  The best fixed
-    length is chosen at each point in hindsight, from the lengths swept.
-    """
-    point = list(POINT)
-    keys = frame[point].copy()
-    for name in point:
-        if keys[name].dtype.kind == "f":
-            keys[name] = keys[name].fillna(-1.0)
-    number = keys.groupby(point, sort=False, observed=True).ngroup().to_numpy()
-    count = int(number.max(initial=-1)) + 1
-    family, value = frame["family"].astype(str).to_numpy(), frame["speedup"].to_numpy(float)
-    fixed = family == "fixed"
-    best = np.full(count, 1.0 if fixed.any() else np.nan)
-    np.fmax.at(best, number[fixed], value[fixed])
-    gamma = np.zeros(count)
-    hit = fixed & (value == best[number])
-    gamma[number[hit]] = frame["gamma"].to_numpy(float)[hit]
-    oracle = np.full(count, np.nan)
-    knows = family == "oracle"
-    np.fmax.at(oracle, number[knows], value[knows])
-    return frame.assign(
-        best_fixed=best[number], best_gamma=gamma[number], oracle=oracle[number],
-        regret_fixed=1 - value / best[number], regret_oracle=1 - value / oracle[number],
-        adapting=(oracle - best)[number],
-    )  # fmt: skip
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per policy over the whole grid, by falling mean speedup.
 
     Where the grid has several devices, or latencies carried over to another one, there is a
-    row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error``.
+    row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error`` and
+    ``fit_error``.
     ``points``; ``pays``, ``surely_pays`` and ``surely_loses``: shares of the points with
     speedup, lower bound above 1, upper bound below it; ``below_1``: mean share of prompts
-    slower than plain decoding; ``least_alpha`` and ``largest_c`` that pay anywhere on the
-    grid; mean regrets against the best fixed length and the oracle; ``tilt_error``: the
-    largest error to expect from tilting.
+    slower than plain decoding; mean regrets against the best fixed length and the oracle, and
+    mean ``adapting``; ``outside``: the largest share of passes read outside the measured
+    cells; ``tilt_error``: the largest error to expect from tilting that is known, and
+    ``tilt_tried``, whether all of the tilts are as small as those it was measured at.
+    Where a policy stops paying is told by `simulator.whatif.thresholds`.
     """
-    rows = regret(frame)
-    rates = "alpha_asked" if frame["alpha_asked"].notna().all() else "alpha"
     found = []
     devices = set(frame["gpu"].astype(str)) - {ANY}
     by = ["gpu", "policy"] if len(devices) > 1 or frame["scaled"].any() else ["policy"]
-    for names, part in rows.groupby(by, sort=False, observed=True):
-        pays = part["speedup"] > 1
+    for names, part in frame.groupby(by, sort=False, observed=True):
         keys: dict[str, Any] = {key: str(name) for key, name in zip(by, names, strict=True)}
         if len(by) > 1:
-            keys |= {"scaled": part["scaled"].any(), "scale_error": part["scale_error"].max()}
+            keys["scaled"] = bool(part["scaled"].any())
+            keys |= {n: part[n].max() for n in ("scale_error", "fit_error")}
         found.append(
             {
                 **keys, "points": len(part), "mean_speedup": part["speedup"].mean(),
-                "pays": pays.mean(), "surely_pays": (part["speedup_lo"] > 1).mean(),
+                "pays": (part["speedup"] > 1).mean(),
+                "surely_pays": (part["speedup_lo"] > 1).mean(),
                 "surely_loses": (part["speedup_hi"] < 1).mean(), "below_1": part["below_1"].mean(),
-                "least_alpha": part.loc[pays, rates].min(), "largest_c": part.loc[pays, "c"].max(),
                 "regret_fixed": part["regret_fixed"].mean(),
                 "regret_oracle": part["regret_oracle"].mean(),
+                "adapting": part["adapting"].mean(), "outside": part["outside"].max(),
                 "tilt_error": part["tilt_error"].max(),
+                "tilt_tried": bool(part["tilt_tried"].all()),
             }
         )  # fmt: skip
     table = pd.DataFrame(found)

@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from policies.core import DraftPolicy
 from simulator.pricing import autoregressive, price
-from simulator.whatif.batching import InBatches
+from simulator.whatif.batching import InBatch, InBatches
 from simulator.whatif.prices import ANY, Prices
 from simulator.whatif.rate import in_batch
+from simulator.whatif.references import family
 from simulator.whatif.tilt import Tilter, acceptance, iid_like
 from simulator.whatif.walk import Walker
+from traces.errors import DraftsimError
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
@@ -24,9 +26,10 @@ Floats = npt.NDArray[np.float64]
 
 COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
-    "context", "gpu", "scaled", "scale_error", "tokens", "rounds", "drafted", "accepted",
-    "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
-    "speedup_hi", "below_1", "tilt_error", "tilt_tried", "fidelity",
+    "context", "gpu", "scaled", "scale_error", "fit_error", "tokens", "rounds", "drafted",
+    "accepted", "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
+    "speedup_lo", "speedup_hi", "below_1", "best_fixed", "best_gamma", "oracle", "regret_fixed",
+    "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried", "fidelity",
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
@@ -34,12 +37,17 @@ COLUMNS = (
 recorded); ``source`` is recorded, tilted or iid.  ``c`` is NaN where a latency table
 prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorded one.
 ``gpu`` is the device of the latencies (``any`` under a ratio), ``scaled`` whether they were
-carried over to it from another one, and ``scale_error`` the median relative error of the
-model that carried them on the passes it was fitted to.
-``wall_s`` is decode seconds, or target passes under a ratio; NaN in a batch.  ``below_1``
-is the share of prompts slower than plain decoding.  ``tilt_error`` is the relative error
-to expect of a speedup from tilting, larger for policies that read signals; ``tilt_tried``
-says whether it was measured at a shift as large.
+carried over to it from another one, ``scale_error`` the median relative error of the model
+that carried them against published figures of other devices, and ``fit_error`` the same on
+the passes measured, which it was fitted to and which say nothing of another device.
+``outside`` is the share of passes read outside the measured cells.
+``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
+take at the full batch's rate.  ``below_1`` is the share of prompts slower than plain
+decoding, in a batch by the steps that each prompt is in.  The six columns from
+``best_fixed`` on are those of `simulator.whatif.references.with_regrets`, from the fixed
+lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error
+to expect of a speedup from tilting, larger for policies that read signals and NaN where it
+is not known; ``tilt_tried`` says whether it was measured at a shift as large.
 """
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")
 
@@ -69,6 +77,7 @@ class Bench:
 
     trace: Trace
     policies: Mapping[str, DraftPolicy]
+    """Those asked for, and the references beside them."""
     prices: Prices
     tilter: Tilter | None = None
     """None: i.i.d., or nothing tilted."""
@@ -78,9 +87,12 @@ class Bench:
     resamples: int = 200
     confidence: float = 0.95
     seed: int = 0
+    references: frozenset[str] = frozenset()
+    """Policies not asked for, left out where the recording does not reach."""
 
     def run(self, part: Part) -> dict[str, npt.NDArray[Any]]:
-        """The rows of `part` as columns, without the two on the tilt's error.
+        """The rows of `part` as columns, without those that compare policies or tell the
+        tilt's error.
 
         Raises what `traces.replay.replay` and `simulator.pricing.price` raise.
         """
@@ -94,12 +106,17 @@ class Bench:
         walker, alpha = Walker(trace), acceptance(trace)
         for name in part.policies:
             policy = self.policies[name]
-            log = walker.replay(in_batch(policy, part.batch), name)
+            try:
+                log = walker.replay(in_batch(policy, part.batch), name)
+            except DraftsimError:
+                if name not in self.references:
+                    raise
+                continue
             counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
                       ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
             fixed = {
-                "policy": name, "family": name.partition(":")[0],
+                "policy": name, "family": family(name),
                 "gamma": float("nan") if gamma is None else float(gamma),
                 "alpha": alpha,
                 "alpha_asked": float("nan") if part.alpha is None else part.alpha,
@@ -139,6 +156,7 @@ class Bench:
                 else:
                     ours, plain = price(seen, at.table), price(autoregressive(seen), at.table)
                     piece = self._bootstrap(plain.decode_s, ours.decode_s)
+                    piece["outside"] = np.array([max(ours.outside, plain.outside)])
                 pieces.append({"c": np.array([np.nan]), **piece})
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
         return {**columns, **self._labels()}
@@ -153,6 +171,7 @@ class Bench:
             "gpu": np.array([ANY] * none + [t.gpu for _, t in cells], dtype=object),
             "scaled": np.array([False] * none + [t.scaled for _, t in cells], dtype=bool),
             "scale_error": np.array([0.0] * none + [t.error for _, t in cells]),
+            "fit_error": np.array([0.0] * none + [t.fit_error for _, t in cells]),
             "context": np.array(
                 [np.nan] * none + [np.nan if k is None else float(k) for k, _ in cells]
             ),
@@ -177,7 +196,7 @@ class Bench:
         below = np.searchsorted(np.sort(limit), c, side="left") / max(len(limit), 1)
         return {
             "wall_s": total, "speedup": plain.sum() / total, "speedup_lo": low,
-            "speedup_hi": high, "below_1": below,
+            "speedup_hi": high, "below_1": below, "outside": np.zeros(len(c)),
         }  # fmt: skip
 
     def _bootstrap(self, plain: Floats, ours: Floats) -> dict[str, Any]:
@@ -214,11 +233,11 @@ class Bench:
         return low, high
 
     @staticmethod
-    def _in_batch(found: Any) -> dict[str, Any]:
-        nothing = np.full(len(found.speedup), np.nan)
+    def _in_batch(found: InBatch) -> dict[str, Any]:
         return {
-            "wall_s": nothing, "speedup": found.speedup, "speedup_lo": found.low,
-            "speedup_hi": found.high, "below_1": nothing,
+            "wall_s": found.wall, "speedup": found.speedup, "speedup_lo": found.low,
+            "speedup_hi": found.high, "below_1": found.below_1,
+            "outside": np.full(len(found.speedup), found.outside),
         }  # fmt: skip
 
 

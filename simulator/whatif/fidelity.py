@@ -58,8 +58,12 @@ class TiltError:
     comparisons: int
 
     def at(self, alpha: float, recorded: float) -> float:
-        """Relative error to expect of a speedup at `alpha`, tilted from `recorded`."""
-        return self.per_logit * abs(_logit(alpha) - _logit(recorded))
+        """Relative error to expect of a speedup at `alpha`, tilted from `recorded`.
+
+        NaN where nothing or everything matches: no shift leads there.
+        """
+        shift = abs(_logit(alpha) - _logit(recorded))
+        return self.per_logit * shift if np.isfinite(shift) else _NAN
 
     def tried(self, alpha: float, recorded: float) -> bool:
         """Whether a shift as large was among those measured."""

@@ -25,6 +25,7 @@ from traces.replay import replay
 from traces.trace import Trace
 
 GAMMAS = tuple(range(1, 13))
+"""Draft lengths among which the best fixed one is sought."""
 PARTS = ("useful_draft", "wasted_draft", "verify", "signal", "host")
 """What a round's seconds go to: passes of accepted drafts, of rejected ones, and the rest."""
 

@@ -1,8 +1,7 @@
 """Figures of sweeps and ladders, in the style of `simulator.plots`.
 
-A map shows the logarithm of the speedup in colours that diverge at 1, darker the further
-on either side; the line where it is 1 is drawn solid, and dashed where the bounds of its
-interval are 1, so that greyscale loses nothing.
+Maps look as `simulator.maps` has them: darker is faster, hatched slower than plain decoding,
+the thick line break-even, and the dashed ones where the bounds of the interval are 1.
 """
 
 from __future__ import annotations
@@ -14,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from simulator.maps import SHADES, draw_edge, draw_map, log_ticks, mark_bar, shading
 from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS, _style
-from simulator.whatif.breakeven import Surface, break_even, regret, surface
+from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
 
@@ -29,6 +31,8 @@ LABELS = {
     "gamma": "draft length γ (tokens)",
 }
 LOGARITHMIC = frozenset({"c", "batch", "context"})
+MOST_LINES = 7
+"""As many lines as colours, dashes and markers tell apart beside the thin grey ones."""
 
 
 def plot_maps(
@@ -54,22 +58,20 @@ def plot_maps(
     rows = -(-len(names) // columns)
     figure = Figure(figsize=(1.1 + 2.9 * columns, 0.8 + 2.5 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    reach = _reach(surfaces)
+    scale = shading(*(s.values for s in surfaces))
     image: Any = None
     for i, (name, found) in enumerate(zip(names, surfaces, strict=True)):
         axes = grid[i // columns][i % columns]
-        image = _map(axes, found, reach)
+        image = _map(axes, found, scale, _scale(axes, x, y, found))
         axes.set_title(name, fontsize=9, color=INK)
-        _scale(axes, x, y)
         axes.tick_params(labelleft=i % columns == 0, labelbottom=i + columns >= len(names))
     for blank in grid.ravel()[len(names) :]:
         blank.set_visible(False)
     figure.supxlabel(LABELS[x], fontsize=9)
     figure.supylabel(LABELS[y], fontsize=9)
     bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.02)
-    bar.set_label("speedup over plain decoding (×)", fontsize=8)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{2**value:.3g}")
-    bar.ax.tick_params(labelsize=8)
+    bar.set_label("speedup over plain decoding (hatched: slower)", fontsize=8)
+    mark_bar(bar)
     return figure
 
 
@@ -79,7 +81,8 @@ def plot_break_even(
 ) -> Figure:  # fmt: skip
     """The largest c (or smallest alpha, ...) that pays, over x: a line per policy.
 
-    The band is where the bounds of the speedup's interval cross 1.
+    The band is where the bounds of the speedup's interval cross 1.  Of more policies than can
+    be told apart, those that pay furthest are named and the others thin.
     """
     found = break_even(frame, along)
     key = "alpha_asked" if x == "alpha" else x
@@ -89,13 +92,14 @@ def plot_break_even(
         raise DraftsimError("no policy to draw: name policies that the sweep holds")
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     axes = figure.subplots()
-    for i, name in enumerate(names):
+    chosen = names if len(names) <= MOST_LINES else _furthest(found, names, along)
+    for name in (n for n in names if n not in chosen):
+        part = found[found["policy"] == name].sort_values(key)
+        axes.plot(part[key], _finite(part["break_even"]), color="#B8B8B8", linewidth=0.7)
+    for i, name in enumerate(chosen):
         part = found[found["policy"] == name].sort_values(key)
         at = part[key].to_numpy(float)
-        mid, low, high = (
-            part[c].replace([np.inf, -np.inf], np.nan).to_numpy(float)
-            for c in ("break_even", "break_even_lo", "break_even_hi")
-        )
+        mid, low, high = (_finite(part[f"break_even{end}"]) for end in ("", "_lo", "_hi"))
         colour = COLOURS[i % len(COLOURS)]
         raw = part["break_even"].to_numpy(float)
         label = name
@@ -106,12 +110,17 @@ def plot_break_even(
             at, mid, color=colour, linestyle=DASHES[i % len(DASHES)], linewidth=1.4, label=label,
             marker=MARKERS[i % len(MARKERS)], markersize=4, markevery=max(len(at) // 8, 1),
         )  # fmt: skip
-    if along in LOGARITHMIC:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if x in LOGARITHMIC:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if others := len(names) - len(chosen):
+        axes.plot([], [], color="#B8B8B8", linewidth=0.7, label=f"{others} others")
+    shown = [v for line in axes.get_lines() for v in np.asarray(line.get_ydata(), float)]
+    for name, points, axis, put in (
+        (along, shown, axes.yaxis, axes.set_yscale), (x, found[key], axes.xaxis, axes.set_xscale)
+    ):  # fmt: skip
+        own = np.asarray(points, dtype=float)
+        own = own[np.isfinite(own)]
+        if name in LOGARITHMIC and len(own) and (own > 0).all():
+            put("log")
+            log_ticks(axis, own, swept=name == x)
     axes.set_xlabel(LABELS[x])
     word = "smallest" if along == "alpha" else "largest"
     axes.set_ylabel(f"{word} {LABELS[along]}\nthat pays")
@@ -125,12 +134,10 @@ def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure
 
     Left the best fixed length itself, right the oracle's speedup less its speedup.
     """
-    rows = regret(frame)
-    rows = rows[rows["family"] == "oracle"]
-    if rows.empty:
-        raise DraftsimError("the sweep holds no oracle: add --policy oracle")
-    if rows["best_fixed"].isna().any():
-        raise DraftsimError("the sweep holds no fixed length: add --policy 'fixed:gamma={1..12}'")
+    rows = frame
+    for column, what in (("oracle", "oracle"), ("best_fixed", "fixed length")):
+        if rows[column].isna().any():
+            raise DraftsimError(f"the recording allows no {what} to compare with")
     rows = rows.drop_duplicates([c for c in rows.columns if c in (x, y, "alpha_asked")])
     figure = Figure(figsize=(8.2, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -139,13 +146,13 @@ def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure
         (right, "adapting", "oracle − best fixed (×)"),
     ):
         found = surface(rows.assign(speedup=rows[column]), x, y)
+        _scale(axes, x, y, found)
         image = axes.pcolormesh(
-            found.x, found.y, found.values, cmap="cividis", shading="nearest", rasterized=True
+            found.x, found.y, found.values, cmap=SHADES, shading="nearest", rasterized=True
         )
         bar = figure.colorbar(image, ax=axes, pad=0.02)
         bar.set_label(label, fontsize=8)
         bar.ax.tick_params(labelsize=8)
-        _scale(axes, x, y)
         axes.set_xlabel(LABELS[x])
     left.set_ylabel(LABELS[y])
     return figure
@@ -214,29 +221,45 @@ def plot_tilt(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def _reach(surfaces: Sequence[Surface]) -> float:
-    """The largest |log2 speedup|: colours mean the same on either side of 1."""
-    return max(0.1, *(float(np.abs(np.log2(s.values)).max()) for s in surfaces))
+def _furthest(found: pd.DataFrame, names: Sequence[str], along: str) -> list[str]:
+    """Of `names` the `MOST_LINES` that pay furthest in the mean, in their order."""
+    sign = -1.0 if along == "alpha" else 1.0
+    reach = {}
+    for name in names:
+        value = sign * found.loc[found["policy"] == name, "break_even"].to_numpy(float)
+        # Where one pays everywhere or nowhere it is beyond all points, or short of them.
+        ends = sign * found[["first", "last"]].to_numpy(float)
+        far, near = 2 * ends.max() - ends.min(), 2 * ends.min() - ends.max()
+        reach[name] = float(np.where(np.isnan(value), near, np.minimum(value, far)).mean())
+    best = sorted(names, key=lambda n: -reach[n])[:MOST_LINES]
+    return [n for n in names if n in best]
 
 
-def _map(axes: Axes, found: Surface, reach: float) -> Any:
-    image = axes.pcolormesh(
-        found.x, found.y, np.log2(found.values), cmap="PuOr", vmin=-reach, vmax=reach,
-        shading="nearest", rasterized=True,
-    )  # fmt: skip
-    lines = ((found.values, "-", 1.4), (found.low, "--", 0.8), (found.high, "--", 0.8))
-    for values, style, width in lines:
-        if np.isfinite(values).all() and values.min() < 1 < values.max():
-            axes.contour(found.x, found.y, values, [1.0], colors=INK, linestyles=style,
-                         linewidths=width)  # fmt: skip
+def _finite(column: pd.Series) -> npt.NDArray[np.float64]:
+    return column.replace([np.inf, -np.inf], np.nan).to_numpy(float)
+
+
+def _map(axes: Axes, found: Surface, scale: Normalize, log: tuple[bool, bool]) -> Any:
+    image = draw_map(axes, found.x, found.y, found.values, scale, log=log)
+    for bound in (found.low, found.high):
+        if np.isfinite(bound).all():
+            draw_edge(axes, found.x, found.y, bound, log=log, bound=True)
     return image
 
 
-def _scale(axes: Axes, x: str, y: str) -> None:
-    for name, axis, scale in ((x, axes.xaxis, axes.set_xscale), (y, axes.yaxis, axes.set_yscale)):
-        if name in LOGARITHMIC:
-            scale("log", base=2 if name == "batch" else 10)
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
+def _scale(axes: Axes, x: str, y: str, found: Surface) -> tuple[bool, bool]:
+    """Scale both axes as their values ask for; which of x and y are logarithmic."""
+    logs = []
+    for name, points, axis, put in (
+        (x, found.x, axes.xaxis, axes.set_xscale), (y, found.y, axes.yaxis, axes.set_yscale)
+    ):  # fmt: skip
+        logs.append(name in LOGARITHMIC and bool((points > 0).all()))
+        if logs[-1]:
+            put("log")
+            log_ticks(axis, points)
+        elif name == "gamma":
+            axis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(colors=INK, labelsize=8, length=3)
     axes.xaxis.label.set_fontsize(9)
     axes.yaxis.label.set_fontsize(9)
+    return logs[0], logs[1]

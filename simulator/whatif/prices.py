@@ -28,7 +28,9 @@ class DeviceTable(NamedTuple):
     scaled: bool
     """Whether they were carried over from another device."""
     error: float
-    """Median relative error of the carrying model on the passes measured; 0 unless `scaled`."""
+    """Median relative error of the carrying model against published figures; 0 unless `scaled`."""
+    fit_error: float
+    """The same on the passes measured, which it was fitted to."""
     table: LatencyTable
 
 
@@ -104,9 +106,11 @@ def device_name(latency: LatencyTable) -> str:
         return str(latency.meta.get("device") or "unknown")
 
 
-def _scaling(latency: LatencyTable) -> tuple[bool, float]:
-    """Whether a table was carried over, and the error of what carried it."""
+def _scaling(latency: LatencyTable) -> tuple[bool, float, float]:
+    """Whether a table was carried over, and the errors of what carried it."""
     note = latency.meta.get("scaled")
     if not note:
-        return False, 0.0
-    return True, float(note["median_error"]) if isinstance(note, Mapping) else float("nan")
+        return False, 0.0, 0.0
+    if not isinstance(note, Mapping):
+        return True, float("nan"), float("nan")
+    return True, float(note["published_median"]), float(note["fit_error"])

@@ -23,6 +23,7 @@ from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part
 from simulator.whatif.executors import Executor, Local, Lost
 from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.prices import Prices
+from simulator.whatif.references import references, with_regrets
 from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
 from simulator.whatif.tilt import METHODS, Method, Tilter
 from traces.errors import DraftsimError
@@ -42,7 +43,8 @@ class Sweep:
     trace:
         The recording.
     policies:
-        Prototypes by name.
+        Prototypes by name.  Beside them the fixed lengths and the oracle are replayed as
+        references (`simulator.whatif.references`), without rows of their own.
     prices:
         Cost ratios, latency tables, contexts and GPUs.
     alphas:
@@ -108,23 +110,32 @@ class Sweep:
                 self.error = tilt_errors(trace, method=kind, seed=seed)
             # Searched together here, so that a part need not.
             shifts = dict(zip(self.alphas, tilter.shifts(self.alphas).tolist(), strict=True))
+        beside = references(trace, policies)
         self.bench = Bench(
-            trace, dict(policies), prices, tilter, shifts, bool(alphas) and method == "iid",
-            resamples, confidence, seed,
+            trace, {**policies, **beside}, prices, tilter, shifts,
+            bool(alphas) and method == "iid", resamples, confidence, seed, frozenset(beside),
         )  # fmt: skip
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies asked for, which alone have rows."""
+        return tuple(n for n in self.bench.policies if n not in self.bench.references)
 
     @property
     def parts(self) -> list[Part]:
         """The parts of the grid, in the order of its rows."""
-        names = tuple(self.bench.policies)
+        names = self.policies
         blocks = [names[i : i + POLICIES_A_PART] for i in range(0, len(names), POLICIES_A_PART)]
+        beside = tuple(n for n in self.bench.policies if n in self.bench.references)
+        blocks[0] += beside
         rates: tuple[float | None, ...] = self.alphas or (None,)
         return [Part(a, b, block) for a in rates for b in self.batches for block in blocks]
 
     @property
     def rows(self) -> int:
         """Rows of the whole table."""
-        return sum(len(p.policies) for p in self.parts) * self.bench.prices.count
+        rates = len(self.alphas) or 1
+        return len(self.policies) * rates * len(self.batches) * self.bench.prices.count
 
     def run(
         self,
@@ -177,7 +188,7 @@ class Sweep:
         """What the table was made from, for the file's header."""
         bench = self.bench
         return {
-            "policies": list(bench.policies), "alphas": list(self.alphas),
+            "policies": list(self.policies), "alphas": list(self.alphas),
             "batches": list(self.batches), "ratios": list(bench.prices.ratios),
             "verify": bench.prices.verify, "contexts": list(bench.prices.contexts),
             "latencies": {n: dict(t.meta) for n, t in bench.prices.latencies.items()},
@@ -213,11 +224,12 @@ class Sweep:
             }
             columns["tilt_error"] = np.array([known[row][0] for row in rows])
             columns["tilt_tried"] = np.array([known[row][1] for row in rows])
-        values = {
-            k: pd.Categorical(columns[k].astype(object)) if k in TEXT else columns[k]
-            for k in COLUMNS
-        }
-        return pd.DataFrame(values)
+        frame = with_regrets(pd.DataFrame(columns))
+        frame = frame[~frame["policy"].isin(list(self.bench.references))]
+        return pd.DataFrame(
+            {k: pd.Categorical(frame[k].astype(object)) if k in TEXT else frame[k].to_numpy()
+             for k in COLUMNS}
+        )  # fmt: skip
 
     def _key(self) -> str:
         """A digest of everything a part's rows depend on."""

@@ -22,7 +22,7 @@ from traces.parquet import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class KeptParts:
@@ -71,6 +71,27 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
     columns = {k: frame[k].astype(object).to_numpy() if k in TEXT else frame[k].to_numpy()
                for k in COLUMNS}  # fmt: skip
     write_atomically(path, _bytes(columns, description))
+
+
+def write_thresholds(
+    rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
+) -> Path:  # fmt: skip
+    """Write `rows` of `simulator.whatif.thresholds` beside the sweep's file `out`; its path.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be written there.
+    """
+    beside = Path(out).with_suffix(".breakeven.parquet")
+    header = {"schema": SCHEMA, "kind": "break-even", "sweep": dict(description)}
+    table = pa.Table.from_pandas(rows, preserve_index=False).replace_schema_metadata(
+        {"draftsim": json.dumps(header, default=_plain)}
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomically(beside, sink.getvalue().to_pybytes())
+    return beside
 
 
 def read_sweep(path: str | Path) -> pd.DataFrame:
