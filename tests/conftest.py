@@ -24,6 +24,16 @@ SMALL_PROFILE = (
 """The command that profiles the bundled pair on a few prompts."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, collect only the files that have such tests.
+
+    A machine with a GPU may have nothing but the libraries that these import.
+    """
+    if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
+        return None
+    return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
+
+
 class Ran(NamedTuple):
     """How a command ended, and what it wrote to standard output and standard error."""
 
