@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import load_policies, replay_all
 from commands.output import JsonOption, emit, note, print_table
+from commands.ranking import rank
 from commands.validate import say_verdict, spot_check
 
 
@@ -27,22 +27,21 @@ def demo(
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import BUNDLED, RunInfo
-    from simulator.summary import summarize
+    from simulator.summary import summarize, to_rows
     from traces.files import read_latency, read_trace
 
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
     run_profile(Recording(info, BUNDLED / "prompts.jsonl", out, settings, prompts))
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    # Plain decoding, first of all policies, is a row of every summary anyway.
-    logs = replay_all(trace, load_policies(None, trace)[1:])
-    summary = summarize(logs, latency)
+    ranking = rank(trace, latency, None)
+    summary = ranking.noted(to_rows(summarize(ranking.logs, latency)))
     rows = spot_check(out, repeats=repeats, remeasure=True)
     if json is None:
         from commands.simulate import SHOWN
 
-        print_table(summary.to_dict("records"), SHOWN, "Predicted from the recording")
+        print_table(summary, [*SHOWN, "note"], "Predicted from the recording")
     emit("demo", rows, json)
     say_verdict(rows)
-    for path in save_all(trace, latency, logs, out / "plots", rows):
+    for path in save_all(trace, latency, ranking.logs, out / "plots", rows):
         note(f"wrote {path}")

@@ -12,11 +12,10 @@ from commands.inputs import (
     BUNDLED,
     GpuOption,
     PolicyOption,
-    load_policies,
     load_trace,
-    replay_all,
 )
 from commands.output import note
+from commands.ranking import rank
 
 
 def report(
@@ -41,14 +40,13 @@ def report(
     from traces.measured import read_measured
 
     trace, latency = load_trace(run), one_latency(None, run, gpu)
-    chosen = load_policies(policy, trace)
-    logs = replay_all(trace, [c for c in chosen if c[0] != "autoregressive"] or chosen)
+    ranking = rank(trace, latency, policy)
     # Times measured on another device are no check of what is predicted for this one.
     file = None if latency.meta.get("scaled") else measured_file(run)
     measured = None if file is None else read_measured(file)
     page = build_report(
-        trace, latency, logs, measured=measured, title=Path(run).name, serve=serve,
-        resamples=resamples,
+        trace, latency, ranking.logs, notes=ranking.notes, measured=measured,
+        title=Path(run).name, serve=serve, resamples=resamples,
     )  # fmt: skip
     write_report(page, out)
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")

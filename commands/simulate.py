@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,18 +17,27 @@ from commands.inputs import (
     VerifyOption,
     load_latency,
     load_method,
-    load_policies,
     load_rule,
     load_trace,
     replay_all,
     say_memory,
 )
 from commands.output import JsonOption, emit, note, say_unjudged
+from commands.ranking import (
+    Ranking,
+    is_unfitted,
+    named,
+    rank,
+    ranks_all,
+    with_best_fixed,
+    without_plain,
+)
 from commands.sources import (
     SourceOption,
     load_recordings,
     load_source,
     load_source_policies,
+    longest_draft,
     replay_system,
     replay_systems,
     replay_with,
@@ -39,8 +48,10 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
+    from policies.rules import VerifyRule
     from traces.latency import LatencyTable
     from traces.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
     from traces.trace import Trace
 
 SHOWN = (
@@ -88,6 +99,9 @@ def simulate(
     labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
     and price those --rounds.
 
+    Every ranking holds the fixed draft length that is fastest here, marked best fixed, and
+    rate-optimal fitted to other prompts than it is judged on, where that can be done.
+
     --policy also takes the papers' named systems with another draft source, like specbound
     or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
@@ -114,11 +128,11 @@ def simulate(
     if drafting is not None:
         _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
         recordings = load_recordings(trace, recorded)
-        chosen = load_source_policies(texts, drafting, recorded, recordings)
         rule = load_rule(verify, recorded, memory)
-        logs = replay_with(recorded, drafting, _without_plain(chosen), recordings, rule)
-        frame = summary(logs, with_free_lookups(table), resamples=resamples, prefill=prefill)
-        emit("simulate", to_rows(frame), json, show=shown)
+        table = with_free_lookups(table)
+        ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
+        frame = summary(ranking.logs, table, resamples=resamples, prefill=prefill)
+        _emit_ranked(ranking, to_rows(frame), json, shown)
         return
     if robustness:
         from commands.figures import robustness_families
@@ -128,10 +142,10 @@ def simulate(
         families = robustness_families(recorded.max_gamma or 24)
         emit("simulate", spread_over(speedup_by_gamma(recorded, families, table)), json)
         return
-    logs = []
+    ranking = Ranking([])
     if texts is None or texts:
-        chosen = _without_plain(load_policies(texts, recorded))
-        logs = replay_all(recorded, chosen, rule=load_rule(verify, recorded, memory))
+        ranking = rank(recorded, table, texts, load_rule(verify, recorded, memory))
+    logs = ranking.logs
     more: list[RoundLog] = []
     table = with_free_lookups(table)
     if systems:
@@ -145,7 +159,7 @@ def simulate(
         named = {log.policy for log in more}
         more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
     frame = summary([*logs, *more], table, resamples=resamples, prefill=prefill)
-    emit("simulate", to_rows(frame), json, show=shown)
+    _emit_ranked(ranking, to_rows(frame), json, shown)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -158,9 +172,32 @@ def simulate(
             note(f"wrote {path}")
 
 
-def _without_plain(chosen: list[tuple[str, DraftPolicy]]) -> list[tuple[str, DraftPolicy]]:
-    """The policies without plain decoding, the first row of every summary already."""
-    return [c for c in chosen if c[0] != "autoregressive"] or chosen
+def rank_source(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None, source: Source,
+    recordings: Recordings, rule: VerifyRule | None = None,
+) -> Ranking:  # fmt: skip
+    """The policies of `texts` with `source` drafting, to be ranked."""
+    from simulator.ranking import UNFITTED
+
+    def replayed(some: list[tuple[str, DraftPolicy]]) -> list[RoundLog]:
+        return replay_with(trace, source, some, recordings, rule)
+
+    chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
+    # The rule is fitted to a draft model's passes, which another source does not make.
+    notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    ranking = Ranking(replayed(chosen), notes)
+    if not ranks_all(texts):
+        return ranking
+    return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
+
+
+def _emit_ranked(
+    ranking: Ranking, rows: list[dict[str, Any]], json: str | None, shown: list[str]
+) -> None:
+    """Print or write the rows, with their notes where there are any."""
+    rows = ranking.noted(rows)
+    told = any(row["note"] for row in rows)
+    emit("simulate", rows, json, show=[*shown, "note"] if told else shown)
 
 
 def _refuse_with(
@@ -221,7 +258,7 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
             continue
         text, policy, rule = load_method(name, trace)
         try:
-            [log] = replay_all(trace, [(text, policy)], rule=rule)
+            [log] = replay_all(trace, named([(text, policy)]), rule=rule)
         except SignalError:
             continue
         logs.setdefault((log.policy, log.verify), log)

@@ -10,6 +10,7 @@ import typer
 
 from commands.inputs import MemoryOption, PolicyOption, VerifyOption, load_policies, replay_all
 from commands.output import JsonOption, emit, note, say_unjudged
+from commands.ranking import is_unfitted, named
 from commands.sources import SourceOption, split_systems
 from traces.errors import DraftsimError
 
@@ -177,7 +178,9 @@ def spot_check(
     latency = read_latency(run / "latency.parquet")
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
-    chosen = load_policies(policy or list(ARMS), trace)
+    chosen = named(load_policies(policy or list(ARMS), trace))
+    for name in (n for n, p in chosen if is_unfitted(p)):
+        note(f"{name} runs unfitted: with the estimates and the rate it comes with")
     if "autoregressive" not in dict(chosen):
         chosen = load_policies(["autoregressive"], trace) + chosen
     replayed = {log.policy: log for log in replay_all(trace, chosen)}

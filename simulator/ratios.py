@@ -14,6 +14,9 @@ from traces.rounds import RoundLog
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+NORMAL_95 = 1.959964
+"""Standard errors that a 95 % interval reaches to either side."""
+
 
 class RatioCurve(NamedTuple):
     """Decode cost over a range of cost ratios, in units of one target pass; shape (ratios,)."""
@@ -60,6 +63,82 @@ def price_ratios(
     cost = float(count @ forwards) * c + float(count @ width_cost)
     plain = float(log.rounds["emitted"].sum(dtype=np.int64))
     return RatioCurve(c, cost, plain / cost)
+
+
+class BreakEven(NamedTuple):
+    """The cost ratio at which rounds stop paying; bounds NaN where there is no interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+class RatioSums(NamedTuple):
+    """What rounds cost and bring, summed over prompts, and the products that intervals need.
+
+    A prompt's rounds bring ``gain`` = tokens less rounds without drafts; they cost ``verified``
+    rounds with drafts and ``forwards`` draft passes.
+    """
+
+    prompts: int
+    emitted: int
+    forwards: int
+    plain: int
+    """Rounds without drafts."""
+    verified: int
+    """Rounds with drafts."""
+    gain_gain: int
+    gain_verified: int
+    gain_forwards: int
+    verified_verified: int
+    verified_forwards: int
+    forwards_forwards: int
+
+
+def ratio_sums(log: RoundLog) -> RatioSums:
+    """The sums over `log` that `break_even_ratio` needs, at any verification cost."""
+    drafts = log.rounds["drafted"] > 0
+    emitted, forwards, verified, plain = (
+        log.per_request(values).astype(np.int64)
+        for values in (log.rounds["emitted"], log.rounds["draft_forwards"], drafts, ~drafts)
+    )
+    own = np.stack([emitted - plain, verified, forwards])
+    products = (own @ own.T)[np.triu_indices(3)]
+    totals = (emitted.sum(), forwards.sum(), plain.sum(), verified.sum())
+    used = int((emitted > 0).sum())
+    return RatioSums(used, *(int(n) for n in (*totals, *products)))
+
+
+def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEven:
+    """The largest c = T_draft / T_target at which the rounds of `log` still pay.
+
+    In the cost model of `price_ratios`, with every verification costing `verify` target passes.
+    0 where they do not even pay with free drafts, infinity where nothing is drafted and nothing
+    lost.  The 95 % interval is that of a ratio of sums over prompts, linearised (Cochran,
+    "Sampling Techniques", 1977, sec. 2.11); NaN with fewer than two prompts.
+
+    Raises
+    ------
+    DraftsimError
+        If `verify` is negative or not finite.
+    """
+    if not 0 <= verify < np.inf:
+        raise DraftsimError(f"the verification cost is {verify}, expected T_verify / T_target >= 0")
+    s = log if isinstance(log, RatioSums) else ratio_sums(log)
+    left = s.emitted - s.plain - verify * s.verified
+    if s.forwards == 0:
+        return BreakEven(np.inf if left >= 0 else 0.0, np.nan, np.nan)
+    ratio = left / s.forwards
+    if s.prompts < 2:
+        return BreakEven(max(0.0, ratio), np.nan, np.nan)
+    squares = (
+        s.gain_gain + verify**2 * s.verified_verified + ratio**2 * s.forwards_forwards
+        - 2 * verify * s.gain_verified - 2 * ratio * s.gain_forwards
+        + 2 * verify * ratio * s.verified_forwards
+    )  # fmt: skip
+    error = np.sqrt(max(squares, 0.0) * s.prompts / (s.prompts - 1)) / s.forwards
+    low, high = ratio - NORMAL_95 * error, ratio + NORMAL_95 * error
+    return BreakEven(max(0.0, ratio), max(0.0, float(low)), max(0.0, float(high)))
 
 
 def draft_histogram(log: RoundLog) -> tuple[Ints, Ints, Ints]:

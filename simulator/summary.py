@@ -115,6 +115,38 @@ def prompt_speedups(
     return _ratio(_sums(plain, prefill), _sums(run, prefill))
 
 
+def paired_gain(
+    log: RoundLog,
+    other: RoundLog,
+    latency: LatencyTable,
+    *,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float, float]:
+    """Seconds per token of `other` over those of `log`, with the interval of that ratio.
+
+    Both are drawn on the same prompts in every resample, so that what makes a prompt fast for
+    both is left out: two policies can differ surely although their own intervals overlap.
+    The interval is NaN with one prompt.
+
+    Raises
+    ------
+    DraftsimError
+        If a log has no rounds or their requests differ.
+    """
+    _, run, rival = _runs([log, other], latency, None)
+    ours, theirs = _sums(run, False), _sums(rival, False)
+    value = float(_ratio(theirs.sum(axis=1), ours.sum(axis=1)))
+    if ours.shape[1] < 2:
+        return value, math.nan, math.nan
+    weights = _weights(ours.shape[1], resamples, seed).T
+    drawn = _ratio(theirs @ weights, ours @ weights)
+    drawn = drawn[np.isfinite(drawn)]
+    low, high = np.percentile(drawn, [50 * (1 - confidence), 50 * (1 + confidence)])
+    return value, float(low), float(high)
+
+
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
     """Prompts per speedup range, fastest first: columns low, high, prompts, share.
 

@@ -22,7 +22,7 @@ CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"
 SIMULATE_FIELDS = [
     "policy", "verify", "source", "tokens", "rounds", "drafted", "accepted", "draft_forwards",
     "target_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
-    "speedup_hi", "fidelity",
+    "speedup_hi", "fidelity", "note",
 ]  # fmt: skip
 
 
@@ -64,8 +64,16 @@ def test_simulate_writes_the_contracted_rows(run: Run, recorded: Path) -> None:
 def test_simulate_without_a_policy_runs_them_all(run: Run, recorded: Path) -> None:
     found = run("simulate", "--trace", recorded, "--json", "-").rows
     names = [r["policy"].partition(":")[0] for r in found]
+    # A fixed length always says which one it is, and the best of them stands beside it.
+    fixed = {r["policy"]: r for r in found if r["policy"].startswith("fixed")}
+    assert "fixed:gamma=5" in fixed
+    [best] = [r for r in fixed.values() if r["note"] == "best fixed"]
+    assert best["speedup"] == max(r["speedup"] for r in fixed.values())
+    assert next(r for r in found if r["policy"] == "rate-optimal")["note"] == (
+        "fitted on other prompts"
+    )
     for name in (
-        "autoregressive", "fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus",
+        "autoregressive", "confidence", "hf-heuristic", "gammatune", "gammatune-plus",
         "svip", "adaedl", "draft-and-verify", "oracle",
     ):  # fmt: skip
         assert names.count(name) == 1, name

@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from policies.registry import parse_policy
 from simulator.formulas import general, leviathan
-from simulator.ratios import price_ratios
+from simulator.ratios import break_even_ratio, price_ratios
 from simulator.report import build_report
 from tests.browser import Browser
-from tests.test_report import POLICIES, data, latency, logs, page, recording
+from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
 from traces.replay import replay
 
+pytest_plugins = ("tests.report_browser",)
+
 HERE = "document.activeElement.id"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(), encoding="utf-8")
-    return path
-
-
-@pytest.fixture
-def opened(browser: Browser, file: Path) -> Browser:
-    browser.console()
-    browser.open(file)
-    return browser
-
-
-def value(key: str, steps: int = 0) -> Any:
-    slider = data()["sliders"][key]
-    return slider["values"][slider["start"] + steps]
-
-
-def move(browser: Browser, key: str, arrow: str, times: int) -> None:
-    browser.run("document.getElementById(arguments[0]).focus()", f"slider-{key}")
-    browser.press(*[arrow] * times)
 
 
 def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
     """What Python gives for the sliders' settings, as the page shows it."""
     fixed = [replay(recording(), parse_policy(f"fixed:gamma={g}")) for g in range(1, 13)]
     curve = [float(price_ratios(log, c, v).speedup[0]) for log in fixed]
-    rounds = fixed[gamma - 1].rounds
-    cost = float(((rounds["drafted"] > 0) * (v - 1) + 1).sum())
-    even = (rounds["emitted"].sum() - cost) / rounds["draft_forwards"].sum()
+    even = break_even_ratio(fixed[gamma - 1], v)
     textbook = general.speedup(leviathan.expected_tokens(alpha, gamma), gamma, 1.0, c, v)
     best = max(range(12), key=lambda i: curve[i])
     return {
@@ -64,7 +32,8 @@ def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
         "out-recorded": f"{curve[gamma - 1]:.3f}×",
         "out-textbook": f"{textbook:.3f}×",
         "out-best": f"γ = {best + 1}: {curve[best]:.3f}×",
-        "out-even-c": f"{even:.3f}",
+        "out-even-c": f"{even.ratio:.3f}",
+        "out-even-span": f"{even.low:.3f} – {even.high:.3f}",
         "out-even-alpha": f"{leviathan.break_even_alpha(gamma, c, v):.3f}",
     }
 
@@ -130,11 +99,15 @@ def test_a_slider_moved_by_keyboard_gives_pythons_number(
     assert len(points) == 12
     cells = opened.run(
         "return [...document.querySelectorAll('#table-ratio tbody tr')]"
-        ".map(r => [r.cells[0].textContent, r.cells[1].textContent])"
+        ".map(r => [...r.cells].map(c => c.textContent))"
     )
     own = dict(zip(POLICIES, logs(), strict=True))
-    for name, text in cells:
-        assert text == f"{float(price_ratios(own[name], at['c'], at['v']).speedup[0]):.3f}"
+    assert {row[0].removesuffix(" best fixed") for row in cells} == set(own)
+    for name, speedup, even, span in cells:
+        log = own[name.removesuffix(" best fixed")]
+        assert speedup == f"{float(price_ratios(log, at['c'], at['v']).speedup[0]):.3f}"
+        found = break_even_ratio(log, at["v"])
+        assert (even, span) == (f"{found.ratio:.3f}", f"{found.low:.3f} – {found.high:.3f}")
     assert opened.console() == []
 
 
@@ -142,7 +115,7 @@ def test_alpha_moves_to_the_tilted_recording(opened: Browser) -> None:
     move(opened, "alpha", "ArrowLeft", 3)
     alpha, gamma = value("alpha", -3), value("gamma")
     i = data()["tilt"]["alphas"].index(alpha)
-    emitted, forwards, plain, verified = data()["tilt"]["rounds"][i][gamma - 1]
+    _, emitted, forwards, plain, verified, *_ = data()["tilt"]["rounds"][i][gamma - 1]
     speedup = emitted / (forwards * value("c") + plain + verified * value("v"))
     assert opened.text("#out-tilted") == f"{speedup:.3f}×"
     assert "off by about" in opened.text("#tilt-note") or "cannot be measured" in opened.text(

@@ -1,6 +1,6 @@
 "use strict";
 // Small SVG charts, drawn to the width of their place so that text keeps its size on a narrow
-// screen.  Series differ by colour, dash and marker; maps by lightness, hatched below 1.
+// screen.  Series differ by colour, dash and marker.  Maps are in maps.js.
 const charts = (() => {
   const INK = "#222", GREY = "#8C8C8C", FAINT = "#E3E3E3";
   const NS = "http://www.w3.org/2000/svg";
@@ -132,54 +132,5 @@ const charts = (() => {
   }
   const legible = (value, reach) => ((value - 1) / (reach || 1) > 0.55 ? "#fff" : INK);
 
-  // A map of speedups over c (across, logarithmic) and another axis (up).
-  function mapPlot(place, xs, ys, value, { yLabel, yText, at, name }) {
-    const { svg, width, height } = canvas(place, 300);
-    const left = 54, right = width - 10, top = 8, bottom = height - 62;
-    const w = (right - left) / xs.length, h = (bottom - top) / ys.length;
-    const grid = ys.map((y) => xs.map((x) => value(x, y)));
-    const reach = Math.max(0.05, Math.max(...grid.flat()) - 1);
-    const defs = add(svg, "defs");
-    const hatch = add(defs, "pattern", { id: `hatch-${name}`, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-    add(hatch, "rect", { width: 6, height: 6, fill: "#fff" });
-    add(hatch, "line", { x1: 0, x2: 0, y1: 0, y2: 6, stroke: "#9a9a9a", "stroke-width": 1.6 });
-    const px = (i) => left + i * w, py = (j) => bottom - (j + 1) * h;
-    let edge = "";
-    grid.forEach((row, j) => row.forEach((v, i) => {
-      const pays = v >= 1;
-      const cell = add(svg, "rect", {
-        x: px(i), y: py(j), width: w + 0.4, height: h + 0.4,
-        fill: pays ? shade(v, reach) : `url(#hatch-${name})`,
-      });
-      add(cell, "title", {}, `c = ${number(xs[i])}, ${yText(ys[j])}: ${times(v)}`);
-      if (i + 1 < xs.length && (row[i + 1] >= 1) !== pays) edge += `M${px(i + 1)} ${py(j)}v${h}`;
-      if (j + 1 < ys.length && (grid[j + 1][i] >= 1) !== pays) edge += `M${px(i)} ${py(j)}h${w}`;
-    }));
-    if (edge) add(svg, "path", { d: edge, stroke: INK, "stroke-width": 3, fill: "none", "stroke-linecap": "square" });
-    // The cross and its white outline, to be seen on any shade.
-    const ci = nearest(xs, at[0]), cj = nearest(ys, at[1]);
-    const cx = px(ci) + w / 2, cy = py(cj) + h / 2;
-    for (const [colour, thick] of [["#fff", 6], ["#D55E00", 3]]) {
-      add(svg, "path", { d: `M${cx - 7} ${cy}h14M${cx} ${cy - 7}v14`, stroke: colour, "stroke-width": thick, "stroke-linecap": "round" });
-    }
-    const every = Math.ceil(xs.length / Math.max(3, Math.floor((right - left) / 62)));
-    xs.forEach((v, i) => {
-      if (i % every === 0) add(svg, "text", { x: px(i) + w / 2, y: bottom + 15, "text-anchor": "middle" }, number(v));
-    });
-    const lines = Math.ceil(ys.length / Math.floor((bottom - top) / 16));
-    ys.forEach((v, j) => {
-      if (j % lines === 0) add(svg, "text", { x: left - 6, y: py(j) + h / 2 + 4, "text-anchor": "end" }, number(v));
-    });
-    add(svg, "text", { x: (left + right) / 2, y: bottom + 32, "text-anchor": "middle" }, "cost ratio c");
-    add(svg, "text", { x: 12, y: (top + bottom) / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${(top + bottom) / 2})` }, yLabel);
-    const key = bottom + 42, n = 24, kw = Math.min(200, right - left - 130) / n;
-    add(svg, "text", { x: left, y: key + 11 }, "1×");
-    for (let i = 0; i < n; i++) add(svg, "rect", { x: left + 22 + i * kw, y: key, width: kw + 0.4, height: 12, fill: shade(1 + (reach * i) / (n - 1), reach) });
-    add(svg, "text", { x: left + 28 + n * kw, y: key + 11 }, (1 + reach).toFixed(2) + "×");
-  }
-
-  const nearest = (values, wanted) => values.reduce(
-    (best, v, i) => (Math.abs(v - wanted) < Math.abs(values[best] - wanted) ? i : best), 0);
-
-  return { add, SHAPES, looks, rowsPlot, linesPlot, mapPlot, shade, legible, number, times, GREY };
+  return { add, canvas, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY, INK };
 })();

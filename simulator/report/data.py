@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from simulator.hardware import scaling_words
 from simulator.pricing import price
+from simulator.ranking import BEST_FIXED, FITTED
 from simulator.report import ratio_model
-from simulator.serving import ClosedLoop, Limits, Scenario, sweep
-from simulator.summary import prompt_speedups, summarize, summarize_by_category, to_rows
-from simulator.tune import default_batches, fixed_logs, price_grid, tune_vllm
-from simulator.tune.costs import DEFAULT_LENGTHS
-from simulator.tune.served import RIVALS
+from simulator.report.loads import loads
+from simulator.report.ranked import headline, ranked, with_best_fixed
+from simulator.summary import summarize_by_category, to_rows
 from simulator.validation import compare, verdict
 from traces.latency import LatencyTable
 from traces.measured import MeasuredRuns
 from traces.rounds import RoundLog
 from traces.trace import Trace
-
-SERVED_TOKENS = 6000
-"""Simulated tokens of one serving run, which keeps the curves cheap."""
-SERVED_BATCHES = 6
 
 
 def report_data(
@@ -31,27 +24,35 @@ def report_data(
     latency: LatencyTable,
     logs: Sequence[RoundLog],
     *,
+    notes: Mapping[str, str] | None = None,
     measured: MeasuredRuns | None = None,
     serve: bool = True,
     resamples: int = 2000,
 ) -> dict[str, Any]:
     """The page's data; parameters as of `simulator.report.build_report`."""
-    ranked = _ranked(logs, latency, resamples)
-    by_name = {log.policy: log for log in logs}
-    c, v, known = ratio_model.measured_ratios(trace, latency)
-    fixed = ratio_model.fixed_histograms(trace)
-    sliders = ratio_model.sliders(trace, c, v, list(fixed))
-    for row in ranked:
-        row["histogram"] = ratio_model.histogram(by_name[row["policy"]])
+    logs, said = with_best_fixed(trace, latency, logs, notes or {})
+    rows = ranked(logs, latency, said, resamples)
+    best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
+    c, v, known = ratio_model.measured_ratios(trace, latency, best)
+    fixed = ratio_model.fixed_lengths(trace)
+    sliders = ratio_model.sliders(trace, c, v, list(fixed), best)
     return {
-        "about": _about(trace, latency, c, v, known),
-        "policies": ranked,
+        "about": {**_about(trace, latency, c, v, known), "best_fixed": best},
+        "policies": rows,
+        "headline": headline(rows, logs, latency, resamples),
         "categories": _categories(trace, logs, latency, resamples),
-        "validation": None if measured is None else _validation(logs, latency, measured),
-        "fixed": {"gammas": list(fixed), "histograms": list(fixed.values())},
+        "validation": None
+        if measured is None
+        else _validation(
+            # A rule fitted here is not the one that ran unfitted under the same name.
+            [log for log in logs if said.get(log.policy) != FITTED],
+            latency,
+            measured,
+        ),
+        "fixed": {"gammas": list(fixed), **ratio_model.page_rounds(list(fixed.values()))},
         "sliders": sliders,
         "tilt": ratio_model.tilted(trace, sliders["alpha"]["values"], list(fixed)),
-        **_batches(trace, latency, serve),
+        **loads(trace, latency, serve, resamples),
     }
 
 
@@ -89,18 +90,6 @@ def _model(value: Any) -> str:
     # A local folder says nothing to the reader beyond its last part.
     short = str(name).rstrip("/").rsplit("/", 1)[-1]
     return f"{short} ({', '.join(parts)})" if parts else short
-
-
-def _ranked(logs: Sequence[RoundLog], latency: LatencyTable, draws: int) -> list[dict[str, Any]]:
-    """Policies by speedup, the fastest first, with the prompts that each slows down."""
-    rows = to_rows(summarize(logs, latency, resamples=draws))[1:]
-    for row, log in zip(rows, logs, strict=True):
-        own = prompt_speedups(log, latency)
-        row["oracle"] = row["policy"].partition(":")[0] == "oracle"
-        row["below"] = float(np.mean(own[np.isfinite(own)] < 1))
-        run = price(log, latency)
-        row["outside"] = run.passes.extrapolated / max(run.passes.passes, 1)
-    return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
 
 
 def _categories(
@@ -145,38 +134,3 @@ def _validation(
         "sign_arms": said.sign_arms,
         "left_out": left_out,
     }
-
-
-def _batches(trace: Trace, latency: LatencyTable, serve: bool) -> dict[str, Any]:
-    """Speedup of every fixed length at every measured batch, and serving curves."""
-    sizes = default_batches(latency)
-    if len(sizes) < 2:
-        return {"batches": None, "serving": None}
-    plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])
-    grids = [price_grid([plain, *logs.values()], latency, b) for b in sizes]
-    speedup = [(g.tokens.sum(axis=1) / g.seconds.sum(axis=1)).tolist() for g in grids]
-    batches = {
-        "batches": sizes,
-        "lengths": list(logs),
-        "speedup": [[s / row[0] for s in row[1:]] for row in speedup],
-    }
-    if not serve:
-        return {"batches": batches, "serving": None}
-    tuned = tune_vllm(trace, latency, sizes, draws=400)
-    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
-    loads = [
-        Scenario(
-            ClosedLoop(b), Limits(max_batch=b), max_tokens=SERVED_TOKENS,
-            requests=max(2 * b, len(trace.requests)),
-        ) for b in some
-    ]  # fmt: skip
-    rows = sweep(trace, latency, {**RIVALS, "tuned": tuned.policy}, loads)
-    table = (tuned.document or {}).get("num_speculative_tokens_per_batch_size")
-    names = list(dict.fromkeys(r["policy"] for r in rows))
-    kept = [
-        {
-            "policy": r["policy"], "batch": r["batch"], "throughput_tok_s": r["throughput_tok_s"],
-            "tpot_s": r["tpot_s"]["mean"],
-        } for r in rows
-    ]  # fmt: skip
-    return {"batches": batches, "serving": {"rows": kept, "table": table, "policies": names}}

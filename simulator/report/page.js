@@ -1,12 +1,12 @@
 "use strict";
 // The page's numbers come from two places: what Python computed, and the formulas under
 // "Costs", which the sliders feed.  The formulas mirror simulator.ratios.price_ratios and
-// simulator.formulas.leviathan; tests hold both against each other to the displayed digit.
-// Drawing is in charts.js.
+// break_even_ratio, and simulator.formulas.leviathan; tests hold both against each other to the
+// displayed digit.  Drawing is in charts.js and maps.js.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
-  const { add, SHAPES, looks, rowsPlot, linesPlot, mapPlot, shade, legible, number, times, GREY } = charts;
+  const { add, SHAPES, looks, rowsPlot, linesPlot, shade, legible, number, times, GREY } = charts;
   const LOOKS = looks(data.colours);
 
   // ---- Costs ------------------------------------------------------------------------------
@@ -21,16 +21,20 @@
     return histogram.emitted / (forwards * c + passes);
   }
 
-  // The largest c at which the rounds still pay; 0 where they do not even with free drafts.
-  function breakEvenRatio(histogram, v) {
-    let forwards = 0, passes = 0;
-    histogram.count.forEach((count, i) => {
-      forwards += count * histogram.forwards[i];
-      passes += count * (histogram.drafted[i] > 0 ? v : 1);
-    });
-    if (forwards === 0) return NaN;
-    return Math.max(0, (histogram.emitted - passes) / forwards);
+  // The largest c at which rounds still pay, 0 where they do not even with free drafts, and its
+  // 95 % interval: that of a ratio of sums over prompts, from simulator.ratios.RatioSums.
+  function breakEven(sums, v) {
+    const [n, emitted, forwards, plain, verified, gg, gv, gf, vv, vf, ff] = sums;
+    const left = emitted - plain - v * verified;
+    if (forwards === 0) return { ratio: left >= 0 ? Infinity : 0, low: NaN, high: NaN };
+    const ratio = left / forwards;
+    const squares = gg + v * v * vv + ratio * ratio * ff - 2 * v * gv - 2 * ratio * gf + 2 * v * ratio * vf;
+    const error = n < 2 ? NaN : Math.sqrt((Math.max(squares, 0) * n) / (n - 1)) / forwards;
+    const low = ratio - 1.959964 * error, high = ratio + 1.959964 * error;
+    return { ratio: Math.max(0, ratio), low: Math.max(0, low), high: Math.max(0, high) };
   }
+  const evenText = (even) => (!Number.isFinite(even.ratio) ? "–" : even.ratio > 0 ? even.ratio.toFixed(3) : "never");
+  const spanText = (even) => (Number.isFinite(even.high) ? `${even.low.toFixed(3)} – ${even.high.toFixed(3)}` : "–");
 
   const expectedTokens = (alpha, gamma) => {
     let sum = 0;
@@ -57,14 +61,16 @@
   function tilted(alpha, gammaIndex, c, v) {
     const i = data.tilt ? data.tilt.alphas.indexOf(alpha) : -1;
     if (i < 0) return NaN;
-    const [emitted, forwards, plain, verified] = data.tilt.rounds[i][gammaIndex];
+    const [, emitted, forwards, plain, verified] = data.tilt.rounds[i][gammaIndex];
     return emitted / (forwards * c + plain + verified * v);
   }
 
   // ---- What does not move -----------------------------------------------------------------
 
+  const fullName = (p) => p.policy + (p.note ? ` (${p.note})` : "");
+
   function drawPolicies() {
-    const rows = data.policies.map((p) => ({ name: p.policy, ...p }));
+    const rows = data.policies.map((p) => ({ name: fullName(p), ...p }));
     const ends = rows.flatMap((r) => [r.speedup, r.speedup_lo ?? r.speedup, r.speedup_hi ?? r.speedup]);
     const low = Math.min(0.9, ...ends), high = Math.max(1.1, ...ends), room = 0.03 * (high - low);
     rowsPlot(byId("plot-policies"), rows, {
@@ -138,8 +144,9 @@
     byId("out-textbook").textContent = times(textbook(alpha, gamma, c, v));
     byId("out-tilted").textContent = times(tilted(alpha, g, c, v));
     byId("out-best").textContent = curve[best] > 1 ? `γ = ${gammas[best]}: ${times(curve[best])}` : "none pays";
-    const even = breakEvenRatio(data.fixed.histograms[g], v), from = breakEvenAlpha(gamma, c, v);
-    byId("out-even-c").textContent = even > 0 ? even.toFixed(3) : "never";
+    const even = breakEven(data.fixed.sums[g], v), from = breakEvenAlpha(gamma, c, v);
+    byId("out-even-c").textContent = evenText(even);
+    byId("out-even-span").textContent = spanText(even);
     byId("out-even-alpha").textContent = Number.isFinite(from) ? from.toFixed(3)
       : gamma * c + v < 1 ? "any" : "never";
     tiltNote(alpha);
@@ -157,7 +164,7 @@
     });
 
     const policies = data.policies.map((p) => ({
-      name: p.policy, value: recorded(p.histogram, c, v), even: breakEvenRatio(p.histogram, v),
+      name: fullName(p), value: recorded(p.histogram, c, v), even: breakEven(p.sums, v),
     }));
     rowsPlot(byId("plot-ratio"), policies, {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
@@ -168,25 +175,54 @@
     });
     byId("table-ratio").querySelectorAll("tbody tr").forEach((row, i) => {
       row.cells[1].textContent = policies[i].value.toFixed(3);
-      row.cells[2].textContent = Number.isNaN(policies[i].even) ? "–"
-        : policies[i].even > 0 ? policies[i].even.toFixed(3) : "never";
+      row.cells[2].textContent = evenText(policies[i].even);
+      row.cells[3].textContent = spanText(policies[i].even);
     });
 
-    const cs = data.sliders.c.values.filter((_, i) => i % 2 === 0);
-    mapPlot(byId("map-recorded"), cs, gammas, (x, y) => recorded(data.fixed.histograms[gammas.indexOf(y)], x, v), {
+    drawRatioMaps(c, v, gamma, alpha);
+  }
+
+  function drawRatioMaps(c, v, gamma, alpha) {
+    const stops = data.sliders.c.values, gammas = data.fixed.gammas, g = gammas.indexOf(gamma);
+    const cs = stops.filter((_, i) => i % 2 === 0 || i === stops.length - 1);
+    maps.ratioMap(byId("map-recorded"), cs, gammas, (x, y) => recorded(data.fixed.histograms[gammas.indexOf(y)], x, v), {
+      even: (y) => breakEven(data.fixed.sums[gammas.indexOf(y)], v),
       yLabel: "draft length γ", yText: (y) => `γ = ${y}`, at: [c, gamma], name: "recorded",
     });
-    const alphas = data.sliders.alpha.values.filter((a) => Math.abs(20 * a - Math.round(20 * a)) < 1e-9);
-    mapPlot(byId("map-textbook"), cs, alphas, (x, y) => textbook(y, gamma, x, v), {
-      yLabel: "acceptance α", yText: (y) => `α = ${y}`, at: [c, alpha], name: "textbook",
+    const formula = (a) => (expectedTokens(a, gamma) - v) / gamma;
+    const some = (data.tilt ? data.tilt.alphas : data.sliders.alpha.values)
+      .filter((a) => Math.abs(20 * a - Math.round(20 * a)) < 1e-9);
+    const sums = (a) => data.tilt.rounds[data.tilt.alphas.indexOf(a)][g];
+    maps.ratioMap(byId("map-alpha"), cs, some, data.tilt ? (x, a) => tilted(a, g, x, v) : (x, a) => textbook(a, gamma, x, v), {
+      even: data.tilt ? (a) => breakEven(sums(a), v) : (a) => ({ ratio: formula(a), low: NaN, high: NaN }),
+      dashed: data.tilt ? formula : undefined,
+      yLabel: "acceptance α", yText: (a) => `α = ${a}`, at: [c, alpha], name: "alpha",
     });
+  }
+
+  function drawBatchMaps() {
+    const batch = { xLabel: "batch (sequences)", xText: (b) => `batch ${b}` };
+    const lengths = data.batches, contexts = data.contexts;
+    if (lengths) {
+      maps.stepMap(byId("map-batches"), lengths.batches, lengths.lengths, lengths, {
+        ...batch, yLabel: "draft length γ", yText: (k) => `γ = ${k}`, name: "batches",
+      });
+    }
+    if (contexts) {
+      maps.stepMap(byId("map-contexts"), contexts.batches, contexts.contexts, contexts, {
+        ...batch, yLabel: "context (tokens)", yText: (n) => `context ${n}`, name: "contexts",
+        words: (i, j) => `γ = ${contexts.length[i][j]}`,
+      });
+    }
   }
 
   function tiltNote(alpha) {
     const note = byId("tilt-note");
     byId("tile-tilted").hidden = !data.tilt;
-    note.hidden = !data.tilt;
-    if (!data.tilt) return;
+    if (!data.tilt) {
+      note.textContent = "This recording cannot be tilted to another α: its drafts all end alike, or too little was recorded behind wrong ones.";
+      return;
+    }
     const i = data.tilt.alphas.indexOf(alpha);
     if (i < 0) {
       note.textContent = "No tilted recording was made for this α.";
@@ -205,6 +241,7 @@
     drawPolicies();
     drawValidation();
     drawServing();
+    drawBatchMaps();
     recompute();
   }
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ def build_report(
     latency: LatencyTable,
     logs: Sequence[RoundLog],
     *,
+    notes: Mapping[str, str] | None = None,
     measured: MeasuredRuns | None = None,
     title: str = "run",
     serve: bool = True,
@@ -40,7 +41,9 @@ def build_report(
     trace, latency:
         The recording and its costs.
     logs:
-        Replays of `trace` to rank, one per policy.
+        Replays of `trace` to rank, one per policy; the best fixed draft length is added.
+    notes:
+        What to say of some of them, by policy (`simulator.ranking`).
     measured:
         Real runs to hold predictions against.
     title:
@@ -57,7 +60,9 @@ def build_report(
     """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
-    data = report_data(trace, latency, logs, measured=measured, serve=serve, resamples=resamples)
+    data = report_data(
+        trace, latency, logs, notes=notes, measured=measured, serve=serve, resamples=resamples
+    )
     return render(data, title)
 
 
@@ -72,7 +77,10 @@ def render(data: dict[str, Any], title: str) -> str:
         title=title,
         data=data,
         style=Markup(_asset("page.css")),
-        script=Markup(_asset("charts.js") + _asset("page.js").replace('"use strict";\n', "", 1)),
+        script=Markup(
+            _asset("charts.js")
+            + "".join(_asset(n).replace('"use strict";\n', "", 1) for n in ("maps.js", "page.js"))
+        ),
         # "</script>" inside a name must not end the element.
         json=Markup(
             json.dumps({**data, "colours": COLOURS}, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,100 @@
+"""The page's maps in a real Chromium: break-even lines, arrows, cells, tilted recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from policies.registry import parse_policy
+from simulator.ratios import break_even_ratio
+from simulator.report import build_report
+from simulator.whatif.tilt import Tilter
+from tests.browser import Browser
+from tests.report_pages import data, move, recording, value
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.synthetic import synthetic_trace
+
+pytest_plugins = ("tests.report_browser",)
+
+
+def rows_of(browser: Browser, name: str) -> dict[float, list[float]]:
+    """Break-even c with its bounds, by the row of a map."""
+    found = browser.run(
+        "return [...document.querySelectorAll(arguments[0] + ' [data-row]')]"
+        ".map(p => ['row', 'even', 'low', 'high'].map(k => Number(p.dataset[k])))",
+        f"#{name}",
+    )
+    return {row: bounds for row, *bounds in found}
+
+
+def test_the_maps_draw_the_break_even_that_python_finds(opened: Browser) -> None:
+    before = opened.run("return document.getElementById('map-alpha').innerHTML")
+    move(opened, "v", "ArrowRight", 6)
+    move(opened, "gamma", "ArrowRight", 2)
+    assert opened.run("return document.getElementById('map-alpha').innerHTML") != before
+    v, gamma = value("v", 6), value("gamma", 2)
+    by_length = rows_of(opened, "map-recorded")
+    assert len(by_length) >= 8
+    for length, drawn in by_length.items():
+        log = replay(recording(), parse_policy(f"fixed:gamma={int(length)}"))
+        assert drawn == pytest.approx(list(break_even_ratio(log, v)), rel=1e-9)
+    by_rate = rows_of(opened, "map-alpha")
+    assert len(by_rate) >= 10
+    tilter = Tilter(recording())
+    for alpha in (0.5, 0.8):
+        log = replay(tilter.to(alpha), parse_policy(f"fixed:gamma={gamma}"))
+        assert by_rate[alpha] == pytest.approx(list(break_even_ratio(log, v)), rel=1e-9)
+    # The textbook formula stands beside it, dashed.
+    assert opened.run("return document.querySelectorAll('[data-dashed=textbook]').length") == 1
+    # Rows whose break-even lies outside the map say so at its edge.
+    move(opened, "v", "End", 1)
+    cs, most = data()["sliders"]["c"]["values"], data()["sliders"]["v"]["values"][-1]
+    fixed = {g: replay(recording(), parse_policy(f"fixed:gamma={g}")) for g in range(1, 13)}
+    even = {g: break_even_ratio(log, most).ratio for g, log in fixed.items()}
+    below = [[g, "left"] for g, ratio in even.items() if ratio <= cs[0]]
+    assert 0 < len(below) < 12
+    assert below == opened.run(
+        "return [...document.querySelectorAll('#map-recorded [data-beyond]')]"
+        ".map(p => [Number(p.dataset.beyond), p.dataset.side])"
+    )
+    assert opened.console() == []
+
+
+def test_the_maps_of_batches_are_the_tables(opened: Browser) -> None:
+    for name, ys in (("batches", "lengths"), ("contexts", "contexts")):
+        drawn = opened.run(
+            "return [...document.querySelectorAll(arguments[0] + ' text[data-value]')]"
+            ".map(t => [Number(t.dataset.x), Number(t.dataset.y), Number(t.dataset.value), "
+            "t.textContent])",
+            f"#map-{name}",
+        )
+        cells = data()[name]
+        assert len(drawn) == len(cells["batches"]) * len(cells[ys])
+        for batch, y, speedup, text in drawn:
+            i, j = cells["batches"].index(batch), cells[ys].index(y)
+            assert speedup == cells["speedup"][i][j]
+            doubt = cells["low"][i][j] <= 1 <= cells["high"][i][j]
+            assert text == f"{speedup:.2f}" + (" ?" if doubt else "")
+        hatched = opened.run(
+            "return [...document.querySelectorAll(arguments[0] + ' rect')]"
+            ".filter(r => (r.getAttribute('fill') || '').startsWith('url(#hatch')).length",
+            f"#map-{name}",
+        )
+        assert hatched == sum(s < 1 for row in cells["speedup"] for s in row)
+
+
+def test_without_signals_alpha_is_tilted_all_the_same(browser: Browser, tmp_path: Path) -> None:
+    trace = synthetic_trace(0.7, requests=12, tokens=60)
+    log = replay(trace, parse_policy("fixed:gamma=2"), name="fixed:gamma=2")
+    path = tmp_path / "plain.html"
+    path.write_text(
+        build_report(trace, LatencyTable.constant(1.0, 0.1), [log], resamples=20), encoding="utf-8"
+    )
+    browser.console()
+    browser.open(path, 400, 800)
+    move(browser, "alpha", "ArrowLeft", 4)
+    assert browser.text("#out-tilted").endswith("×")
+    assert rows_of(browser, "map-alpha")
+    assert browser.console() == []

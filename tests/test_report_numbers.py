@@ -1,0 +1,177 @@
+"""The page's sliders, maps, batches and serving: the numbers of the Python API."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from policies.basic import Fixed
+from policies.registry import parse_policy
+from simulator.pricing import autoregressive, price
+from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
+from simulator.report import build_report
+from simulator.report.ratio_model import (
+    fixed_lengths,
+    measured_ratios,
+    sliders,
+    tilted,
+)
+from simulator.tune import check_seed, closed_load, compare_served, price_grid, tune_vllm
+from simulator.tune import fixed_logs as tune_logs
+from simulator.tune.costs import default_contexts
+from simulator.whatif.tilt import Tilter
+from tests.report_pages import (
+    POLICIES,
+    data,
+    data_of,
+    fixed_two,
+    latency,
+    lead,
+    logs,
+    reader,
+    recording,
+)
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.synthetic import synthetic_trace
+
+
+def test_the_histograms_price_as_price_ratios_does() -> None:
+    for row, log in ((r, dict(zip(POLICIES, logs(), strict=True))[r["policy"]])
+                     for r in data()["policies"]):  # fmt: skip
+        h = row["histogram"]
+        for c, v in ((0.05, 1.0), (0.4, 1.3)):
+            forwards = np.dot(h["count"], h["forwards"])
+            passes = np.dot(h["count"], np.where(np.array(h["drafted"]) > 0, v, 1.0))
+            expected = float(price_ratios(log, c, v).speedup[0])
+            assert h["emitted"] / (forwards * c + passes) == pytest.approx(expected, rel=1e-12)
+
+
+def test_sliders_begin_at_this_pair() -> None:
+    c, v, known = measured_ratios(recording(), latency(), 4)
+    assert known
+    assert c == pytest.approx(1.2e-3 / 1.01e-2)
+    assert v == pytest.approx(1.05e-2 / 1.01e-2)
+    for key, own in (("c", c), ("v", v)):
+        slider = data()["sliders"][key]
+        assert slider["values"][slider["start"]] == pytest.approx(own, rel=5e-3)
+        assert slider["values"] == sorted(set(slider["values"]))
+    # The best fixed length, whose verification v is.
+    lengths = data()["sliders"]["gamma"]
+    assert lengths == {"values": list(range(1, 13)), "start": 3}
+    assert measured_ratios(recording(), _without_draft(), 4)[2] is False
+
+
+def _without_draft() -> LatencyTable:
+    cells = latency().cells
+    return LatencyTable(cells[cells["model"] == "target"])
+
+
+def test_tilted_rounds_are_those_of_the_tilted_recording() -> None:
+    trace = recording()
+    stops = sliders(trace, 0.1, 1.0, [2, 4], 4)["alpha"]
+    own = stops["values"][stops["start"]]
+    found = tilted(trace, [0.5, own], [2, 4])
+    assert found is not None
+    assert found["alphas"] == [0.5, own]
+    fixed = fixed_lengths(trace)
+    # At its own rate the recording speaks for itself.
+    assert found["rounds"][1] == [list(ratio_sums(fixed[g])) for g in (2, 4)]
+    other = replay(Tilter(trace).to(0.5), parse_policy("fixed:gamma=4"))
+    assert found["rounds"][0][1] == list(ratio_sums(other))
+
+
+def test_a_recording_without_signals_is_tilted_too() -> None:
+    trace = synthetic_trace(0.7, requests=12, tokens=60)
+    assert not trace.signals
+    found = tilted(trace, [0.0, 0.5, 0.9], [2])
+    assert found is not None
+    assert found["alphas"] == [0.5, 0.9]  # no shift reaches 0
+    less, more = (row[0] for row in found["rounds"])
+    # The same tokens in fewer rounds where more is accepted.
+    assert less[1] == more[1]
+    assert less[3] + less[4] > more[3] + more[4]
+    with_page = build_report(trace, LatencyTable.constant(1.0, 0.1), [fixed_two(trace)],
+                             resamples=20)  # fmt: skip
+    assert '"tilt":{"alphas":[0.05,' in with_page
+    # Where every draft matches, there is nothing to shift.
+    assert tilted(synthetic_trace(1.0, requests=3, tokens=20), [0.5], [2]) is None
+
+
+def test_break_even_and_contexts_come_from_the_api() -> None:
+    for log, sums in zip(fixed_lengths(recording()).values(), data()["fixed"]["sums"],
+                         strict=True):  # fmt: skip
+        assert sums == list(ratio_sums(log))
+        even = break_even_ratio(log, 1.2)
+        assert float(price_ratios(log, even.ratio, 1.2).speedup[0]) == pytest.approx(1)
+    found = data()["contexts"]
+    assert found["contexts"] == default_contexts(latency(), 8)
+    plain, priced = tune_logs(recording(), [1, 2, 3, 4, 5, 6, 7, 8])
+    for i, j in ((0, 0), (3, 1)):
+        grid = price_grid([plain, *priced.values()], latency(), found["batches"][i],
+                          found["contexts"][j])  # fmt: skip
+        rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
+        assert found["speedup"][i][j] == pytest.approx(rates[1:].max() / rates[0])
+        assert found["length"][i][j] == 1 + int(rates[1:].argmax())
+        assert found["low"][i][j] <= found["speedup"][i][j] <= found["high"][i][j]
+
+
+def test_batches_are_priced_only_where_they_were_measured() -> None:
+    batches = data()["batches"]
+    assert batches["batches"] == [1, 2, 4, 8]
+    log = replay(recording(), parse_policy("fixed:gamma=3"))
+    plain = price(autoregressive(log), latency(), batch=8).total_s
+    expected = plain / price(log, latency(), batch=8).total_s
+    assert batches["speedup"][3][2] == pytest.approx(expected)
+    assert {r["policy"] for r in data()["serving"]["rows"]} == {
+        "off", "K=1", "K=3", "K=5", "tuned"
+    }  # fmt: skip
+    low, high = batches["low"][3][2], batches["high"][3][2]
+    assert low < batches["speedup"][3][2] < high
+    single = build_report(recording(), latency((1,)), logs()[:1], resamples=20)
+    assert "nothing can be said about batches" in single
+
+
+@cache
+def losing() -> LatencyTable:
+    """At 4 sequences a wide pass costs so much that speculation does not pay."""
+    cells = latency((1, 4)).cells.copy()
+    wide = (cells["model"] == "target") & (cells["new_tokens"] > 1) & (cells["batch"] == 4)
+    cells.loc[wide, "median_s"] *= 4
+    return LatencyTable(cells)
+
+
+def test_serving_is_that_of_the_check_and_says_what_to_deploy() -> None:
+    trace = recording().select(range(0, 20, 2))
+    text = build_report(trace, losing(), [fixed_two(trace)], resamples=20)
+    found = data_of(text)["serving"]
+    sizes = [1, 2, 4]
+    expected = [r["deploy"] for r in tune_vllm(trace, losing(), sizes, draws=400).rows]
+    assert [d["deploy"] for d in found["deploy"]] == expected
+    off = [b for b, deploy in zip(sizes, expected, strict=True) if deploy == "off"]
+    assert off
+    assert off != sizes
+    said = " ".join(text.partition('<p id="deploy">')[2].partition("</p>")[0].split())
+    assert f"stay at batch {' or '.join(map(str, off))} are served faster" in said
+    cells = [c for c in reader(text).cells if c == "off" or c.startswith("tuned, K=")]
+    assert cells == ["off" if d["deploy"] == "off" else f"tuned, {d['setting']}"
+                     for d in found["deploy"]]  # fmt: skip
+    # The very requests of `tune --check`, in fewer replications.
+    [row] = compare_served(
+        trace, losing(), Fixed(1), [closed_load(trace, 2, None, check_seed(0))],
+        replications=3, metric="throughput_tok_s",
+    ).to_dict("records")  # fmt: skip
+    at = {r["policy"]: r["throughput_tok_s"] for r in found["rows"] if r["batch"] == 2}
+    assert at["K=1"] == pytest.approx(row["tuned"])
+    assert at[row["rival"]] == pytest.approx(row["rival_value"])
+
+
+def test_where_nothing_pays_no_curve_is_called_tuned() -> None:
+    cells = latency((1, 2)).cells.copy()
+    cells.loc[cells["model"] == "draft", "median_s"] *= 50
+    text = build_report(recording(), LatencyTable(cells), logs()[:1], resamples=20)
+    assert data_of(text)["serving"]["policies"] == ["off", "K=1", "K=3", "K=5"]
+    assert "Speculation pays at none of these loads" in text
+    assert lead(text).startswith("No policy is faster than plain decoding here")
