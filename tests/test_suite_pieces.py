@@ -123,6 +123,18 @@ def test_no_host_time_where_the_passes_cannot_be_had(
     assert not {"draft, batch 4", "the host at batch 4"} & set(measured.unfinished)
 
 
+def test_points_between_batches_wait_for_both_sides(measured: PairMeasurement) -> None:
+    measured.run(SINGLE)
+    with pytest.raises(NoTimeError):
+        measured.between(2)
+    assert {row[2] for row in measured.cells} == {1}
+    measured.run(BATCHED)
+    measured.between(2)
+    assert any(h["batch"] == 2 for h in measured.held_out) or any(
+        row[2] == 2 for row in measured.cells
+    )
+
+
 def test_gaps_not_looked_into_leave_their_piece_unfinished(
     measured: PairMeasurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,9 @@ class PairMeasurement:
         for name, model in self.models.items():
             if model is None:
                 continue
+            for near in self._neighbours(batch):
+                if not self._has(Passes(name, "forward", near)):
+                    self._lacks(Passes(name, "forward", near))
             grid, _ = self._grid(Passes(name, "forward", batch))
             few = grid.coarse(self._check, grid.contexts[:2])
             errors = reading_errors(few, [c for c in self.cells if c[1] == "forward"])
@@ -196,6 +199,12 @@ class PairMeasurement:
                 self.cells += [*few, *grid.coarse(self._check)]
             del grid
             self.place.release()
+
+    def _neighbours(self, batch: int) -> list[int]:
+        """The batch sizes measured as a matter of course that are next to `batch`."""
+        sizes = (1, *self.grids.batches)
+        above = min((b for b in sizes if b > batch), default=None)
+        return [max(b for b in sizes if b < batch), *([] if above is None else [above])]
 
     def layers(self, name: str) -> None:
         """Single layers and the output head; with exit heads where there is no draft."""
