@@ -48,30 +48,45 @@ def rank(
     tokens than it would be fitted to, it is noted as unfitted.  With ``all`` the fixed draft
     length that is fastest here stands beside the policies.
     """
-    from simulator.ranking import FITTED, UNFITTED, cross_fitted_rule
+    from simulator.ranking import FITTED, UNFITTED
 
     chosen = without_plain(named(load_policies(texts, trace)))
     notes: dict[str, str] = {}
     logs: list[RoundLog] = []
     for name, policy in chosen:
         if is_default(policy) and rule is None:
-            try:
-                logs.append(
-                    cross_fitted_rule(trace, latency, gamma_max=policy.gamma_max, name=name)
-                )
+            fitted = fitted_log(trace, latency, name, policy.gamma_max)
+            if fitted is not None:
+                logs.append(fitted)
                 notes[name] = FITTED
                 continue
-            except DraftsimError:
-                pass  # too few prompts, or a rule that cannot be fitted to them
         if is_unfitted(policy):
             notes[name] = UNFITTED
         logs += replay_all(trace, [(name, policy)], rule=rule)
     if not ranks_all(texts):
         return Ranking(logs, notes)
+    if rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
+        # As it comes it reads a signal, which this recording lacks; fitted it need not.
+        fitted = fitted_log(trace, latency)
+        if fitted is not None:
+            logs.append(fitted)
+            notes[fitted.policy] = FITTED
     return with_best_fixed(
         Ranking(logs, notes), latency, trace.max_gamma,
         lambda some: replay_all(trace, some, rule=rule),
     )  # fmt: skip
+
+
+def fitted_log(
+    trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
+) -> RoundLog | None:
+    """The rate-optimal rule fitted across the halves of the prompts; None where it cannot be."""
+    from simulator.ranking import cross_fitted_rule
+
+    try:
+        return cross_fitted_rule(trace, latency, gamma_max=gamma_max, name=name)
+    except DraftsimError:
+        return None  # too few prompts, or a rule that cannot be fitted to them
 
 
 def ranks_all(texts: Sequence[str] | None) -> bool:

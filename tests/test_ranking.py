@@ -103,6 +103,8 @@ def test_a_recording_without_signals_has_a_fitted_rule_too() -> None:
     found = rank(plain, LATENCY, ["rate-optimal"])
     assert found.notes == {"rate-optimal": FITTED}
     assert found.logs[0].reads == ()
+    # As it comes it reads a signal, so that only the fitted one can stand among all.
+    assert rank(plain, LATENCY, None).notes["rate-optimal"] == FITTED
 
 
 def test_a_paired_gain_is_the_ratio_of_the_speedups() -> None:

@@ -12,6 +12,7 @@ from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
 from simulator.report import build_report
+from simulator.report.loads import REPLICATIONS
 from simulator.report.ratio_model import (
     fixed_lengths,
     measured_ratios,
@@ -93,9 +94,9 @@ def test_a_recording_without_signals_is_tilted_too() -> None:
     # The same tokens in fewer rounds where more is accepted.
     assert less[1] == more[1]
     assert less[3] + less[4] > more[3] + more[4]
-    with_page = build_report(trace, LatencyTable.constant(1.0, 0.1), [fixed_two(trace)],
+    text = build_report(trace, LatencyTable.constant(1.0, 0.1), [fixed_two(trace)],
                              resamples=20)  # fmt: skip
-    assert '"tilt":{"alphas":[0.05,' in with_page
+    assert '"tilt":{"alphas":[0.05,' in text
     # Where every draft matches, there is nothing to shift.
     assert tilted(synthetic_trace(1.0, requests=3, tokens=20), [0.5], [2]) is None
 
@@ -161,7 +162,7 @@ def test_serving_is_that_of_the_check_and_says_what_to_deploy() -> None:
     # The very requests of `tune --check`, in fewer replications.
     [row] = compare_served(
         trace, losing(), Fixed(1), [closed_load(trace, 2, None, check_seed(0))],
-        replications=3, metric="throughput_tok_s",
+        replications=REPLICATIONS, metric="throughput_tok_s",
     ).to_dict("records")  # fmt: skip
     at = {r["policy"]: r["throughput_tok_s"] for r in found["rows"] if r["batch"] == 2}
     assert at["K=1"] == pytest.approx(row["tuned"])

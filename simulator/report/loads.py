@@ -27,7 +27,7 @@ from traces.rounds import RoundLog
 from traces.trace import Trace
 
 SERVED_BATCHES = 6
-REPLICATIONS = 3
+REPLICATIONS = 2
 """Of the five that ``draftsim tune --check`` serves, on the same random numbers."""
 MAPPED_CONTEXTS = 8
 
