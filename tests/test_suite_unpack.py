@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from profiler.suite.__main__ import main
 from tests.suite_results import META, MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
 from traces.recordings import (
+    BUNDLED,
     ELSEWHERE,
     find_latency,
     find_trace,
@@ -18,6 +21,8 @@ from traces.recordings import (
     recordings,
     trace_folder,
 )
+from traces.sources.early_exit import EarlyExit
+from traces.sources.files import read_exits, read_recordings, write_exits
 
 PAIRS = ("llama-3.1-8b+1b", "vicuna-7b+68m")
 
@@ -89,6 +94,35 @@ def test_miniatures_say_so_in_their_name(tmp_path: Path) -> None:
     write_latencies(tmp_path / "out", cells(PAIRS[0], "eager"), quick)
     assert main(["unpack", "--out", str(tmp_path / "out"), "--into", str(tmp_path / "in")]) == 0
     assert [f.name for f in (tmp_path / "in").iterdir()] == [f"h200-quick-{PAIRS[0]}-eager"]
+
+
+@pytest.mark.parametrize("followed", [3, 56])
+def test_exits_lie_with_the_requests_they_follow(tmp_path: Path, followed: int) -> None:
+    out, pair, bundled = tmp_path / "out", "trained-12+3", BUNDLED / "bundled"
+    write_latencies(out, [row for mode in MODES for row in cells(pair, mode)])
+    (out / "latency.json").rename(out / "trained.json")
+    (out / "latency.parquet").rename(out / "trained-latency.parquet")
+    shutil.copy(bundled / "trace.parquet", out / "trained-trace.parquet")
+    exits = read_exits(bundled / "exits.parquet")
+    some = replace(exits, path_starts=exits.path_starts[: followed + 1])
+    write_exits(some, out / "trained-exits.parquet")
+    into = tmp_path / "in"
+    for _ in range(2):
+        assert main(["unpack", "--out", str(out), "--into", str(into)]) == 0
+    assert len(find_trace(into / f"h200-{pair}-graph").requests) == 56
+    own = pair if followed == 56 else f"{pair}-exits"
+    assert {f.name for f in into.iterdir()} == {
+        f"h200-{name}-{mode}" for name in {pair, own} for mode in MODES
+    }
+    assert len(list(into.glob("*/exits.parquet"))) == 1
+    assert len(list(into.glob("*/trace.parquet"))) == len({pair, own})
+    for mode in MODES:
+        name = f"h200-{own}-{mode}"
+        home, trace = folder_of(name, into), find_trace(name, into)
+        assert home is not None
+        assert find_latency(name, into).meta["mode"] == mode
+        # Refused where the exits follow other requests than the trace holds.
+        EarlyExit().open(trace, read_recordings(home), 1)
 
 
 def test_another_trace_takes_the_place_of_a_reference(recorded: Path, tmp_path: Path) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from traces.errors import DraftsimError
-from traces.files import read_latency, write_latency
+from traces.files import read_latency, read_trace, write_latency, write_trace
 from traces.latency import LatencyTable
 from traces.measured import MeasuredRuns, read_measured, write_measured
 from traces.parquet import write_atomically
-from traces.recordings import ELSEWHERE
+from traces.recordings import ELSEWHERE, SAMPLED
+from traces.sources.files import read_exits
 
 STAGES = {
     "latency": ("latency.parquet", None, None),
@@ -24,6 +26,9 @@ STAGES = {
 """Per stage its latency table, its measured runs, and the trace they belong to."""
 
 EXTRAS = {"trained": ("trained-sampled.parquet", "trained-exits.parquet")}
+EXITS = "exits.parquet"
+LAID = ("trace.parquet", SAMPLED, EXITS, ELSEWHERE)
+"""What is laid beside a recording's latencies: its trace and what belongs to it."""
 
 
 def unpack(out: Path, into: Path) -> list[Path]:
@@ -68,30 +73,56 @@ def unpack(out: Path, into: Path) -> list[Path]:
         for pair, mode in sorted(units):
             place = _folder(into, device, pair, mode, made)
             _provenance(place, stage, results, f"{pair}.{mode}")
-            if trace and (folder / trace).is_file():
-                _place_trace(folder, trace, EXTRAS.get(stage, ()), device, place)
+        with tempfile.TemporaryDirectory() as room:
+            sets = _along(folder, trace, stage, Path(room)) if trace else {}
+            for suffix, files in sets.items():
+                for pair, mode in sorted(units):
+                    place = _folder(into, device, pair + suffix, mode, made)
+                    own = _folder(into, device, pair, mode, made) / "latency.parquet"
+                    if suffix and own.is_file():
+                        shutil.copyfile(own, place / own.name)
+                    _place_trace(files, device, place)
     return list(made.values())
 
 
-def _place_trace(folder: Path, trace: str, extras: Sequence[str], device: str, place: Path) -> None:
-    """Copy a stage's trace to `place`, and the `extras` that belong to it.
+def _along(folder: Path, trace: str, stage: str, room: Path) -> dict[str, dict[str, Path]]:
+    """A stage's trace and what was recorded along it, by name; sets of files by suffix.
+
+    Early exits that do not follow every request of the trace make a recording of their own,
+    with the part of the trace that they follow, written to `room`.
+    """
+    if not (folder / trace).is_file():
+        return {}
+    extras = {name.partition("-")[2]: folder / name for name in EXTRAS.get(stage, ())}
+    files = {name: path for name, path in extras.items() if path.is_file()}
+    sets = {"": {"trace.parquet": folder / trace, **files}}
+    if EXITS in files:
+        followed = len(read_exits(files[EXITS]).path_starts) - 1
+        whole = read_trace(folder / trace)
+        if followed < len(whole.requests):
+            write_trace(whole.select(range(followed)), room / "trace.parquet")
+            sets["-exits"] = {
+                "trace.parquet": room / "trace.parquet", EXITS: sets[""].pop(EXITS)
+            }  # fmt: skip
+    return sets
+
+
+def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
+    """Copy a trace to `place`, and the `files` that belong to it.
 
     Where another folder of the `device` holds the same trace, as the other mode's does, that one
     is named instead (`traces.recordings.ELSEWHERE`): traces are most of a recording's bytes.
     """
-    content = (folder / trace).read_bytes()
-    files = {"trace.parquet": trace, **{e.partition("-")[2]: e for e in extras}}
+    for name in LAID:
+        (place / name).unlink(missing_ok=True)
+    content = files["trace.parquet"].read_bytes()
     for other in sorted(place.parent.glob(f"{device}-*/trace.parquet")):
-        if other.parent != place and other.read_bytes() == content:
-            for name in files:
-                (place / name).unlink(missing_ok=True)
+        if other.read_bytes() == content:
             text = json.dumps({"trace": other.parent.name})
             write_atomically(place / ELSEWHERE, text.encode())
             return
     for name, source in files.items():
-        if (folder / source).is_file():
-            shutil.copyfile(folder / source, place / name)
-    (place / ELSEWHERE).unlink(missing_ok=True)
+        shutil.copyfile(source, place / name)
 
 
 def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:

@@ -129,7 +129,7 @@ def bounds(recordings: Sequence[pd.DataFrame]) -> Bounds:
     rows = pd.concat(recordings, ignore_index=True) if said else pd.DataFrame()
     if rows.empty:
         raise DraftsimError("no compared arms: name a recording with measured runs")
-    worst = rows.loc[rows["error"].abs().idxmax()]
+    worst = rows.iloc[int(rows["error"].abs().argmax())]
     drift = rows["drift"].fillna(0.0) if "drift" in rows else 0.0
     return Bounds(
         len(rows), float(rows["error"].abs().median()), float(worst["error"]),
