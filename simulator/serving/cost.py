@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -239,11 +240,21 @@ class IterationCost:
         return _Host(seconds("host_round", *MODELS), draft_s, *rollbacks)
 
     def _scalar(self, model: str, phase: str, batch: int) -> float:
-        cells = self.latency.cells
-        own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
-        # Host phases are measured at one size: read them at that size, at any context.
-        new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
-        nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
-        return float(
-            self.latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
-        )
+        # A search serves one table hundreds of times: every engine would read the same cells.
+        known = _scalars.setdefault(self.latency, {})
+        seconds = known.get((model, phase, batch))
+        if seconds is None:
+            seconds = known[model, phase, batch] = _host_phase_s(self.latency, model, phase, batch)
+        return seconds
+
+
+_scalars: WeakKeyDictionary[LatencyTable, dict[tuple[str, str, int], float]] = WeakKeyDictionary()
+
+
+def _host_phase_s(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
+    cells = latency.cells
+    own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
+    # Host phases are measured at one size: read them at that size, at any context.
+    new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
+    nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
+    return float(latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context))
