@@ -67,6 +67,10 @@ MemoryOption = Annotated[
 ]
 
 
+COMMON_LENGTH = 8
+"""Policies commonly draft up to so many tokens."""
+
+
 def load_trace(name: str) -> Trace:
     """The trace `name` stands for; unknown positions are imputed, and the result marked."""
     import numpy as np
@@ -86,7 +90,7 @@ def load_trace(name: str) -> Trace:
     except DraftsimError as error:
         raise DraftsimError(f"{name}: {error}") from None
     seen = filled.meta["imputed"]["longest_seen"]
-    if trace.max_gamma is None or seen < trace.max_gamma:
+    if seen < COMMON_LENGTH:
         note(
             f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
             "extrapolated"
