@@ -22,7 +22,7 @@ demo: install
 	$(BIN)/draftsim demo --out demo
 
 test: install
-	$(BIN)/pytest -q -n 2 --dist loadfile
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 bench: install
 	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds
