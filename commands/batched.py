@@ -29,6 +29,7 @@ def batch_check(
     forced: bool = False,
     repeats: int = 3,
     limit: int | None = None,
+    trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """The rows of ``validate --batch``; the measured times are kept in the run folder.
 
@@ -45,7 +46,7 @@ def batch_check(
     from traces.files import read_latency, read_trace
     from traces.measured import MeasuredRuns, write_measured
 
-    info = read_run(run)
+    info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
     batches = batch_sizes("--batch", batch)
     _check_measured(latency, batches)

@@ -59,6 +59,12 @@ VerifyOption = Annotated[
         help="Verify rule, name[:key=value,...]; lossless where none is named.",
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the code that a model's folder brings; read it first."
+    ),
+]
 MemoryOption = Annotated[
     Path | None,
     typer.Option(

@@ -27,6 +27,7 @@ def lossy_check(
     sampled: bool = False,
     repeats: int = 3,
     limit: int | None = None,
+    trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """The rows of ``validate --verify``, plain decoding first.
 
@@ -46,7 +47,7 @@ def lossy_check(
     from traces.measured import MeasuredRuns, write_measured
     from traces.outputs import quality
 
-    info = read_run(run)
+    info = read_run(run, trust_remote_code)
     greedy = read_trace(run / "trace.parquet")
     trace = read_trace(run / "sampled.parquet") if sampled else greedy
     latency = read_latency(run / "latency.parquet")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.inputs import MemoryOption, PolicyOption, VerifyOption, batch_sizes
+from commands.inputs import MemoryOption, PolicyOption, TrustOption, VerifyOption, batch_sizes
 from commands.output import note
 from commands.redecode import decode_again, jobs
 from traces.errors import DraftsimError
@@ -132,6 +132,7 @@ def profile(
         bool,
         typer.Option("--papers", help="Also decode for real what `draftsim papers` compares."),
     ] = False,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Profile a pair: its latency table and acceptance trace, written into a run folder.
 
@@ -150,7 +151,10 @@ def profile(
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batches", batches)}))
     settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid)
-    info = RunInfo(_kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None)
+    info = RunInfo(
+        _kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None,
+        trust_remote_code,
+    )  # fmt: skip
     again = jobs(verify, policy, method or [], split, papers)
     if policy and not verify:
         raise DraftsimError("--policy says how to decode under --verify: name a rule")

@@ -48,6 +48,7 @@ def source_check(
     repeats: int = 3,
     limit: int | None = None,
     remeasure: bool = False,
+    trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """The rows of ``validate --source`` and of named systems, plain decoding first.
 
@@ -68,7 +69,7 @@ def source_check(
     from traces.files import read_latency, read_trace
     from traces.measured import MeasuredRuns, write_measured
 
-    info = read_run(run)
+    info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
     recordings = load_recordings(str(run), trace)
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 
-from commands.inputs import MemoryOption, PolicyOption, VerifyOption, load_policies, replay_all
+from commands.inputs import (
+    MemoryOption,
+    PolicyOption,
+    TrustOption,
+    VerifyOption,
+    load_policies,
+    replay_all,
+)
 from commands.output import JsonOption, emit, note, say_unjudged
 from commands.ranking import is_unfitted, named
 from commands.sources import SourceOption, split_systems
@@ -84,6 +91,7 @@ def validate(
     markdown: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of --recorded: the tables, as Markdown.")
     ] = None,
+    trust_remote_code: TrustOption = False,
     json: JsonOption = None,
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
@@ -123,25 +131,27 @@ def validate(
                 "other draft sources are run greedily, one request at a time: drop --batch, "
                 "--verify, --memory, --sampled and --forced"
             )
-        rows = source_check(run, policy, source, repeats, limit, remeasure)
+        rows = source_check(run, policy, source, repeats, limit, remeasure, trust_remote_code)
     elif batch is not None:
         from commands.batched import batch_check
 
         if verify is not None or memory is not None or sampled:
             raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
-        rows = batch_check(run, policy, batch, forced, repeats, limit)
+        rows = batch_check(run, policy, batch, forced, repeats, limit, trust_remote_code)
     elif verify is not None:
         from commands.lossy import lossy_check
         from traces.files import read_latency
 
         if forced:
             raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
-        rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit)
+        rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit, trust_remote_code)
         say_unjudged(read_latency(run / "latency.parquet"))
     elif memory is not None:
         raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
     else:
-        rows = spot_check(run, policy, forced, sampled, repeats, limit, assisted, remeasure)
+        rows = spot_check(
+            run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
+        )
     emit("validate", rows, json)
     if json is None:
         say_verdict(rows)
@@ -156,6 +166,7 @@ def spot_check(
     limit: int | None = None,
     assisted: bool = True,
     remeasure: bool = False,
+    trust_remote_code: bool = False,
 ) -> pd.DataFrame:
     """The rows of `validate`; the measured times are kept in the run folder.
 
@@ -173,7 +184,7 @@ def spot_check(
     from traces.files import read_latency, read_trace
     from traces.measured import MeasuredRuns, write_measured
 
-    info = read_run(run)
+    info = read_run(run, trust_remote_code)
     trace = read_trace(run / ("sampled.parquet" if sampled else "trace.parquet"))
     latency = read_latency(run / "latency.parquet")
     if limit is not None:

@@ -97,10 +97,12 @@ def load_pair(
     *,
     device: str = "cpu",
     dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Pair:
     """Load two Hugging Face models (directory or hub id) with a shared tokenizer.
 
-    Both are causal models, or both encoder-decoders (see `profiler.seq2seq`).
+    Both are causal models, or both encoder-decoders (see `profiler.seq2seq`).  A model that
+    brings code of its own is refused unless `trust_remote_code`: that code would be run.
 
     Raises
     ------
@@ -113,13 +115,15 @@ def load_pair(
     transformers.utils.logging.set_verbosity_error()
     where = choose_device(device)
     kind = choose_dtype(dtype, where)
+    # Said either way: where nothing is, transformers asks at the terminal, and runs it on a `y`.
+    trust = {"trust_remote_code": trust_remote_code}
     tokenizers = [
-        _load(transformers.AutoTokenizer, path, "tokenizer of") for path in (target, draft)
+        _load(transformers.AutoTokenizer, path, "tokenizer of", **trust) for path in (target, draft)
     ]
-    factory = _model_factory(target, draft)
+    factory = _model_factory(target, draft, **trust)
     check_tokenizers(tokenizers[0], tokenizers[1], str(target), str(draft))
     models = [
-        _load(factory, path, "model", dtype=kind, attn_implementation="sdpa")
+        _load(factory, path, "model", dtype=kind, attn_implementation="sdpa", **trust)
         for path in (target, draft)
     ]
     if is_seq2seq(models[0]):
@@ -154,9 +158,9 @@ def check_tokenizers(target: Any, draft: Any, target_name: str, draft_name: str)
         )
 
 
-def _model_factory(target: str | Path, draft: str | Path) -> Any:
+def _model_factory(target: str | Path, draft: str | Path, **trust: bool) -> Any:
     """The class to load both with; DraftsimError if only one is an encoder-decoder."""
-    configs = [_load(transformers.AutoConfig, path, "model") for path in (target, draft)]
+    configs = [_load(transformers.AutoConfig, path, "model", **trust) for path in (target, draft)]
     kinds = [bool(getattr(config, "is_encoder_decoder", False)) for config in configs]
     if kinds[0] != kinds[1]:
         named = {kinds[0]: target, kinds[1]: draft}
@@ -178,6 +182,8 @@ def _load(factory: Any, path: str | Path, what: str, **options: Any) -> Any:
         text = " ".join(str(error).split())
         if "gated" in text or "401" in text or "403" in text:
             advice = "it needs an access token: set HF_TOKEN, or use a pair that is public"
+        elif "trust_remote_code" in text:
+            advice = "it brings code of its own: read that, then add --trust-remote-code to run it"
         elif not Path(path).is_dir():
             advice = "no such directory here, and the hub has no such id or cannot be reached"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from profiler.loading import Pair, load_pair
@@ -12,6 +12,7 @@ from traces.parquet import write_atomically
 
 BUNDLED = Path(__file__).parent / "bundled"
 NAME = "run.json"
+TRUST = "trust_remote_code"
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class RunInfo:
     device: str = "cpu"
     dtype: str | None = None
     threads: int | None = None
+    trust_remote_code: bool = field(default=False, compare=False)
+    """Whether code that a model brings may run: said on the command line, never by the folder."""
 
     def load(self) -> Pair:
         """The pair, as the run had it; DraftsimError if it cannot be loaded."""
@@ -31,7 +34,9 @@ class RunInfo:
 
             torch.set_num_threads(self.threads)
         paths = (model_path(self.target, "target"), model_path(self.draft, "draft"))
-        return load_pair(*paths, device=self.device, dtype=self.dtype)
+        return load_pair(
+            *paths, device=self.device, dtype=self.dtype, trust_remote_code=self.trust_remote_code
+        )
 
 
 def model_path(name: str, role: str) -> str:
@@ -41,14 +46,18 @@ def model_path(name: str, role: str) -> str:
 
 def write_run(info: RunInfo, folder: Path) -> None:
     """Keep `info` in the run folder."""
-    write_atomically(folder / NAME, json.dumps(asdict(info), indent=2).encode())
+    fields = asdict(info)
+    del fields[TRUST]
+    write_atomically(folder / NAME, json.dumps(fields, indent=2).encode())
 
 
-def read_run(folder: Path) -> RunInfo:
+def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
     """What the run folder holds; DraftsimError if it is no run folder."""
     try:
         fields = json.loads((folder / NAME).read_text())
-        return RunInfo(**fields)
+        if TRUST in fields:
+            raise TypeError(f"it may not say {TRUST}")
+        return RunInfo(**fields, trust_remote_code=trust_remote_code)
     except OSError:
         raise DraftsimError(
             f"{folder} is not a run folder (it has no {NAME}): "

@@ -49,11 +49,15 @@ def _read(place: Workplace, folder: Path) -> tuple[Pair, list[Prompt], dict[str,
     about = json.loads((folder / "about.json").read_text())
     factory: Any = transformers.AutoModelForCausalLM
     target, draft = (
-        factory.from_pretrained(folder / name, dtype=place.dtype, attn_implementation="sdpa")
+        factory.from_pretrained(
+            folder / name, dtype=place.dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
         .to(place.device)
         .eval()
         for name in ("target", "draft")
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        folder / "tokenizer", trust_remote_code=False
+    )
     prompts = [Prompt(**prompt) for prompt in about["prompts"]]
     return Pair(target, draft, tokenizer, about["meta"]), prompts, about["record"]

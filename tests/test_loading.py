@@ -1,0 +1,82 @@
+"""Loading a pair: code that a model's folder brings runs only where a person asked for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler.loading import load_pair
+from profiler.run import BUNDLED, RunInfo, read_run, write_run
+from tests.conftest import Run
+from traces.errors import DraftsimError
+
+CODE = """from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+Path({marker!r}).touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A model folder with code of its own, and the file that this code makes when it is run."""
+    folder, marker = tmp_path / "own", tmp_path / "ran"
+    shutil.copytree(BUNDLED / "draft", folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config["model_type"] = "own-llama"
+    config["auto_map"] = {
+        "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hub"))
+    # At a terminal transformers asks, and this person says yes to everything.
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return folder, marker
+
+
+def test_code_of_a_model_is_not_run_unasked(with_code: tuple[Path, Path]) -> None:
+    folder, marker = with_code
+    with pytest.raises(DraftsimError, match=r"brings code of its own.*--trust-remote-code"):
+        load_pair(folder, folder)
+    assert not marker.exists()
+    load_pair(folder, folder, trust_remote_code=True)
+    assert marker.exists()
+
+
+def test_profile_refuses_code_in_one_line(
+    with_code: tuple[Path, Path], run: Run, tmp_path: Path
+) -> None:
+    folder, marker = with_code
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def f():\n")
+    ran = run(
+        "profile", "--target", folder, "--draft", folder, "--prompts", prompts,
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert "--trust-remote-code" in ran.err
+    assert not marker.exists()
+
+
+def test_a_run_folder_cannot_ask_for_it(tmp_path: Path) -> None:
+    write_run(RunInfo("own", "own", trust_remote_code=True), tmp_path)
+    assert "trust" not in (tmp_path / "run.json").read_text()
+    assert not read_run(tmp_path).trust_remote_code
+    assert read_run(tmp_path, trust_remote_code=True).trust_remote_code
+    fields = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**fields, "trust_remote_code": True}))
+    with pytest.raises(DraftsimError, match="may not say trust_remote_code"):
+        read_run(tmp_path)
