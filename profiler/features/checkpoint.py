@@ -1,0 +1,231 @@
+"""Reads drafters in the formats that people have.
+
+EAGLE's repository: ``config.json`` of one Llama layer and ``fc.weight`` with ``layers.0.*``
+(EAGLE, EAGLE-2) or ``midlayer.*``, ``norm``, ``lm_head``, ``d2t`` and ``t2d`` (EAGLE-3).  The
+``speculators`` format: ``speculators_model_type`` (eagle, eagle3, mtp), the layer under
+``transformer_layer_config``, and ``layers.0.*`` for EAGLE-3.  MiMo's checkpoints: MTP modules
+as ``model.mtp_layers.*`` among the target's own weights.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from profiler.features.base import FeatureDrafter, layer_config
+from profiler.features.eagle import Eagle
+from profiler.features.eagle3 import Eagle3
+from profiler.features.mtp import Mtp
+from profiler.features.target import default_depths
+from traces.errors import DraftsimError
+
+Weights = dict[str, Tensor]
+
+KINDS = ("eagle", "eagle3", "mtp")
+RENAMED = (
+    ("fusion_fc.", "fc."),
+    ("transformer.", "layers.0."),
+)
+"""Prefixes of the ``speculators`` format, and EAGLE's."""
+UNREAD = ("rotary_emb", "verifier_", "t2d", "mask_hidden")
+
+
+def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
+    """The drafter kept in `folder`, attached to `target`, in its dtype and on its device.
+
+    Raises
+    ------
+    DraftsimError
+        If the folder holds no drafter, its files contradict each other, its layer is of a kind
+        that is not read, or it was trained for another target.
+    """
+    where = Path(folder)
+    config = _config(where)
+    kind = _kind(where, config, weights := _weights(where))
+    nested = config.get("transformer_layer_config", config)
+    if kind != "mtp" and nested.get("num_hidden_layers", 1) != 1:
+        raise DraftsimError(
+            f"{where} has {nested['num_hidden_layers']} layers: drafters of one are read"
+        )
+    try:
+        layer = layer_config(nested)
+        built = _build(kind, config, layer, weights, target)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DraftsimError(f"{where} is no {kind} drafter that can be read: {error}") from None
+    embedding = weights.pop("embed_tokens.weight", None)
+    _fill(built, weights, where)
+    built.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    _embed(built, embedding, target)
+    return built.attach(target)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DraftsimError(
+            f"cannot read {path} ({error}): name the folder of a drafter, with its config.json"
+        ) from None
+    if not isinstance(found, dict):
+        raise DraftsimError(f"{path} holds no settings: name the folder of a drafter")
+    return found
+
+
+def _weights(folder: Path) -> Weights:
+    found: Weights = {}
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        for path in files:
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        for path in [] if files else sorted(folder.glob("*.bin")):
+            found |= torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise DraftsimError(
+            f"cannot read the weights in {folder} ({error}): fetch them again"
+        ) from None
+    if not found:
+        raise DraftsimError(
+            f"{folder} holds no weights: expected model.safetensors or pytorch_model.bin"
+        )
+    return found
+
+
+def _kind(folder: Path, config: dict[str, Any], weights: Weights) -> str:
+    named = config.get("speculators_model_type")
+    if named is not None:
+        if named not in KINDS:
+            raise DraftsimError(f"{folder} holds a {named!r} drafter: {', '.join(KINDS)} are read")
+        return str(named)
+    if any("mtp_layers." in name for name in weights):
+        return "mtp"
+    if any(name.startswith("midlayer.") or ".hidden_norm." in name for name in weights):
+        return "eagle3"
+    if "fc.weight" in weights and any("layers.0." in name for name in weights):
+        return "eagle"
+    raise DraftsimError(
+        f"{folder} holds none of the drafters that are read (EAGLE, EAGLE-3, MTP): no fc.weight "
+        "with layers.0.*, no midlayer.*, no mtp_layers.*"
+    )
+
+
+def _build(
+    kind: str, config: dict[str, Any], layer: Any, weights: Weights, target: Any
+) -> FeatureDrafter:
+    """An empty drafter of the right shape; renames `weights` as it names its own."""
+    stripped = {_renamed(name): w for name, w in weights.items() if not _unread(name)}
+    weights.clear()
+    weights.update(stripped)
+    made: FeatureDrafter
+    if kind == "mtp":
+        for name in [n for n in weights if not n.startswith(("mtp_layers.", "embed_tokens."))]:
+            del weights[name]  # the target's own
+        if str(config.get("model_type", "")).startswith("mimo"):
+            _swap_halves(weights)
+        modules = 1 + max(int(n.split(".")[1]) for n in weights if n.startswith("mtp_layers."))
+        made = Mtp(layer, modules)
+    elif kind == "eagle":
+        if config.get("layernorms"):
+            raise ValueError("layernorms around the layer are not supported")
+        weights.pop("lm_head.weight", None)  # the target's
+        made = Eagle(layer, "fc.bias" in weights)
+    else:
+        for name in [n for n in weights if n.startswith("layers.0.")]:
+            weights[name.replace("layers.0.", "midlayer.")] = weights.pop(name)
+        made = _eagle3(config, layer, weights, target)
+    _fit_biases(made, weights)
+    return made
+
+
+def _eagle3(config: dict[str, Any], layer: Any, weights: Weights, target: Any) -> Eagle3:
+    inner = config.get("eagle_config") or {}
+    for name in ("fc_norm", "norm_output"):
+        if config.get(name):
+            raise ValueError(f"{name} is not supported")
+    depths = config.get("eagle_aux_hidden_state_layer_ids") or inner.get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    if not depths:
+        depths = default_depths(int(target.config.get_text_config().num_hidden_layers))
+    offsets = weights.pop("d2t", None)
+    drafted = None if offsets is None else offsets.long() + torch.arange(len(offsets))
+    rows = len(weights["lm_head.weight"])
+    if rows != (layer.vocab_size if drafted is None else len(drafted)):
+        raise ValueError(f"lm_head has {rows} rows, which its d2t does not map")
+    return Eagle3(
+        layer, drafted, depths, target_width=config.get("target_hidden_size"),
+        # vLLM takes it as set where a speculators file does not say.
+        norm_before_residual=bool(
+            config.get("norm_before_residual", "speculators_model_type" in config)
+        ),
+        norm_before_fc=bool(config.get("norm_before_fc", inner.get("norm_before_fc", False))),
+    )  # fmt: skip
+
+
+def _renamed(name: str) -> str:
+    name = name.removeprefix("model.")
+    for theirs, ours in RENAMED:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _unread(name: str) -> bool:
+    return any(part in name for part in UNREAD)
+
+
+def _swap_halves(weights: Weights) -> None:
+    """MiMo projects [previous state; embedding], the others [embedding; previous state]."""
+    for name in [n for n in weights if n.endswith("input_proj.weight")]:
+        state, embedded = weights[name].chunk(2, -1)
+        weights[name] = torch.cat([embedded, state], -1)
+
+
+def _fit_biases(drafter: FeatureDrafter, weights: Weights) -> None:
+    """Give linear maps of the layer the biases that the file has (Qwen2's attention)."""
+    for name, module in list(drafter.named_modules()):
+        if isinstance(module, nn.Linear) and f"{name}.weight" in weights:
+            if (f"{name}.bias" in weights) == (module.bias is not None):
+                continue
+            module.register_parameter(
+                "bias",
+                nn.Parameter(torch.zeros(module.out_features))
+                if f"{name}.bias" in weights else None,
+            )  # fmt: skip
+
+
+def _fill(drafter: FeatureDrafter, weights: Weights, folder: Path) -> None:
+    """Load `weights`, which must be the drafter's own, all and nothing else."""
+    own = {n: p for n, p in drafter.state_dict().items() if n not in ("d2t", "t2d")}
+    for word, names in (
+        ("lacks", own.keys() - weights.keys()), ("has an unknown", weights.keys() - own.keys()),
+    ):  # fmt: skip
+        if names:
+            raise DraftsimError(
+                f"{folder} {word} {sorted(names)[0]} ({len(names)} in all): its layer is not one "
+                "that is read (a Llama layer)"
+            )
+    for name, parameter in own.items():
+        if weights[name].shape != parameter.shape:
+            raise DraftsimError(
+                f"{folder}: {name} is {tuple(weights[name].shape)}, and its config.json says "
+                f"{tuple(parameter.shape)}"
+            )
+    drafter.load_state_dict(weights, strict=False)
+
+
+def _embed(drafter: FeatureDrafter, embedding: Tensor | None, target: Any) -> None:
+    """Keep an embedding of the drafter's own, unless it is the target's."""
+    shared = target.get_input_embeddings().weight
+    if embedding is None or (
+        embedding.shape == shared.shape
+        and torch.allclose(embedding.to(shared), shared, rtol=1e-2, atol=1e-3)
+    ):
+        return
+    drafter.embed_tokens = nn.Embedding.from_pretrained(embedding.to(shared))
