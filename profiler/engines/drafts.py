@@ -1,0 +1,183 @@
+"""Where a proposer's tokens come from: a recording that dictates verdicts, or a lookup."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from policies.core import Load
+from traces.errors import DraftsimError
+from traces.replay import ReplayDecoder
+from traces.sources.base import SourceToken
+from traces.sources.lookup import Lookup
+from traces.sources.lookup_sources import LookupSource
+from traces.trace import Trace
+
+
+class Asked(NamedTuple):
+    """A request as the engine got it."""
+
+    id: str
+    prompt: Sequence[int]
+    limit: int
+    """Output tokens it may have."""
+
+
+class Drafts(ABC):
+    """Proposals for one request that is being decoded."""
+
+    position: int
+    """Output tokens emitted so far."""
+
+    @property
+    @abstractmethod
+    def remaining(self) -> int:
+        """Output tokens the request may still emit; 0 once it has ended."""
+
+    @property
+    @abstractmethod
+    def load(self) -> Load:
+        """Load of a single stream; the engine knows the batch."""
+
+    @abstractmethod
+    def draft(self, so_far: Sequence[Any]) -> Any:
+        """One token after the output so far and `so_far`; None where there is none."""
+
+    @abstractmethod
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        """What to hand to the engine for these tokens."""
+
+    @abstractmethod
+    def advance(self, emitted: Sequence[int]) -> None:
+        """The engine emitted these tokens, the accepted drafts and its own."""
+
+
+class DraftSource(ABC):
+    """Opens the drafts of every request.  Constructors only store parameters."""
+
+    signals: frozenset[str] = frozenset({"token_id"})
+    """What its tokens carry, of `policies.core.SIGNALS`."""
+
+    @abstractmethod
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """Drafts for one request that has emitted `output` so far, a token or more."""
+
+    def close(self, request: Asked, output: Sequence[int]) -> None:
+        """The request has ended with this output."""
+        del request, output
+
+
+class Forced(DraftSource):
+    """Dictates every verdict: drafts the engine's own tokens where the recording matched.
+
+    Where the recording did not match, the token drafted is another than the engine's, so
+    that acceptance is exactly the recorded one at any draft length; signals are the
+    recorded ones.  A request named ``SEQUENCE/ANYTHING`` follows that sequence.
+
+    Parameters
+    ----------
+    trace:
+        The acceptance to follow.
+    texts:
+        By sequence, the tokens that the engine emits on its own (`profiler.engines.texts`).
+    vocabulary:
+        Number of token ids of the engine's model.
+    """
+
+    def __init__(self, trace: Trace, texts: Mapping[int, Sequence[int]], vocabulary: int) -> None:
+        self.trace, self.texts, self.vocabulary = trace, texts, vocabulary
+        self.signals = trace.signals
+
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """Raises DraftsimError for a request that names no recorded sequence."""
+        name = request.id.partition("/")[0]
+        if not name.isdigit() or int(name) not in self.texts:
+            raise DraftsimError(
+                f"request {request.id!r} names no recorded sequence: forced drafts need ids "
+                "like 3/0, of a sequence whose text is known"
+            )
+        text = self.texts[int(name)]
+        return _ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
+
+
+class _ForcedDrafts(ReplayDecoder, Drafts):
+    """A recorded request whose drafts are put into the words of another model."""
+
+    def __init__(
+        self, trace: Trace, request: int, text: Sequence[int], vocabulary: int, first: int
+    ) -> None:
+        super().__init__(trace, request, first)
+        self._text, self._vocabulary = text, vocabulary
+
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        """The text's own tokens as far as the recording matched, then one that is wrong."""
+        position, right = self.position, self._runs[self._start + self.position]
+        last = len(self._text) - 1
+        return [
+            self._text[min(position + k, last)] if k < right
+            else (self._text[min(position + k, last)] + 1) % self._vocabulary
+            for k in range(len(draft))
+        ]  # fmt: skip
+
+    def advance(self, emitted: Sequence[int]) -> None:
+        """Move on by what was emitted, whatever the recording says of it."""
+        self._advance(len(emitted) - 1)
+
+
+class LookedUp(DraftSource):
+    """Drafts that a lookup finds in the request's own tokens or in earlier requests.
+
+    Parameters
+    ----------
+    source:
+        One of `traces.sources.lookup_sources`.
+    eos:
+        Ids never drafted.
+    """
+
+    def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
+        self.source, self.eos = source, eos
+        self.signals = source.signals
+        self._served: list[list[int]] = []
+
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """Searches what was served so far."""
+        return _Found(request, output, self.source.lookup(self.eos, lambda: self._served))
+
+    def close(self, request: Asked, output: Sequence[int]) -> None:
+        """Kept for lookups in earlier requests."""
+        self._served.append([*request.prompt, *output])
+
+
+class _Found(Drafts):
+    def __init__(self, request: Asked, output: Sequence[int], lookup: Lookup) -> None:
+        self._limit, self._prompt = request.limit, len(request.prompt)
+        self._lookup = lookup
+        self._lookup.extend([*request.prompt, *output])
+        self._found: list[Any] | None = None
+        self.position = len(output)
+
+    @property
+    def remaining(self) -> int:
+        return self._limit - self.position
+
+    @property
+    def load(self) -> Load:
+        return Load(1, self._prompt + self.position)
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        if self._found is None:
+            self._found = self._lookup.propose()
+        if len(so_far) >= len(self._found):
+            return None
+        token, prob, entropy, margin = self._found[len(so_far)]
+        return SourceToken(token, False, prob, entropy, None, margin)
+
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        return [token.token_id for token in draft]
+
+    def advance(self, emitted: Sequence[int]) -> None:
+        self._lookup.extend(list(emitted))
+        self._found = None
+        self.position += len(emitted)

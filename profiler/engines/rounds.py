@@ -1,0 +1,172 @@
+"""The loop of `policies.core.speculate` and of batch policies, taken apart for an engine.
+
+An engine asks for drafts at the end of one iteration and verifies them in the next, so a
+round is begun (`Rounds.draft`) and settled (`Rounds.settle`) by separate calls.  Tests hold
+the rounds to those of the replay.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from policies.batch import BatchPolicy
+from policies.core import DraftPolicy, Round
+from profiler.engines.drafts import Drafts
+
+Policy = DraftPolicy | BatchPolicy
+
+
+class Stream:
+    """One request between its first token and its last."""
+
+    def __init__(self, name: str, drafts: Drafts) -> None:
+        self.name, self.drafts = name, drafts
+        self.policy: DraftPolicy | None = None
+        self.seat = -1
+        self.pending: list[Any] = []
+        """What was handed to the engine and is not verified yet."""
+        self.forwards = 0
+        self.catch_up = 1
+        self.rounds: list[Round] = []
+
+    def settle(self, emitted: Sequence[int], verified: int) -> tuple[Round, list[Any]]:
+        """The round that ended with `emitted`; `verified` drafted tokens were looked at."""
+        position, forwards = self.drafts.position, self.forwards
+        draft, accepted = self.pending[:verified], min(len(emitted) - 1, verified)
+        self.drafts.advance(emitted)
+        grown = self.drafts.position - position
+        outcome = Round(position, len(draft), accepted, grown, forwards, self.catch_up)
+        self.pending, self.forwards = [], 0
+        if forwards:
+            self.catch_up = accepted - min(accepted, forwards - 1) + 1
+        else:
+            self.catch_up += 1
+        self.rounds.append(outcome)
+        return outcome, draft
+
+
+class Rounds(ABC):
+    """A policy's rounds over the streams of an engine."""
+
+    def join(self, stream: Stream) -> None:  # noqa: B027
+        """A request begins to decode."""
+
+    @abstractmethod
+    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+        """Token ids for every stream that decodes in the next iteration."""
+
+    @abstractmethod
+    def settle(
+        self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
+    ) -> None:
+        """Every stream's round ended."""
+
+    def leave(self, stream: Stream) -> None:  # noqa: B027
+        """A request has ended."""
+
+
+class PerRequest(Rounds):
+    """A policy per request; one that learns across requests per place in the batch.
+
+    As `simulator.serving.speculation.PerRequest` does it: requests decoded side by side
+    cannot learn from each other's unfinished rounds.
+    """
+
+    def __init__(self, policy: DraftPolicy, longest: int) -> None:
+        self.policy, self.longest = copy.deepcopy(policy), longest
+        self._seats: list[tuple[DraftPolicy, bool]] = []
+
+    def join(self, stream: Stream) -> None:
+        if not self.policy.learns_across_requests:
+            stream.policy = self.policy.fresh()
+            return
+        free = next((i for i, (_, taken) in enumerate(self._seats) if not taken), None)
+        if free is None:
+            free = len(self._seats)
+            self._seats.append((copy.deepcopy(self.policy), True))
+        policy = self._seats[free][0]
+        self._seats[free] = policy, True
+        stream.policy, stream.seat = policy.fresh(), free
+
+    def leave(self, stream: Stream) -> None:
+        if stream.seat >= 0:
+            self._seats[stream.seat] = self._seats[stream.seat][0], False
+
+    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+        return [self._draft(s, len(streams), prefilling) for s in streams]
+
+    def _draft(self, stream: Stream, batch: int, prefilling: int) -> list[int]:
+        policy, drafts = stream.policy, stream.drafts
+        assert policy is not None
+        policy.begin_round(drafts.load._replace(batch=batch, prefilling=prefilling))
+        draft: list[Any] = []
+        limit = min(drafts.remaining - 1, self.longest)
+        while len(draft) < limit and policy.keep_drafting(draft):
+            token = drafts.draft(draft)
+            if token is None:
+                break
+            draft.append(token)
+            if token.ends:
+                break
+        stream.forwards = len(draft)
+        del draft[policy.submit(draft) :]
+        stream.pending = draft
+        return drafts.ids(draft)
+
+    def settle(
+        self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
+    ) -> None:
+        for stream, tokens, seen in zip(streams, emitted, verified, strict=True):
+            outcome, draft = stream.settle(tokens, seen)
+            assert stream.policy is not None
+            stream.policy.observe(outcome, draft)
+
+
+class Jointly(Rounds):
+    """A batch policy that decides for all streams of an iteration together."""
+
+    def __init__(self, policy: BatchPolicy, longest: int) -> None:
+        self.policy, self.longest = policy.fresh(), longest
+
+    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+        policy = self.policy
+        loads = [s.drafts.load._replace(batch=len(streams), prefilling=prefilling) for s in streams]
+        caps = policy.plan_each([s.name for s in streams], loads)
+        limits = [
+            min(cap, s.drafts.remaining - 1, self.longest)
+            for cap, s in zip(caps, streams, strict=True)
+        ]
+        drafts: list[list[Any]] = [[] for _ in streams]
+        active = [i for i, limit in enumerate(limits) if limit > 0]
+        while active and policy.keep_drafting(drafts):
+            active = [i for i in active if self._grow(streams[i], drafts[i], limits[i])]
+        for stream, draft, length in zip(streams, drafts, policy.allot(drafts), strict=True):
+            stream.forwards = len(draft)
+            stream.pending = draft[:length]
+        return [s.drafts.ids(s.pending) for s in streams]
+
+    @staticmethod
+    def _grow(stream: Stream, draft: list[Any], limit: int) -> bool:
+        """Draft one token more; whether another may follow."""
+        token = stream.drafts.draft(draft)
+        if token is None:
+            return False
+        draft.append(token)
+        return len(draft) < limit and not token.ends
+
+    def settle(
+        self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
+    ) -> None:
+        self.policy.observe(
+            [s.settle(e, v)[0] for s, e, v in zip(streams, emitted, verified, strict=True)]
+        )
+
+
+def rounds_of(policy: Policy, longest: int) -> Rounds:
+    """The rounds of a prototype, which is not touched, at most `longest` tokens a draft."""
+    if isinstance(policy, BatchPolicy):
+        return Jointly(policy, longest)
+    return PerRequest(policy, longest)

@@ -1,0 +1,97 @@
+"""What a proposer is told: a policy and where its drafts come from, as text or as objects."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policies.batch import BatchPolicy
+from policies.core import DraftPolicy
+from policies.registry import parse_serving_policy
+from policies.spec import parse_spec
+from profiler.engines.drafts import DraftSource, LookedUp
+from profiler.engines.rounds import Policy
+from traces.errors import DraftsimError
+from traces.sources.lookup_sources import LookupSource
+from traces.sources.registry import parse_source
+
+VARIABLE = "DRAFTSIM_PROPOSER"
+"""Environment variable that holds the setup as JSON, or the name of a file that does."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A policy's prototype and the source of its drafts.
+
+    Raises DraftsimError if the policy reads a signal that the drafts do not carry.
+    """
+
+    policy: Policy
+    source: DraftSource
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in self.policy.reads if name not in self.source.signals]:
+            raise DraftsimError(
+                f"{type(self.policy).__name__} reads {', '.join(missing)}, which these drafts do "
+                "not carry: choose a policy that reads none"
+            )
+
+
+def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) -> Setup:
+    """The setup that `VARIABLE` describes, drafting at most `longest` tokens.
+
+    ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
+    writes it, or a class of one's own as ``module.Class[:key=value,...]``; the source a lookup.
+
+    Raises
+    ------
+    DraftsimError
+        If the variable is not set, or naming what is wrong with it.
+    """
+    text = (os.environ if environment is None else environment).get(VARIABLE)
+    if not text:
+        raise DraftsimError(
+            f'{VARIABLE} is not set: give it {{"policy": "gammatune", "source": "pld"}}, or a file'
+        )
+    try:
+        given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        policy, source = given["policy"], given["source"]
+        return Setup(policy_from(policy, longest), _lookup(source))
+    except OSError as error:
+        raise DraftsimError(f"{VARIABLE}: cannot read {text}: {error.strerror}") from None
+    except (KeyError, TypeError) as error:
+        raise DraftsimError(f"{VARIABLE}: expected policy and source, missing {error}") from None
+    except ValueError as error:
+        raise DraftsimError(f"{VARIABLE}: {error}") from None
+
+
+def policy_from(text: str, longest: int | None = None) -> Policy:
+    """A policy by its name, or by the dotted name of its class.
+
+    Raises ValueError naming what is wrong.
+    """
+    name = text.partition(":")[0].strip()
+    if "." not in name:
+        return parse_serving_policy(text, max_gamma=longest)
+    module, _, cls = name.rpartition(".")
+    try:
+        found: Any = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"policy {name!r} cannot be imported: {error}") from None
+    if not isinstance(found, type) or not issubclass(found, DraftPolicy | BatchPolicy):
+        raise ValueError(f"policy {name!r} is no DraftPolicy and no BatchPolicy")
+    _, own, given = parse_spec(text, "policy", {name: found})
+    policy: Policy = own(**given)
+    return policy
+
+
+def _lookup(text: str) -> DraftSource:
+    source = parse_source(text)
+    if not isinstance(source, LookupSource):
+        raise ValueError(f"source {text!r} needs a recording: name a lookup, such as pld or rest")
+    return LookedUp(source)

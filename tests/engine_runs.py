@@ -1,0 +1,104 @@
+"""Runs a real vLLM with a miniature model, in the engine's own environment; JSON of what came.
+
+.venv-vllm/bin/python -m tests.engine_runs FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from policies import DraftPolicy, parse_policy, policy_names
+from policies.batch import BatchPolicy, SingleStream
+from profiler.engines.drafts import Forced, LookedUp
+from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.setup import Setup, policy_from
+from profiler.engines.texts import own_texts, prompts_of
+from traces import synthetic_trace
+from traces.sources.lookup_sources import PLD
+
+LONGEST, BATCH = 6, 4
+TRACE = synthetic_trace(
+    0.7, requests=6, tokens=24, concentration=5.0, eos_fraction=0.3, prompt_length=20, seed=3
+)
+OWN = "tests.own_policy.StopWhenUnsure"
+
+
+def miniature(folder: Path, seed: int = 0) -> Path:
+    """A Llama of two tiny layers with random weights, saved once."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if (folder / "config.json").is_file():
+        return folder
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            torch.nn.init.normal_(weights, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def names() -> list[str]:
+    """Every policy for a single stream, and a user's own."""
+    single = [n for n in policy_names() if not isinstance(parse_policy(n), SingleStream)]
+    return [*single, OWN]
+
+
+def policy(name: str) -> DraftPolicy | BatchPolicy:
+    if name == OWN:
+        return policy_from(name, LONGEST)
+    return parse_policy(name, max_gamma=LONGEST, vocab_size=512)
+
+
+class Alike(BatchPolicy):
+    """Drafts as many tokens as there are requests in the batch."""
+
+    def plan(self, loads: Any) -> int:
+        return len(loads)
+
+
+def served(engine: Engine, setup: Setup, prompts: dict[int, list[int]]) -> dict[str, Any]:
+    """All requests at once: every request's rounds, and what each iteration ran."""
+    engine.proposer.use(setup)
+    for i, prompt in prompts.items():
+        engine.add(f"{i}/0", prompt, TRACE.requests[i].tokens)
+    steps = []
+    while engine.busy:
+        step = engine.step()
+        if step is not None:
+            steps.append({"kind": step.kind, "drafted": [d.drafted for d in step.decoded]})
+    rounds = {n: [list(r) for r in s.rounds] for n, s in engine.proposer.finished.items()}
+    return {"rounds": rounds, "steps": steps}
+
+
+def main(folder: Path) -> dict[str, Any]:
+    engine = Engine(
+        EngineOptions(
+            str(miniature(folder / "miniature")), longest=LONGEST, max_batch=BATCH,
+            max_model_len=256, dtype="float32",
+        )
+    )  # fmt: skip
+    prompts = prompts_of(TRACE, engine.vocabulary)
+    texts = own_texts(engine, TRACE, prompts)
+    forced = Forced(TRACE, texts, engine.vocabulary)
+    found = {n: served(engine, Setup(policy(n), forced), prompts) for n in names()}
+    batch = served(engine, Setup(Alike(), forced), prompts)
+    lookup = served(engine, Setup(parse_policy("fixed:gamma=4"), LookedUp(PLD())), prompts)
+    return {
+        "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
+        "meta": engine.meta,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    (folder / "runs.json").write_text(json.dumps(main(folder)))

@@ -1,0 +1,194 @@
+"""The proposer in a pretended vLLM: rounds are the replay's, whatever the batch does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from policies import DraftPolicy, Load, parse_policy, policy_names
+from policies.batch import BatchPolicy, SingleStream
+from policies.registry import parse_serving_policy
+from profiler.engines.drafts import Asked, Forced, LookedUp
+from profiler.engines.proposer import Proposer
+from profiler.engines.rounds import Policy
+from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
+from tests.own_policy import StopWhenUnsure
+from tests.pretend_vllm import PretendRunner, config
+from traces import replay, synthetic_trace
+from traces.errors import DraftsimError
+from traces.rounds import RoundLog
+from traces.sources.lookup_sources import PLD
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
+from traces.trace import Trace
+
+LONGEST, VOCABULARY = 8, 97
+TRACE = synthetic_trace(
+    0.7, requests=7, tokens=40, concentration=5.0, eos_fraction=0.4, prompt_length=9, seed=3
+)
+TEXTS = {i: [(7 * i + 3 * k) % 31 for k in range(r.tokens)] for i, r in enumerate(TRACE.requests)}
+PROMPTS = {i: [i] * 9 for i in TEXTS}
+
+
+def drafted(policy: Policy, batch: int = 3, chunks: int = 1) -> tuple[Proposer, PretendRunner]:
+    proposer = Proposer(config(LONGEST))
+    proposer.use(Setup(policy, Forced(TRACE, TEXTS, VOCABULARY)))
+    runner = PretendRunner(proposer, TEXTS, PROMPTS, batch, chunks)
+    outputs = runner.run()
+    assert {int(n.partition("/")[0]): t for n, t in outputs.items()} == TEXTS
+    return proposer, runner
+
+
+def rounds(log: RoundLog, request: int) -> list[tuple[int, ...]]:
+    own = log.rounds[log.rounds["request"] == request]
+    names = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+    return [tuple(int(r[n]) for n in names) for r in own]
+
+
+def one_stream() -> list[DraftPolicy]:
+    named = [parse_policy(n, max_gamma=LONGEST, vocab_size=VOCABULARY) for n in policy_names()]
+    kept = [p for p in named if not isinstance(p, SingleStream)]
+    return [*kept, StopWhenUnsure()]
+
+
+@pytest.mark.parametrize("policy", one_stream(), ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(("batch", "chunks"), [(1, 1), (3, 2)])
+def test_rounds_are_the_replays(policy: DraftPolicy, batch: int, chunks: int) -> None:
+    if policy.learns_across_requests and batch > 1:
+        pytest.skip("learns per place in the batch: a replay has one place")
+    proposer, _ = drafted(policy, batch, chunks)
+    log = replay(TRACE, policy)
+    assert {name: stream.rounds for name, stream in proposer.finished.items()} == {
+        f"{i}/0": rounds(log, i) for i in TEXTS
+    }
+
+
+class Watching(BatchPolicy):
+    """Remembers the loads it was shown."""
+
+    seen: ClassVar[list[list[Load]]] = []
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        self.seen.append(list(loads))
+        return len(loads)
+
+
+def test_batch_policies_see_the_requests_that_decode_next() -> None:
+    Watching.seen.clear()
+    _, runner = drafted(Watching())
+    decoding = [sum(n in drafts for n in drafts) for drafts in runner.iterations]
+    assert {load.batch for loads in Watching.seen for load in loads} == {1, 2, 3}
+    assert all(load.batch == len(loads) for loads in Watching.seen for load in loads)
+    assert max(decoding) == 3
+    # A draft is as long as the batch was large, cut at the request's end alone.
+    sizes = {n for drafts in runner.iterations for n in drafts.values()}
+    assert sizes <= {0, 1, 2, 3}
+    assert 3 in sizes
+
+
+def test_prompts_in_chunks_count_as_prefilling() -> None:
+    Watching.seen.clear()
+    drafted(Watching(), chunks=3)
+    assert {load.prefilling for loads in Watching.seen for load in loads} >= {0, 1}
+
+
+@pytest.mark.parametrize("name", ["batch-table", "turbospec", "sglang-adaptive", "goodput"])
+def test_built_in_batch_policies_run(name: str) -> None:
+    policy = parse_serving_policy(name, max_gamma=LONGEST)
+    proposer, _ = drafted(policy)
+    assert sorted(proposer.finished) == sorted(f"{i}/0" for i in TEXTS)
+
+
+def test_drafts_never_exceed_what_the_engine_reserves() -> None:
+    proposer = Proposer(config(2))
+    proposer.use(Setup(parse_policy("fixed:gamma=8"), Forced(TRACE, TEXTS, VOCABULARY)))
+    runner = PretendRunner(proposer, TEXTS, PROMPTS)
+    runner.run()
+    assert max(n for drafts in runner.iterations for n in drafts.values()) == 2
+
+
+@pytest.mark.parametrize("source", ["pld", "lookahead"])
+def test_lookups_draft_what_their_replay_drafts(source: str) -> None:
+    trace = _with_prompts(TRACE)
+    policy = parse_policy("fixed:gamma=5")
+    chosen = parse_source(source)
+    log = replay_source(trace, chosen, policy)  # type: ignore[arg-type]
+    proposer = Proposer(config(LONGEST))
+    eos = frozenset(trace.meta["eos_token_ids"])
+    proposer.use(Setup(policy, LookedUp(chosen, eos)))  # type: ignore[arg-type]
+    PretendRunner(proposer, _texts(trace), PROMPTS).run()
+    ours = {name: [r[:4] for r in s.rounds] for name, s in proposer.finished.items()}
+    assert ours == {f"{i}/0": [r[:4] for r in rounds(log, i)] for i in TEXTS}
+    assert sum(r[2] for own in ours.values() for r in own) > 0
+
+
+def _texts(trace: Trace) -> dict[int, list[int]]:
+    tokens, starts = trace.columns["token"][trace.on_path], trace.request_starts
+    return {i: tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))}
+
+
+def _with_prompts(trace: Trace) -> Trace:
+    """The recording with repetitive texts, prompt ids, and outputs that end at their limit."""
+    requests = [
+        r.__class__(r.id, r.category, 9, r.tokens, r.tokens, "length", tuple(PROMPTS[i]))
+        for i, r in enumerate(trace.requests)
+    ]
+    columns = dict(trace.columns)
+    token = columns["token"].copy()
+    token[trace.on_path] = [t for text in TEXTS.values() for t in text]
+    columns["token"] = token
+    return Trace(columns, requests, trace.max_gamma, {**trace.meta, "eos_token_ids": []})
+
+
+def test_the_setup_comes_from_the_environment(tmp_path: Any) -> None:
+    text = json.dumps({"policy": "gammatune:eta=0.2", "source": "pld:max_ngram=3"})
+    file = tmp_path / "proposer.json"
+    file.write_text(text)
+    for given in (text, str(file)):
+        setup = setup_from({VARIABLE: given}, longest=4)
+        assert setup.policy.eta == 0.2  # type: ignore[union-attr]
+        assert isinstance(setup.source, LookedUp)
+        assert isinstance(setup.source.source, PLD)
+        assert setup.source.source.max_ngram == 3
+
+
+def test_a_policy_of_ones_own_is_named_by_its_class() -> None:
+    own = policy_from("tests.own_policy.StopWhenUnsure:threshold=0.25")
+    assert isinstance(own, DraftPolicy)
+    assert own.threshold == 0.25  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "is not set"),
+        ("/nowhere.json", "cannot read"),
+        ('{"policy": "fixed"}', "missing 'source'"),
+        ('{"policy": "fixd", "source": "pld"}', "unknown policy 'fixd'"),
+        ('{"policy": "no.such.Policy", "source": "pld"}', "cannot be imported"),
+        ('{"policy": "json.JSONDecoder", "source": "pld"}', "no DraftPolicy"),
+        ('{"policy": "fixed", "source": "kangaroo"}', "needs a recording"),
+        ('{"policy": "svip", "source": "pld"}', "reads entropy"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_setup_that_cannot_be_is_refused(given: str, said: str) -> None:
+    with pytest.raises(DraftsimError, match=said):
+        setup_from({VARIABLE: given}, longest=4)
+
+
+def test_forced_drafts_need_a_recorded_name() -> None:
+    with pytest.raises(DraftsimError, match="names no recorded sequence"):
+        Forced(TRACE, TEXTS, VOCABULARY).open(Asked("chat-1", [1], 9), [1])
+
+
+def test_another_callers_arrays_are_refused() -> None:
+    runner = PretendRunner(Proposer(config(2)), TEXTS, PROMPTS)
+    runner.input_batch = SimpleNamespace(req_ids=[], token_ids_cpu=None)
+    proposer = runner.proposer
+    with pytest.raises(DraftsimError, match=r"install vllm==0\.32\.0"):
+        proposer.propose([], None, object())

@@ -1,0 +1,91 @@
+"""A real vLLM under our policies: the rounds it takes are the replay's, request by request."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies import parse_policy
+from tests.conftest import ROOT
+from tests.engine_runs import BATCH, LONGEST, OWN, TRACE, names, policy
+from traces import Request, Trace, replay
+from traces.rounds import RoundLog
+from traces.sources.lookup_sources import PLD
+from traces.sources.replay import replay_source
+
+PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if not PYTHON.is_file():
+        pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
+    folder = tmp_path_factory.mktemp("vllm")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [str(PYTHON), "-m", "tests.engine_runs", str(folder)]
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "runs.json").read_text())
+
+
+def rounds(log: RoundLog) -> dict[str, list[list[int]]]:
+    fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+    found: dict[str, list[list[int]]] = {f"{i}/0": [] for i in range(len(log.requests))}
+    for row in log.rounds:
+        found[f"{row['request']}/0"].append([int(row[f]) for f in fields])
+    return {name: own for name, own in found.items() if own}
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_engine_takes_the_rounds_of_the_replay(ran: Any, name: str) -> None:
+    own = policy(name)
+    assert not own.learns_across_requests  # type: ignore[union-attr]
+    found = {n: r for n, r in ran["policies"][name]["rounds"].items() if r}
+    assert found == rounds(replay(TRACE, own))  # type: ignore[arg-type]
+
+
+def test_the_engine_ran_drafts_in_batches(ran: Any) -> None:
+    steps = ran["policies"]["fixed"]["steps"]
+    assert {s["kind"] for s in steps} == {"prompt", "mixed", "decode"}
+    assert max(len(s["drafted"]) for s in steps) == BATCH
+    lengths = {d for s in ran["policies"][OWN]["steps"] for d in s["drafted"]}
+    assert len(lengths) > 2
+    assert max(lengths) <= LONGEST
+
+
+def test_a_batch_policy_sees_the_engines_batch(ran: Any) -> None:
+    steps = ran["batch"]["steps"]
+    # Drafts end at the request's limit; some of every full batch do not.
+    full = [s["drafted"] for s in steps if len(s["drafted"]) > 1]
+    assert full
+    assert all(max(d) <= len(d) for d in full)
+    assert any(max(d) == BATCH for d in full)
+
+
+def test_a_lookup_drafts_as_its_replay(ran: Any) -> None:
+    prompts = {int(i): tuple(p) for i, p in ran["prompts"].items()}
+    requests = [
+        Request(r.id, r.category, r.prompt_length, r.tokens, r.tokens, "length", prompts[i])
+        for i, r in enumerate(TRACE.requests)
+    ]
+    columns = dict(TRACE.columns)
+    token = columns["token"].copy()
+    token[TRACE.on_path] = [t for i in range(len(requests)) for t in ran["texts"][str(i)]]
+    columns["token"] = token
+    trace = Trace(columns, requests, TRACE.max_gamma, {**TRACE.meta, "eos_token_ids": []})
+    log = replay_source(trace, PLD(), parse_policy("fixed:gamma=4"))
+    ours = {n: [r[:4] for r in own] for n, own in ran["lookup"]["rounds"].items() if own}
+    assert ours == {n: [r[:4] for r in own] for n, own in rounds(log).items()}
+
+
+def test_the_engine_says_what_it_is(ran: Any) -> None:
+    assert ran["meta"]["engine"]["name"] == "vllm"
+    assert ran["meta"]["engine"]["method"] == "custom_class"
