@@ -46,7 +46,7 @@ app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("papers")(papers.papers)
 app.command("list")(simulate.list_recordings)
-app.add_typer(imports.app, name="import")
+app.command("import")(imports.import_file)
 
 
 def main() -> None:

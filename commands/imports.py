@@ -1,65 +1,139 @@
-"""``draftsim import``: logs of other tools, made into traces."""
+"""``draftsim import``: logs of other programs, made into traces or survival curves."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.output import note
+from commands.output import JsonOption, emit, note
+from traces.errors import DraftsimError
+from traces.importers.registry import AUTO, IMPORTERS
 
 if TYPE_CHECKING:
+    from traces.importers.totals import Totals
     from traces.trace import Trace
 
-app = typer.Typer(help="Turn another tool's log into a trace.", no_args_is_help=True)
-
-OutOption = Annotated[Path, typer.Option(metavar="T", help="Trace file to write.")]
+FORMATS = ", ".join([*IMPORTERS, AUTO])
 
 
-@app.command("specbench")
-def specbench(
-    file: Annotated[Path, typer.Argument(help="Spec-Bench result file of a speculative method.")],
-    out: OutOption,
+def import_file(
+    form: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {FORMATS}.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What the program wrote.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="T", help="Trace file to write; of counts, which make no trace, the JSON."
+        ),
+    ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(help="Result file of plain decoding: target time and speedup.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Log of plain decoding: target seconds and speedup."),
     ] = None,
     draft_lengths: Annotated[
-        str, typer.Option(help="none, or how the log's drafts were chosen: hf-heuristic:N.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            metavar="S",
+            help="How the log's drafts were chosen, where it does not say: infer (default), none, "
+            "at-least:N, fixed:N, hf-heuristic:N or a policy that reads no signal.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Limit the log was decoded under.")
-    ] = 1024,
+        int | None, typer.Option(min=1, help="Limit the log was decoded under; default 1024.")
+    ] = None,
+    json: JsonOption = None,
 ) -> None:
-    """Read a Spec-Bench result file."""
-    from traces.specbench import import_specbench
+    """Turn another program's log into a trace that every command takes.
 
-    _write(import_specbench(file, baseline, draft_lengths, max_new_tokens), out)
+    FORMAT: specbench, vllm, prometheus, sglang, llamacpp, eagle, rounds, or auto.
+
+    A log that holds the rounds in order makes a trace; counts alone make a survival curve, or
+    the interval of curves that they allow.  Where a log does not hold its draft lengths, every
+    known schedule is tried on it; if none or several fit, what is predicted from it is a lower
+    bound and nothing is ranked.
+    """
+    from traces.importers.base import Options
+    from traces.importers.registry import find_importer, import_log
+    from traces.trace import Trace
+
+    given = {
+        "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    chosen = {name: value for name, value in given.items() if value is not None}
+    takes = find_importer(form, files).takes
+    if odd := [name for name in chosen if name not in takes]:
+        option = odd[0].replace("_", "-")
+        raise DraftsimError(f"--{option} says nothing about a log of {form}: drop it")
+    found = import_log(form, files, Options(**chosen))
+    if isinstance(found, Trace):
+        _trace(found, out, json)
+    else:
+        _totals(found, form, out, json)
+    for reason in found.meta.get("left_out") or ():
+        note(f"left out: {reason}")
 
 
-@app.command("vllm")
-def vllm(
-    files: Annotated[
-        list[Path], typer.Argument(help="JSON or JSON lines with vLLM's per-request metrics.")
-    ],
-    out: OutOption,
-) -> None:
-    """Read vLLM's per-request speculative-decoding metrics."""
-    from traces.vllm import import_vllm
-
-    _write(import_vllm(files), out)
-
-
-def _write(trace: Trace, out: Path) -> None:
+def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
     from traces.files import write_trace
     from traces.trace import UNKNOWN
 
+    if out is None:
+        raise DraftsimError("this log makes a trace: name a file for it with --out")
     write_trace(trace, out)
     unknown = int((trace.columns["match"] == UNKNOWN).sum())
     note(
         f"wrote {out}: {len(trace.requests)} requests, {trace.tokens} tokens, "
         f"{unknown} position(s) not observed"
     )
-    for key in ("target_s", "measured_speedup", "block_efficiency"):
-        if key in trace.meta:
-            note(f"{key}: {trace.meta[key]:.5g}")
+    row = {
+        "file": str(out), "requests": len(trace.requests), "tokens": trace.tokens,
+        "not_observed": unknown, "draft_lengths": trace.meta["draft_lengths"],
+        "draft_lengths_known": trace.meta["draft_lengths_known"], **measured(trace.meta),
+    }  # fmt: skip
+    _say(trace.meta)
+    if json is not None:
+        emit("import", [row], json)
+
+
+def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> None:
+    rows = totals.rows()
+    summary = {
+        "format": form, "rounds": totals.rounds, "drafted": totals.drafted,
+        "accepted": totals.accepted, "accepted_per_round": totals.mean_accepted,
+        "tree": totals.tree, **measured(totals.meta),
+    }  # fmt: skip
+    if out is not None:
+        emit("import", rows, str(out), more={"counts": summary})
+        note(f"wrote {out}")
+    _say(totals.meta)
+    note(f"{totals.rounds} rounds accepted {totals.mean_accepted:.3f} drafted tokens each")
+    if totals.tree:
+        note("a tree was verified in every round: no chain can be replayed from its totals")
+    elif totals.per_position is None:
+        note("the totals allow every survival curve between the two: no trace can be made of them")
+    else:
+        note("rounds are counted, not in order: the curve holds, a trace cannot be made of it")
+    if json is not None or (rows and out is None):
+        emit("import", rows, json, more={"counts": summary})
+
+
+def measured(meta: Any) -> dict[str, float]:
+    """What the log and its baseline measured: seconds, tokens a round, speedup."""
+    own, plain = meta.get("measured") or {}, meta.get("baseline") or {}
+    return {
+        **{name: own[name] for name in ("per_round", "wall_s") if name in own},
+        **{name: plain[name] for name in ("target_s", "per_token_s", "speedup") if name in plain},
+    }
+
+
+def _say(meta: Any) -> None:
+    if "draft_lengths_found" in meta:
+        note(str(meta["draft_lengths_found"]))
+    found = measured(meta)
+    if "target_s" in found:
+        note(
+            f"plain decoding took {found['target_s']:.5g} s a token (median over requests; "
+            f"{found['per_token_s']:.5g} s over all), the speedup measured is "
+            f"{found['speedup']:.4g}"
+        )

@@ -77,8 +77,12 @@ COMMON_LENGTH = 8
 """Policies commonly draft up to so many tokens."""
 
 
-def load_trace(name: str) -> Trace:
-    """The trace `name` stands for; unknown positions are imputed, and the result marked."""
+def load_trace(name: str, chooses: str | None = None) -> Trace:
+    """The trace `name` stands for; unknown positions are imputed, and the result marked.
+
+    Raises DraftsimError if that is a lower bound and what is called `chooses` would have to
+    choose between policies by it.
+    """
     import numpy as np
 
     from commands.output import note
@@ -90,6 +94,15 @@ def load_trace(name: str) -> Trace:
         return trace
     if trace.meta.get("draft_lengths_known") is False:
         # Full accepts cannot be told from rejections: taken as these, a lower bound.
+        if chooses is not None:
+            raise DraftsimError(
+                f"{name}: the log does not tell how long its drafts were, and {chooses} cannot "
+                "choose between lower bounds: import it with --draft-lengths"
+            )
+        note(
+            f"{name}: the log does not tell how long its drafts were: every speedup is a lower "
+            "bound and nothing is ranked; say it with `draftsim import --draft-lengths`"
+        )
         return trace.impute(0, "rejected")
     try:
         filled = trace.impute(0)

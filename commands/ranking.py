@@ -47,10 +47,17 @@ def rank(
     judging what the other one gave; where that cannot be done, or a lossy `rule` accepts other
     tokens than it would be fitted to, it is noted as unfitted.  With ``all`` the fixed draft
     length that is fastest here stands beside the policies.
+
+    Where the trace is a lower bound alone (`Trace.is_lower_bound`) nothing is fitted or chosen,
+    and every row says so.
     """
-    from simulator.ranking import FITTED, UNFITTED
+    from simulator.ranking import FITTED, LOWER_BOUND, UNFITTED
 
     chosen = without_plain(named(load_policies(texts, trace)))
+    if trace.is_lower_bound:
+        # The best of bounds is not the best: least wrong is the policy behind the log.
+        bounds = replay_all(trace, chosen, rule=rule)
+        return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
     notes: dict[str, str] = {}
     logs: list[RoundLog] = []
     for name, policy in chosen:

@@ -39,7 +39,7 @@ def report(
     from simulator.report import build_report, write_report
     from traces.measured import read_measured
 
-    trace, latency = load_trace(run), one_latency(None, run, gpu)
+    trace, latency = load_trace(run, "the report"), one_latency(None, run, gpu)
     ranking = rank(trace, latency, policy)
     # Times measured on another device are no check of what is predicted for this one.
     file = None if latency.meta.get("scaled") else measured_file(run)

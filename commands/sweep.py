@@ -136,7 +136,7 @@ def sweep(
     from simulator.whatif.sweep_file import write_thresholds
     from simulator.whatif.thresholds import thresholds
 
-    recorded = load_trace(trace)
+    recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
     ratios = _axis(c, "c", low=0.0)
     tables = latencies(latency, trace, bool(ratios) and gpu is None)
     if ladder or tune:

@@ -79,7 +79,7 @@ def tune(
     """Search the draft lengths that pay, and write them as the engine's configuration."""
     from simulator.tune import write_settings
 
-    recorded, table = load_trace(trace), one_latency(latency, trace, gpu)
+    recorded, table = load_trace(trace, "tune"), one_latency(latency, trace, gpu)
     if engine is not Engine.VLLM and (by_context or contexts):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batches", batches)

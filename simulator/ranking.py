@@ -18,6 +18,8 @@ from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
+LOWER_BOUND = "lower bound"
+"""Of a row from a log that does not tell its draft lengths."""
 BEST_FIXED = "best fixed"
 """Said of the fastest fixed draft length, chosen in hindsight on the prompts it is shown for."""
 FITTED = "fitted on other prompts"

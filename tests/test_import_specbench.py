@@ -14,9 +14,9 @@ from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.huggingface import HFHeuristic
 from traces.errors import DraftsimError, FileError, SignalError
+from traces.importers.specbench import import_specbench
 from traces.replay import replay
 from traces.rounds import RoundLog
-from traces.specbench import import_specbench
 from traces.synthetic import synthetic_trace
 from traces.trace import MATCH, MISMATCH, UNKNOWN, Trace
 
@@ -156,11 +156,11 @@ def test_a_contradicting_log_names_row_turn_and_round(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("maybe", "expected none, at-least:N, fixed:N or hf-heuristic:N"),
-        ("none:3", "expected none"),
-        ("fixed", "expected none"),
+        ("maybe", "expected infer, none, at-least:N, fixed:N, hf-heuristic:N or another policy"),
+        ("none:3", "expected infer"),
+        ("fixed", "expected infer"),
         ("at-least:0", "N is 0, expected >= 1"),
-        ("fixed:x", "invalid literal"),
+        ("fixed:x", "not of the form key=value"),
         ("hf-heuristic:0", "gamma is 0"),
         ("hf-heuristic:gama=5", "did you mean 'gamma'"),
         ("hf-heuristic:gamma=5,confidence_threshold=0.4", "signals that the log does not hold"),

@@ -12,7 +12,7 @@ from scipy import stats
 
 from policies.basic import Fixed
 from traces.errors import DraftsimError
-from traces.logs import LoggedRound, logged_trace, matches
+from traces.importers.rows import LoggedRound, logged_trace, matches
 from traces.replay import replay
 from traces.survival import runs, survival
 from traces.synthetic import synthetic_trace

@@ -43,9 +43,9 @@ from simulator.tune.served import counted_rate
 from simulator.tune.vllm import _rows
 from tests.tuning import CHEAP, batched, iid
 from traces.errors import DraftsimError
+from traces.importers.vllm import import_vllm
 from traces.latency import LatencyTable
 from traces.trace import Trace
-from traces.vllm import import_vllm
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])

@@ -9,15 +9,15 @@ from traces.files import (
     write_rounds,
     write_trace,
 )
+from traces.importers.specbench import import_specbench
+from traces.importers.vllm import import_vllm
 from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
 from traces.recordings import Recording, find_latency, find_trace, parse_latency, recordings
 from traces.replay import ReplayDecoder, replay
 from traces.rounds import Fidelity, RoundLog
-from traces.specbench import import_specbench
 from traces.survival import Survival, survival
 from traces.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
 from traces.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
-from traces.vllm import import_vllm
 
 __all__ = [
     "EXTRAPOLATED",

@@ -100,6 +100,15 @@ class Trace:
         """Sampling temperature of the recording; 0 is greedy."""
         return self.sampling.temperature
 
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether every end that was not seen was taken as a rejection (see `impute`).
+
+        What is predicted is then a lower bound, less so for the policy behind the log: other
+        policies meet its round ends as rejections.  Nothing can be ranked across it.
+        """
+        return (self.meta.get("imputed") or {}).get("method") == "rejected"
+
     @cached_property
     def signals(self) -> frozenset[str]:
         """The draft signals the recording holds."""

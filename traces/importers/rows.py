@@ -16,6 +16,21 @@ from traces.schema import MATCH, MISMATCH, UNKNOWN, Request
 from traces.trace import Trace
 
 
+class LoggedTurn(NamedTuple):
+    """One decoded request of a log that holds its rounds in order."""
+
+    where: str
+    """File, row and request, for error messages."""
+    tokens: int
+    """Output tokens."""
+    limit: int
+    """Token limit that the request was decoded under."""
+    accepted: list[int]
+    """Accepted drafts of each round."""
+    wall_s: float | None = None
+    """Measured seconds of decoding it."""
+
+
 class LoggedRound(NamedTuple):
     """One round of a log."""
 
@@ -63,6 +78,29 @@ class Rows(NamedTuple):
     objects: list[dict[str, Any]]
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file, without a byte-order mark; FileError if it cannot be read."""
+    try:
+        # Some programs and editors write a byte-order mark.
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: no such file: check the path") from error
+    except IsADirectoryError as error:
+        raise FileError(f"{path}: is a directory: name a file in it") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is not text: expected a log in UTF-8") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
+
+
+def only_file(name: str, files: Sequence[Path]) -> Path:
+    """The one file of a format that takes one; FileError for several."""
+    if len(files) != 1:
+        raise FileError(f"{name} takes one file, not {len(files)}: import them one at a time")
+    return files[0]
+
+
 def read_json_rows(path: str | os.PathLike[str]) -> Rows:
     """The objects of a JSON or JSON Lines file.
 
@@ -71,17 +109,7 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
     FileError
         If the file is missing, is no text, or a line is not a JSON object.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: no such file: check the path") from error
-    except IsADirectoryError as error:
-        raise FileError(f"{path}: is a directory: name a file in it") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path}: is not text: expected JSON or JSON Lines") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
+    text = read_text(path)
     found = _whole(text)
     if found is None:
         found = [

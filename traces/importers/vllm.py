@@ -1,18 +1,26 @@
-"""Reading the per-request metrics of vLLM into a trace.
+"""Reading the per-request metrics of vLLM.
 
-A response carries ``metrics.speculative_decoding`` with ``per_step_drafted`` and
-``per_step_accepted``, one entry a step.  vLLM emits the first token with the prompt
-(prefill), so that the steps begin at output position 1.
+A response carries ``metrics.speculative_decoding``: with ``--per-request-spec-decode-metrics
+detailed`` it holds ``per_step_drafted`` and ``per_step_accepted``, one entry a step, and so a
+trace; with ``summary`` a histogram of accepted lengths alone (`traces.importers.totals`).
+vLLM emits the first token with the prompt (prefill), so that the steps begin at output
+position 1.  Source of the format: vllm-project/vllm, ``docs``, "Per-Request Acceptance
+Metrics".
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from traces.errors import FileError
-from traces.logs import LoggedRound, logged_trace, matches, read_json_rows
+from traces.importers.base import Options
+from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
+from traces.importers.totals import Totals
 from traces.schema import Request
 from traces.trace import Trace
 
@@ -26,26 +34,40 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
     ``id``, ``usage`` (``prompt_tokens``, ``completion_tokens``), ``finish_reason`` and
     ``category`` are used where present.  Within a step the accepted positions match and
     the next, if more was drafted, does not; after a fully accepted step it is unknown,
-    as is the first token (see `Trace.impute`).  Without ``usage`` a request has the tokens
+    as is the first token (see `Trace.impute`).  Requests that were aborted, that failed, or
+    that report null (several sequences to a request) are left out and named in
+    ``meta["left_out"]``.  Without ``usage`` a request has the tokens
     that its steps emitted, and ``completion_tokens`` may cut the last step short.
 
     Raises
     ------
     FileError
-        If a file is damaged, an object holds no such metrics, or its numbers contradict
-        each other.
+        If a file is damaged, an object holds no such metrics, its numbers contradict each
+        other, or no request drafted anything.
     """
     if isinstance(files, str | os.PathLike):
         files = [files]
-    requests, match = [], []
+    requests, match, left_out, drafted = [], [], [], 0
     for file in files:
         for where, row in zip(*read_json_rows(file), strict=True):
+            if (reason := _unfinished(row)) is not None:
+                left_out.append(f"{where}: {reason}")
+                continue
             for at, outer, holder, steps in _found(where, row):
                 request, rounds = _request(at, outer, holder, steps)
+                drafted += sum(r.drafted for r in rounds)
                 requests.append(request)
                 match.append(matches(rounds, request.tokens, first=1))
+    if not requests:
+        raise FileError(f"{files[0]}: no request of it finished: {left_out[0]}")
+    if not drafted:
+        raise FileError(
+            f"{files[0]}: is a log of plain decoding, no request drafted a token: serve with "
+            "speculative decoding switched on"
+        )
     meta = {
         "kind": "vllm",
+        "left_out": left_out,
         "source": [os.path.basename(os.fspath(file)) for file in files],
         "first": 1,
         "draft_lengths": "recorded",
@@ -53,6 +75,60 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
         "prompt_lengths_known": all(r.prompt_length for r in requests),
     }
     return logged_trace(requests, match, meta)
+
+
+class VLLM:
+    """vLLM's responses with per-request metrics, detailed or in summary."""
+
+    name = "vllm"
+    summary = "vLLM's responses, --per-request-spec-decode-metrics detailed or summary"
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        return any(f'"{key}"' in text for key in ("speculative_decoding", *_STEPS))
+
+    def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
+        del options
+        rows = [read_json_rows(file) for file in files]
+        summaries = list(_summaries(rows))
+        if summaries and not any(name in m for _, m in summaries for name in _STEPS):
+            return _totals(summaries, files)
+        return import_vllm(files)
+
+
+def _summaries(files: Sequence[Rows]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for rows in files:
+        for where, row in zip(*rows, strict=True):
+            if _unfinished(row) is None and (found := _metrics(row)) is not None:
+                yield where, found
+
+
+def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[Path]) -> Totals:
+    histograms = [_counts(at, m, "acceptance_histogram") for at, m in summaries]
+    longest = max(len(h) for h in histograms) - 1
+    histogram = np.sum([np.pad(h, (0, longest + 1 - len(h))) for h in histograms], axis=0)
+    drafted = [m.get("num_draft_tokens") for _, m in summaries]
+    at_least = histogram[::-1].cumsum()[::-1][1:].tolist()
+    return Totals(
+        int(histogram.sum()), sum(drafted) if all(type(d) is int for d in drafted) else None,
+        sum(at_least), longest, at_least, len(summaries),
+        {"kind": "vllm", "source": [file.name for file in files]},
+    )  # fmt: skip
+
+
+def _unfinished(row: Mapping[str, Any]) -> str | None:
+    """Why a response tells nothing: aborted, failed, or without metrics by vLLM's own account."""
+    choices = row.get("choices")
+    several = choices if isinstance(choices, list) else []
+    reasons = [c.get("finish_reason") for c in (row, *several) if isinstance(c, dict)]
+    if ended := next((r for r in reasons if r in ("abort", "error")), None):
+        return f"ended by {ended}"
+    if row.get("error") is not None:
+        return "an error in place of a response"
+    metrics = row.get("metrics")
+    if isinstance(metrics, dict) and metrics.get("speculative_decoding", 0) is None:
+        return "its metrics are null"
+    return None
 
 
 def _found(

@@ -1,0 +1,1 @@
+"""Logs of other programs, made into traces or counts: one file a format, one interface."""

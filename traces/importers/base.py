@@ -1,0 +1,47 @@
+"""What an importer is: one format of another program's log, made into a trace or counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from traces.importers.totals import Totals
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person can say about a log; each importer names those it takes."""
+
+    baseline: Path | None = None
+    """The log of plain decoding of the same requests."""
+    draft_lengths: str = "infer"
+    """How the log's drafts were chosen, see `traces.importers.schedules.reading`."""
+    max_new_tokens: int = 1024
+    """Token limit of a request."""
+
+
+class Importer(Protocol):
+    """Reads one format."""
+
+    name: str
+    summary: str
+    """What writes such files, in a line."""
+    takes: tuple[str, ...]
+    """Names of the `Options` it uses."""
+
+    def sniff(self, text: str) -> bool:
+        """Whether the beginning of a file looks like this format."""
+        ...
+
+    def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
+        """What the files tell: a trace where rounds are in order, else counts.
+
+        Raises
+        ------
+        FileError
+            If a file is damaged, of another format, or contradicts itself.
+        """
+        ...

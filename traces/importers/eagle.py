@@ -1,0 +1,118 @@
+"""Reading EAGLE's answer files: rounds, tokens and seconds of each turn.
+
+One row a question with ``choices[0]``: ``idxs`` (verifications), ``new_tokens`` and
+``wall_time`` (seconds), one entry a turn.  EAGLE verifies a tree, of which only the accepted
+path's length is told, and that as a sum: no chain can be replayed from it.  In files of
+plain decoding ``idxs`` is the last step's index, one less than the tokens, and
+``new_tokens`` is 0.  Source of the format: SafeAILab/EAGLE, ``evaluation/gen_ea_answer_*.py``
+and ``gen_baseline_answer_*.py``, which `Turn.rounds` follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.rows import only_file, read_json_rows
+from traces.importers.totals import Totals
+
+
+class Turn(NamedTuple):
+    """One generation."""
+
+    key: tuple[str, int]
+    """Question and turn."""
+    rounds: int
+    """Verifications: ``idxs`` is the index of the last one."""
+    tokens: int
+    wall_s: float
+
+
+class Eagle:
+    """EAGLE's ``*.jsonl`` answers."""
+
+    name = "eagle"
+    summary = "EAGLE's answer file (idxs, new_tokens, wall_time): a tree's totals"
+    takes = ("baseline",)
+
+    def sniff(self, text: str) -> bool:
+        return '"idxs"' in text and '"new_tokens"' in text and '"accept_lengths"' not in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        file = only_file(self.name, files)
+        turns = _turns(file)
+        if is_plain(turns):
+            raise FileError(
+                f"{file}: is a log of plain decoding (new_tokens is 0): name the speculative "
+                "method's file, and this one as --baseline"
+            )
+        rounds, tokens = sum(t.rounds for t in turns), sum(t.tokens for t in turns)
+        # Every verification counts its accepted tokens and one more.
+        accepted = tokens - rounds
+        if accepted < 0:
+            raise FileError(
+                f"{file}: {tokens} tokens in {rounds} rounds of {len(turns)} turns: a round emits "
+                "one token or more; use an unedited file"
+            )
+        wall_s = sum(t.wall_s for t in turns)
+        meta: dict[str, Any] = {
+            "kind": "eagle", "source": file.name,
+            "measured": {
+                "tokens": tokens, "rounds": rounds, "wall_s": wall_s, "per_round": tokens / rounds,
+            },
+        }  # fmt: skip
+        if options.baseline is not None:
+            meta["baseline"] = _baseline(options.baseline, turns, tokens / wall_s)
+        return Totals(rounds, None, accepted, requests=len(turns), tree=True, meta=meta)
+
+
+def is_plain(turns: Sequence[Turn]) -> bool:
+    """Whether the file is one of plain decoding."""
+    return all(t.tokens == 0 for t in turns)
+
+
+def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str, Any]:
+    plain = _turns(file)
+    if not is_plain(plain):
+        raise FileError(f"{file}: is no log of plain decoding: give the file of the baseline")
+    known = {t.key for t in plain}
+    if missing := [t.key for t in turns if t.key not in known]:
+        raise FileError(
+            f"{file}: has no question {missing[0][0]}, turn {missing[0][1]}: give the baseline of "
+            "the same questions"
+        )
+    per_token = sum(t.wall_s for t in plain) / sum(t.rounds for t in plain)
+    return {
+        "source": file.name,
+        "target_s": median(t.wall_s / t.rounds for t in plain),
+        "per_token_s": per_token,
+        "speedup": throughput * per_token,
+    }
+
+
+def _turns(file: Path) -> list[Turn]:
+    turns = []
+    for where, row in zip(*read_json_rows(file), strict=True):
+        choices = row.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        lists = [choice.get(n) if isinstance(choice, dict) else None for n in _FIELDS]
+        if not all(isinstance(values, list) and values for values in lists):
+            raise FileError(f"{where}: has no choices[0] with {', '.join(_FIELDS)}: expected EAGLE")
+        if len({len(values) for values in lists if values is not None}) != 1:
+            raise FileError(f"{where}: its lists differ in length: use an unedited file")
+        for i, (last, tokens, wall) in enumerate(zip(*(v or [] for v in lists), strict=True), 1):
+            sound = type(last) is type(tokens) is int and last >= 0 and tokens >= 0
+            if not (sound and isinstance(wall, int | float) and wall > 0):
+                raise FileError(
+                    f"{where}, turn {i}: idxs={last!r}, new_tokens={tokens!r}, wall_time={wall!r}: "
+                    "expected counts and seconds; use an unedited file"
+                )
+            turns.append(Turn((str(row.get("question_id", "?")), i), last + 1, tokens, float(wall)))
+    return turns
+
+
+_FIELDS = ("idxs", "new_tokens", "wall_time")

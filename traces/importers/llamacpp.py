@@ -1,0 +1,71 @@
+"""Reading the responses of llama.cpp's server: ``timings`` with the draft's counts.
+
+``predicted_n`` tokens in ``predicted_ms``, ``draft_n`` drafted and ``draft_n_accepted``
+accepted ones, the last two only where a draft was made.  A round emits its accepted tokens and
+one more, so there were ``predicted_n - draft_n_accepted`` of them, of which the first emitted
+the prompt's own token.  Source of the format: ggml-org/llama.cpp, ``tools/server``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.rows import read_json_rows
+from traces.importers.totals import Totals
+
+
+class LlamaCpp:
+    """llama.cpp's server responses."""
+
+    name = "llamacpp"
+    summary = "responses of llama.cpp's server (timings with draft_n)"
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        return '"draft_n"' in text or '"draft_n_accepted"' in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Totals:
+        del options
+        rounds = drafted = accepted = tokens = requests = 0
+        wall_s = 0.0
+        for file in files:
+            for where, row in zip(*read_json_rows(file), strict=True):
+                timings = row.get("timings")
+                if not isinstance(timings, dict):
+                    if row.get("error") is not None:
+                        continue  # a request that failed
+                    raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
+                n, d, a = (_count(where, timings, k) for k in _COUNTS)
+                if a > min(n, d):
+                    raise FileError(
+                        f"{where}: draft_n_accepted={a} of draft_n={d} and predicted_n={n}: they "
+                        "do not belong together"
+                    )
+                requests, tokens = requests + 1, tokens + n
+                drafted, accepted = drafted + d, accepted + a
+                rounds += max(0, n - a - 1)
+                wall_s += float(timings.get("predicted_ms") or 0) / 1e3
+        if not drafted:
+            raise FileError(
+                f"{files[0]}: is a log of plain decoding, its timings have no draft_n: serve with "
+                "a draft model"
+            )
+        meta: dict[str, Any] = {
+            "kind": "llamacpp", "source": [file.name for file in files],
+            "measured": {"tokens": tokens, "rounds": rounds, "wall_s": wall_s},
+        }  # fmt: skip
+        return Totals(rounds, drafted, accepted, requests=requests, meta=meta)
+
+
+_COUNTS = ("predicted_n", "draft_n", "draft_n_accepted")
+
+
+def _count(at: str, timings: dict[str, Any], name: str) -> int:
+    value = timings.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise FileError(f"{at}: timings.{name} is {value!r}, expected a whole number >= 0")
+    return value

@@ -1,0 +1,76 @@
+"""Importers by name: the one mapping the command line reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from policies.spec import choice
+from traces.errors import DraftsimError, FileError
+from traces.importers.base import Importer, Options
+from traces.importers.eagle import Eagle
+from traces.importers.llamacpp import LlamaCpp
+from traces.importers.prometheus import Prometheus
+from traces.importers.rounds import Rounds
+from traces.importers.rows import read_text
+from traces.importers.sglang import SGLang
+from traces.importers.specbench import SpecBench
+from traces.importers.totals import Totals
+from traces.importers.vllm import VLLM
+from traces.trace import Trace
+
+_ALL: tuple[Importer, ...] = (
+    SpecBench(), VLLM(), Prometheus(), SGLang(), LlamaCpp(), Eagle(), Rounds(),
+)  # fmt: skip
+IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
+AUTO = "auto"
+"""Stands for the format that the file looks like."""
+
+
+def find_importer(name: str, files: Sequence[Path]) -> Importer:
+    """The importer called `name`, or with ``auto`` the one that knows the first file.
+
+    Raises
+    ------
+    DraftsimError
+        For an unknown name (naming the nearest), or a file that none or several know.
+    """
+    if name != AUTO:
+        if name not in IMPORTERS:
+            raise DraftsimError(f"unknown format {name!r}{choice(name, [*IMPORTERS, AUTO])}")
+        return IMPORTERS[name]
+    found = looks_like(files[0])
+    if len(found) != 1:
+        what = f"looks like {' and '.join(found)}" if found else "is of no known format"
+        raise FileError(f"{files[0]}: {what}: name one of {', '.join(IMPORTERS)}")
+    return IMPORTERS[found[0]]
+
+
+def looks_like(file: Path) -> list[str]:
+    """Names of the formats that a file's beginning looks like."""
+    text = read_text(file)[:100_000]
+    return [name for name, importer in IMPORTERS.items() if importer.sniff(text)]
+
+
+def import_log(name: str, files: Sequence[Path], options: Options) -> Trace | Totals:
+    """What the files tell, read by the importer called `name`.
+
+    Raises
+    ------
+    DraftsimError
+        If they cannot be read so; where they look like another format, that is said.
+    """
+    importer = find_importer(name, files)
+    try:
+        return importer.read(files, options)
+    except FileError as error:
+        if name != AUTO and files[0].is_file():
+            try:
+                found = looks_like(files[0])
+            except FileError:
+                found = []
+            if found and importer.name not in found:
+                raise FileError(f"{error} (it looks like {found[0]}: name that format)") from error
+        raise
+    except DraftsimError as error:
+        raise FileError(f"{files[0]}: {error}") from error

@@ -1,0 +1,143 @@
+"""What counts alone tell about acceptance: a survival curve, or an interval of them.
+
+Servers count rounds, drafted and accepted tokens.  With the accepted tokens of each draft
+position (or a histogram of accepted lengths) the survival curve P(accepted >= k) follows up
+to the longest draft.  From the sum alone it does not: with m accepted of K drafted a round
+every curve that falls from 1 and sums to m is possible, from "all or nothing" (m / K
+everywhere) to "the first m always, the others never".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts over many rounds of chain drafts.
+
+    Parameters
+    ----------
+    rounds, drafted, accepted:
+        Verifications, drafted tokens and accepted ones; a bonus token is none of these.
+        ``drafted`` is None where the program does not say.
+    longest:
+        Tokens of the longest draft; None where the program does not say: nothing then bounds
+        the curve from below.
+    per_position:
+        Rounds that accepted at least 1, 2, ... tokens, where this is known; with it the
+        survival curve is one, without it an interval.
+    requests:
+        Requests behind the counts, where known.
+    tree:
+        Whether several branches were verified at once: no chain has such a survival curve.
+    meta:
+        Provenance, and measured seconds where the program reports some.
+
+    Raises
+    ------
+    DraftsimError
+        If the counts contradict each other.
+    """
+
+    rounds: int
+    drafted: int | None
+    accepted: int
+    longest: int | None = None
+    per_position: Sequence[int] | None = None
+    requests: int | None = None
+    tree: bool = False
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise DraftsimError("the log counts no round of speculation: nothing to import")
+        if self.drafted is not None and self.accepted > self.drafted:
+            raise DraftsimError(
+                f"{self.accepted} tokens were accepted of {self.drafted} drafted: the counts do "
+                "not belong together"
+            )
+        if self.per_position is None:
+            return
+        counts = [self.rounds, *self.per_position]
+        if any(b > a for a, b in pairwise(counts)):
+            raise DraftsimError(
+                f"the counts per draft position {list(self.per_position)} rise, or exceed the "
+                f"{self.rounds} rounds: they do not belong together"
+            )
+        if sum(self.per_position) != self.accepted:
+            raise DraftsimError(
+                f"the counts per draft position sum to {sum(self.per_position)}, the accepted "
+                f"tokens to {self.accepted}: they do not belong together"
+            )
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted tokens a round."""
+        return self.accepted / self.rounds
+
+    @property
+    def reach(self) -> int:
+        """Longest draft that the counts say something of."""
+        if self.per_position is not None:
+            return len(self.per_position)
+        drafted = self.accepted if self.drafted is None else self.drafted
+        return self.longest or max(1, -(-drafted // self.rounds))
+
+    def survival(self) -> tuple[Floats, Floats]:
+        """Lowest and highest P(accepted >= k) of a round, k = 1 ... `reach`.
+
+        The two are equal where the counts per position are known (of drafts as long as
+        `reach`; shorter ones make it a lower bound, which `fixed_length` tells).
+        """
+        if self.per_position is not None:
+            known = np.asarray(self.per_position, dtype=np.float64) / self.rounds
+            return known, known
+        k = np.arange(1, self.reach + 1)
+        mean = self.mean_accepted
+        # P(>= k) is highest where the first k are all or nothing and lowest where the first
+        # k - 1 are sure and the others share what is left.
+        high = np.minimum(1.0, mean / k)
+        if self.longest is None:
+            return np.zeros(len(k)), high
+        low = np.clip((mean - (k - 1)) / (self.reach - k + 1), 0.0, 1.0)
+        return low, high
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether every draft had `reach` tokens."""
+        return self.drafted == self.rounds * self.reach
+
+    def block_efficiency(self) -> tuple[Floats, Floats]:
+        """Lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were drafted."""
+        if self.per_position is not None:
+            emitted = 1 + np.cumsum(self.survival()[0])
+            return emitted, emitted
+        gamma, mean = np.arange(1, self.reach + 1), self.mean_accepted
+        if self.longest is None:
+            return np.ones(len(gamma)), 1 + np.minimum(gamma, mean)
+        return 1 + mean * gamma / self.reach, 1 + np.minimum(gamma, mean)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a draft length: survival and block efficiency, lowest and highest.
+
+        None for trees.
+        """
+        if self.tree:
+            return []
+        parts = zip(*self.survival(), *self.block_efficiency(), strict=True)
+        names = ("survival_lo", "survival_hi", "block_efficiency_lo", "block_efficiency_hi")
+        return [
+            {"gamma": k, **dict(zip(names, map(float, row), strict=True))}
+            for k, row in enumerate(parts, 1)
+        ]
