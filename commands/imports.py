@@ -60,7 +60,7 @@ def import_file(
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
     }  # fmt: skip
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     takes = find_importer(form, files).takes
     if odd := [name for name in chosen if name not in takes]:
         option = odd[0].replace("_", "-")

@@ -115,6 +115,8 @@ def test_vllm_in_summary(tmp_path: Path) -> None:
     assert (totals.rounds, totals.drafted, totals.accepted) == (43, 129, 10)
     assert totals.per_position == [4, 3, 3]
     assert totals.fixed_length
+    assert totals.meta["kind"] == "vllm"
+    assert not totals.tree
     assert totals.survival()[0].tolist() == pytest.approx([4 / 43, 3 / 43, 3 / 43])
 
 

@@ -26,11 +26,20 @@ class Options:
 class Importer(Protocol):
     """Reads one format."""
 
-    name: str
-    summary: str
-    """What writes such files, in a line."""
-    takes: tuple[str, ...]
-    """Names of the `Options` it uses."""
+    @property
+    def name(self) -> str:
+        """What people call the format."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """What writes such files, in a line."""
+        ...
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Names of the `Options` it uses."""
+        ...
 
     def sniff(self, text: str) -> bool:
         """Whether the beginning of a file looks like this format."""

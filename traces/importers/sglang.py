@@ -45,8 +45,9 @@ class SGLang:
             raise FileError(f"{files[0]}: is a log of plain decoding: spec_verify_ct is 0 in it")
         rounds = sum(_count(at, info, "spec_verify_ct") for at, info in found)
         accepted = sum(_accepted(at, info) for at, info in found)
-        proposed = [info.get("spec_num_proposed_drafts") for _, info in found]
-        drafted = sum(proposed) if all(type(n) is int for n in proposed) else None
+        drafted = None
+        if all("spec_num_proposed_drafts" in info for _, info in found):
+            drafted = sum(_count(at, info, "spec_num_proposed_drafts") for at, info in found)
         histograms = [_histogram(at, info) for at, info in found]
         per_position = longest = None
         if all(histograms):
@@ -54,7 +55,7 @@ class SGLang:
             total = np.sum([np.pad(h, (0, longest + 1 - len(h))) for h in histograms], axis=0)
             per_position = total[::-1].cumsum()[::-1][1:].tolist()
         meta = {"kind": "sglang", "source": [file.name for file in files]}
-        return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta)
+        return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
 
 
 def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -86,7 +87,7 @@ def _accepted(at: str, info: Mapping[str, Any]) -> int:
 
 def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
     """Rounds by accepted drafts; empty where it is not there."""
-    values = next((info[name] for name in HISTOGRAMS if info.get(name)), [])
+    values: Any = next((info[name] for name in HISTOGRAMS if info.get(name)), [])
     if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
         raise FileError(f"{at}: its histogram of accepted drafts is no list of whole numbers")
     if values and sum(values) != info["spec_verify_ct"]:
@@ -94,4 +95,4 @@ def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
             f"{at}: the histogram counts {sum(values)} rounds, spec_verify_ct "
             f"{info['spec_verify_ct']}: they do not belong together"
         )
-    return values
+    return list(values)

@@ -107,13 +107,19 @@ def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[
     histograms = [_counts(at, m, "acceptance_histogram") for at, m in summaries]
     longest = max(len(h) for h in histograms) - 1
     histogram = np.sum([np.pad(h, (0, longest + 1 - len(h))) for h in histograms], axis=0)
-    drafted = [m.get("num_draft_tokens") for _, m in summaries]
+    drafted = [_count(at, m, "num_draft_tokens") for at, m in summaries]
     at_least = histogram[::-1].cumsum()[::-1][1:].tolist()
     return Totals(
-        int(histogram.sum()), sum(drafted) if all(type(d) is int for d in drafted) else None,
-        sum(at_least), longest, at_least, len(summaries),
-        {"kind": "vllm", "source": [file.name for file in files]},
+        int(histogram.sum()), sum(drafted), sum(at_least), longest, at_least, len(summaries),
+        meta={"kind": "vllm", "source": [file.name for file in files]},
     )  # fmt: skip
+
+
+def _count(at: str, metrics: Mapping[str, Any], name: str) -> int:
+    value = metrics.get(name)
+    if type(value) is not int or value < 0:
+        raise FileError(f"{at}: {name} is {value!r}, expected a whole number >= 0")
+    return value
 
 
 def _unfinished(row: Mapping[str, Any]) -> str | None:
