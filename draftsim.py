@@ -12,6 +12,7 @@ from commands import (
     calibrate,
     check,
     demo,
+    fetch,
     imports,
     papers,
     profile,
@@ -45,6 +46,7 @@ app.command("sweep")(sweep.sweep)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("papers")(papers.papers)
+app.command("fetch")(fetch.fetch)
 app.command("list")(simulate.list_recordings)
 app.command("import")(imports.import_file)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from profiler.loading import Pair, load_pair
+from profiler.smollm2 import places
 from traces.errors import DraftsimError
 from traces.parquet import write_atomically
 
@@ -40,8 +41,16 @@ class RunInfo:
 
 
 def model_path(name: str, role: str) -> str:
-    """``bundled`` stands for the pair that comes with the project."""
-    return str(BUNDLED / role) if name == "bundled" else name
+    """The folder or hub id of a model's name, in the role of target or draft.
+
+    ``bundled`` stands for the pair that comes with the project, ``smollm2`` for the one that
+    `draftsim fetch` brings, and its drafters have names too (see `profiler.smollm2.places`).
+    """
+    if name == "bundled":
+        return str(BUNDLED / role)
+    if name == places.NAME and role == "draft":
+        name = f"{name}-draft"
+    return str(places.fetched(name)) if name in places.NAMES else name
 
 
 def write_run(info: RunInfo, folder: Path) -> None:

@@ -1,0 +1,136 @@
+"""Trains the drafters of SmolLM2-135M-Instruct: ``python -m profiler.smollm2 STEP``.
+
+    python -m profiler.smollm2 text     # the model writes the training text, with its states
+    python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
+    python -m profiler.smollm2 draft
+    python -m profiler.smollm2 eagle
+
+Every step goes on where it stopped. Seeds and step counts are fixed, so one machine with one
+thread count gives the same weights again. What is half-made stays in --work; weights and the
+training curve go to --out. The target is brought by ``draftsim fetch smollm2``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from profiler.features import default_depths
+from profiler.smollm2.candidates import Candidates, by_frequency
+from profiler.smollm2.chats import ANSWERS, BOTH, Chats
+from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
+from profiler.smollm2.drafters import store_draft, store_drafter
+from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
+from profiler.smollm2.fetch import STORED
+from profiler.smollm2.fitting import Plan, fit
+from profiler.smollm2.places import NAME, cache, fetched
+from profiler.smollm2.text import write_text
+
+SHARDS = 3
+DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
+FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
+DRAFT_VOCABULARY = 8192  # of EAGLE-3
+UNROLLED = 2  # drafted tokens a training step looks ahead
+PLANS = {
+    "draft": Plan(steps=800),
+    "eagle3": Plan(steps=300, tokens=4096),
+    "eagle": Plan(steps=200, tokens=4096),
+}
+
+
+class Work:
+    """What all steps share: the target, and the folders."""
+
+    def __init__(self, target: Path, work: Path, out: Path) -> None:
+        self.work, self.out = work, out
+        model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(target)
+        self.depths = default_depths(self.model.config.num_hidden_layers)
+
+    def text(self) -> None:
+        """Writes the training text."""
+        write_text(self.model, self.tokenizer, self.depths, self.work, SHARDS)
+
+    def draft(self) -> None:
+        """The small draft model."""
+        chats = Chats(self.work, SHARDS, BOTH)
+        table = self.model.get_input_embeddings().weight.detach()
+        torch.manual_seed(0)
+        draft = ProjectedDraft(draft_config(self.model.config, DRAFT_HIDDEN, DRAFT_LAYERS), table)
+        counts = chats.tokens.long().bincount(minlength=len(table))
+        with torch.no_grad():
+            draft.projection.copy_(principal_directions(table, counts, DRAFT_HIDDEN))
+        candidates = self._candidates(chats, len(table))
+        plan, kept = PLANS["draft"], self.work / "draft.pt"
+        curve = fit(draft, lambda batch: draft.loss(batch, candidates), chats, plan, kept)
+        store_draft(draft, self.out / "draft.safetensors")
+        self._report("draft", chats, curve)
+
+    def eagle3(self) -> None:
+        """The EAGLE-3 head."""
+        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
+        known = self._ranked(chats)[:DRAFT_VOCABULARY].sort().values
+        torch.manual_seed(0)
+        drafter = new_eagle3(self.model, chats, known, self.depths)
+        self._unrolled("eagle3", drafter, DRAFT_VOCABULARY, chats)
+
+    def eagle(self) -> None:
+        """The EAGLE head."""
+        chats = Chats(self.work, SHARDS, ANSWERS)
+        torch.manual_seed(0)
+        whole = int(self.model.config.vocab_size)
+        self._unrolled("eagle", new_eagle(self.model, chats), whole, chats)
+
+    def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:
+        head = self.model.get_output_embeddings().weight.detach()
+        module = Unrolled(drafter, head, self._candidates(chats, vocabulary), UNROLLED)
+        curve = fit(module, module.loss, chats, PLANS[name], self.work / f"{name}.pt")
+        store_drafter(module.finished(), self.out / f"{name}.safetensors")
+        self._report(name, chats, curve)
+
+    def _ranked(self, chats: Chats) -> torch.Tensor:
+        return by_frequency(chats.tokens, self.model.config.vocab_size)
+
+    def _candidates(self, chats: Chats, vocabulary: int) -> Candidates:
+        """Of the `vocabulary` most frequent tokens."""
+        ranked = self._ranked(chats)[:vocabulary]
+        return Candidates(ranked[:FREQUENT], ranked[FREQUENT:], SAMPLED)
+
+    def _report(self, name: str, chats: Chats, curve: list[dict[str, Any]]) -> None:
+        report: Mapping[str, Any] = {
+            "plan": asdict(PLANS[name]), "text": chats.counts, "chats": len(chats.training),
+            "held_out_chats": len(chats.held_out), "torch": torch.__version__, "threads": torch.get_num_threads(), "curve": curve,
+        }  # fmt: skip
+        (self.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+STEPS: Mapping[str, Callable[[Work], None]] = {
+    "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
+}  # fmt: skip
+
+
+def main() -> None:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m profiler.smollm2", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("step", choices=list(STEPS))
+    parser.add_argument("--work", type=Path, default=cache() / NAME / "training")
+    parser.add_argument("--out", type=Path, default=STORED)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    STEPS[given.step](Work(fetched(NAME), given.work, given.out))
+
+
+if __name__ == "__main__":
+    main()

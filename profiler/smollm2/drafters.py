@@ -1,0 +1,94 @@
+"""The drafters' weights as the project holds them, and the ordinary folders made of them.
+
+Whatever is the target's own is not stored: the draft model's embedding is a projection of the
+target's, and EAGLE-3's head is some of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from profiler.features import Eagle, Eagle3, FeatureDrafter, layer_config, write_drafter
+from profiler.smollm2.draft import ProjectedDraft, draft_config, draft_model
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def store_draft(draft: ProjectedDraft, path: Path) -> None:
+    """Writes a trained draft model's own weights, in float16."""
+    shape = {"hidden": draft.config.hidden_size, "layers": draft.config.num_hidden_layers}
+    _store(draft.stored(), {"kind": "draft", **shape}, path)
+
+
+def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
+    """Writes a trained feature drafter's own weights, in float16."""
+    weights = {
+        name: value.half()
+        for name, value in drafter.state_dict().items()
+        if value.is_floating_point() and not name.startswith("lm_head.")
+    }
+    settings: dict[str, Any] = {"kind": drafter.kind}
+    if isinstance(drafter, Eagle3):
+        settings["depths"] = list(drafter.feature_layers)
+        weights["draft_tokens"] = drafter.target_ids(torch.arange(drafter.draft_vocab_size)).int()
+    _store(weights, settings, path)
+
+
+def write_folder(stored: Path, target: Path, into: Path) -> None:
+    """Writes the Hugging Face or EAGLE folder of stored weights, given the target's folder."""
+    with safe_open(stored, "pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    if settings["kind"] == "draft":
+        config = draft_config(model.config, settings["hidden"], settings["layers"])
+        made = draft_model(config, weights, model.get_input_embeddings().weight.detach())
+        made.save_pretrained(into)
+        for name in TOKENIZER:
+            if (target / name).is_file():
+                shutil.copyfile(target / name, into / name)
+    else:
+        drafter = feature_drafter(settings, weights, model)
+        embedding = model.get_input_embeddings().weight.detach()
+        write_drafter(drafter, into, embedding=embedding)
+    for path in into.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600
+
+
+def feature_drafter(
+    settings: Mapping[str, Any], weights: dict[str, Tensor], target: Any
+) -> FeatureDrafter:
+    """The drafter of stored settings and weights, float32, attached to `target`."""
+    config = layer_config(target.config)
+    made: FeatureDrafter
+    own = {name: value.float() for name, value in weights.items() if name != "draft_tokens"}
+    if settings["kind"] == "eagle3":
+        tokens = weights["draft_tokens"].long()
+        made = Eagle3(config, tokens, settings["depths"], norm_before_residual=True)
+        own["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()[tokens]
+        own |= {"d2t": made.d2t, "t2d": made.t2d}
+    else:
+        made = Eagle(config)
+    made.load_state_dict(own)
+    return made.attach(target).eval()
+
+
+def _store(weights: Mapping[str, Tensor], settings: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    kept = {name: value.detach().contiguous() for name, value in weights.items()}
+    save_file(kept, part, metadata={"settings": json.dumps(settings)})
+    part.chmod(0o644)
+    part.rename(path)

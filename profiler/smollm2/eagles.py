@@ -1,0 +1,133 @@
+"""Distils EAGLE and EAGLE-3 drafters from the target's states over its own chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from profiler.features import Eagle, Eagle3, FeatureDrafter, layer_config, unroll
+from profiler.smollm2.candidates import Candidates, soft_loss
+from profiler.smollm2.chats import Batch, Chats
+
+DECAY = 0.8  # of the loss's weight from one drafted token to the next, as EAGLE-3 has it
+FEATURE_WEIGHT = 0.5  # of EAGLE's regression to the target's own features
+
+
+class _PerInput(nn.Module):
+    """A matrix trained as if each of its inputs had unit variance.
+
+    The states of a language model have a few numbers a thousand times larger than the others; an
+    optimiser that treats all entries of a matrix alike learns nothing about the rest.
+    """
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    scale: Tensor
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / self.scale
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+def _some(values: Tensor, count: int = 20_000) -> Tensor:
+    """About `count` of the rows, evenly taken, in float32."""
+    return values[:: max(1, len(values) // count)].float()
+
+
+def new_eagle3(target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...]) -> Eagle3:
+    """An EAGLE-3 drafter that begins as a linear guess of the target's own final state.
+
+    ``fc`` starts as the ridge regression of the final state from the features, the head is the
+    target's own rows and stays so, and the layer adds nothing yet.
+    """
+    drafter = Eagle3(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
+    drafter.attach(target)
+    features, states = _some(chats.features), _some(chats.states)
+    scale = features.std(0).clamp(min=1e-3)
+    scaled = features / scale
+    gram = scaled.T @ scaled + 1e-3 * len(scaled) * torch.eye(scaled.shape[1])
+    head = target.get_output_embeddings().weight.detach().float()
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.linalg.solve(gram, scaled.T @ states).T / scale)
+        size = states.pow(2).mean().sqrt()
+        drafter.midlayer.hidden_norm.weight.fill_(size)
+        drafter.norm.weight.fill_(size)
+        drafter.lm_head.weight.copy_(head[draft_tokens])
+        drafter.midlayer.self_attn.o_proj.weight.zero_()
+        drafter.midlayer.mlp.down_proj.weight.zero_()
+    drafter.lm_head.weight.requires_grad_(False)
+    parametrize.register_parametrization(drafter.fc, "weight", _PerInput(scale))
+    return drafter
+
+
+def new_eagle(target: Any, chats: Chats) -> Eagle:
+    """An EAGLE drafter that begins by handing the feature on as it is."""
+    drafter = Eagle(layer_config(target.config))
+    drafter.attach(target)
+    states = _some(chats.states)
+    embedding = target.get_input_embeddings().weight.detach().float()
+    scale = torch.cat([embedding.std(0), states.std(0)]).clamp(min=1e-3)
+    width = states.shape[1]
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.cat([torch.zeros(width, width), torch.eye(width)], 1))
+        drafter.layers[0].self_attn.o_proj.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.zero_()
+    parametrize.register_parametrization(drafter.fc, "weight", _PerInput(scale))
+    return drafter
+
+
+class Unrolled(nn.Module):
+    """A drafter in training: `steps` tokens from every entry, each compared with the target.
+
+    `candidates`: the tokens that a step compares.  The drafter meets its own outputs from the second token on, which is
+    what it meets in decoding (EAGLE-3's training-time test; HASS for EAGLE).
+    """
+
+    def __init__(
+        self, drafter: FeatureDrafter, head: Tensor, candidates: Candidates, steps: int
+    ) -> None:
+        super().__init__()
+        self.drafter, self.head, self.steps = drafter, head, steps
+        self.candidates = candidates
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum over offsets, and the agreement by offset; see `profiler.features.unroll`."""
+        features = batch.states if batch.features is None else batch.features
+        ids, raised = self.candidates.draw()
+        rows = self.head[ids]
+        there = batch.weights > 0
+        row, column = there.nonzero().T
+        wanted = batch.states[row, column]
+        with torch.no_grad():
+            teacher = F.linear(wanted.to(rows.dtype), rows) + raised
+        weights = batch.weights[row, column]
+        outputs = unroll(self.drafter, batch.tokens, features, self.steps)
+        value = torch.zeros(())
+        agreements = []
+        for step, states in enumerate(outputs):
+            # Entry i foresees token i + 2 + step, which the target's state at the one before gives.
+            some = column > step
+            entry = column[some] - 1 - step
+            found = states[row[some], entry]
+            student = F.linear(found, rows.to(found.dtype)) + raised
+            loss, agreement = soft_loss(student, teacher[some], weights[some])
+            if batch.features is None:
+                target = wanted[some].float()
+                spread = target.std(0).clamp(min=1e-3)
+                loss = loss + FEATURE_WEIGHT * F.smooth_l1_loss(found / spread, target / spread)
+            value = value + DECAY**step * loss
+            agreements.append(agreement)
+        return value, torch.stack(agreements)
+
+    def finished(self) -> FeatureDrafter:
+        """The drafter as it is written and read, its scales folded in."""
+        parametrize.remove_parametrizations(self.drafter.fc, "weight")
+        return self.drafter.eval()

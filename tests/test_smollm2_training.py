@@ -1,0 +1,254 @@
+"""The miniature target writes chats, and drafters learn from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("gguf")
+
+from profiler.features import read_drafter, target_features
+from profiler.smollm2 import text as own_text
+from profiler.smollm2.candidates import Candidates, by_frequency, soft_loss
+from profiler.smollm2.chats import ANSWERS, BOTH, Chats
+from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
+from profiler.smollm2.drafters import store_draft, store_drafter, write_folder
+from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
+from profiler.smollm2.fitting import Plan, fit
+from profiler.smollm2.writer import RowWriter
+from tests import small_smollm2
+from traces.errors import DraftsimError
+from transformers import AutoModelForCausalLM
+
+DEPTHS = (1, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """Model, tokenizer, and their folder."""
+    words = small_smollm2.tokenizer()
+    model = small_smollm2.model(len(words)).requires_grad_(False)
+    folder = tmp_path_factory.mktemp("target")
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    return model, words, folder
+
+
+@pytest.fixture(scope="module")
+def chats_folder(
+    target: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Two shards of the target's own chats."""
+    folder = tmp_path_factory.mktemp("chats")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"USER_TOKENS": 12, "ANSWER_TOKENS": 24, "ROWS": 8, "STEPS": 90}.items():
+            patch.setattr(own_text, name, value)
+        writer = own_text.ChatWriter(target[0], target[1], DEPTHS)
+        for number in range(2):
+            own_text.save_file(writer.shard(number, 8, 90), own_text.shard_path(folder, number))
+    return folder
+
+
+def test_rows_of_different_lengths_are_what_transformers_computes(
+    target: tuple[Any, Any, Path],
+) -> None:
+    model = target[0]
+    prefix = [5, 9, 7]
+    writer = RowWriter(model, prefix, 2, 40, DEPTHS)
+    lines: list[list[int]] = [[], []]
+    for step in range(12):
+        if step == 5:
+            writer.restart(1)
+            lines[1] = []
+        read = torch.tensor([10 + step, 30 + step])
+        final, features = writer.step(read)
+        for line, token in zip(lines, read.tolist(), strict=True):
+            line.append(token)
+    for row, line in enumerate(lines):
+        ids = torch.tensor([prefix + line])
+        whole = model(ids, output_hidden_states=True)
+        states = whole.hidden_states
+        torch.testing.assert_close(final[row], states[-1][0, -1], rtol=1e-4, atol=1e-4)
+        wanted = torch.stack([states[depth][0, -1] for depth in DEPTHS])
+        torch.testing.assert_close(features[row], wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            writer.logits(final)[row], whole.logits[0, -1], rtol=1e-4, atol=1e-3
+        )
+
+
+def test_a_shard_holds_whole_chats_and_their_states(
+    target: tuple[Any, Any, Path], chats_folder: Path
+) -> None:
+    model, words, _ = target
+    chats = Chats(chats_folder, 1, BOTH, features=True)
+    answering = words("<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    several = 0
+    for index in range(len(chats.bounds) - 1):
+        batch = chats.batch([index])
+        ids = batch.tokens
+        torch.testing.assert_close(batch.states, target_features(model, ids), rtol=1e-3, atol=1e-3)
+        features = target_features(model, ids, DEPTHS)
+        torch.testing.assert_close(batch.features, features, rtol=1e-3, atol=1e-3)
+        line = ids[0].tolist()
+        at = next((i for i in range(len(line)) if line[i : i + len(answering)] == answering), None)
+        if at is not None:
+            several += 1
+            # Nothing is learnt from the tokens between the turns, everything from the answer.
+            end = at + len(answering) - 1
+            assert batch.weights[0, at:end].tolist() == [0.0] * (end - at)
+            assert set(batch.weights[0, end:].tolist()) == {1.0}
+    assert several > 10
+
+
+def test_a_shard_depends_on_its_number_alone(
+    target: tuple[Any, Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = own_text.ChatWriter(target[0], target[1], DEPTHS)
+    first, again, other = (writer.shard(number, 4, 30) for number in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["tokens"], other["tokens"])
+
+
+def test_batches_hold_a_chat_at_most_once_a_round(chats_folder: Path) -> None:
+    chats = Chats(chats_folder, 2, BOTH)
+    assert not set(chats.training.tolist()) & set(chats.held_out.tolist())
+    assert len(chats.training) + len(chats.held_out) == len(chats.bounds) - 1
+    seen: list[int] = []
+    for chosen in chats.order(chats.training, seed=1, tokens=400):
+        if set(chosen) & set(seen):
+            break
+        tokens = chats.batch(chosen).tokens
+        assert 200 <= tokens.numel() <= 400
+        seen += chosen
+    assert len(seen) == len(set(seen)) > 0.8 * len(chats.training)
+    assert set(seen) <= set(chats.training.tolist())
+
+
+def test_sampled_candidates_estimate_the_whole_softmax() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(400)
+    candidates = Candidates(torch.arange(20), torch.arange(20, 400), sampled=40)
+    estimates = []
+    for _ in range(2000):
+        ids, raised = candidates.draw()
+        estimates.append((logits[ids] + raised).exp().sum())
+    drawn = torch.stack(estimates)
+    error = drawn.std() / len(drawn) ** 0.5
+    assert abs(drawn.mean() - logits.exp().sum()) < 4 * error
+
+
+def test_the_loss_is_least_for_the_teacher_itself() -> None:
+    torch.manual_seed(0)
+    teacher, weights = torch.randn(30, 9), torch.rand(30)
+    same, agreement = soft_loss(teacher, teacher, weights)
+    entropy = (-(teacher.softmax(-1) * teacher.log_softmax(-1)).sum(-1) * weights).sum()
+    torch.testing.assert_close(same, entropy / weights.sum())
+    assert agreement == 1
+    assert soft_loss(teacher + 0.3 * torch.randn(30, 9), teacher, weights)[0] > same
+
+
+def test_principal_directions_lose_least() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(200, 12) * torch.arange(1, 13)
+    directions = principal_directions(rows, torch.zeros(200), 5)
+    torch.testing.assert_close(directions.T @ directions, torch.eye(5), rtol=0, atol=1e-5)
+    kept = (rows @ directions).pow(2).sum()
+    assert kept == pytest.approx(float(torch.linalg.svdvals(rows)[:5].pow(2).sum()), rel=1e-4)
+
+
+def _draft(model: Any, chats: Chats) -> ProjectedDraft:
+    table = model.get_input_embeddings().weight.detach()
+    torch.manual_seed(0)
+    draft = ProjectedDraft(draft_config(model.config, 32, 2), table)
+    counts = chats.tokens.long().bincount(minlength=len(table))
+    with torch.no_grad():
+        draft.projection.copy_(principal_directions(table, counts, 32))
+    return draft
+
+
+def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
+    target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    model, _, folder = target
+    chats = Chats(chats_folder, 2, BOTH)
+    draft = _draft(model, chats)
+    candidates = Candidates(torch.arange(len(draft.embedding)), torch.arange(0), 0)
+    plan = Plan(steps=40, tokens=600, warmup=5, report_every=10)
+    curve = fit(draft, lambda b: draft.loss(b, candidates), chats, plan, tmp_path / "k")
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    store_draft(draft, tmp_path / "draft.safetensors")
+    write_folder(tmp_path / "draft.safetensors", folder, tmp_path / "made")
+    made: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    ids = chats.batch([0]).tokens
+    states = draft.states(ids)
+    wanted = states @ (draft.embedding @ draft.projection).T
+    torch.testing.assert_close(made(ids).logits, wanted, rtol=2e-2, atol=2e-2)
+    assert {p.name for p in folder.iterdir()} - {p.name for p in (tmp_path / "made").iterdir()} == set()
+
+
+def test_a_stopped_run_ends_as_an_uninterrupted_one(
+    target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    chats = Chats(chats_folder, 1, BOTH)
+    plan = Plan(steps=12, tokens=400, warmup=2, report_every=4)
+
+    def train(kept: str, stop_after: int | None = None) -> ProjectedDraft:
+        draft = _draft(target[0], chats)
+        candidates = Candidates(torch.arange(50), torch.arange(50, 250), 20)
+        calls = 0
+
+        def loss(batch: Any) -> Any:
+            nonlocal calls
+            calls += torch.is_grad_enabled()
+            if calls == stop_after:
+                raise KeyboardInterrupt
+            return draft.loss(batch, candidates)
+
+        try:
+            fit(draft, loss, chats, plan, tmp_path / kept)
+        except KeyboardInterrupt:
+            return train(kept)
+        return draft
+
+    whole, resumed = train("whole"), train("stopped", stop_after=7)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    candidates = Candidates(torch.arange(9), torch.arange(0), 0)
+    with pytest.raises(DraftsimError, match="holds a run of another plan"):
+        other = Plan(steps=13, tokens=400)
+        fit(whole, lambda b: whole.loss(b, candidates), chats, other, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_feature_drafters_learn_and_are_read_back(
+    kind: str, target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    model, _, folder = target
+    chats = Chats(chats_folder, 2, ANSWERS, kind == "eagle3")
+    vocabulary = model.config.vocab_size
+    torch.manual_seed(0)
+    drafter: Any
+    if kind == "eagle3":
+        tokens = by_frequency(chats.tokens, vocabulary)[:100].sort().values
+        drafter = new_eagle3(model, chats, tokens, DEPTHS)
+        candidates = Candidates(tokens, torch.arange(0), 0)
+    else:
+        candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
+        drafter = new_eagle(model, chats)
+    module = Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
+    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    assert len(curve[-1]["held_out"]) == 3
+    trained = module.finished()
+    store_drafter(trained, tmp_path / "stored.safetensors")
+    write_folder(tmp_path / "stored.safetensors", folder, tmp_path / "made")
+    read = read_drafter(tmp_path / "made", model)
+    weights = read.state_dict()
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(weights[name].float(), value.float(), rtol=1e-3, atol=1e-3)
+    if kind == "eagle3":
+        assert torch.equal(read.target_ids(torch.arange(100)), tokens)
