@@ -60,6 +60,10 @@ def profile(
             help="float32, bfloat16 or float16; default float32 on cpu, bfloat16 on cuda."
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Put every prompt into the target's chat template."),
+    ] = False,
     max_gamma: Annotated[int, typer.Option(min=1, help="Longest draft that can be replayed.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 128,
     temperature: Annotated[
@@ -150,7 +154,7 @@ def profile(
     from traces.sampling import Sampling
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batches", batches)}))
-    settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid)
+    settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid, chat)
     info = RunInfo(
         _kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None,
         trust_remote_code,

@@ -46,9 +46,22 @@ class Pair:
             return frozenset()
         return frozenset(ids if isinstance(ids, list) else [ids])
 
-    def encode(self, text: str) -> Tensor:
-        """(tokens,) ids on the device."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+    def encode(self, text: str, chat: bool = False) -> Tensor:
+        """(tokens,) ids on the device; `chat`: of a user's turn, up to where the answer begins.
+
+        Raises DraftsimError if the target's tokenizer has no chat template.
+        """
+        if chat:
+            if self.tokenizer.chat_template is None:
+                raise DraftsimError(
+                    "--chat: the target's tokenizer has no chat template: leave --chat out"
+                )
+            turns = [{"role": "user", "content": text}]
+            text = self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+        # A template writes all special tokens itself.
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
 

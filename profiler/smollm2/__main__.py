@@ -33,15 +33,15 @@ from profiler.smollm2.fitting import Plan, fit
 from profiler.smollm2.places import NAME, cache, fetched
 from profiler.smollm2.text import write_text
 
-SHARDS = 3
+SHARDS = 2
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
 FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
-    "draft": Plan(steps=800),
-    "eagle3": Plan(steps=300, tokens=4096),
-    "eagle": Plan(steps=200, tokens=4096),
+    "draft": Plan(steps=400),
+    "eagle3": Plan(steps=240),
+    "eagle": Plan(steps=150),
 }
 
 
@@ -106,9 +106,14 @@ class Work:
 
     def _report(self, name: str, chats: Chats, curve: list[dict[str, Any]]) -> None:
         report: Mapping[str, Any] = {
-            "plan": asdict(PLANS[name]), "text": chats.counts, "chats": len(chats.training),
-            "held_out_chats": len(chats.held_out), "torch": torch.__version__, "threads": torch.get_num_threads(), "curve": curve,
-        }  # fmt: skip
+            "plan": asdict(PLANS[name]),
+            "text": chats.counts,
+            "chats": len(chats.training),
+            "held_out_chats": len(chats.held_out),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "curve": curve,
+        }
         (self.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

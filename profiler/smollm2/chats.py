@@ -43,9 +43,7 @@ class Chats:
     `held_out`, the others in `training`; both are indices.
     """
 
-    def __init__(
-        self, folder: Path, shards: int, weights: Weights, features: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, shards: int, weights: Weights, features: bool = False) -> None:
         self.weights = torch.tensor(weights)
         names = ("tokens", "states", "features") if features else ("tokens", "states")
         self._parts: dict[str, list[Tensor]] = {name: [] for name in (*names, "kinds")}

@@ -51,7 +51,7 @@ def write_folder(stored: Path, target: Path, into: Path) -> None:
     with safe_open(stored, "pt") as file:
         settings = json.loads(file.metadata()["settings"])
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     if settings["kind"] == "draft":
         config = draft_config(model.config, settings["hidden"], settings["layers"])
         made = draft_model(config, weights, model.get_input_embeddings().weight.detach())

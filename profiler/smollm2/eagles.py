@@ -78,8 +78,9 @@ def new_eagle(target: Any, chats: Chats) -> Eagle:
     width = states.shape[1]
     with torch.no_grad():
         drafter.fc.weight.copy_(torch.cat([torch.zeros(width, width), torch.eye(width)], 1))
-        drafter.layers[0].self_attn.o_proj.weight.zero_()
-        drafter.layers[0].mlp.down_proj.weight.zero_()
+        layer: Any = drafter.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
     parametrize.register_parametrization(drafter.fc, "weight", _PerInput(scale))
     return drafter
 
@@ -87,8 +88,8 @@ def new_eagle(target: Any, chats: Chats) -> Eagle:
 class Unrolled(nn.Module):
     """A drafter in training: `steps` tokens from every entry, each compared with the target.
 
-    `candidates`: the tokens that a step compares.  The drafter meets its own outputs from the second token on, which is
-    what it meets in decoding (EAGLE-3's training-time test; HASS for EAGLE).
+    `candidates`: the tokens that a step compares.  From the second token on the drafter meets its
+    own outputs, which is what it meets in decoding (EAGLE-3's training-time test; HASS for EAGLE).
     """
 
     def __init__(
@@ -129,5 +130,6 @@ class Unrolled(nn.Module):
 
     def finished(self) -> FeatureDrafter:
         """The drafter as it is written and read, its scales folded in."""
-        parametrize.remove_parametrizations(self.drafter.fc, "weight")
+        fc: Any = self.drafter.fc
+        parametrize.remove_parametrizations(fc, "weight")
         return self.drafter.eval()

