@@ -51,7 +51,8 @@ def principal_directions(embedding: Tensor, counts: Tensor, width: int) -> Tenso
     weights = (counts.float() + 1)[:, None]
     rows = embedding.float()
     _, vectors = torch.linalg.eigh(rows.T @ (rows * weights))
-    return vectors[:, -width:].flip(1).contiguous()
+    directions: Tensor = vectors[:, -width:].flip(1).contiguous()
+    return directions
 
 
 class ProjectedDraft(nn.Module):
