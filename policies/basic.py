@@ -51,6 +51,8 @@ class Oracle(DraftPolicy):
         When a round begins without a run length (real decoding knows none).
     """
 
+    reads_load = False
+
     def __init__(
         self, convention: Literal["run", "run+1"] = "run", gamma_max: int | None = None
     ) -> None:

@@ -102,6 +102,10 @@ class DraftPolicy(ABC):
     the class, or on an instance whose parameters leave some of them unread."""
     learns_across_requests: bool = False
 
+    reads_load: bool = True
+    """Whether `begin_round`, where a policy defines it, looks at the batch or the context: then
+    a request's rounds depend on who shares its iterations, and serving asks at every step."""
+
     @abstractmethod
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         """Whether to draft one more token after `draft`, the tokens drafted this round.

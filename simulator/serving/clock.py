@@ -24,3 +24,7 @@ class Clock(simpy.Environment):
             return False
         self._now = then
         return True
+
+    def move(self, then: float) -> None:
+        """Let time pass until `then`, which must be before the next event."""
+        self._now = then

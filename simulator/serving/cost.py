@@ -17,7 +17,8 @@ import numpy as np
 from policies.core import Round
 from simulator.serving.reader import Coverage, PassReader
 from simulator.serving.sequence import Slot
-from simulator.serving.work import Work, work_of
+from simulator.serving.slab import Floats
+from simulator.serving.work import Ints, Work, Works, work_of
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 
@@ -53,6 +54,16 @@ class _Host(NamedTuple):
     """Of each draft step, signals included where the policy reads any."""
     target_rollback_s: float
     draft_rollback_s: float
+
+
+class Reading(NamedTuple):
+    """Sizes read together, and the iteration of a span that each belongs to."""
+
+    reader: PassReader
+    batch: int
+    widths: Floats
+    contexts: Floats
+    of: Ints
 
 
 class IterationCost:
@@ -121,13 +132,85 @@ class IterationCost:
         if not rounds:
             drafting_s = self._prompts("draft", self._draft, chunks)
             return Seconds(drafting_s, self._prompts("target", self._target, chunks), 0.0)
-        work = work_of(slots, rounds)
-        host_s = self._host_seconds(work, len(rounds))
-        draft_s = self._draft_passes(work, slots, rounds) if work.longest else 0.0
+        work, batch = work_of(slots, rounds), len(rounds)
+        if self.by_totals:
+            return self.of_work(work, batch, chunks)
+        host_s = self._host_seconds(work, batch)
+        draft_s = self._draft_by_sequence(work, slots, rounds) if work.longest else 0.0
         if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
-        target_s = self._target_pass(work, slots, rounds, chunks)
+        if self.passes == "padded" and not (chunks and "target" in self._prefill):
+            target_s = self._rectangle(slots, rounds)
+        else:
+            target_s = self._target_pass(work, batch, chunks)
         return tuple.__new__(Seconds, (draft_s, target_s, host_s))  # as in `work_of`
+
+    @property
+    def by_totals(self) -> bool:
+        """Whether the work of an iteration says all, whatever single sequences do."""
+        return self.passes == "ragged" and self.draft_batch == "padded"
+
+    def of_work(self, work: Work, batch: int, chunks: Sequence[Chunk]) -> Seconds:
+        """Seconds of an iteration of `batch` rounds with this work, where `by_totals`."""
+        host_s = self._host_seconds(work, batch)
+        draft_s = self._draft_passes(work, batch) if work.longest else 0.0
+        if chunks:
+            draft_s += self._prompts("draft", self._draft, chunks)
+        target_s = self._target_pass(work, batch, chunks)
+        return tuple.__new__(Seconds, (draft_s, target_s, host_s))
+
+    def of_works(self, works: Works, batch: int) -> tuple[Floats, list[Reading]] | None:
+        """(n,) seconds of n iterations of `batch` rounds without prompts, where `by_totals`.
+
+        With them what was read, for `count`; None where a size lies beyond the measured ones,
+        which `of_work` prices.
+        """
+        readings: list[Reading] = []
+
+        def read(reader: PassReader, widths: Floats, contexts: Floats, of: Ints) -> Floats | None:
+            readings.append(Reading(reader, batch, widths, contexts, of))
+            return reader.many(batch, widths, contexts)
+
+        every = np.arange(len(works.context))
+        seconds = read(
+            self._target, works.drafted / batch + 1.0, works.context / batch - 1.0, every
+        )
+        if seconds is None:
+            return None
+        host = self._host_at(batch)
+        seconds += host.round_s
+        if host.target_rollback_s:
+            seconds += host.target_rollback_s * (works.rejected > 0)
+        if host.draft_rollback_s:
+            seconds += host.draft_rollback_s * (works.unread > 0)
+        at = works.longest.nonzero()[0]
+        if not len(at):
+            return seconds, readings
+        longest, drafting = works.longest[at], works.drafting[at]
+        width, mean = works.catch_up[at] / drafting, works.draft_context[at] / drafting
+        later, first = self._draft_readers()
+        drafts = read(first, width, np.maximum(mean - width, 0.0), at)
+        if drafts is None:
+            return None
+        steps = longest - 1
+        owner = np.repeat(np.arange(len(at)), steps)
+        if len(owner):
+            within = np.arange(len(owner)) - np.repeat(np.cumsum(steps) - steps, steps)
+            passes = read(later, np.ones(len(owner)), mean[owner] + within, at[owner])
+            if passes is None:
+                return None
+            drafts += np.bincount(owner, passes, len(at))
+        seconds[at] += drafts + host.draft_s * longest
+        return seconds, readings
+
+    def count(self, readings: Sequence[Reading], iterations: int | None = None) -> None:
+        """Count what `of_works` read; of the first `iterations` alone where so many happened."""
+        for reader, batch, widths, contexts, of in readings:
+            if iterations is None:
+                reader.count(batch, widths, contexts)
+            else:
+                happened = of < iterations
+                reader.count(batch, widths[happened], contexts[happened])
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -149,10 +232,7 @@ class IterationCost:
     def _host_seconds(self, work: Work, batch: int) -> float:
         # Taken apart at once, here and below: reading a tuple's fields by name takes longer.
         _, _, longest, _, _, _, rejected, unread = work
-        host = self._host.get(batch)
-        if host is None:
-            host = self._host[batch] = self._host_costs(batch)
-        host_s, draft_s, target_rollback_s, draft_rollback_s = host
+        host_s, draft_s, target_rollback_s, draft_rollback_s = self._host_at(batch)
         if rejected:
             host_s += target_rollback_s
         if unread:
@@ -161,17 +241,33 @@ class IterationCost:
             host_s += longest * draft_s
         return host_s
 
-    def _draft_passes(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
-        read, read_first = self._draft, self._first
-        if read is None or read_first is None:
+    def _host_at(self, batch: int) -> _Host:
+        host = self._host.get(batch)
+        if host is None:
+            host = self._host[batch] = self._host_costs(batch)
+        return host
+
+    def _draft_readers(self) -> tuple[PassReader, PassReader]:
+        """Of a draft's later passes and of its first."""
+        if self._draft is None or self._first is None:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
+        return self._draft, self._first
+
+    def _draft_passes(self, work: Work, batch: int) -> float:
+        read, read_first = self._draft_readers()
+        _, _, longest, drafting, catch_up, draft_context, _, _ = work
+        width, mean = catch_up / drafting, draft_context / drafting
+        first_s = read_first(batch, width, mean - width if mean > width else 0.0)
+        return first_s + read.run(batch, mean, longest - 1)
+
+    def _draft_by_sequence(
+        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
+    ) -> float:
+        read, read_first = self._draft_readers()
         _, _, longest, drafting, catch_up, draft_context, _, _ = work
         if self.passes == "padded":
             return self._draft_rectangles(slots, rounds, longest)
         width, mean = catch_up / drafting, draft_context / drafting
-        if self.draft_batch == "padded":
-            first_s = read_first(len(rounds), width, mean - width if mean > width else 0.0)
-            return first_s + read.run(len(rounds), mean, longest - 1)
         seconds = read_first(drafting, width, max(mean - width, 0.0))
         for step in range(1, longest):
             still = [
@@ -183,9 +279,7 @@ class IterationCost:
     def _draft_rectangles(
         self, slots: Sequence[Slot], rounds: Sequence[Round], longest: int
     ) -> float:
-        read, read_first = self._draft, self._first
-        assert read is not None
-        assert read_first is not None
+        read, read_first = self._draft_readers()
         sizes = [
             (r.draft_forwards, r.catch_up, slot.context)
             for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
@@ -201,18 +295,17 @@ class IterationCost:
             width = 1
         return seconds
 
-    def _target_pass(
-        self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
-    ) -> float:
+    def _rectangle(self, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
+        width = max(r.drafted for r in rounds) + 1
+        seen = max(s.context + r.drafted for s, r in zip(slots, rounds, strict=True))
+        return self._target(len(rounds), width, max(seen - width, 0))
+
+    def _target_pass(self, work: Work, decoding: int, chunks: Sequence[Chunk]) -> float:
         if chunks and "target" not in self._prefill:
             chunks = ()
-        if self.passes == "padded" and not chunks:
-            width = max(r.drafted for r in rounds) + 1
-            seen = max(s.context + r.drafted for s, r in zip(slots, rounds, strict=True))
-            return self._target(len(rounds), width, max(seen - width, 0))
-        batch, tokens = len(rounds) + len(chunks), len(rounds) + work.drafted
+        batch, tokens = decoding + len(chunks), decoding + work.drafted
         # The last token emitted is in no cache yet: it is the first this pass processes.
-        cached = work.context - len(rounds)
+        cached = work.context - decoding
         for slot, count in chunks:
             tokens += count
             cached += slot.prefilled

@@ -6,6 +6,9 @@ round's outcome is decided when its iteration begins and takes effect when it en
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import simpy
 
 from policies.core import Round
@@ -15,7 +18,7 @@ from simulator.serving.clock import Clock
 from simulator.serving.cost import Chunk, IterationCost, Seconds
 from simulator.serving.metrics import Recorder
 from simulator.serving.scheduler import Iteration, Scheduler
-from simulator.serving.sequence import EngineState, ServedSequence, Slot
+from simulator.serving.sequence import EngineState, Sequenced, ServedSequence, Slot
 from simulator.serving.source import Events, Source
 from simulator.serving.speculation import Speculation
 from simulator.serving.timeline import Timeline
@@ -61,10 +64,13 @@ class Engine:
             # Deferred, so that a closed loop of oversized requests does not recurse.
             self.env.timeout(0).callbacks.append(lambda _: self.source.completed())
             return
-        decoder = ServedSequence(self.trace, job, self.scheduler.lookahead, self.state, self.rule)
         self.recorder.enter(now, 1)
-        self.scheduler.waiting.append(Slot(index, job, now, decoder))
+        self.scheduler.waiting.append(Slot(index, job, now, self.sequence(job)))
         self.wake()
+
+    def sequence(self, job: Job) -> Sequenced:
+        """What a request decodes."""
+        return ServedSequence(self.trace, job, self.scheduler.lookahead, self.state, self.rule)
 
     def wake(self) -> None:
         """Let an idle engine look at its queue again."""
@@ -73,34 +79,62 @@ class Engine:
 
     def run(self) -> Events:
         """Iterate until every request has left, or the token limit is reached."""
-        env, scheduler, state = self.env, self.scheduler, self.state
-        step, price = self.speculation.step, self.cost
-        while self.max_tokens is None or self.recorder.tokens < self.max_tokens:
-            plan = scheduler.next(self.source.more_to_come)
-            decode, chunks = plan
-            if not decode and not chunks:
-                if self.source.exhausted and not scheduler.waiting:
-                    return
-                if scheduler.running or (scheduler.waiting and self.source.exhausted):
-                    raise DraftsimError("the scheduler found nothing to run with requests waiting")
-                self._wakeup = env.event()
-                yield self._wakeup
-                self._wakeup = None
-                continue
-            state.batch = len(decode) or 1
-            state.prefilling = len(chunks)
-            rounds = step(decode) if decode else []
-            cost = price(decode, rounds, chunks)
-            start = env.now
-            seconds = cost.total_s
-            if not env.skip(seconds):
-                yield env.timeout(seconds)
-            now = env.now
-            self._account(start, now, plan, rounds, cost)
-            if rounds:
-                self._decoded(start, now, decode, rounds)
-            for chunk in chunks:
-                self._prefilled(chunk)
+        while not self.full:
+            if not (yield from self.iterate()):
+                return
+
+    def iterate(self) -> Generator[simpy.Event, Any, bool]:
+        """One iteration, or the wait for a request; False once no request will come."""
+        env, state = self.env, self.state
+        plan = self.scheduler.next(self.source.more_to_come)
+        decode, chunks = plan
+        if not decode and not chunks:
+            if self.idle_for_good():
+                return False
+            yield self.sleep()
+            return True
+        state.batch = len(decode) or 1
+        state.prefilling = len(chunks)
+        rounds = self.speculation.step(decode) if decode else []
+        cost = self.cost(decode, rounds, chunks)
+        start = env.now
+        seconds = cost.total_s
+        if not env.skip(seconds):
+            yield env.timeout(seconds)
+        now = env.now
+        self._account(start, now, plan, rounds, cost)
+        if rounds:
+            self._decoded(start, now, decode, rounds)
+        for chunk in chunks:
+            self.prefilled(chunk)
+        return True
+
+    def settle(self) -> None:
+        """Bring every slot up to date, for whoever looks at them after a run."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the token limit is reached."""
+        return self.max_tokens is not None and self.recorder.tokens >= self.max_tokens
+
+    def idle_for_good(self) -> bool:
+        """Whether no request will come any more, with nothing planned for the next iteration.
+
+        Raises DraftsimError where requests wait and none of them could ever run.
+        """
+        scheduler, source = self.scheduler, self.source
+        if source.exhausted and not scheduler.waiting:
+            return True
+        # Who still thinks wakes the engine, with another request or to say that none is left.
+        last = source.exhausted and not source.more_to_come
+        if scheduler.running or (scheduler.waiting and last):
+            raise DraftsimError("the scheduler found nothing to run with requests waiting")
+        return False
+
+    def sleep(self) -> simpy.Event:
+        """An event for the next request to arrive."""
+        self._wakeup = self.env.event()
+        return self._wakeup
 
     def _account(
         self, start: float, now: float, plan: Iteration, rounds: list[Round], cost: Seconds
@@ -145,24 +179,29 @@ class Engine:
         recorder.accepted += accepted_all
         recorder.draft_forwards += forwards_all
         for slot in ended:
-            self._leave(slot)
+            self.leave(slot)
 
-    def _prefilled(self, chunk: Chunk) -> None:
+    def prefilled(self, chunk: Chunk) -> None:
+        """Prompt tokens were processed; the pass that ends a prompt emits the first token."""
         slot, now = chunk.slot, self.env.now
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
         if slot.prefill_left or slot.first_s >= 0:
             return
-        # The pass that ends the prompt emits the first token.
         slot.first_s = slot.last_s = now
         slot.tokens = 1
         slot.context += 1
         self.recorder.tokens += 1
-        self.speculation.join(slot)
+        self.join(slot)
         if slot.decoder.ended:
-            self._leave(slot)
+            self.leave(slot)
 
-    def _leave(self, slot: Slot) -> None:
+    def join(self, slot: Slot) -> None:
+        """A request begins to decode."""
+        self.speculation.join(slot)
+
+    def leave(self, slot: Slot) -> None:
+        """A request has emitted its last token."""
         self.scheduler.finish(slot)
         self.recorder.leave(slot, self.env.now)
         if self.rule is not None:

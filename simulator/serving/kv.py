@@ -49,6 +49,24 @@ class BlockPool:
         self._held[owner] = wanted
         return wanted * self.block_size
 
+    def held(self, owner: Hashable) -> int:
+        """Blocks that `owner` holds."""
+        return self._held.get(owner, 0)
+
+    def growth(self, owner: Hashable, tokens: int) -> int:
+        """Blocks that `owner` lacks for `tokens` tokens."""
+        return max(-(-tokens // self.block_size) - self.held(owner), 0)
+
+    def room_for(self, owner: Hashable, blocks: int, more: int = 0) -> bool:
+        """Whether `owner` could hold `blocks` blocks, and others `more` than now."""
+        return self.blocks is None or self.used + blocks - self.held(owner) + more <= self.blocks
+
+    def hold(self, owner: Hashable, blocks: int) -> None:
+        """Let `owner` hold `blocks` blocks, more or fewer than now; there must be room."""
+        self.used += blocks - self._held.pop(owner, 0)
+        if blocks:
+            self._held[owner] = blocks
+
     def release(self, owner: Hashable) -> None:
         """Take back every block of `owner`."""
         self.used -= self._held.pop(owner, 0)

@@ -47,6 +47,15 @@ class Histogram:
         at = math.floor(math.log(value if value > 1e-9 else 1e-9) / self.WIDTH)
         self._bins[at] = self._bins.get(at, 0) + times
 
+    def add_all(self, values: list[float], times: int) -> None:
+        """Count each of `values` `times` times."""
+        self.count += times * len(values)
+        self.total += sum(values) * times
+        bins, log, floor, width = self._bins, math.log, math.floor, self.WIDTH
+        for value in values:
+            at = floor(log(value if value > 1e-9 else 1e-9) / width)
+            bins[at] = bins.get(at, 0) + times
+
     @property
     def summary(self) -> dict[str, float]:
         """As `summary`, of everything counted."""
@@ -83,6 +92,24 @@ class Series:
         self._settle()
         self._value, self._since_s, self._until_s = value, start_s, end_s
 
+    def add_all(self, start_s: float, ends_s: Floats, values: npt.NDArray[np.int64]) -> None:
+        """The quantity had each of `values` until its end, the first from `start_s` on."""
+        end_s = float(ends_s[-1])
+        if int(start_s / self.interval_s) != int(end_s / self.interval_s):
+            for until_s, value in zip(ends_s.tolist(), values.tolist(), strict=True):
+                self.add(start_s, until_s, value)
+                start_s = until_s
+            return
+        # All of it in one interval, the usual case: no need to go through it.
+        self._settle()
+        area = float(values @ np.diff(ends_s, prepend=start_s))
+        if end_s > self.interval_s * self.points:
+            self._widen(end_s)
+        self._integral += area
+        if area:
+            self._sums[min(int(start_s / self.interval_s), self.points - 1)] += area
+        self._value, self._since_s, self._until_s = 0.0, end_s, end_s
+
     @property
     def integral(self) -> float:
         """Integral over time."""
@@ -95,10 +122,7 @@ class Series:
         self._integral += value * (end_s - start_s)
         if not value or end_s <= start_s:
             return
-        while end_s > self.interval_s * self.points:
-            pairs = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
-            self._sums = pairs + [0.0] * (self.points - len(pairs))
-            self.interval_s *= 2
+        self._widen(end_s)
         width = self.interval_s
         first, last = int(start_s / width), min(int(end_s / width), self.points - 1)
         if first == last:
@@ -106,6 +130,12 @@ class Series:
             return
         for i in range(first, last + 1):
             self._sums[i] += value * (min(end_s, (i + 1) * width) - max(start_s, i * width))
+
+    def _widen(self, end_s: float) -> None:
+        while end_s > self.interval_s * self.points:
+            pairs = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+            self._sums = pairs + [0.0] * (self.points - len(pairs))
+            self.interval_s *= 2
 
     def to_frame(self, until_s: float) -> pd.DataFrame:
         """Columns ``time_s`` (start of the interval) and ``value`` (its mean)."""

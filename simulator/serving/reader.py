@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from simulator.serving.slab import Floats, Slab
 from simulator.serving.surface import Line, Roofline, Surface
 from traces.errors import DraftsimError
-from traces.interpolate import EXTRAPOLATED, MEASURED, Grid
+from traces.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Grid
 from traces.latency import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
@@ -112,6 +115,7 @@ class PassReader(Grid):
         self._surfaces: dict[tuple[tuple[float, float], ...], Surface] = {}
         self._plans: dict[tuple[float, float], _Plan] = {}
         self._seen: list[Coverage | None] = [None, None, None]
+        self._slabs: dict[float, Slab] = {}
 
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
         """Seconds of one pass over `batch` sequences of `new_tokens` after `context` tokens."""
@@ -153,6 +157,57 @@ class PassReader(Grid):
             tally[1] = context if context < low else low
             tally[2] = last if last > high else high
         return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.cut))
+
+    def many(self, batch: float, widths: Floats, contexts: Floats) -> Floats | None:
+        """Seconds of passes over `batch` sequences, one per width and context, not yet counted.
+
+        As reading them in turn, to rounding.  None if any lies beyond the measured sizes.
+        """
+        if self.flat:
+            own = next(iter(self._lines.values()))
+            seconds = np.array([own[w][1][0] for w in sorted(own)])
+            at = np.array(sorted(own)).searchsorted(np.ceil(widths), side="right") - 1
+            constant: Floats = seconds[np.maximum(at, 0)]
+            return constant
+        slab = self._slab(batch)
+        return slab.read(widths, contexts) if slab and slab.holds(widths, contexts) else None
+
+    def count(self, batch: float, widths: Floats, contexts: Floats) -> None:
+        """Count passes that `many` read."""
+        slab = None if self.flat else self._slab(batch)
+        if slab is None:
+            self._count(MEASURED, batch, widths, contexts)
+        elif not slab.exact.any():
+            self._count(INTERPOLATED, batch, widths, contexts)
+        else:
+            hit = slab.measured(widths, contexts)
+            self._count(MEASURED, batch, widths[hit], contexts[hit])
+            self._count(INTERPOLATED, batch, widths[~hit], contexts[~hit])
+
+    def _slab(self, batch: float) -> Slab | None:
+        slab = self._slabs.get(batch)
+        if slab is None:
+            inside, near = _around(self._batches, batch)
+            if not inside:
+                return None
+            slab = self._slabs[batch] = Slab([(weight, self._rows[b]) for weight, b in near])
+        return slab
+
+    def _count(self, origin: int, batch: float, widths: Floats, contexts: Floats) -> None:
+        if not len(widths):
+            return
+        old = self._seen[origin] or self._nothing(origin)
+        self._seen[origin] = old._replace(
+            passes=old.passes + len(widths),
+            batch=_wider(old.batch, batch, batch),
+            new_tokens=_wider(old.new_tokens, float(widths.min()), float(widths.max())),
+            context=_wider(old.context, float(contexts.min()), float(contexts.max())),
+        )
+
+    def _nothing(self, origin: int) -> Coverage:
+        return Coverage(
+            self.model, self.phase, ORIGINS[origin], 0, *[Span(math.inf, -math.inf)] * 3
+        )
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -224,9 +279,7 @@ class PassReader(Grid):
             for origin, tally in enumerate(plan.tallies):
                 if not tally[0]:
                     continue
-                old = self._seen[origin] or Coverage(
-                    self.model, self.phase, ORIGINS[origin], 0, *[Span(math.inf, -math.inf)] * 3
-                )
+                old = self._seen[origin] or self._nothing(origin)
                 self._seen[origin] = old._replace(
                     passes=old.passes + int(tally[0]),
                     batch=_wider(old.batch, batch, batch),

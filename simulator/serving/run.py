@@ -24,6 +24,7 @@ from simulator.serving.report import Run, ServeResult
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
+from simulator.serving.spans import SpanEngine, clock_free, replays_of
 from simulator.serving.speculation import (
     Jointly,
     PerRequest,
@@ -79,13 +80,15 @@ def simulate(
     timeline: Timeline | None = None,
     audit: Callable[[Engine], None] | None = None,
     advance: Callable[[], None] = lambda: None,
+    by_iteration: bool = False,
 ) -> Run:
     """One replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
     all requests, as in `traces.replay.replay`; overlapped modes take none.  `audit` is
     called with the engine at the end of a run of continuous or static batches, `advance`
-    whenever a request leaves.
+    whenever a request leaves.  `by_iteration` gives every iteration an event of its own even
+    where the iterations of a span could be priced together: slower, and the same to rounding.
 
     Raises
     ------
@@ -136,9 +139,18 @@ def simulate(
         )
         unpriced = cost.unpriced
         speculation = _speculation(policy, scenario.mode)
-        server = Engine(
+        parts = (
             env, trace, source, kind(scenario.limits, lookahead), speculation, cost, recorder,
             timeline, scenario.max_tokens, own_rule,
+        )  # fmt: skip
+        spans = (
+            not by_iteration and timeline is None and cost.by_totals
+            and isinstance(policy, DraftPolicy) and type(speculation) is PerRequest
+            and clock_free(policy, own_rule)
+        )  # fmt: skip
+        server = (
+            SpanEngine(*parts, replays=replays_of(trace, policy, own_rule, lookahead))
+            if spans else Engine(*parts)
         )  # fmt: skip
     process = env.process(server.run())
     source.start(server)
@@ -156,6 +168,7 @@ def simulate(
                  chain(server.scheduler.waiting, server.scheduler.running))  # fmt: skip
     residual_s = sum(env.now - slot.arrival_s for slot in stuck)
     if audit is not None and isinstance(server, Engine):
+        server.settle()
         audit(server)
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return Run(

@@ -146,22 +146,22 @@ class Continuous(Scheduler):
             decode.append(slot)
         # Nobody new while one that was admitted has to wait.
         if not self._held_back:
-            while self.waiting and len(running) < limits.max_batch and budget > 0:
-                slot = self.waiting[0]
-                tokens = (
-                    slot.prefill_left
-                    if not limits.chunked_prefill
-                    else min(slot.prefill_left, budget)
-                )
-                if tokens > budget or not (
-                    capacity := self.pool.grow(slot, slot.prefilled + tokens)
-                ):
-                    break
-                slot.capacity = capacity
-                running.append(self.waiting.popleft())
-                chunks.append(Chunk(slot, tokens))
-                budget -= tokens
+            self.admit(budget, chunks)
         return Iteration(decode, chunks)
+
+    def admit(self, budget: int, chunks: list[Chunk]) -> None:
+        """Let waiting requests in while tokens of `budget`, seats and blocks last."""
+        limits, running = self.limits, self.running
+        while self.waiting and len(running) < limits.max_batch and budget > 0:
+            slot = self.waiting[0]
+            left = slot.prefill_left
+            tokens = min(left, budget) if limits.chunked_prefill else left
+            if tokens > budget or not (capacity := self.pool.grow(slot, slot.prefilled + tokens)):
+                return
+            slot.capacity = capacity
+            running.append(self.waiting.popleft())
+            chunks.append(Chunk(slot, tokens))
+            budget -= tokens
 
     def _chunk(self, slot: Slot, budget: int, chunks: list[Chunk]) -> int:
         tokens = min(slot.prefill_left, budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from policies.core import DraftPolicy, Load, Round, speculate
 from policies.rules import VerifyRule
@@ -12,6 +12,19 @@ from traces.replay import ReplayDecoder
 from traces.scores import score_tape
 from traces.tape import RecordedToken
 from traces.trace import Trace
+
+
+class Sequenced(Protocol):
+    """What an engine asks of the sequence that a request decodes."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every token of the request has been emitted."""
+        ...
+
+    def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
+        """Its rounds from here on."""
+        ...
 
 
 class EngineState:
@@ -244,7 +257,7 @@ class Slot:
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, index: int, job: Job, arrival_s: float, decoder: ServedSequence) -> None:
+    def __init__(self, index: int, job: Job, arrival_s: float, decoder: Any) -> None:
         self.index = index
         self.job = job
         self.arrival_s = arrival_s

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from policies.core import Round
 from simulator.serving.sequence import Slot
+
+Ints = npt.NDArray[np.int64]
 
 
 class Work(NamedTuple):
@@ -24,6 +29,19 @@ class Work(NamedTuple):
     """Whether any drafted token leaves the target's cache."""
     unread: bool
     """Whether any token that the draft model has read leaves its cache."""
+
+
+class Works(NamedTuple):
+    """The fields of `Work` over many iterations, (n,) each; flags as counts of sequences."""
+
+    context: Ints
+    drafted: Ints
+    longest: Ints
+    drafting: Ints
+    catch_up: Ints
+    draft_context: Ints
+    rejected: Ints
+    unread: Ints
 
 
 def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:

@@ -1,0 +1,85 @@
+"""What the requests of a batch will do, added up iteration by iteration.
+
+A decoding request takes part in every iteration until it ends, and its rounds are known:
+so they are added once, when it joins, to the iterations to come, and an iteration's work
+is read off whatever the size of the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.serving.spans.rounds import (
+    CONTEXT,
+    DRAFT_CONTEXT,
+    DRAFTING,
+    EMITTED,
+    FORWARDS,
+    ROWS,
+    Ints,
+    ReplayedSequence,
+)
+
+BLOCKS, LONGEST = ROWS, ROWS + 1
+"""Two rows more: cache blocks held, and draft passes of the request that drafts most."""
+
+
+class Ledger:
+    """Work of the coming iterations; ``now`` counts the iterations that have been.
+
+    Parameters
+    ----------
+    lookahead, block_size:
+        Of the cache blocks that a request holds in an iteration: those of its context and
+        of its draft slots.
+    """
+
+    def __init__(self, lookahead: int, block_size: int) -> None:
+        self.now = 0
+        self._ahead = lookahead + block_size - 1
+        self._block = block_size
+        self._work: Ints = np.zeros((ROWS + 2, 1024), np.int64)
+        self._at = self._end = 0
+
+    def add(self, sequence: ReplayedSequence, prompt_tokens: int) -> int:
+        """Enter the rounds still to come of a request; returns the iteration that ends it."""
+        table, first, last = sequence.table, sequence.at, sequence.count
+        count = last - first
+        self._make_room(count)
+        start, stop = self._at, self._at + count
+        own = table.added[:, first:last]
+        work = self._work
+        work[:ROWS, start:stop] += own
+        work[CONTEXT, start:stop] += prompt_tokens
+        work[DRAFT_CONTEXT, start:stop] += own[DRAFTING] * prompt_tokens
+        work[EMITTED, stop - 1] -= sequence.over
+        work[BLOCKS, start:stop] += (own[CONTEXT] + (prompt_tokens + self._ahead)) // self._block
+        np.maximum(work[LONGEST, start:stop], own[FORWARDS], out=work[LONGEST, start:stop])
+        self._end = max(self._end, stop)
+        return self.now + count
+
+    def coming(self, count: int) -> Ints:
+        """(ROWS + 2, count): the work of the next `count` iterations; a view, to be read at once."""
+        return self._work[:, self._at : self._at + count]
+
+    def advance(self, count: int) -> None:
+        """`count` iterations have been."""
+        self._work[:, self._at : self._at + count] = 0
+        self._at += count
+        self.now += count
+
+    def clear(self) -> None:
+        """Forget what was to come."""
+        self._work[:, self._at : self._end] = 0
+
+    def _make_room(self, count: int) -> None:
+        needed = self._at + count
+        size = self._work.shape[1]
+        if needed <= size:
+            return
+        held = self._work[:, self._at : self._end]
+        # Room for as much again, so that columns are seldom moved.
+        room = max(size, 2 * max(count, held.shape[1]))
+        moved = np.zeros((ROWS + 2, room), np.int64)
+        moved[:, : held.shape[1]] = held
+        self._work, self._at, self._end = moved, 0, held.shape[1]

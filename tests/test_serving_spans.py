@@ -1,0 +1,224 @@
+"""A span equals its iterations: every metric of a run, whichever way it is priced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from policies.basic import Fixed, Oracle
+from policies.core import DraftPolicy, Load
+from policies.registry import parse_policy, policy_names
+from policies.rule_registry import parse_rule
+from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
+from simulator.serving.reader import PassReader
+from simulator.serving.report import Run
+from simulator.serving.spans import SpanEngine, clock_free
+from tests.serving import CONSTANT, GRID, arrival_file, bernoulli, table
+from traces.latency import LatencyTable
+from traces.recordings import find_trace
+from traces.synthetic import synthetic_trace
+from traces.trace import Trace
+
+SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
+PLAIN = bernoulli(0.75, 12, 40, seed=2)
+NARROW = table(
+    [
+        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 2e-6 * b * c))
+        for m, s in (("target", 1.0), ("draft", 0.15))
+        for b in (1, 2) for n in (1, 2) for c in (30, 60)
+    ]
+)  # fmt: skip
+"""Most sizes lie beyond what it measured."""
+
+
+def ran(
+    trace: Trace, latency: LatencyTable, policy: DraftPolicy, scenario: Scenario, **options: Any
+) -> tuple[Run, Any]:
+    engines: list[Any] = []
+    run = simulate(trace, latency, policy, scenario, audit=engines.append, **options)
+    return run, engines[0]
+
+
+def assert_same(
+    trace: Trace, latency: LatencyTable, policy: DraftPolicy, scenario: Scenario
+) -> None:
+    run, engine = ran(trace, latency, policy, scenario)
+    reference, other = ran(trace, latency, policy, scenario, by_iteration=True)
+    assert isinstance(engine, SpanEngine)
+    assert not isinstance(other, SpanEngine)
+    row, expected = run.row(), reference.row()
+    for measured in (row, expected):
+        del measured["elapsed_s"]
+    same(row, expected, "row")
+    pd.testing.assert_frame_equal(run.requests, reference.requests, rtol=1e-9)
+    for name in ("batch", "kv_blocks"):
+        ours, theirs = getattr(run.recorder, name), getattr(reference.recorder, name)
+        np.testing.assert_allclose(ours.integral, theirs.integral, rtol=1e-9, err_msg=name)
+        pd.testing.assert_frame_equal(
+            ours.to_frame(run.simulated_s), theirs.to_frame(run.simulated_s),
+            rtol=1e-9, atol=1e-9,
+        )  # fmt: skip
+    assert len(run.coverage) == len(reference.coverage)
+    for entry, wanted in zip(run.coverage, reference.coverage, strict=True):
+        same(list(entry), list(wanted), f"coverage of {wanted.model} {wanted.phase}")
+    slots = [
+        [(s.index, s.context, s.tokens, s.steps, s.drafted, s.accepted, s.prefill_left)
+         for s in (*e.scheduler.running, *e.scheduler.waiting)]
+        for e in (engine, other)
+    ]  # fmt: skip
+    assert slots[0] == slots[1]
+    if run.status == "complete":  # a run cut off in an iteration has reserved blocks for it
+        assert engine.scheduler.pool.used == other.scheduler.pool.used
+    engine.scheduler.pool.audit()
+
+
+def same(value: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, dict):
+        assert value.keys() == expected.keys(), where
+        for key in expected:
+            same(value[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(value) == len(expected), where
+        for i, (one, other) in enumerate(zip(value, expected, strict=True)):
+            same(one, other, f"{where}[{i}]")
+    elif isinstance(expected, float):
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12, err_msg=where)
+    else:
+        assert value == expected, where
+
+
+ARRIVALS = st.one_of(
+    st.builds(Poisson, st.sampled_from([0.2, 2.0, 20.0, 200.0])),
+    st.builds(ClosedLoop, st.integers(1, 9), st.sampled_from([0.0, 0.3])),
+)
+LIMITS = st.builds(
+    Limits,
+    max_batch=st.integers(1, 9),
+    token_budget=st.sampled_from([30, 70, 200, 8192]),
+    kv_blocks=st.sampled_from([None, 14, 20, 40]),
+    block_size=st.sampled_from([4, 16]),
+    chunked_prefill=st.booleans(),
+)
+POLICIES = st.sampled_from(
+    ["fixed:gamma=3", "autoregressive", "gammatune", "oracle:gamma_max=6", "svip:gamma_max=6"]
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(ARRIVALS, LIMITS, POLICIES, st.sampled_from(["grid", "narrow", "constant"]), st.data())
+def test_spans_are_their_iterations(arrivals, limits, policy, cells, data):
+    latency = {"grid": GRID, "narrow": NARROW, "constant": CONSTANT}[cells]
+    scenario = Scenario(
+        arrivals, limits, requests=data.draw(st.integers(1, 25)),
+        mode=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
+        seed=data.draw(st.integers(0, 5)),
+        max_time_s=data.draw(st.sampled_from([None, None, 0.7, 3.0])),
+        max_tokens=data.draw(st.sampled_from([None, None, 100, 333])),
+    )  # fmt: skip
+    assert_same(SIGNALLED, latency, parse_policy(policy, max_gamma=24), scenario)
+
+
+@pytest.mark.parametrize("kv_blocks", [None, 40])
+def test_lengths_of_a_file_cut_and_repeat_recordings(tmp_path, kv_blocks):
+    rng = np.random.default_rng(3)
+    rows = [
+        f"2023-11-16 18:15:{i:02d}.0000000,{rng.integers(1, 90)},{rng.integers(1, 130)}"
+        for i in range(40)
+    ]
+    arrivals = ArrivalFile(arrival_file(tmp_path / "arrivals.csv", *rows))
+    for scale in (0.5, 30.0):
+        scenario = Scenario(
+            arrivals.scaled(scale), Limits(6, kv_blocks=kv_blocks), requests=None
+        )
+        for policy in (Fixed(4), parse_policy("gammatune")):
+            assert_same(PLAIN, GRID, policy, scenario)
+
+
+def test_lossy_rules_that_learn_nothing_are_replayed_too():
+    trace, rule = find_trace("bundled"), parse_rule("typical")
+    scenario = Scenario(ClosedLoop(4), Limits(4), requests=20)
+    run, engine = ran(trace, GRID, Fixed(4), scenario, rule=rule)
+    reference, _ = ran(trace, GRID, Fixed(4), scenario, rule=rule, by_iteration=True)
+    assert isinstance(engine, SpanEngine)
+    pd.testing.assert_frame_equal(run.requests, reference.requests, rtol=1e-9)
+
+
+def test_the_last_to_think_ends_a_static_batch_that_waits_for_company():
+    scenario = Scenario(ClosedLoop(3, 0.2), Limits(2), requests=15, mode="static")
+    assert_same(SIGNALLED, GRID, Fixed(3), scenario)
+
+
+def test_long_spans_at_every_size_of_batch():
+    long = bernoulli(0.6, 5, 700, seed=4)
+    for batch in (1, 2, 5):
+        assert_same(long, GRID, Fixed(3), Scenario(ClosedLoop(batch), Limits(batch), requests=9))
+
+
+class LooksAtTheBatch(DraftPolicy):
+    def __init__(self) -> None:
+        self.length = 1
+
+    def begin_round(self, load: Load) -> None:
+        self.length = 1 if load.batch > 2 else 4
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.length
+
+
+def test_policies_that_look_at_the_load_or_learn_go_iteration_by_iteration():
+    scenario = Scenario(ClosedLoop(4), Limits(4), requests=8)
+    _, engine = ran(PLAIN, GRID, LooksAtTheBatch(), scenario)
+    assert not isinstance(engine, SpanEngine)
+    assert not clock_free(parse_policy("hf-heuristic:persist=persistent"), None)
+    assert not clock_free(parse_policy("exp3"), None)
+    assert clock_free(Oracle(), None)
+    free = {name for name in policy_names("single") if clock_free(parse_policy(name), None)}
+    assert {"fixed", "gammatune", "svip", "cm-asd", "adaedl", "autoregressive"} <= free
+
+
+def test_runs_of_equal_policies_share_their_replay(monkeypatch):
+    seen = []
+    keep = Fixed.keep_drafting
+    monkeypatch.setattr(
+        Fixed, "keep_drafting", lambda self, draft: seen.append(1) or keep(self, draft)
+    )
+    trace = bernoulli(0.7, 4, 30, seed=9)
+    scenario = Scenario(ClosedLoop(2), Limits(2), requests=12)
+    simulate(trace, GRID, Fixed(3), scenario)
+    first = len(seen)
+    simulate(trace, GRID, Fixed(3), scenario)
+    assert 0 < first == len(seen)
+    simulate(trace, GRID, Fixed(2), scenario)
+    assert len(seen) > first
+
+
+SIZES = st.tuples(
+    st.lists(st.tuples(st.floats(1, 9), st.floats(0, 300)), min_size=1, max_size=30),
+    st.sampled_from([1, 2, 3, 5.5, 8]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZES)
+def test_many_readings_are_the_readings_one_by_one(sizes):
+    pairs, batch = sizes
+    together, alone = PassReader(GRID, "target"), PassReader(GRID, "target")
+    widths, contexts = (np.array(column) for column in zip(*pairs, strict=True))
+    many = together.many(batch, widths, contexts)
+    expected = [alone(batch, w, c) for w, c in pairs]
+    np.testing.assert_allclose(many, expected, rtol=1e-12)
+    together.count(batch, widths, contexts)
+    assert together.coverage == alone.coverage
+
+
+def test_sizes_beyond_the_measured_ones_are_left_to_the_reader():
+    reader = PassReader(GRID, "target")
+    one = np.ones(1)
+    assert reader.many(9, one, one) is None
+    assert reader.many(1, 10 * one, one) is None
+    assert reader.many(1, one, 301 * one) is None
