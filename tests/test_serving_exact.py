@@ -96,9 +96,7 @@ def test_most_iterations_at_light_load_take_no_event(monkeypatch):
     monkeypatch.setattr(
         Clock, "skip", lambda self, seconds: taken.append(skip(self, seconds)) or taken[-1]
     )
-    run = simulate(
-        PLAIN, GRID, Fixed(3), Scenario(Poisson(0.1), requests=12), by_iteration=True
-    )
+    run = simulate(PLAIN, GRID, Fixed(3), Scenario(Poisson(0.1), requests=12), by_iteration=True)
     assert len(taken) == run.recorder.iterations
     assert taken.count(False) <= 12, "an arrival falls into one iteration at most"
 

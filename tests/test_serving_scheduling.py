@@ -70,7 +70,13 @@ def test_budget_charges_lookahead_and_chunks_prompts(monkeypatch):
         return plan
 
     monkeypatch.setattr(Continuous, "next", recording)
-    simulate(trace, GRID, Fixed(4), Scenario(ClosedLoop(4), limits, requests=4, warmup=0.0))
+    simulate(
+        trace,
+        GRID,
+        Fixed(4),
+        Scenario(ClosedLoop(4), limits, requests=4, warmup=0.0),
+        by_iteration=True,
+    )
     assert max(5 * decode + prompt for decode, prompt in plans) == 40
     assert any(decode and prompt for decode, prompt in plans), "chunks ride along with decoding"
     assert sum(prompt for _, prompt in plans) == 400

@@ -132,9 +132,7 @@ def test_lengths_of_a_file_cut_and_repeat_recordings(tmp_path, kv_blocks):
     ]
     arrivals = ArrivalFile(arrival_file(tmp_path / "arrivals.csv", *rows))
     for scale in (0.5, 30.0):
-        scenario = Scenario(
-            arrivals.scaled(scale), Limits(6, kv_blocks=kv_blocks), requests=None
-        )
+        scenario = Scenario(arrivals.scaled(scale), Limits(6, kv_blocks=kv_blocks), requests=None)
         for policy in (Fixed(4), parse_policy("gammatune")):
             assert_same(PLAIN, GRID, policy, scenario)
 
@@ -161,7 +159,7 @@ def test_long_spans_at_every_size_of_batch():
 
 class LooksAtTheBatch(DraftPolicy):
     def __init__(self) -> None:
-        self.length = 1
+        self.length, self.gamma = 1, 4
 
     def begin_round(self, load: Load) -> None:
         self.length = 1 if load.batch > 2 else 4

@@ -23,6 +23,8 @@ from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 
 MODELS = ("target", "draft")
+UNCOUNTED = 256
+"""Readings of spans that wait to be counted together."""
 
 
 class Chunk(NamedTuple):
@@ -121,6 +123,7 @@ class IterationCost:
             for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
         }  # fmt: skip
         self._host: dict[int, _Host] = {}
+        self._uncounted: list[Reading] = []
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -205,16 +208,33 @@ class IterationCost:
 
     def count(self, readings: Sequence[Reading], iterations: int | None = None) -> None:
         """Count what `of_works` read; of the first `iterations` alone where so many happened."""
-        for reader, batch, widths, contexts, of in readings:
-            if iterations is None:
-                reader.count(batch, widths, contexts)
-            else:
-                happened = of < iterations
-                reader.count(batch, widths[happened], contexts[happened])
+        if iterations is not None:
+            kept = [reading.of < iterations for reading in readings]
+            readings = [
+                reading._replace(widths=reading.widths[own], contexts=reading.contexts[own])
+                for reading, own in zip(readings, kept, strict=True)
+            ]
+        self._uncounted.extend(readings)
+        # Many at a time: counting a span costs as much as counting a hundred.
+        if len(self._uncounted) > UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        together: dict[tuple[PassReader, int], list[Reading]] = {}
+        for reading in self._uncounted:
+            together.setdefault((reading.reader, reading.batch), []).append(reading)
+        for (reader, batch), group in together.items():
+            widths, contexts = (
+                np.concatenate(parts)
+                for parts in ([r.widths for r in group], [r.contexts for r in group])
+            )
+            reader.count(batch, widths, contexts)
+        self._uncounted.clear()
 
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        self._count()
         drafts = dict.fromkeys(r for r in (self._draft, self._first) if r)
         readers = [self._target, *drafts, *self._prefill.values()]
         return [row for reader in readers for row in reader.coverage]

@@ -16,6 +16,8 @@ from simulator.serving.sequence import Slot
 
 Floats = npt.NDArray[np.float64]
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+HELD = 4096
+"""Values that wait to be counted together: numpy is slow on few."""
 NOTHING = {"mean": math.nan, **dict.fromkeys(QUANTILES, math.nan)}
 
 
@@ -39,6 +41,8 @@ class Histogram:
         self.count = 0
         self.total = 0.0
         self._bins: dict[int, int] = {}
+        self._waiting: dict[int, list[Floats]] = {}
+        self._held = 0
 
     def add(self, value: float, times: int = 1) -> None:
         """Count `value` `times` times; values below a nanosecond share one bin."""
@@ -47,20 +51,31 @@ class Histogram:
         at = math.floor(math.log(value if value > 1e-9 else 1e-9) / self.WIDTH)
         self._bins[at] = self._bins.get(at, 0) + times
 
-    def add_all(self, values: list[float], times: int) -> None:
+    def add_all(self, values: Floats, times: int) -> None:
         """Count each of `values` `times` times."""
         self.count += times * len(values)
-        self.total += sum(values) * times
-        bins, log, floor, width = self._bins, math.log, math.floor, self.WIDTH
-        for value in values:
-            at = floor(log(value if value > 1e-9 else 1e-9) / width)
-            bins[at] = bins.get(at, 0) + times
+        self._waiting.setdefault(times, []).append(values)
+        self._held += len(values)
+        if self._held > HELD:
+            self._fold()
+
+    def _fold(self) -> None:
+        bins = self._bins
+        for times, parts in self._waiting.items():
+            values = np.concatenate(parts)
+            self.total += float(values.sum()) * times
+            at = np.floor(np.log(np.maximum(values, 1e-9)) / self.WIDTH).astype(int)
+            for place, count in zip(*np.unique(at, return_counts=True), strict=True):
+                bins[int(place)] = bins.get(int(place), 0) + int(count) * times
+        self._waiting.clear()
+        self._held = 0
 
     @property
     def summary(self) -> dict[str, float]:
         """As `summary`, of everything counted."""
         if not self.count:
             return dict(NOTHING)
+        self._fold()
         bins = sorted(self._bins.items())
         below = np.cumsum([n for _, n in bins])
         result = {"mean": self.total / self.count}
@@ -80,70 +95,79 @@ class Series:
         self.points = points
         self.interval_s = 1e-3
         self._integral = 0.0
-        self._sums = [0.0] * points
+        self._sums = np.zeros(points)
         # The value that the quantity last had, and since and until when.
         self._value, self._since_s, self._until_s = 0.0, 0.0, 0.0
+        # What is not in the sums yet: single stretches, and many one after another.
+        self._stretches: list[tuple[float, float, float]] = []
+        self._waiting: list[tuple[Floats, Floats, Floats]] = []
+        self._held = 0
 
     def add(self, start_s: float, end_s: float, value: float) -> None:
         """The quantity had this value from `start_s` to `end_s`."""
         if value == self._value and start_s == self._until_s:
             self._until_s = end_s
             return
-        self._settle()
+        self._close()
         self._value, self._since_s, self._until_s = value, start_s, end_s
 
     def add_all(self, start_s: float, ends_s: Floats, values: npt.NDArray[np.int64]) -> None:
         """The quantity had each of `values` until its end, the first from `start_s` on."""
-        end_s = float(ends_s[-1])
-        if int(start_s / self.interval_s) != int(end_s / self.interval_s):
-            for until_s, value in zip(ends_s.tolist(), values.tolist(), strict=True):
-                self.add(start_s, until_s, value)
-                start_s = until_s
-            return
-        # All of it in one interval, the usual case: no need to go through it.
-        self._settle()
-        area = float(values @ np.diff(ends_s, prepend=start_s))
-        if end_s > self.interval_s * self.points:
-            self._widen(end_s)
-        self._integral += area
-        if area:
-            self._sums[min(int(start_s / self.interval_s), self.points - 1)] += area
-        self._value, self._since_s, self._until_s = 0.0, end_s, end_s
+        starts = np.concatenate(([start_s], ends_s[:-1]))
+        self._waiting.append((starts, ends_s, values.astype(float)))
+        self._held += len(ends_s)
+        if self._held > HELD:
+            self._fold()
 
     @property
     def integral(self) -> float:
         """Integral over time."""
-        self._settle()
+        self._close()
+        self._fold()
         return self._integral
 
-    def _settle(self) -> None:
-        start_s, end_s, value = self._since_s, self._until_s, self._value
-        self._since_s = end_s
-        self._integral += value * (end_s - start_s)
-        if not value or end_s <= start_s:
-            return
-        self._widen(end_s)
-        width = self.interval_s
-        first, last = int(start_s / width), min(int(end_s / width), self.points - 1)
-        if first == last:
-            self._sums[first] += value * (end_s - start_s)
-            return
-        for i in range(first, last + 1):
-            self._sums[i] += value * (min(end_s, (i + 1) * width) - max(start_s, i * width))
+    def _close(self) -> None:
+        if self._value and self._until_s > self._since_s:
+            self._stretches.append((self._since_s, self._until_s, self._value))
+            self._held += 1
+            if self._held > HELD:
+                self._fold()
+        self._since_s = self._until_s
 
-    def _widen(self, end_s: float) -> None:
-        while end_s > self.interval_s * self.points:
-            pairs = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
-            self._sums = pairs + [0.0] * (self.points - len(pairs))
+    def _fold(self) -> None:
+        parts = self._waiting
+        if self._stretches:
+            singles = np.array(self._stretches).T
+            parts = [*parts, (singles[0], singles[1], singles[2])]
+        if not parts:
+            return
+        starts, ends, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = starts.argsort(kind="stable")
+        starts, ends, values = starts[order], ends[order], values[order]
+        areas = values * (ends - starts)
+        self._integral += float(areas.sum())
+        while ends[-1] > self.interval_s * self.points:
+            half = self._sums.reshape(-1, 2).sum(axis=1)
+            self._sums = np.concatenate([half, np.zeros(self.points - len(half))])
             self.interval_s *= 2
+        # The area up to a time grows linearly within a stretch and stands still between two.
+        until = np.stack([starts, ends], axis=1).ravel()
+        area = np.stack([np.cumsum(areas) - areas, np.cumsum(areas)], axis=1).ravel()
+        first = min(int(starts[0] / self.interval_s), self.points - 1)
+        last = min(int(ends[-1] / self.interval_s), self.points - 1)
+        edges = np.arange(first, last + 2) * self.interval_s
+        edges[-1] = max(edges[-1], ends[-1])
+        self._sums[first : last + 1] += np.diff(np.interp(edges, until, area))
+        self._waiting, self._stretches, self._held = [], [], 0
 
     def to_frame(self, until_s: float) -> pd.DataFrame:
         """Columns ``time_s`` (start of the interval) and ``value`` (its mean)."""
-        self._settle()
+        self._close()
+        self._fold()
         count = min(self.points, max(math.ceil(until_s / self.interval_s), 1))
         starts = np.arange(count) * self.interval_s
         widths = np.minimum(until_s - starts, self.interval_s)
-        sums = np.array(self._sums[:count])
+        sums = self._sums[:count]
         return pd.DataFrame({"time_s": starts, "value": sums / np.where(widths > 0, widths, 1)})
 
 

@@ -50,9 +50,9 @@ class Slab:
         for weight, side in sides:
             own = sorted(side)
             rows = np.array([[side[w].at(c) for c in self.contexts] for w in own])
-            values += weight * np.array(
-                [np.interp(self.widths, own, column) for column in rows.T]
-            ).T
+            values += (
+                weight * np.array([np.interp(self.widths, own, column) for column in rows.T]).T
+            )
         if len(sides) == 1:
             for i, width in enumerate(self.widths):
                 measured = sides[0][1].get(width)

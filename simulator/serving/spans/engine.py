@@ -225,7 +225,7 @@ class SpanEngine(Engine):
                 self.cost.count(readings, free + 1 if free < count else None)
                 if free:
                     env.move(float(ends[free - 1]))
-                    self._many_passed(start, ends[:free], columns[:, :free])
+                    self._many_passed(start, ends[:free], seconds[:free], columns[:, :free])
                 if free < count:
                     column = ledger.coming(1)[:, 0].tolist()
                     start = env.now
@@ -279,7 +279,7 @@ class SpanEngine(Engine):
         recorder.draft_forwards += column[FORWARDS]
         self._advance(1)
 
-    def _many_passed(self, start: float, ends: Floats, columns: Ints) -> None:
+    def _many_passed(self, start: float, ends: Floats, seconds: Floats, columns: Ints) -> None:
         """Iterations of the entered requests alone, ended at these times."""
         recorder, pool = self.recorder, self.scheduler.pool
         count, now = len(ends), float(ends[-1])
@@ -293,13 +293,12 @@ class SpanEngine(Engine):
         else:
             others = pool.used - pool.held(self)
             recorder.kv_blocks.add_all(start, ends, columns[BLOCKS] + others)
-        gaps = np.diff(ends, prepend=start).tolist()
         if self._late:
-            first_s = gaps.pop(0)
             if on_time := self._counted - self._gaps(float(ends[0])):
-                recorder.itl.add(first_s, on_time)
+                recorder.itl.add(float(seconds[0]), on_time)
+            seconds = seconds[1:]
         if self._counted:
-            recorder.itl.add_all(gaps, self._counted)
+            recorder.itl.add_all(seconds, self._counted)
         sums = columns.sum(axis=1).tolist()
         recorder.tokens += sums[EMITTED]
         recorder.drafted += sums[DRAFTED]

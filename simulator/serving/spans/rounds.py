@@ -116,9 +116,7 @@ class Replays:
         table = self._tables.get((job.sequence, wraps))
         if table is None:
             whole = job._replace(output_tokens=LONGEST if wraps else recorded)
-            served = ServedSequence(
-                self._trace, whole, self._lookahead, EngineState(), self._rule
-            )
+            served = ServedSequence(self._trace, whole, self._lookahead, EngineState(), self._rule)
             table = RoundTable(served.rounds(self._policy.fresh()))
             self._tables[job.sequence, wraps] = table
         return table
