@@ -143,15 +143,14 @@ def simulate(
             env, trace, source, kind(scenario.limits, lookahead), speculation, cost, recorder,
             timeline, scenario.max_tokens, own_rule,
         )  # fmt: skip
-        spans = (
-            not by_iteration and timeline is None and cost.by_totals
-            and isinstance(policy, DraftPolicy) and type(speculation) is PerRequest
+        if (
+            isinstance(policy, DraftPolicy) and type(speculation) is PerRequest
             and clock_free(policy, own_rule)
-        )  # fmt: skip
-        server = (
-            SpanEngine(*parts, replays=replays_of(trace, policy, own_rule, lookahead))
-            if spans else Engine(*parts)
-        )  # fmt: skip
+            and cost.by_totals and timeline is None and not by_iteration
+        ):  # fmt: skip
+            server = SpanEngine(*parts, replays=replays_of(trace, policy, own_rule, lookahead))
+        else:
+            server = Engine(*parts)
     process = env.process(server.run())
     source.start(server)
     status = "complete"

@@ -244,7 +244,7 @@ class SpanEngine(Engine):
 
     def _allowed(self, columns: Ints) -> int:
         """How many of the coming iterations memory and the token limit let through, one or more."""
-        count = columns.shape[1]
+        count: int = columns.shape[1]
         pool = self.scheduler.pool
         if self._continuous is not None and pool.blocks is not None:
             others = pool.used - pool.held(self)

@@ -59,7 +59,7 @@ class Ledger:
         return self.now + count
 
     def coming(self, count: int) -> Ints:
-        """(ROWS + 2, count): the work of the next `count` iterations; a view, to be read at once."""
+        """(ROWS + 2, count): the work of the next iterations; a view, to be read at once."""
         return self._work[:, self._at : self._at + count]
 
     def advance(self, count: int) -> None:

@@ -18,9 +18,8 @@ from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 
-CONTEXT, DRAFTED, ACCEPTED, EMITTED, FORWARDS, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD = (
-    range(10)
-)  # fmt: skip
+CONTEXT, DRAFTED, ACCEPTED, EMITTED, FORWARDS = range(5)
+DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD = range(5, 10)
 """Rows of what a round adds to its iteration (`simulator.serving.work.Work`); contexts
 count output tokens alone, to which a request adds its prompt."""
 ROWS = 10
