@@ -125,11 +125,10 @@ def test_memory_does_not_grow_with_simulated_events():
     peaks = []
     for repeats in (1, 8):
         trace = bernoulli(0.7, 8, 60 * repeats)
-        replay(trace, Fixed(3))  # the tape belongs to the trace
+        scenario = Scenario(ClosedLoop(8), Limits(max_batch=8), requests=8)
+        simulate(trace, CONSTANT, Fixed(3), scenario)  # its rounds belong to the trace
         tracemalloc.start()
-        simulate(
-            trace, CONSTANT, Fixed(3), Scenario(ClosedLoop(8), Limits(max_batch=8), requests=8)
-        )
+        simulate(trace, CONSTANT, Fixed(3), scenario)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < peaks[0] + 100_000, "eight times the rounds, the same memory"

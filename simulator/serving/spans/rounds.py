@@ -57,8 +57,8 @@ class RoundTable:
 
     def __init__(self, rounds: Iterator[Round]) -> None:
         self._more = rounds
-        self._rounds: list[Round] = []
         self._last = 1
+        self._rounds: Ints = np.empty((0, len(Round._fields)), np.int64)
         self.added: Ints = np.empty((ROWS, 0), np.int64)
         self.after: Ints = np.empty(0, np.int64)
         self.totals: Ints = np.empty((4, 0), np.int64)
@@ -71,20 +71,19 @@ class RoundTable:
 
     def round(self, index: int) -> Round:
         """A round as it was replayed."""
-        return self._rounds[index]
+        return Round(*self._rounds[index].tolist())
 
     def _replay(self, tokens: int) -> None:
-        last, rounds, more = self._last, self._rounds, self._more
         # In doubling steps, so that a long request does not make the arrays anew every time.
-        goal = max(tokens, min(2 * last, LONGEST))
-        for outcome in more:
-            rounds.append(outcome)
-            last = outcome.position + outcome.emitted
-            if last >= goal:
+        goal = max(tokens, min(2 * self._last, LONGEST))
+        new = []
+        for outcome in self._more:
+            new.append(outcome)
+            self._last = outcome.position + outcome.emitted
+            if self._last >= goal:
                 break
-        self._last = last
-        table = np.array(rounds, np.int64).T
-        position, drafted, accepted, emitted, forwards, catch_up = table
+        self._rounds = np.concatenate([self._rounds, np.array(new, np.int64)])
+        position, drafted, accepted, emitted, forwards, catch_up = self._rounds.T
         drafting = forwards > 0
         self.added = np.stack([
             position, drafted, accepted, emitted, forwards, drafting, catch_up * drafting,
