@@ -84,6 +84,11 @@ def guesses(rows: Sequence[Row]) -> list[str]:
     ]
     if outside:
         said.insert(0, "outside the measured sizes, priced by a fitted roofline:")
+    if beside := sum(e["passes"] for e in entries if e["origin"] == "composed"):
+        said.append(
+            f"prompts beside decoding, priced as both passes less one launch: {beside:,} passes "
+            "(`draftsim profile --engine` measures them)"
+        )
     if between := sum(e["passes"] for e in entries if e["origin"] == "interpolated"):
         total = sum(e["passes"] for e in entries)
         said.append(

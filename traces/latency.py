@@ -43,6 +43,8 @@ CELL_COLUMNS: dict[str, tuple[str, str]] = {
 
 PHASES: dict[str, str] = {
     "prefill": "the prompt in one pass (new_tokens = prompt length, context = 0)",
+    "mixed": "what whole prompts add to a pass that decodes (batch = tokens it decodes in all, "
+    "new_tokens = those of the prompts)",
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
     "pass": "the same where no passes of a draft model or of layers precede it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from policies.core import Round
+from simulator.serving.mixed import MixedPasses
 from simulator.serving.reader import Coverage, PassReader
 from simulator.serving.sequence import Slot
 from simulator.serving.slab import Floats
@@ -91,9 +92,9 @@ class IterationCost:
 
     Notes
     -----
-    Prompts processed alone and whole are read from the prefill cells.  A chunk, or a
-    prompt that shares its pass with decoding sequences, is part of one forward pass over
-    all of them at the mean width and context, which the forward cells price.
+    Prompts processed whole are read from the prefill cells, chunks from the forward cells at
+    their mean width and context.  What prompts make of a pass that decodes, `mixed` prices:
+    they are no part of its mean width.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class IterationCost:
         self.draft_batch = draft_batch
         self.passes = passes
         self._target = PassReader(latency, "target")
+        self._mixed = MixedPasses(latency)
         self._draft = PassReader(latency, "draft") if speculates else None
         first = latency.first_draft_phase
         own_first = speculates and first != "forward"
@@ -237,7 +239,7 @@ class IterationCost:
         self._count()
         drafts = dict.fromkeys(r for r in (self._draft, self._first) if r)
         readers = [self._target, *drafts, *self._prefill.values()]
-        return [row for reader in readers for row in reader.coverage]
+        return [row for reader in readers for row in reader.coverage] + self._mixed.coverage
 
     @property
     def unpriced(self) -> list[str]:
@@ -323,13 +325,15 @@ class IterationCost:
     def _target_pass(self, work: Work, decoding: int, chunks: Sequence[Chunk]) -> float:
         if chunks and "target" not in self._prefill:
             chunks = ()
-        batch, tokens = decoding + len(chunks), decoding + work.drafted
+        tokens = decoding + work.drafted
         # The last token emitted is in no cache yet: it is the first this pass processes.
         cached = work.context - decoding
-        for slot, count in chunks:
-            tokens += count
-            cached += slot.prefilled
-        return self._target(batch, tokens / batch, cached / batch)
+        decode_s = self._target(decoding, tokens / decoding, cached / decoding)
+        if not chunks:
+            return decode_s
+        prompt_s = self._prompts("target", self._target, chunks)
+        prompts = sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks])
+        return self._mixed.seconds(decode_s, tokens, prompt_s, *prompts)
 
     def _prompts(self, model: str, forward: PassReader | None, chunks: Sequence[Chunk]) -> float:
         prefill = self._prefill.get(model)

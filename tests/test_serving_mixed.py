@@ -1,0 +1,86 @@
+"""What a pass costs that prompts share with decoding sequences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from commands.serve_rows import guesses
+from policies.basic import Fixed
+from policies.core import Round
+from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.serving.cost import Chunk, IterationCost
+from tests.serving import bernoulli, table
+from traces.latency import LatencyTable
+
+FORWARD = [
+    ("target", "forward", b, n, c, 0.01 + 1e-3 * b * n + 1e-5 * b * c)
+    for b in (1, 8)
+    for n in (1, 4)
+    for c in (0, 100)
+]
+PREFILL = [("target", "prefill", b, n, 0, 0.008 + 1e-3 * b * n) for b in (1, 4) for n in (8, 64)]
+MIXED = [("target", "mixed", d, n, 0, 2e-4 * n + 1e-5 * d) for d in (1, 40) for n in (8, 64)]
+COMPOSED, MEASURED = table(FORWARD + PREFILL), table(FORWARD + PREFILL + MIXED)
+ROUNDS = [Round(3, n, 0, 1, 0, 1) for n in (3, 1, 2)]
+SLOTS: list[Any] = [SimpleNamespace(context=c) for c in (11, 21, 31)]
+ALONE_S = 0.01 + 1e-3 * 9 + 1e-5 * 60
+"""Three sequences, 9 tokens, 20 tokens of context each: linear in all, so no mean is lossy."""
+
+
+def prompt(tokens: int, cached: int = 0, left: int | None = None) -> Chunk:
+    slot: Any = SimpleNamespace(prefilled=cached, prefill_left=tokens if left is None else left)
+    return Chunk(slot, tokens)
+
+
+def seconds(latency: LatencyTable, *chunks: Chunk) -> float:
+    return IterationCost(latency, speculates=False)(SLOTS, ROUNDS, chunks).target_s
+
+
+def test_decoding_by_itself_is_unchanged() -> None:
+    assert seconds(COMPOSED) == pytest.approx(ALONE_S)
+
+
+def test_measured_cells_say_what_prompts_add() -> None:
+    assert seconds(MEASURED, prompt(20)) == pytest.approx(ALONE_S + 2e-4 * 20 + 1e-5 * 9)
+    two = seconds(MEASURED, prompt(20), prompt(30))
+    assert two == pytest.approx(ALONE_S + 2e-4 * 50 + 1e-5 * 9)
+
+
+def test_without_them_both_passes_are_added_less_one_launch() -> None:
+    launch_s = 0.011
+    assert seconds(COMPOSED, prompt(20)) == pytest.approx(ALONE_S + 0.028 - launch_s)
+    # 2 prompts of 25: the prefill cells are linear in batch and width.
+    both = seconds(COMPOSED, prompt(20), prompt(30))
+    assert both == pytest.approx(ALONE_S + 0.008 + 0.05 - launch_s)
+
+
+def test_a_pass_takes_no_less_than_its_parts() -> None:
+    cheap = table(FORWARD + [("target", "prefill", 1, n, 0, 1e-4 * n) for n in (8, 64)])
+    assert seconds(cheap, prompt(8)) == pytest.approx(ALONE_S)
+
+
+def test_a_prompt_in_pieces_is_composed_after_its_first_piece() -> None:
+    cost = IterationCost(MEASURED, speculates=False)
+    cost(SLOTS, ROUNDS, [prompt(8, cached=16, left=40)])
+    composed = [c for c in cost.coverage if c.origin == "composed"]
+    assert [(c.passes, c.batch, c.new_tokens, c.context) for c in composed] == [
+        (1, (9, 9), (8, 8), (16, 16))
+    ]
+
+
+@pytest.mark.parametrize(("latency", "said"), [(COMPOSED, 1), (MEASURED, 0)])
+def test_serving_says_which_it_was(latency: LatencyTable, said: int) -> None:
+    scenario = Scenario(ClosedLoop(3), Limits(max_batch=3), 9)
+    drafts = table([("draft", "forward", b, 1, c, 1e-3) for b in (1, 8) for c in (0, 100)])
+    both = LatencyTable(_joined(latency, drafts))
+    row = simulate(bernoulli(0.7, 9, 12, prompt=20), both, Fixed(2), scenario).row()
+    notes = [note for note in guesses([row]) if "less one launch" in note]
+    assert len(notes) == said
+
+
+def _joined(*tables: LatencyTable) -> Any:
+    return pd.concat([t.cells for t in tables], ignore_index=True)
