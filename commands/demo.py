@@ -24,6 +24,7 @@ def demo(
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
     from commands.figures import save_all
     from commands.profile import Recording, run_profile
+    from profiler.folder import claimed, only_writer
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import BUNDLED, RunInfo
@@ -32,7 +33,12 @@ def demo(
 
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
-    run_profile(Recording(info, BUNDLED / "prompts.jsonl", out, settings, prompts))
+    with only_writer(out):
+        # A folder of another pair is refused; an earlier demo's is measured anew, here and now.
+        claimed(info, out)
+        info = claimed(info, out, force=True)
+        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
+        run_profile(recording, force=True)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None)
     summary = ranking.noted(to_rows(summarize(ranking.logs, latency)))

@@ -54,12 +54,15 @@ def papers(
     Notes say where a paper contradicts itself.
     """
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
+    from traces.identity import check_folder
     from traces.outputs import find_runs, read_run
     from traces.recordings import folder_of
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings
 
     recorded, folder = load_trace(trace), folder_of(trace)
+    if folder is not None and rounds is None:
+        check_folder(folder, find_runs(folder))
     files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
     ours = Ours(
         recorded,

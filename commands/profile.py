@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -132,6 +132,10 @@ def profile(
         list[str] | None,
         typer.Option(help="Also decode under this named method with a lossy rule; repeatable."),
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Record over what the folder holds, finished or not."),
+    ] = False,
     papers: Annotated[
         bool,
         typer.Option("--papers", help="Also decode for real what `draftsim papers` compares."),
@@ -140,7 +144,8 @@ def profile(
 ) -> None:
     """Profile a pair: its latency table and acceptance trace, written into a run folder.
 
-    A stopped profile goes on where it stopped when the command is repeated.
+    A stopped profile goes on where it stopped when the command is repeated; a finished one is
+    recorded over only with --force.
 
     With --exit-layers everything that other draft sources need is recorded along the trace.
 
@@ -148,6 +153,7 @@ def profile(
     --policy, and the rounds and outputs are kept in the folder; a folder that is already
     complete keeps its recordings, and only those are added.
     """
+    from profiler.folder import claimed, only_writer
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import RunInfo
@@ -168,28 +174,32 @@ def profile(
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
     if (source or heads_text) and not exit_layers:
         raise DraftsimError("--source and --heads-text belong to --exit-layers: add it")
-    if latency_only:
-        if again or exit_layers:
-            raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
-        measure_again(info, out, settings)
-        return
-    pair = None
-    if exit_layers:
-        from commands.source_runs import check_layers
+    if latency_only and (again or exit_layers or force):
+        raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
+    if force and again:
+        raise DraftsimError("--verify, --method and --papers add to a folder: drop --force")
+    with only_writer(out):
+        info = claimed(info, out, force)
+        if latency_only:
+            measure_again(info, out, settings)
+            return
+        pair = None
+        if exit_layers:
+            from commands.source_runs import check_layers
 
-        pair = info.load()
-        check_layers(pair)
-    recording = Recording(info, prompts, out, settings, limit, pair)
-    if not ((again or exit_layers) and is_complete(info, out)):
-        run_profile(recording)
-    elif not settings.sampling.greedy:
-        add_sampled(recording)
-    if pair is not None:
-        from commands.source_runs import profile_sources
+            pair = info.load()
+            check_layers(pair)
+        recording = Recording(info, prompts, out, settings, limit, pair)
+        if force or not ((again or exit_layers) and is_complete(out)):
+            run_profile(recording, force)
+        elif not settings.sampling.greedy:
+            add_sampled(recording)
+        if pair is not None:
+            from commands.source_runs import profile_sources
 
-        profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
-    if again:
-        decode_again(info, out, again, memory, not settings.sampling.greedy)
+            profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
+        if again:
+            decode_again(info, out, again, memory, not settings.sampling.greedy)
 
 
 def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
@@ -197,7 +207,7 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
     from commands.source_runs import has_sources, remeasure
     from profiler.profile import profile_latency, progress_bar
 
-    if not is_complete(info, out):
+    if not is_complete(out):
         raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
     pair = info.load()
     with progress_bar() as progress:
@@ -227,25 +237,27 @@ def add_sampled(recording: Recording) -> None:
         profile_trace(recording.load(), recording.texts(), settings, out, progress)
 
 
-def is_complete(info: RunInfo, out: Path) -> bool:
-    """Whether the folder holds a finished profile of this pair."""
-    from profiler.run import read_run
-
+def is_complete(out: Path) -> bool:
+    """Whether the folder holds a finished profile."""
     if not all((out / f"{n}.parquet").is_file() for n in ("trace", "latency")):
         return False
-    if read_run(out) != info:
-        raise DraftsimError(
-            f"{out} holds the run of another pair, device or dtype: name another --out"
-        )
     note(f"{out} is complete: what it holds is kept")
     return True
 
 
-def run_profile(recording: Recording) -> None:
-    """Profile the pair into its run folder."""
-    from profiler.profile import profile_latency, profile_trace, progress_bar
-    from profiler.run import write_run
+def run_profile(recording: Recording, force: bool = False) -> None:
+    """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
+    from profiler.folder import begin, is_done
+    from profiler.profile import (
+        latency_options,
+        profile_latency,
+        profile_trace,
+        progress_bar,
+        trace_options,
+    )
     from profiler.seq2seq_start import is_seq2seq
+    from traces.files import read_trace
+    from traces.parquet import read_meta
     from traces.sampling import GREEDY
 
     out, settings = recording.out, recording.settings
@@ -254,17 +266,26 @@ def run_profile(recording: Recording) -> None:
         raise DraftsimError(
             "--batches: encoder-decoder pairs are decoded one request at a time: use --batches 1"
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
-    write_run(recording.info, out)
+
+    def is_kept(name: str, options: dict[str, Any]) -> bool:
+        path = out / f"{name}.parquet"
+        return not force and path.is_file() and is_done(path, read_meta(path), options)
+
+    stages = {"trace": replace(settings, sampling=GREEDY)}
+    if not settings.sampling.greedy:
+        stages["sampled"] = settings
+    kept = [n for n, s in stages.items() if is_kept(n, trace_options(pair, texts, s))]
+    timed = is_kept("latency", latency_options(pair, settings))
+    begin(recording.info, out, force)
     with progress_bar() as progress:
-        greedy = replace(settings, sampling=GREEDY)
-        trace = profile_trace(pair, texts, greedy, out, progress)
-        if not settings.sampling.greedy:
-            profile_trace(pair, texts, settings, out, progress)
-        profile_latency(pair, settings, out, progress)
+        for name in (n for n in stages if n not in kept):
+            profile_trace(pair, texts, stages[name], out, progress)
+        if not timed:
+            profile_latency(pair, settings, out, progress)
+    trace = read_trace(out / "trace.parquet")
+    if timed and len(kept) == len(stages):
+        note(f"{out} is finished and kept as it is: --force records it anew")
+        return
     spent = trace.meta["recording_s"]
     note(
         f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "

@@ -222,6 +222,7 @@ def recorded_rounds(
 ) -> tuple[list[RoundLog], LatencyTable]:
     """The recorded round logs at `path`, and by default the latencies of their run folder."""
     from traces.files import read_rounds
+    from traces.identity import check_folder
     from traces.outputs import find_runs
 
     files = find_runs(path)
@@ -230,6 +231,8 @@ def recorded_rounds(
             f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
         )
     own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
+    if own is not None:
+        check_folder(own, files)
     table = load_latency(latency, trace if own is None else str(own))
     return [read_rounds(file) for file in files], table
 

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from profiler.batch_latency import batch_blocks, measure_batch_host
 from profiler.checkpoint import Checkpoint
+from profiler.folder import DONE_WITH, digest_of
 from profiler.host_latency import measure_host
 from profiler.latency import Grid, Sweeps, table
 from profiler.layer_latency import measure_layers
@@ -105,16 +106,29 @@ def profile_latency(
 ) -> LatencyTable:
     """Measure the pair's latency table; a stopped measurement goes on."""
     grid = settings.grid
-    checkpoint = Checkpoint(folder / ".latency", {"grid": asdict(grid), "meta": pair.meta})
+    checkpoint = Checkpoint(folder / ".latency", latency_options(pair, settings))
     profile = LatencyProfile(pair, grid, checkpoint)
     task = progress.add_task("measuring latency", total=grid.repeats, completed=len(profile.sweeps))
     while len(profile.sweeps) < grid.repeats:
         profile.sweeps.run()
         progress.advance(task)
     latency = profile.table()
+    done = digest_of(latency_options(pair, settings))
+    latency = replace(latency, meta={**latency.meta, DONE_WITH: done})
     write_latency(latency, folder / "latency.parquet")
     checkpoint.close()
     return latency
+
+
+def latency_options(pair: Pair, settings: Settings) -> dict[str, Any]:
+    """What a latency table is measured under."""
+    return {"grid": asdict(settings.grid), "meta": pair.meta}
+
+
+def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
+    """What a trace is recorded under."""
+    recorded = {k: v for k, v in asdict(settings).items() if k != "grid"}
+    return {"settings": recorded, "meta": pair.meta, "prompts": [p.id for p in prompts]}
 
 
 def profile_trace(
@@ -133,8 +147,8 @@ def profile_trace(
         sampling=settings.sampling, generator=generator,
     )  # fmt: skip
     name = "trace" if settings.sampling.greedy else "sampled"
-    stamp = {"settings": asdict(settings), "meta": pair.meta, "prompts": [p.id for p in prompts]}
-    checkpoint = Checkpoint(folder / f".{name}", stamp)
+    options = trace_options(pair, prompts, settings)
+    checkpoint = Checkpoint(folder / f".{name}", options)
     task = progress.add_task(f"recording {name}", total=len(prompts))
     recorded: list[Columns] = []
     for i, ids in enumerate(encoded):
@@ -149,6 +163,7 @@ def profile_trace(
         recorded.append(columns)
         progress.advance(task)
     trace = _assemble(pair, prompts, encoded, recorded, settings)
+    trace = replace(trace, meta={**trace.meta, DONE_WITH: digest_of(options)})
     write_trace(trace, folder / f"{name}.parquet")
     checkpoint.close()
     return trace

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from profiler.loading import Pair, load_pair
 from profiler.smollm2 import places
 from traces.errors import DraftsimError
+from traces.identity import RUN_ID, check_folder
 from traces.parquet import write_atomically
 
 BUNDLED = Path(__file__).parent / "bundled"
@@ -25,6 +26,8 @@ class RunInfo:
     device: str = "cpu"
     dtype: str | None = None
     threads: int | None = None
+    run_id: str | None = field(default=None, compare=False)
+    """What tells this run from another of the same pair (see `traces.identity`)."""
     trust_remote_code: bool = field(default=False, compare=False)
     """Whether code that a model brings may run: said on the command line, never by the folder."""
 
@@ -35,9 +38,12 @@ class RunInfo:
 
             torch.set_num_threads(self.threads)
         paths = (model_path(self.target, "target"), model_path(self.draft, "draft"))
-        return load_pair(
+        pair = load_pair(
             *paths, device=self.device, dtype=self.dtype, trust_remote_code=self.trust_remote_code
         )
+        if self.run_id is None:
+            return pair
+        return replace(pair, meta={**pair.meta, RUN_ID: self.run_id})
 
 
 def model_path(name: str, role: str) -> str:
@@ -61,12 +67,15 @@ def write_run(info: RunInfo, folder: Path) -> None:
 
 
 def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
-    """What the run folder holds; DraftsimError if it is no run folder."""
+    """What the run folder holds.
+
+    Raises DraftsimError if it is no run folder, or its files are of several runs.
+    """
     try:
         fields = json.loads((folder / NAME).read_text())
         if TRUST in fields:
             raise TypeError(f"it may not say {TRUST}")
-        return RunInfo(**fields, trust_remote_code=trust_remote_code)
+        info = RunInfo(**fields, trust_remote_code=trust_remote_code)
     except OSError:
         raise DraftsimError(
             f"{folder} is not a run folder (it has no {NAME}): "
@@ -76,3 +85,5 @@ def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
         raise DraftsimError(
             f"{folder / NAME} is damaged ({error}): profile the pair again"
         ) from None
+    check_folder(folder)
+    return info

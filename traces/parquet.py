@@ -163,6 +163,16 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
         ) from error
 
 
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The provenance of a file, without its content or its checksum; empty if it has none."""
+    try:
+        text = (pq.read_metadata(path).metadata or {}).get(HEADER_KEY, b"{}")
+        meta = json.loads(text)["meta"]
+    except Exception:  # what is wrong with it, `read_file` says
+        return {}
+    return meta if isinstance(meta, dict) else {}
+
+
 def file_error(path: str | os.PathLike[str], problem: str, remedy: str = "") -> FileError:
     """A one-line `FileError` about the content of `path`."""
     return FileError(f"{path}: {problem}: {remedy or 'record it again, or copy it again'}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from traces.errors import DraftsimError, FileError
 from traces.files import read_latency, read_trace
+from traces.identity import check_folder
 from traces.latency import PHASES, LatencyTable
 from traces.trace import Trace
 
@@ -98,13 +99,16 @@ def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -
     Raises
     ------
     FileError
-        If there is none, with the nearest name.
+        If there is none, with the nearest name; if a folder's trace is of another run.
     DraftsimError
         If a ``const:`` description is wrong (see `parse_latency`).
     """
     if isinstance(name_or_path, str) and name_or_path.startswith("const:"):
         return parse_latency(name_or_path)
-    return read_latency(_find(name_or_path, "latency", folder))
+    path = _find(name_or_path, "latency", folder)
+    if path.parent != Path(name_or_path).parent:
+        check_folder(path.parent)
+    return read_latency(path)
 
 
 def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:

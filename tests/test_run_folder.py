@@ -1,0 +1,142 @@
+"""A run folder holds one run: mixed ones are refused, finished ones kept, writers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from profiler.folder import HOLDER, claimed, only_writer
+from profiler.run import RunInfo, read_run
+from tests.conftest import ROOT, SMALL_PROFILE, Run
+from traces.errors import DraftsimError
+from traces.files import read_latency, read_trace, write_latency, write_trace
+from traces.recordings import find_latency, find_trace
+from traces.trace import Trace
+
+
+@pytest.fixture
+def folder(small_run: Path, tmp_path: Path) -> Path:
+    place = tmp_path / "run"
+    shutil.copytree(small_run, place)
+    return place
+
+
+def test_files_of_a_run_share_an_identity(small_run: Path) -> None:
+    run_id = read_run(small_run).run_id
+    assert run_id
+    assert read_trace(small_run / "trace.parquet").meta["run_id"] == run_id
+    assert read_latency(small_run / "latency.parquet").meta["run_id"] == run_id
+    assert not list(small_run.glob(".*"))
+
+
+def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
+    latency = read_latency(folder / "latency.parquet")
+    other = replace(latency, meta={**latency.meta, "run_id": "another"})
+    write_latency(other, folder / "latency.parquet")
+    for command in (["simulate", "--trace", folder], ["validate", "--run", folder]):
+        ran = run(*command)
+        assert ran.code == 2
+        assert ran.err.count("\n") == 1
+        for name in ("trace.parquet", "latency.parquet", "--latency-only"):
+            assert name in ran.err
+    with pytest.raises(DraftsimError, match="are of two runs"):
+        find_latency(folder)
+    # What was meant can still be named by its file.
+    files = ("--trace", folder / "trace.parquet", "--latency", folder / "latency.parquet")
+    assert run("simulate", *files, "--policy", "fixed:gamma=2", "--json", "-").code == 0
+
+
+def test_older_files_are_held_by_their_weights(folder: Path) -> None:
+    latency, trace = read_latency(folder / "latency.parquet"), read_trace(folder / "trace.parquet")
+    bare = {k: v for k, v in latency.meta.items() if k != "run_id"}
+    write_latency(replace(latency, meta=bare), folder / "latency.parquet")
+    find_latency(folder)  # they agree in what they hold
+    other = {**bare, "target": {**bare["target"], "fingerprint": "0" * 16}}
+    write_latency(replace(latency, meta=other), folder / "latency.parquet")
+    with pytest.raises(DraftsimError, match="the target's weights differ"):
+        find_latency(folder)
+    # Logs of other tools know neither.
+    write_trace(Trace(trace.columns, trace.requests, trace.max_gamma, {}), folder / "trace.parquet")
+    find_latency(folder)
+    find_trace(folder)
+
+
+def test_bundled_recordings_are_of_one_run_each() -> None:
+    for path in sorted((ROOT / "traces" / "recorded").iterdir()):
+        if (path / "latency.parquet").is_file():
+            find_latency(path)
+
+
+def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: Run) -> None:
+    before = {f.name: f.read_bytes() for f in folder.glob("*.parquet")}
+    ran = run(*SMALL_PROFILE, "--out", folder)
+    assert ran.code == 0, ran.err
+    assert "kept as it is: --force records it anew" in ran.err
+    assert {f.name: f.read_bytes() for f in folder.glob("*.parquet")} == before
+    ran = run(*SMALL_PROFILE, "--max-gamma", "3", "--out", folder)
+    assert ran.code == 2
+    assert "other options or prompts" in ran.err
+    assert "--force" in ran.err
+    assert {f.name: f.read_bytes() for f in folder.glob("*.parquet")} == before
+    # Only the stage that is missing is done again.
+    (folder / "latency.parquet").unlink()
+    assert run(*SMALL_PROFILE, "--out", folder).code == 0
+    assert (folder / "trace.parquet").read_bytes() == before["trace.parquet"]
+    find_latency(folder)
+    old = read_run(folder).run_id
+    assert run(*SMALL_PROFILE, "--max-gamma", "3", "--out", folder, "--force").code == 0
+    assert read_run(folder).run_id != old
+    assert read_trace(folder / "trace.parquet").max_gamma == 3
+    assert not list(folder.glob("starts-*"))
+    find_latency(folder)
+
+
+def test_another_pair_does_not_get_the_folder(folder: Path) -> None:
+    other = RunInfo("elsewhere", "bundled", threads=1)
+    with pytest.raises(DraftsimError, match=r"another pair.*--force"):
+        claimed(other, folder)
+    assert claimed(other, folder, force=True).run_id != read_run(folder).run_id
+
+
+def test_a_second_writer_is_told_who_writes(tmp_path: Path, run: Run) -> None:
+    with only_writer(tmp_path):
+        assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
+        script = (
+            "import sys; from pathlib import Path; from profiler.folder import only_writer\n"
+            "try:\n    with only_writer(Path(sys.argv[1])): print('got it')\n"
+            "except Exception as error: print(error)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path)],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert f"is being written by process {os.getpid()} on " in done.stdout
+    assert not list(tmp_path.iterdir())
+    with only_writer(tmp_path):
+        pass
+
+
+def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; from profiler.folder import only_writer\n"
+        "with only_writer(Path(sys.argv[1])): os._exit(1)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, check=False)
+    assert (tmp_path / HOLDER).is_file()
+    with only_writer(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").write_text("")
+    ran = run(*SMALL_PROFILE, "--out", tmp_path / "file" / "run")
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert "cannot be written to" in ran.err
