@@ -163,7 +163,7 @@ def profile(
     settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid, chat)
     info = RunInfo(
         _kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None,
-        trust_remote_code,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     again = jobs(verify, policy, method or [], split, papers)
     if policy and not verify:

@@ -69,6 +69,7 @@ def test_profile_refuses_code_in_one_line(
     assert ran.err.count("\n") == 1
     assert "--trust-remote-code" in ran.err
     assert not marker.exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_folder_cannot_ask_for_it(tmp_path: Path) -> None:
