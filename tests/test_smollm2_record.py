@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from policies.basic import Fixed
+from profiler.features import Eagle, layer_config, target_features
+from profiler.features.unroll import GrowingCache
 from profiler.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace, progress_bar
 from profiler.prompts import Prompt
 from profiler.smollm2.draft import ProjectedDraft, draft_config
 from profiler.smollm2.drafters import store_draft, write_folder
+from profiler.smollm2.measure import chains, drafted, measure
+from profiler.spotcheck import Arm
 from tests import small_smollm2
+from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
 from traces.files import read_trace
 
@@ -49,8 +55,71 @@ def test_prompts_are_recorded_in_the_template(pair: Pair, tmp_path: Path) -> Non
         assert list(request.prompt_ids or ()) == wanted["input_ids"]
 
 
+def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
+    settings = Settings(max_new_tokens=16, max_gamma=5, chat=True)
+    with progress_bar() as progress:
+        trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
+    assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=4", Fixed(4))])
+
+
 def test_a_tokenizer_without_a_template_is_one_line(pair: Pair) -> None:
     without = Pair(pair.target, pair.draft, small_smollm2.tokenizer(), {})
     without.tokenizer.chat_template = None
     with pytest.raises(DraftsimError, match="has no chat template: leave --chat out"):
         without.encode("the cat", chat=True)
+
+
+def test_drafts_along_an_output_are_those_of_decoding(pair: Pair) -> None:
+    torch.manual_seed(0)
+    drafter = Eagle(layer_config(pair.target.config)).attach(pair.target).eval()
+    ids, prompt = torch.randint(3, 300, (20,)), 8
+    found = drafted(drafter, pair.target, ids, prompt, offsets=3)
+    assert found.shape == (20 - prompt - 3, 3)
+    for row, drafts in enumerate(found.tolist()):
+        known = ids[: prompt + row + 1]
+        features = target_features(pair.target, known[None, :-1])
+        for token in drafts:
+            # One token a call: the drafter's own states stand where features end.
+            states = _own_states(drafter, known[None], features)
+            assert int(drafter.logits(states[-1]).argmax()) == token
+            known = torch.cat([known, torch.tensor([token])])
+            features = torch.cat([features, states[None, -1:]], 1)
+
+
+def test_shares_count_what_is_accepted(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(max_new_tokens=24, max_gamma=4, chat=True)
+    with progress_bar() as progress:
+        trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
+
+    def knows_two(_: object, __: object, ids: Any, prompt: int, offsets: int) -> Any:
+        drafts = ids[prompt + 1 :].unfold(0, offsets, 1).clone()
+        drafts[:, 2] += 1
+        return drafts
+
+    monkeypatch.setattr("profiler.smollm2.measure.drafted", knows_two)
+    drafter = Eagle(layer_config(pair.target.config))
+    shares = measure(trace, pair.target, drafter, offsets=3)
+    assert shares == {name: [1.0, 1.0, 0.0] for name in ("cats", "dogs", "all")}
+    own = measure(trace, pair.target, offsets=3)
+    mean = [(a + b) / 2 for a, b in zip(own["cats"], own["dogs"], strict=True)]
+    assert own["all"] == pytest.approx(mean, abs=1e-3)
+
+
+def _own_states(drafter: Eagle, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """(entries, hidden) outputs over all entries, whose features are given."""
+    count = features.shape[1]
+    mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        states, _ = drafter.step(
+            drafter.embed(tokens[:, 1 : 1 + count]), drafter.fuse(features),
+            drafter.rotary(torch.arange(count)[None]), mask, GrowingCache(),
+        )  # fmt: skip
+    return states[0]
+
+
+def test_a_models_shares_follow_its_matches() -> None:
+    matches = torch.tensor([True, True, False, True, True, True])
+    wanted = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert chains(matches, 3).int().tolist() == wanted

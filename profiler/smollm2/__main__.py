@@ -4,8 +4,9 @@
     python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
+    python -m profiler.smollm2 measure --trace RUN/trace.parquet    # what CARD.md says of them
 
-Every step goes on where it stopped. Seeds and step counts are fixed, so one machine with one
+Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
 thread count gives the same weights again. What is half-made stays in --work; weights and the
 training curve go to --out. The target is brought by ``draftsim fetch smollm2``.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from profiler.features import default_depths
+from profiler.features import default_depths, read_drafter
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
@@ -30,8 +31,10 @@ from profiler.smollm2.drafters import store_draft, store_drafter
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
 from profiler.smollm2.fetch import STORED
 from profiler.smollm2.fitting import Plan, fit
-from profiler.smollm2.places import NAME, cache, fetched
+from profiler.smollm2.measure import measure
+from profiler.smollm2.places import DRAFTERS, NAME, cache, fetched, folder
 from profiler.smollm2.text import write_text
+from traces.files import read_trace
 
 SHARDS = 2
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
@@ -117,6 +120,21 @@ class Work:
         (self.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
+def measure_all(path: Path, out: Path) -> None:
+    """Measures every drafter that has been fetched along the outputs of a recorded trace."""
+    trace = read_trace(path)
+    target: Any = LlamaForCausalLM.from_pretrained(fetched(NAME), dtype=torch.float32).eval()
+    found = {"draft": measure(trace, target)}
+    for name in DRAFTERS[1:]:
+        where = folder(f"{NAME}-{name}")
+        if where.exists():
+            found[name] = measure(trace, target, read_drafter(where, target))
+    for name, shares in found.items():
+        for category, by_offset in shares.items():
+            print(f"{name:8}{category:16}", *(f"{share:7.3f}" for share in by_offset))
+    (out / "measured.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 STEPS: Mapping[str, Callable[[Work], None]] = {
     "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
 }  # fmt: skip
@@ -128,12 +146,18 @@ def main() -> None:
         prog="python -m profiler.smollm2", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("step", choices=list(STEPS))
+    parser.add_argument("step", choices=[*STEPS, "measure"])
     parser.add_argument("--work", type=Path, default=cache() / NAME / "training")
     parser.add_argument("--out", type=Path, default=STORED)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--trace", type=Path, help="of measure: a greedy recording of the pair")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if given.step == "measure":
+        if given.trace is None:
+            parser.error("measure needs --trace")
+        measure_all(given.trace, given.out)
+        return
     STEPS[given.step](Work(fetched(NAME), given.work, given.out))
 
 

@@ -1,0 +1,62 @@
+"""The real SmolLM2-135M-Instruct, where `draftsim fetch smollm2` has brought it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from policies.basic import Fixed
+from profiler.features import read_drafter
+from profiler.loading import Pair
+from profiler.profile import Settings, profile_trace, progress_bar
+from profiler.prompts import Prompt
+from profiler.run import RunInfo
+from profiler.smollm2 import places
+from profiler.spotcheck import Arm
+from tests.replayed import assert_decoded_as_replayed
+
+pytestmark = pytest.mark.real_model
+
+PROMPTS = [
+    Prompt("1", "qa", "Why is the sky blue?"),
+    Prompt("2", "math", "A shop sells 3 pens for 2 dollars. What do 12 pens cost?"),
+]
+
+
+def _need(name: str) -> None:
+    if not (places.folder(name) / "config.json").is_file():
+        pytest.skip(f"{name} is not there: `draftsim fetch smollm2` brings it")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    for name in ("smollm2", "smollm2-draft"):
+        _need(name)
+    return RunInfo("smollm2", "smollm2", threads=1).load()
+
+
+def test_it_speaks(pair: Pair) -> None:
+    ids = pair.encode(PROMPTS[0].text, chat=True)
+    out = pair.target.generate(
+        ids[None], attention_mask=torch.ones_like(ids[None]), do_sample=False, max_new_tokens=24
+    )
+    assert "scattering" in pair.tokenizer.decode(out[0, len(ids) :])
+
+
+def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
+    settings = Settings(max_new_tokens=24, max_gamma=6, chat=True)
+    with progress_bar() as progress:
+        trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
+    assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=4", Fixed(4))])
+
+
+@pytest.mark.parametrize("name", ["smollm2-eagle", "smollm2-eagle3"])
+def test_feature_drafters_are_read(name: str) -> None:
+    for needed in ("smollm2", name):
+        _need(needed)
+    target: Any = LlamaForCausalLM.from_pretrained(places.fetched("smollm2"), dtype=torch.float32)
+    assert read_drafter(places.fetched(name), target).kind == name.removeprefix("smollm2-")
