@@ -204,10 +204,10 @@ def load_method(
 def replay_all(
     trace: Trace,
     policies: Sequence[tuple[str, DraftPolicy]],
-    first: int = 1,
+    first: int | None = None,
     rule: VerifyRule | None = None,
 ) -> list[RoundLog]:
-    """Replay every policy over the trace."""
+    """Replay every policy over the trace; `first` as in `traces.replay.replay`."""
     from traces.replay import replay
 
     return [replay(trace, policy, rule, name=name, first=first) for name, policy in policies]

@@ -147,12 +147,11 @@ def _run(
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=repeats * len(chosen))
         for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
-            shared = {arm.name: arm.policy.fresh() for arm in every}
+            shared = {arm.name: arm.policy.for_run() for arm in every}
             for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
                 for k in range(len(every)):
                     arm = every[(k + n + repeat) % len(every)]
-                    learns = arm.policy.learns_across_requests
-                    mine = shared[arm.name] if learns else arm.policy.fresh()
+                    mine = shared[arm.name].fresh()
                     decoder = start[arm.name](i)
                     with timed(pair.device) as seconds:
                         log = list(speculate(decoder, mine))
@@ -193,7 +192,10 @@ def _openers(
         info = trace.requests[request]
         known = trace.run_lengths[starts[request] : starts[request + 1]].tolist()
         prompt = torch.tensor(info.prompt_ids, device=pair.device)
-        return ModelDecoder(target, draft, prompt, info.max_new_tokens, pair.eos, run_lengths=known)
+        return ModelDecoder(
+            target, draft, prompt, info.max_new_tokens, pair.eos, first=trace.first,
+            run_lengths=known,
+        )  # fmt: skip
 
     def of(source: Source) -> Callable[[int], Any]:
         real.decoder(source, 0)  # a source without a real decoder is refused before any run
@@ -226,21 +228,20 @@ def replay_some(
 
     name, policy = arm
     check_signals(policy, source)
-    decoder_of = source.open(trace, recordings, 1)
-    shared = policy.fresh()
+    decoder_of = source.open(trace, recordings, trace.first)
+    shared = policy.for_run()
     rounds, calls = [], []
     for i in chosen:
         decoder = decoder_of(i)
-        mine = shared if policy.learns_across_requests else policy.fresh()
-        rounds.append(list(speculate(decoder, mine)))
+        rounds.append(list(speculate(decoder, shared.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog(
         RoundLog.pack(rounds), [trace.requests[i] for i in chosen], name, source=source.name,
-        fidelity=source.fidelity, reads=policy.reads, calls=pack_calls(calls),
+        fidelity=source.fidelity, reads=policy.reads, first=trace.first, calls=pack_calls(calls),
     )  # fmt: skip
 
 
 def _log(rounds: Sequence[Sequence[Round]], like: RoundLog) -> RoundLog:
     from traces.rounds import RoundLog
 
-    return RoundLog(RoundLog.pack(rounds), like.requests, like.policy)
+    return RoundLog(RoundLog.pack(rounds), like.requests, like.policy, first=like.first)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -60,6 +59,8 @@ class UCBSpec(_Bandit):
         Whether the statistics outlive the request.
     """
 
+    shared = ("cost", "_cost")
+
     def __init__(
         self,
         variant: Literal["ucb_paper", "ucb_cost", "greedy_code"] = "ucb_cost",
@@ -109,12 +110,6 @@ class UCBSpec(_Bandit):
             spread = max((g + 1) / self._cost(1, g, g + 1, self._context) for g in self.gammas)
         inner = 1 + 2 * math.log(len(self.gammas) * t * t * math.sqrt(1 + n) / self.confidence)
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
-
-    def fresh(self) -> Self:
-        """As `DraftPolicy.fresh`; the cost is shared, not copied."""
-        if self.learns_across_requests:
-            return self
-        return copy.deepcopy(self, {id(self._cost): self._cost})
 
 
 class EXP3Spec(_Bandit):

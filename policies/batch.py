@@ -154,10 +154,17 @@ class SingleStream(DraftPolicy):
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self._cap = 0
+        self._request = 0
         vars(self)["reads"] = policy.reads  # narrower than any class-wide declaration
 
+    def copy(self) -> SingleStream:
+        return SingleStream(self.policy.fresh())
+
+    def begin_request(self) -> None:
+        self._request += 1
+
     def begin_round(self, load: Load) -> None:
-        self._cap = self.policy.plan_each((0,), (load,))[0]
+        self._cap = self.policy.plan_each((self._request,), (load,))[0]
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._cap and self.policy.keep_drafting((draft,))

@@ -135,7 +135,7 @@ def check_policy(policy: DraftPolicy) -> None:
     Checked: parameters are stored under their own names; only declared signals are
     read; `keep_drafting` gives a bool, ends every round and leaves the draft alone;
     `submit` gives 0 to ``len(draft)``; two copies under the same stream act the same;
-    a copy leaves its prototype as it was, and what is learnt crosses requests only if
+    a run leaves its prototype as it was, and what is learnt crosses requests only if
     ``learns_across_requests`` says so; empty drafts, single-token outputs, drafts cut by
     EOS or by the limit, all-accepted and all-rejected streams are survived.
 
@@ -213,17 +213,29 @@ def _deterministic(policy: DraftPolicy) -> None:
 
 
 def _independent(policy: DraftPolicy) -> None:
+    run = policy.for_run()
+    if run is policy or not isinstance(run, DraftPolicy):
+        raise PolicyError("for_run() does not return a copy: a run would teach its caller's policy")
+    mine = run.fresh()
     if policy.learns_across_requests:
-        if policy.fresh() is not policy:
+        if mine is not run:
             raise PolicyError("learns across requests, but fresh() does not return itself")
-        return
-    first = policy.fresh()
-    if first is policy or not isinstance(first, DraftPolicy):
+    elif mine is run or not isinstance(mine, DraftPolicy):
         raise PolicyError("does not learn across requests, but fresh() does not return a copy")
-    reference = [_drive(policy.fresh(), seed) for seed in range(5)]
+    if _run(policy) != _run(policy):
+        raise PolicyError("remembers earlier runs: for_run() must copy all state")
+    if policy.learns_across_requests:
+        return
+    reference = [_drive(run.fresh(), seed) for seed in range(5)]
     for seed in range(5, 15):
-        _drive(policy.fresh(), seed)
-    if reference != [_drive(policy.fresh(), seed) for seed in range(5)]:
+        _drive(run.fresh(), seed)
+    if reference != [_drive(run.fresh(), seed) for seed in range(5)]:
         raise PolicyError(
             "remembers earlier requests: its copies share state, or set learns_across_requests"
         )
+
+
+def _run(policy: DraftPolicy) -> list[list[Round]]:
+    """A run of several requests under a copy of `policy`."""
+    mine = policy.for_run()
+    return [_drive(mine.fresh(), seed) for seed in range(10)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 P = TypeVar("P", bound="DraftPolicy")
 
@@ -92,15 +92,24 @@ class Round(NamedTuple):
 class DraftPolicy(ABC):
     """Decides when to stop drafting.  Subclass it and define `keep_drafting`.
 
-    An instance is a prototype: a run copies it for every request (`fresh`), so its
-    state must live in its attributes.  A policy that is to remember across requests
-    sets ``learns_across_requests = True`` and is then shared, in request order.
+    An instance is a prototype, never touched by a run: a run takes one copy at its start
+    (`for_run`), and from that one policy per request (`fresh`)::
+
+        mine = policy.for_run()
+        for decoder in requests:
+            rounds = list(speculate(decoder, mine.fresh()))
+
+    So state must live in the attributes.  A policy that is to remember across requests sets
+    ``learns_across_requests = True``: the run's copy then serves all its requests, in their
+    order, is told where each begins (`begin_request`), and is gone with the run.
     """
 
     reads: tuple[str, ...] = ()
     """The draft signals the policy reads, of `SIGNALS`; each may cost a device sync.  Set on
     the class, or on an instance whose parameters leave some of them unread."""
     learns_across_requests: bool = False
+    shared: ClassVar[tuple[str, ...]] = ()
+    """Attributes that copies share: what never changes and is costly to copy, such as a cost."""
 
     reads_load: bool = True
     """Whether `begin_round`, where a policy defines it, looks at the batch or the context: then
@@ -125,9 +134,23 @@ class DraftPolicy(ABC):
         """Called after verification with the round's outcome and the submitted tokens."""
         del outcome, draft
 
+    def begin_request(self) -> None:  # noqa: B027
+        """Called when a request begins, before its first `begin_round`."""
+
+    def for_run(self: P) -> P:
+        """The copy that serves one run, from its first request to its last."""
+        return self.copy()
+
     def fresh(self: P) -> P:
-        """A copy for one request, or the policy itself if it learns across requests."""
-        return self if self.learns_across_requests else copy.deepcopy(self)
+        """The policy of the run's next request: a copy, or itself if it learns across them."""
+        mine = self if self.learns_across_requests else self.copy()
+        mine.begin_request()
+        return mine
+
+    def copy(self: P) -> P:
+        """An independent copy, but for what is `shared`."""
+        kept = (vars(self).get(name) for name in self.shared)
+        return copy.deepcopy(self, {id(value): value for value in kept if value is not None})
 
 
 class Decoder(Protocol):
@@ -164,7 +187,8 @@ class Decoder(Protocol):
 def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     """Decode one sequence to its end, yielding a `Round` per verification.
 
-    `policy` is used as it is: callers pass ``policy.fresh()``.  The draft is capped
+    `policy` is used as it is: callers pass what the run's copy gives as ``fresh()``
+    (`DraftPolicy`).  The draft is capped
     at ``remaining - 1`` tokens, since verification always emits one of its own
     (transformers caps at ``max_length - cur_len - 1`` alike), and ends early when the
     draft proposes EOS.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from policies.core import DraftPolicy, Load, Round
+from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
 
 RocUpdate = Literal["off", "in_call", "next_call"]
@@ -96,7 +96,6 @@ class Confidence(DraftPolicy):
         self._threshold = confidence_threshold
         self._next_threshold = confidence_threshold
         self._history = _RocHistory()
-        self._context = -1
         if not confidence_threshold:
             vars(self)["reads"] = ()  # without the test, no signal is fetched
 
@@ -106,20 +105,13 @@ class Confidence(DraftPolicy):
             return False
         return not (n and self._threshold and draft[-1].prob < self._threshold)
 
-    def begin_round(self, load: Load) -> None:
-        if self.roc_update != "next_call":
-            return
-        # A context that does not continue the last round's belongs to a new call.
-        if load.context != self._context:
+    def begin_request(self) -> None:
+        if self.roc_update == "next_call":
             self._threshold = self._next_threshold
             self._history = _RocHistory()
-        self._context = load.context
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
-        if self.roc_update == "off":
-            return
-        self._context += outcome.emitted
-        if not self.confidence_threshold:
+        if self.roc_update == "off" or not self.confidence_threshold:
             return
         chosen = self._history.update(draft, outcome.accepted)
         if chosen is None:
@@ -179,10 +171,10 @@ class HFHeuristic(Confidence):
         # What persists is either N or the threshold, never the other along with it.
         self._restart_cap = roc_update == "next_call" and persist == "transient"
 
-    def begin_round(self, load: Load) -> None:
-        if self._restart_cap and load.context != self._context:
+    def begin_request(self) -> None:
+        super().begin_request()
+        if self._restart_cap:
             self._cap = self.gamma
-        super().begin_round(load)
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         super().observe(outcome, draft)

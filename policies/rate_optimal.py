@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from policies.batch import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
@@ -64,6 +63,7 @@ class RateOptimal(DraftPolicy):
     """
 
     reads = ("prob",)
+    shared = ("estimator", "following", "cost", "_prices")
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class RateOptimal(DraftPolicy):
         self._survival = [1.0]
         self._drafting, self._verifying = self._priced(Load(1, 0))
 
-    def fresh(self) -> RateOptimal:
-        # Estimators, costs and prices never change, so that the copies of a run share them.
-        shared = (self.estimator, self.following, self.cost, self._prices)
-        return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
+    def for_run(self) -> Self:
+        mine = super().for_run()
+        mine._prices = dict(self._prices)  # the requests of a run share what it looks up
+        return mine
 
     def begin_round(self, load: Load) -> None:
         self._drafting, self._verifying = self._priced(load)

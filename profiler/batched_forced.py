@@ -50,7 +50,7 @@ class ForcedStream(Stream):
         seeded = torch.Generator().manual_seed(seed + request)
         prompt = torch.randint(vocab_size, (info.prompt_length,), generator=seeded)
         super().__init__(request, prompt.to(device), info.max_new_tokens)
-        self._script = ReplayDecoder(trace, request)
+        self._script = ReplayDecoder(trace, request, first=1)
         self._begun = False
 
     @property

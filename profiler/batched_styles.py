@@ -7,7 +7,6 @@ simulator's static batches know the same four.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -74,15 +73,15 @@ class PerRequest(Style):
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
-        self.policy = copy.deepcopy(policy)
+        self.policy = policy.for_run()
         self._seats: dict[int, DraftPolicy] = {}
 
     def join(self, stream: Stream) -> None:
         """Give the request its copy of the policy."""
         if self.policy.learns_across_requests:
             if stream.seat not in self._seats:
-                self._seats[stream.seat] = copy.deepcopy(self.policy)
-            stream.policy = self._seats[stream.seat]
+                self._seats[stream.seat] = self.policy.for_run()
+            stream.policy = self._seats[stream.seat].fresh()
         else:
             stream.policy = self.policy.fresh()
 

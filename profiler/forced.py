@@ -57,8 +57,9 @@ class ForcedDecoder(ModelDecoder):
         seeded = torch.Generator().manual_seed(seed)
         prompt = torch.randint(target.vocab_size, (info.prompt_length,), generator=seeded)
         super().__init__(
-            target, draft, prompt.to(target.device), info.max_new_tokens, watch_eos=False
-        )
+            target, draft, prompt.to(target.device), info.max_new_tokens, first=trace.first,
+            watch_eos=False,
+        )  # fmt: skip
         self._script = ReplayDecoder(trace, request)
 
     @property

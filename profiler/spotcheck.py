@@ -105,7 +105,7 @@ def run_arms(
     rules: dict[str, VerifyRule | None] = {}
     for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
         # Policies that learn across requests start each sweep anew.
-        shared = {arm.label: arm.policy.fresh() for arm in arms}
+        shared = {arm.label: arm.policy.for_run() for arm in arms}
         used = {arm.label: _prepared(arm, target, trace.sampling) for arm in arms}
         if repeat == 0:
             rules = used
@@ -115,8 +115,7 @@ def run_arms(
                 generator.manual_seed(repeat * 7919 + i)
                 rule = used[arm.label]
                 decoder = _decoder(pair, target, draft, trace, i, forced, generator, rule)
-                learns = arm.policy.learns_across_requests
-                mine = shared[arm.label] if learns else arm.policy.fresh()
+                mine = shared[arm.label].fresh()
                 with timed(pair.device) as seconds:
                     log = _run(decoder, mine, arm)
                 if rule is not None:
@@ -144,7 +143,7 @@ def run_arms(
             mismatched = np.array([n for d in decoders for n in d.mismatched], dtype=np.int32)
         logs[arm.label] = RoundLog(
             RoundLog.pack(rounds[arm.label]), requests, arm.name, verify=verify[arm.label],
-            reads=arm.policy.reads, mismatched=mismatched, rule=rule,
+            reads=arm.policy.reads, first=trace.first, mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
         pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs,
@@ -235,7 +234,8 @@ def _decoder(
     prompt = torch.tensor(info.prompt_ids, device=pair.device)
     return ModelDecoder(
         target, draft, prompt, info.max_new_tokens, pair.eos,
-        sampling=trace.sampling, generator=generator, run_lengths=runs, rule=rule,
+        sampling=trace.sampling, generator=generator, first=trace.first, run_lengths=runs,
+        rule=rule,
     )  # fmt: skip
 
 

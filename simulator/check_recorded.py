@@ -51,7 +51,7 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
     # Every position counted once, but for those whose draft the end would cut short.
     inside = np.concatenate(
         [
-            np.arange(a, max(a, b - gamma))
+            np.arange(a + trace.first, max(a + trace.first, b - gamma))
             for a, b in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True)
         ]
     )

@@ -29,7 +29,7 @@ POLICIES = (
     "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=24", "confidence",
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
-    "oracle:convention=run+1",
+    "oracle:convention=run+1", "hf-heuristic:persist=persistent", "confidence:roc_update=next_call",
 )  # fmt: skip
 
 

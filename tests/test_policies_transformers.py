@@ -84,8 +84,10 @@ def reference_roc_stream(rounds: list[tuple[list[float], int]], start: float) ->
     return seen
 
 
-def roc_run(policy: Confidence, seed: int, context: int = 9) -> tuple[list[Any], list[float]]:
-    rng = np.random.default_rng(seed)
+def roc_run(policy: Confidence, seed: int) -> tuple[list[Any], list[float]]:
+    """A call's rounds, as (probabilities, accepted), and the threshold after each."""
+    policy.begin_request()
+    context, rng = 9, np.random.default_rng(seed)
     rounds, thresholds = [], []
     for _ in range(12):
         tokens = [Token(prob=float(p)) for p in rng.random(30)]
@@ -108,10 +110,11 @@ def test_roc_update_in_the_call_and_for_the_next_call(seed: int) -> None:
     rounds, thresholds = roc_run(later, seed)
     assert set(thresholds) == {0.4}
     chosen = reference_roc_stream(rounds, 0.4)[-1]
-    rounds, thresholds = roc_run(later, seed + 100, context=5)
+    # The new call starts its history anew but from the threshold it was given, even where its
+    # prompt is as long as the last call's text: the run says where a request begins.
+    rounds, thresholds = roc_run(later, seed + 100)
     assert set(thresholds) == {chosen}
-    # The new call starts its history anew but from the threshold it was given.
-    one_round(later, 0, context=5)
+    later.begin_request()
     assert later._threshold == reference_roc_stream(rounds, chosen)[-1]
 
 

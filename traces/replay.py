@@ -6,7 +6,6 @@ a recording as it runs over real models.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any
@@ -36,7 +35,7 @@ class ReplayDecoder:
         The recording and the index of the request in it.
     first:
         Output position to begin at: 1 if prefill emits the first token (engines),
-        0 if the first verification includes the prompt (transformers).
+        0 if the first verification includes the prompt (transformers); None: the trace's own.
 
     Raises
     ------
@@ -44,7 +43,7 @@ class ReplayDecoder:
         When the policy drafts past the recorded off-path tail.
     """
 
-    def __init__(self, trace: Trace, request: int, first: int = 1) -> None:
+    def __init__(self, trace: Trace, request: int, first: int | None = None) -> None:
         self._trace = trace
         self._info = trace.requests[request]
         tape = self._tape = tape_of(trace)
@@ -55,7 +54,7 @@ class ReplayDecoder:
         self._row_limit, self._signals = tape.row_limit, tape.signals
         # Where a drafted match would be EOS; the drafter stops at it, and only at it.
         self._eos_at = self.length - 1 if self._info.ended == "eos" else -1
-        self.position = min(first, self.length)
+        self.position = min(trace.first if first is None else first, self.length)
 
     @property
     def remaining(self) -> int:
@@ -130,7 +129,9 @@ class RuleReplayDecoder(ReplayDecoder):
         Whether any verdict so far differed from the recorded one.
     """
 
-    def __init__(self, trace: Trace, request: int, rule: VerifyRule, first: int = 1) -> None:
+    def __init__(
+        self, trace: Trace, request: int, rule: VerifyRule, first: int | None = None
+    ) -> None:
         super().__init__(trace, request, first)
         self._rule = rule
         self._scores = score_tape(trace)
@@ -165,7 +166,7 @@ def replay(
     """Replay every request of `trace` under `policy`, in recording order.
 
     ``first`` is the output position decoding begins at (see `ReplayDecoder`); by default
-    ``meta["first"]``, where an imported log says so, or 1.  The fidelity is ``exact``
+    the trace's own (`Trace.first`).  The fidelity is ``exact``
     for a greedy trace, ``exact in distribution`` for a sampled one, and ``approximate``
     where matches were imputed (`Trace.impute`) or the trace says so of itself
     (``meta["fidelity"]``).
@@ -193,10 +194,9 @@ def replay(
             "record one with `draftsim profile`, or choose a policy that reads none"
         )
     if first is None:
-        first = int(trace.meta.get("first", 1))
+        first = trace.first
     own_rule = prepared_rule(rule, trace)
-    # A policy that learns across requests learns within this run, not in the caller's hands.
-    shared = copy.deepcopy(policy)
+    shared = policy.for_run()
     mismatched: list[int] = []
     departed = False
 

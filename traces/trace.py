@@ -110,6 +110,12 @@ class Trace:
         return (self.meta.get("imputed") or {}).get("method") == "rejected"
 
     @cached_property
+    def first(self) -> int:
+        """Output position decoding began at: 1 where prefill emits the first token, as engines
+        do; 0 where the first verification includes the prompt (``meta["first"]``; default 1)."""
+        return int(self.meta.get("first", 1))
+
+    @cached_property
     def signals(self) -> frozenset[str]:
         """The draft signals the recording holds."""
         return frozenset(

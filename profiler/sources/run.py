@@ -121,14 +121,14 @@ class SourceRunner:
         """Decode requests (None: all) with `source` under `policy`, in recording order."""
         check_signals(policy, source)
         chosen = range(len(self.trace.requests)) if requests is None else requests
-        shared = policy.fresh()
+        shared = policy.for_run()
         rounds: list[list[Round]] = []
         calls: list[list[list[Call]]] = []
         outputs: list[list[int]] = []
         wall_s = np.zeros(len(chosen))
         for k, i in enumerate(chosen):
             decoder = self.decoder(source, i)
-            mine = shared if policy.learns_across_requests else policy.fresh()
+            mine = shared.fresh()
             self._wait()
             begin = time.perf_counter()
             rounds.append(list(speculate(decoder, mine)))

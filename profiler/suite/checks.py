@@ -61,11 +61,15 @@ class Checks:
         arms = arms_of(trace, place.quick)
         rounds: dict[str, dict[int, list[Round]]] = {arm.name: {} for arm in arms}
         outputs: dict[str, dict[int, list[int]]] = {arm.name: {} for arm in arms}
+        runs: dict[str, DraftPolicy] = {}
 
         def one(arm: Arm, i: int) -> tuple[float, int]:
             decoder = self._decoder(target, draft, i)
+            if i == 0:  # every sweep begins with the first request, and what it learns anew
+                runs[arm.name] = arm.policy.for_run()
+            policy = runs[arm.name].fresh()
             with timed(self.pair.device) as spent:
-                log = list(speculate(decoder, arm.policy.fresh()))
+                log = list(speculate(decoder, policy))
             rounds[arm.name][i], outputs[arm.name][i] = log, decoder.output
             return spent(), len(log)
 
@@ -135,7 +139,7 @@ class Checks:
 
     def _whole(self, target: Runner, draft: Runner, i: int, policy: DraftPolicy) -> float:
         with timed(self.pair.device) as spent:
-            list(speculate(self._decoder(target, draft, i), policy))
+            list(speculate(self._decoder(target, draft, i), policy.for_run().fresh()))
         return spent()
 
     def _runners(self, mode: str) -> tuple[Runner, Runner]:

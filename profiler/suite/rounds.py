@@ -62,7 +62,7 @@ def run_single(
     """Seconds after prefill, and the rounds, of one request with dictated verdicts."""
     decoder = ForcedDecoder(target, draft, trace, request)
     with timed(target.device) as seconds:
-        log = list(speculate(decoder, policy.fresh()))
+        log = list(speculate(decoder, policy.for_run().fresh()))
     return seconds(), log
 
 

@@ -57,7 +57,7 @@ class Dsi(Overlapped):
                 position, max(segment.drafted, accepted), accepted, emitted, forwards, 1
             )
             # Where plain decoding was first, tokens were confirmed that nobody had drafted.
-            self.emit(slot, outcome, segment.block, max(forwards - accepted, 0))
+            self.emit(slot, outcome, segment.draft, max(forwards - accepted, 0))
 
     def _drafter(self, slot: Slot, segment: _Segment, servers: simpy.Resource) -> Process:
         env, run, left = self.env, segment.run, segment.left
@@ -70,7 +70,8 @@ class Dsi(Overlapped):
                 self._draw(1, "draft model", began, "draft", drafted=len(block))
                 start, ahead = ahead, ahead + len(block)
                 decisive = run < ahead or ahead >= left or not block
-                segment.drafted, segment.block = ahead, block
+                segment.drafted = ahead
+                segment.draft += block
                 segment.confirmed, segment.decided_s = min(run, ahead), env.now
                 verifier = self._verifier(slot, start, len(block), servers, segment, decisive)
                 segment.verifiers.append(env.process(verifier))
@@ -128,5 +129,5 @@ class _Segment:
         self.drafted = 0
         self.confirmed = 0
         self.decided_s = 0.0
-        self.block: list[Any] = []
+        self.draft: list[Any] = []
         self.verifiers: list[simpy.Process] = []

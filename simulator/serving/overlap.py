@@ -77,7 +77,7 @@ class Overlapped(ABC):
         self.env = env
         self.trace = trace
         self.source = source
-        self.policy = policy
+        self.policy = policy.for_run()
         self.lookahead = lookahead
         self.recorder = recorder
         self.devices = devices
@@ -207,4 +207,6 @@ class Overlapped(ABC):
                 self.timeline.round(slot.index, since, now - since, outcome, wasted)
                 self.timeline.tokens(since, now - since, outcome.accepted, wasted)
             slot.last_s = now
-        slot.policy.observe(outcome, draft)
+        # Tokens that plain decoding confirmed before they were drafted teach nothing.
+        accepted = min(outcome.accepted, len(draft))
+        slot.policy.observe(outcome._replace(drafted=len(draft), accepted=accepted), draft)

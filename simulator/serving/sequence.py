@@ -55,6 +55,7 @@ class ServedSequence(ReplayDecoder):
         engine: EngineState,
         rule: VerifyRule | None = None,
     ) -> None:
+        # Whatever the recording did, an engine's prefill emits the first token.
         super().__init__(trace, job.sequence, first=1)
         self._recorded = self.length
         self._seam = self.length

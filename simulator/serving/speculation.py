@@ -6,7 +6,6 @@ are the synchronised styles of static batches.  All return one `Round` per slot,
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +29,8 @@ class Speculation(ABC):
         """One round of every slot; `slots` is not empty."""
 
 
-class PerRequest(Speculation):
-    """A single-stream policy, copied per request; acceptance is ragged.
+class Seats:
+    """The policies of the requests that decode together: one each, of one run.
 
     A policy that learns across requests has one copy per place in the batch, shared by
     the requests that take that place in turn, as in `profiler.batched_styles`: requests
@@ -39,29 +38,43 @@ class PerRequest(Speculation):
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
-        self.policy = copy.deepcopy(policy)
-        self.reads = policy.reads
+        self.policy = policy.for_run()
         self._seats: list[tuple[DraftPolicy, Slot | None]] = []
 
-    def join(self, slot: Slot) -> None:
-        """Give the request its own copy of the policy, or its seat's."""
+    def take(self, slot: Slot) -> DraftPolicy:
+        """The policy of a request that begins to decode."""
         if not self.policy.learns_across_requests:
-            slot.rounds = slot.decoder.rounds(self.policy.fresh())
-            return
+            return self.policy.fresh()
         seat = next((i for i, (_, taken) in enumerate(self._seats) if taken is None), None)
         if seat is None:
             seat = len(self._seats)
-            self._seats.append((copy.deepcopy(self.policy), slot))
+            self._seats.append((self.policy.for_run(), slot))
         policy = self._seats[seat][0]
         self._seats[seat] = policy, slot
-        slot.rounds = slot.decoder.rounds(policy)
+        return policy.fresh()
+
+    def free(self) -> None:
+        """Give up the places of requests that have ended."""
+        for i, (policy, slot) in enumerate(self._seats):
+            if slot is not None and slot.decoder.ended:
+                self._seats[i] = policy, None
+
+
+class PerRequest(Speculation):
+    """A single-stream policy, copied per request (`Seats`); acceptance is ragged."""
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self.reads = policy.reads
+        self._seats = Seats(policy)
+
+    def join(self, slot: Slot) -> None:
+        """Give the request its own copy of the policy, or its seat's."""
+        slot.rounds = slot.decoder.rounds(self._seats.take(slot))
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Each request's next round."""
         rounds = [next(slot.rounds) for slot in slots]
-        for i, (policy, slot) in enumerate(self._seats):
-            if slot is not None and slot.decoder.ended:
-                self._seats[i] = policy, None
+        self._seats.free()
         return rounds
 
 
@@ -98,12 +111,12 @@ class _Synchronised(Speculation):
     """Single-stream policies of a batch whose sequences wait for each other."""
 
     def __init__(self, policy: DraftPolicy) -> None:
-        self.policy = copy.deepcopy(policy)
         self.reads = policy.reads
+        self._seats = Seats(policy)
 
     def join(self, slot: Slot) -> None:
-        """Give the request its own copy of the policy."""
-        slot.policy = self.policy.fresh()
+        """Give the request its own copy of the policy, or its seat's."""
+        slot.policy = self._seats.take(slot)
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Draft as the style says, verify, truncate as the style says."""
@@ -119,6 +132,7 @@ class _Synchronised(Speculation):
         rounds = _commit(slots, drafts, forwards, self._truncate(slots, accepted))
         for slot, outcome, draft in zip(slots, rounds, drafts, strict=True):
             slot.policy.observe(outcome, draft)
+        self._seats.free()
         return rounds
 
     def _draft(self, slots: Sequence[Slot], drafts: list[list[Any]], limits: list[int]) -> None:

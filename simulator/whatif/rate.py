@@ -259,8 +259,11 @@ class InBatch(DraftPolicy):
         vars(self)["reads"] = policy.reads
         vars(self)["learns_across_requests"] = policy.learns_across_requests
 
-    def fresh(self) -> InBatch:
-        return InBatch(self.policy.fresh(), self.batch)
+    def begin_request(self) -> None:
+        self.policy.begin_request()
+
+    def copy(self) -> InBatch:
+        return InBatch(self.policy.copy(), self.batch)
 
     def begin_round(self, load: Load) -> None:
         self.policy.begin_round(load._replace(batch=self.batch))

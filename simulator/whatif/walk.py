@@ -56,7 +56,7 @@ class Walker:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self._first = int(trace.meta.get("first", 1))
+        self._first = trace.first
         self._confidence: dict[tuple[Any, ...], npt.NDArray[np.float64]] = {}
         starts = trace.request_starts
         self.positions = int(starts[-1])
@@ -167,11 +167,12 @@ class Walker:
         """As `_steady`, with a cap that the policy chooses after every round."""
         lengths, runs = stop.tolist(), self._runs.tolist()
         sure = _SureDrafts()
-        shared = copy.deepcopy(policy)
+        shared = policy.for_run()
         visited, drafted = [], []
         for begin, end in zip(self._begins, self._ends, strict=True):
             # These policies change by assignment alone: a shallow copy is a fresh one, and quick.
             mine = shared if shared.learns_across_requests else copy.copy(shared)
+            mine.begin_request()
             at, cap = min(begin + self._first, end), 1
             keep, observe = mine.keep_drafting, mine.observe
             while at < end:

@@ -45,7 +45,7 @@ class Kangaroo(EarlyExit):
 class KangarooReplay(EarlyExitReplay):
     """One recorded request, drafted by the adapter."""
 
-    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int = 1) -> None:
+    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
         super().__init__(trace, request, tape, first)
         self._pending = 0  # positions whose exit states the adapter has not taken in
 

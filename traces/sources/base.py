@@ -86,7 +86,7 @@ class SourceReplay(ABC):
     sampled: ClassVar[bool] = False
     """Whether it can follow sampled outputs."""
 
-    def __init__(self, trace: Trace, request: int, first: int = 1) -> None:
+    def __init__(self, trace: Trace, request: int, first: int) -> None:
         self.info = trace.requests[request]
         starts = trace.request_starts
         true = true_tokens(trace, sampled=self.sampled)

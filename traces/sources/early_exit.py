@@ -158,7 +158,7 @@ class EarlyExitReplay(SourceReplay):
 
     sampled: ClassVar[bool] = True
 
-    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int = 1) -> None:
+    def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
         super().__init__(trace, request, first)
         self._tape = tape
         self._path = tape.recording.path_starts[request]

@@ -27,9 +27,7 @@ EARLIER = "earlier"
 class LookupReplay(SourceReplay):
     """Decodes one recorded request with a lookup over its own true tokens."""
 
-    def __init__(
-        self, trace: Trace, request: int, lookup: Lookup, kind: int, first: int = 1
-    ) -> None:
+    def __init__(self, trace: Trace, request: int, lookup: Lookup, kind: int, first: int) -> None:
         super().__init__(trace, request, first)
         self._lookup, self._kind = lookup, kind
         self._seen = 0

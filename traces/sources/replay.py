@@ -20,14 +20,15 @@ def replay_source(
     *,
     recordings: Recordings | None = None,
     name: str | None = None,
-    first: int = 1,
+    first: int | None = None,
 ) -> RoundLog:
     """Decode every request of `trace` again with `source` drafting, in recording order.
 
     Drafts are verified losslessly: exactly, or by rejection sampling along a sampled trace,
     whose replay is exact in distribution.  Only the target's output is taken from `trace`, and
-    the recordings of sources that need one from `recordings`.  ``first=0`` (lookups only) lets
-    the first verification process the prompt, as transformers does.
+    the recordings of sources that need one from `recordings`.  ``first`` is the output position
+    decoding begins at, by default the trace's own (`Trace.first`); 0 (lookups only) lets the
+    first verification process the prompt, as transformers does.
 
     Raises
     ------
@@ -47,14 +48,14 @@ def replay_source(
         )
     prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
     check_signals(policy, source)
+    first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings or Recordings(), first)
-    shared = policy.fresh()
+    shared = policy.for_run()
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
     for i in range(len(trace.requests)):
         decoder = decoder_of(i)
-        mine = shared if policy.learns_across_requests else policy.fresh()
-        rounds.append(list(speculate(decoder, mine)))
+        rounds.append(list(speculate(decoder, shared.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog(
         RoundLog.pack(rounds), trace.requests, name or type(policy).__name__, source=source.name,

@@ -117,7 +117,7 @@ class StartReplay(SourceReplay):
     """
 
     def __init__(
-        self, trace: Trace, request: int, recording: StartRecording, first: int = 1,
+        self, trace: Trace, request: int, recording: StartRecording, first: int,
         width: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(trace, request, first)
