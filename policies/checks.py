@@ -63,6 +63,10 @@ class ScriptedDecoder:
         self._reads = frozenset(reads)
         self.remaining, self.position = tokens, 0
 
+    def declare(self, reads: Iterable[str]) -> None:
+        """From now on give tokens of which these signals alone can be read."""
+        self._reads = frozenset(reads)
+
     @property
     def load(self) -> Load:
         """A single stream after a prompt of 10 tokens."""
@@ -98,6 +102,7 @@ class _Watched(DraftPolicy):
 
     def __init__(self, policy: DraftPolicy) -> None:
         self.policy = policy
+        vars(self)["reads"] = policy.reads
 
     def begin_round(self, load: Load) -> None:
         self.policy.begin_round(load)

@@ -14,6 +14,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+from policies.guard import SIGNALS as SIGNALS
+from policies.guard import Guarded, UndeclaredSignal
+
 P = TypeVar("P", bound="DraftPolicy")
 
 
@@ -54,9 +57,6 @@ class DraftToken(Protocol):
     def ends(self) -> bool:
         """Whether drafting must end after this token (the draft proposed EOS)."""
         ...
-
-
-SIGNALS = ("token_id", "prob", "entropy", "logit_margin", "prob_margin")
 
 
 class Load(NamedTuple):
@@ -154,7 +154,12 @@ class DraftPolicy(ABC):
 
 
 class Decoder(Protocol):
-    """A sequence being decoded: where drafted tokens and verdicts come from."""
+    """A sequence being decoded: where drafted tokens and verdicts come from.
+
+    The loop shows a policy each token behind a guard that refuses the signals it does not
+    declare.  A decoder with a method ``declare(reads)``, called before the first round, has the
+    guard within its tokens.
+    """
 
     @property
     def position(self) -> int:
@@ -196,6 +201,11 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     ``catch_up`` follows the draft model's cache: a pass per drafted token means the
     last drafted token itself was never processed, so after a fully accepted round the
     next first pass takes that token and the bonus token together.
+
+    Raises
+    ------
+    UndeclaredSignal
+        If the policy reads a signal that it does not declare.
     """
     # Looked up once: this loop is the inner loop of every offline study.
     keep_drafting, observe = policy.keep_drafting, policy.observe
@@ -203,30 +213,41 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     begin_round = policy.begin_round if kind.begin_round is not DraftPolicy.begin_round else None
     submit = policy.submit if kind.submit is not DraftPolicy.submit else None
     draft_one, verify = decoder.draft, decoder.verify
+    # A decoder that is told what the policy declares gives tokens without the rest by itself.
+    declare = getattr(decoder, "declare", None)
+    if declare is not None:
+        declare(policy.reads)
     catch_up = 1
-    while (remaining := decoder.remaining) > 0:
-        position = decoder.position
-        if begin_round is not None:
-            begin_round(decoder.load)
-        draft: list[DraftToken] = []
-        while len(draft) < remaining - 1 and keep_drafting(draft):
-            token = draft_one(draft)
-            if token is None:
-                break
-            draft.append(token)
-            if token.ends:
-                break
-        forwards = len(draft)
-        if submit is not None:
-            del draft[submit(draft) :]
-        drafted = len(draft)
-        accepted = verify(draft)
-        emitted = decoder.position - position
-        outcome = Round(position, drafted, accepted, emitted, forwards, catch_up)
-        observe(outcome, draft)
-        yield outcome
-        if forwards:
-            processed = accepted if accepted < forwards else forwards - 1
-            catch_up = accepted - processed + 1
-        else:
-            catch_up += 1
+    try:
+        while (remaining := decoder.remaining) > 0:
+            position = decoder.position
+            if begin_round is not None:
+                begin_round(decoder.load)
+            draft: list[DraftToken] = []
+            seen: list[Any] = draft if declare is not None else []
+            while len(draft) < remaining - 1 and keep_drafting(seen):
+                token = draft_one(draft)
+                if token is None:
+                    break
+                draft.append(token)
+                if declare is None:
+                    seen.append(Guarded(token, policy.reads))
+                if token.ends:
+                    break
+            forwards = len(draft)
+            if submit is not None:
+                drafted = submit(seen)
+                del draft[drafted:], seen[drafted:]
+            drafted = len(draft)
+            accepted = verify(draft)
+            emitted = decoder.position - position
+            outcome = Round(position, drafted, accepted, emitted, forwards, catch_up)
+            observe(outcome, seen)
+            yield outcome
+            if forwards:
+                processed = accepted if accepted < forwards else forwards - 1
+                catch_up = accepted - processed + 1
+            else:
+                catch_up += 1
+    except UndeclaredSignal as error:
+        raise error.by(policy) from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from policies.core import Round
+from policies.guard import UndeclaredSignal
 from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_stream import Stream
 from profiler.batched_styles import Policy, Style, Synchronise, style_of
@@ -33,7 +34,10 @@ def speculate_batch(
             enter(decoder, style, [queue.popleft() for _ in range(room)])
             continue
         decoder.begin()
-        style.draft(decoder)
+        try:
+            style.draft(decoder)
+        except UndeclaredSignal as error:
+            raise error.by(style.policy) from None
         verdicts = decoder.verify()
         kept = style.keep(verdicts)
         rounds = decoder.commit(verdicts, kept)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from policies.core import Load
+from policies.guard import Guarded
 from profiler.batched_stream import BatchToken, Stream
 from traces.replay import ReplayDecoder
 from traces.trace import Trace
@@ -69,7 +70,8 @@ class ForcedStream(Stream):
 
     def receive(self, token: BatchToken) -> None:
         """Append the recorded token in place of the real one."""
-        self.draft.append(ForcedBatchToken(token, self._script.draft(self.draft)))
+        forced = ForcedBatchToken(token, self._script.draft(self.draft))
+        self.draft.append(Guarded(forced, self.reads))
 
     def judge(self, accepted: int) -> int:
         """The recording's verdict, whatever the models' is."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.core import Load
+from policies.guard import Guarded
 from profiler.sampling import log_probs_at
 from profiler.signals import signals
 from traces.sampling import GREEDY
@@ -119,6 +120,8 @@ class Stream:
         self.draft: list[Any] = []
         self.forwards, self.catch_up = 0, 1
         self.policy: Any = None
+        self.reads: tuple[str, ...] = ()
+        """Signals that the policy declares."""
 
     @property
     def position(self) -> int:
@@ -141,7 +144,7 @@ class Stream:
 
     def receive(self, token: BatchToken) -> None:
         """Append a drafted token."""
-        self.draft.append(token)
+        self.draft.append(Guarded(token, self.reads))
 
     def judge(self, accepted: int) -> int:
         """How many drafted tokens are accepted, where the models agree on `accepted`."""

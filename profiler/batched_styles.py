@@ -47,6 +47,8 @@ class Accepted(Protocol):
 class Style(ABC):
     """Drives the policy or policies of a batch."""
 
+    policy: Policy
+
     @abstractmethod
     def join(self, stream: Stream) -> None:
         """A sequence begins to decode."""
@@ -78,6 +80,7 @@ class PerRequest(Style):
 
     def join(self, stream: Stream) -> None:
         """Give the request its copy of the policy."""
+        stream.reads = self.policy.reads
         if self.policy.learns_across_requests:
             if stream.seat not in self._seats:
                 self._seats[stream.seat] = self.policy.for_run()
@@ -132,7 +135,8 @@ class Jointly(Style):
         self.policy = policy.fresh()
 
     def join(self, stream: Stream) -> None:
-        """Nothing to prepare: the policy belongs to the batch."""
+        """The policy belongs to the batch, and reads of every sequence alike."""
+        stream.reads = self.policy.reads
 
     def draft(self, batch: Batch) -> None:
         """Plan, draft in step, allot."""

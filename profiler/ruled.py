@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policies.guard import Guarded, UndeclaredSignal
 from policies.rules import VerifyRule
 from profiler.sampling import log_probs_at
 from profiler.signals import signals
@@ -79,12 +80,19 @@ def judge(
         if hasattr(token, "fill"):
             token.fill(int(drafted_id), tuple(row[9:]))
     return Judged(
-        rule.accept(draft, scores),
+        _accepted(rule, draft, scores),
         [not score.match for score in scores],
         [score.draft_logit - score.logsumexp for score in scores],
         [int(row[0]) for row in rows],
         [row[1] - row[3] for row in rows],
     )
+
+
+def _accepted(rule: VerifyRule, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+    try:
+        return rule.accept([Guarded(token, rule.reads) for token in draft], scores)
+    except UndeclaredSignal as error:
+        raise error.by(rule) from None
 
 
 def target_numbers(logits: Tensor, drafted: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Errors a person can act on: every message says what, where and what to do."""
 
-
-class DraftsimError(Exception):
-    """Bad input.  The command line prints the message in one line and exits with 2."""
+from policies.errors import DraftsimError as DraftsimError
 
 
 class FileError(DraftsimError):

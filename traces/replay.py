@@ -6,24 +6,20 @@ a recording as it runs over real models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import repeat
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from policies.core import DraftPolicy, Load, Round, speculate
+from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
+from policies.guard import UndeclaredSignal
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from traces.errors import SignalError, TailError
 from traces.rounds import Fidelity, RoundLog
 from traces.scores import prepared_rule, score_tape
-from traces.tape import RecordedToken, tape_of
+from traces.tape import BLANK, END, RecordedToken, tape_of
 from traces.trace import Trace
-
-_DRAFT = RecordedToken(-1, -1, False, *repeat(0.0, 4))
-_EOS = RecordedToken(-1, -1, True, *repeat(0.0, 4))
-"""Stand-ins for the drafts of a recording without signals, which no policy may read."""
 
 
 class ReplayDecoder:
@@ -50,11 +46,16 @@ class ReplayDecoder:
         self._start = tape.starts[request]
         self.length = self._info.tokens
         self._limit = self._info.max_new_tokens
-        self._tokens, self._rows, self._runs = tape.tokens, tape.rows, tape.runs
+        self._rows, self._runs = tape.rows, tape.runs
         self._row_limit, self._signals = tape.row_limit, tape.signals
         # Where a drafted match would be EOS; the drafter stops at it, and only at it.
         self._eos_at = self.length - 1 if self._info.ended == "eos" else -1
+        self._tokens = tape.tokens(SIGNALS)
         self.position = min(trace.first if first is None else first, self.length)
+
+    def declare(self, reads: Collection[str]) -> None:
+        """From now on give tokens of which these signals alone can be read."""
+        self._tokens = self._tape.tokens(reads)
 
     @property
     def remaining(self) -> int:
@@ -77,7 +78,7 @@ class ReplayDecoder:
         if not self._signals:
             drafted = len(so_far)
             at_eos = self.position + drafted == self._eos_at and self._runs[start] > drafted
-            return _EOS if at_eos else _DRAFT
+            return END if at_eos else BLANK
         row = self._rows[start] + len(so_far)
         if row >= self._row_limit[start]:
             raise TailError(
@@ -86,7 +87,7 @@ class ReplayDecoder:
                 f"(max_gamma={self._trace.max_gamma}): lower its maximum, "
                 "or record with a larger --max-gamma"
             )
-        return self._tokens[row] or self._tape.make(row)
+        return self._tokens.known[row] or self._tokens.make(row)
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept the leading matches and move on to where the output then stands."""
@@ -135,13 +136,18 @@ class RuleReplayDecoder(ReplayDecoder):
         super().__init__(trace, request, first)
         self._rule = rule
         self._scores = score_tape(trace)
+        self._read = self._tape.tokens(rule.reads)
         self.mismatched: list[int] = []
         self.departed = False
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept what the rule accepts and move on by as many tokens."""
-        scores = self._scores.rows(draft[0].row, len(draft)) if draft else []
-        accepted = self._rule.accept(draft, scores)
+        row, count = self._rows[self._start + self.position], len(draft)
+        scores = self._scores.rows(row, count)
+        try:
+            accepted = self._rule.accept(self._read.rows(row, count), scores)
+        except UndeclaredSignal as error:
+            raise error.by(self._rule) from None
         verdicts = [score.match for score in scores]
         seen = verdicts[: accepted + 1 + self._rule.look_ahead]
         if None in seen:

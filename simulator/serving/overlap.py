@@ -24,6 +24,7 @@ from simulator.serving.source import Events, Source
 from simulator.serving.timeline import Timeline
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
+from traces.tape import BLANK
 from traces.trace import Trace
 
 TRACKS = ("target", "draft")
@@ -145,6 +146,7 @@ class Overlapped(ABC):
             slot.context += 1
             recorder.tokens += 1
             slot.policy = self.policy.fresh()
+            slot.decoder.declare(self.policy.reads)
             yield from self.decode(slot)
             recorder.busy_s += env.now - start
             recorder.peak_batch = 1
@@ -171,10 +173,10 @@ class Overlapped(ABC):
         so_far: list[Any] = [None] * ahead
         while len(draft) < limit and policy.keep_drafting(draft):
             # A policy that reads nothing needs no recorded token, so no tail can run out.
-            token = None if self._blank else decoder.draft(so_far)
+            token = BLANK if self._blank else decoder.draft(so_far)
             draft.append(token)
             so_far.append(token)
-            if token is not None and token.ends:
+            if token.ends:
                 break
         return draft
 

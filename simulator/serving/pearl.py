@@ -27,7 +27,7 @@ class Pearl(Overlapped):
         while not decoder.ended:
             left = decoder.limit_left
             # Nothing follows a drafted end of the output, right or wrong.
-            ended = bool(pending) and pending[-1] is not None and pending[-1].ends
+            ended = bool(pending) and pending[-1].ends
             # A recording holds no draft of the limit's last token after a mismatch.
             room = left - len(pending) - (not self._blank)
             block = self.block(

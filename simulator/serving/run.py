@@ -11,6 +11,7 @@ import numpy as np
 from policies.basic import Autoregressive
 from policies.batch import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
+from policies.guard import UndeclaredSignal
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from simulator.serving.clock import Clock
@@ -92,8 +93,8 @@ def simulate(
 
     Raises
     ------
-    SignalError, TailError
-        If the trace lacks what the policy reads.
+    SignalError, TailError, UndeclaredSignal
+        If the trace lacks what the policy reads, or the policy does not declare it.
     DraftsimError
         If mode and policy do not fit, or the latency table lacks a model that must run.
     """
@@ -154,12 +155,15 @@ def simulate(
     process = env.process(server.run())
     source.start(server)
     status = "complete"
-    if scenario.max_time_s is None:
-        env.run(until=process)
-    else:
-        env.run(until=process | env.timeout(scenario.max_time_s))
-        if process.is_alive:
-            status = f"stopped at max_time_s={scenario.max_time_s:g}"
+    try:
+        if scenario.max_time_s is None:
+            env.run(until=process)
+        else:
+            env.run(until=process | env.timeout(scenario.max_time_s))
+            if process.is_alive:
+                status = f"stopped at max_time_s={scenario.max_time_s:g}"
+    except UndeclaredSignal as error:
+        raise error.by(policy) from None
     if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
         status = f"stopped at max_tokens={scenario.max_tokens}"
     recorder.enter(env.now, 0)

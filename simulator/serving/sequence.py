@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from policies.core import DraftPolicy, Load, Round, speculate
+from policies.guard import UndeclaredSignal
 from policies.rules import VerifyRule
 from simulator.serving.arrivals import Job
 from traces.replay import ReplayDecoder
 from traces.scores import score_tape
-from traces.tape import RecordedToken
+from traces.tape import BLANK, RecordedToken
 from traces.trace import Trace
 
 
@@ -66,6 +67,7 @@ class ServedSequence(ReplayDecoder):
         self._engine = engine
         self._rule = rule
         self._scores = None if rule is None else score_tape(trace)
+        self._read = self._tape.tokens(() if rule is None else rule.reads)
         self.prompt = job.prompt_tokens
         self.position = 1
         if self.length > 1 and self._seam == 1:
@@ -123,10 +125,11 @@ class ServedSequence(ReplayDecoder):
         )
         submit = policy.submit if kind.submit is not DraftPolicy.submit else None
         silent = kind.observe is DraftPolicy.observe
-        signals, tokens, rows, runs = self._signals, self._tokens, self._rows, self._runs
-        row_limit, unknown, make = self._row_limit, self._tape.unknown, self._tape.make
+        self.declare(policy.reads)
+        signals, rows, runs = self._signals, self._rows, self._runs
+        tokens, make = self._tokens.known, self._tokens.make
+        row_limit, unknown = self._row_limit, self._tape.unknown
         most, length, new = self._cap - 1, self.length, tuple.__new__
-        blank = RecordedToken(-1, -1, False, 0.0, 0.0, 0.0, 0.0)
         catch_up = 1
         while (position := self.position) < length:
             if begin_round is not None:
@@ -158,7 +161,7 @@ class ServedSequence(ReplayDecoder):
                     if forwards == end < run:
                         append(self.draft(draft))  # the drafted end of the output
                         break
-                    append(blank)
+                    append(BLANK)
             drafted = forwards = len(draft)
             if submit is not None:
                 del draft[submit(draft) :]
@@ -193,8 +196,12 @@ class ServedSequence(ReplayDecoder):
         `traces.replay.RuleReplayDecoder`.
         """
         if self._scores is not None and self._rule is not None:
-            scores = self._scores.rows(draft[0].row, len(draft)) if draft else []
-            return self._rule.accept(draft, scores)
+            row, count = self._rows[self._start + self.position], len(draft)
+            scores = self._scores.rows(row, count)
+            try:
+                return self._rule.accept(self._read.rows(row, count), scores)
+            except UndeclaredSignal as error:
+                raise error.by(self._rule) from None
         start = self._start + self.position
         run = self._runs[start]
         if run < len(draft) and start + run in self._tape.unknown:

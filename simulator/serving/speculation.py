@@ -86,7 +86,8 @@ class Jointly(Speculation):
         self.reads = policy.reads
 
     def join(self, slot: Slot) -> None:
-        """Nothing to prepare: the policy belongs to the engine."""
+        """The policy belongs to the engine, which tells the request what it reads."""
+        slot.decoder.declare(self.reads)
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Plan, draft in lockstep, allot, verify, observe."""
@@ -117,6 +118,7 @@ class _Synchronised(Speculation):
     def join(self, slot: Slot) -> None:
         """Give the request its own copy of the policy, or its seat's."""
         slot.policy = self._seats.take(slot)
+        slot.decoder.declare(self.reads)
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Draft as the style says, verify, truncate as the style says."""

@@ -108,7 +108,7 @@ class Walker:
             ]
             self._confidence[key] = np.array(
                 [
-                    policy.confidence(RecordedToken(-1, -1, False, 0.0, *values))
+                    policy.confidence(RecordedToken(-1, False, 0.0, *values))
                     for values in zip(*fields, strict=True)
                 ]
             )
@@ -198,7 +198,7 @@ class Walker:
 class _SureDrafts(dict[int, list[RecordedToken]]):
     """By length, drafts of tokens that no test of a token would stop at."""
 
-    token = RecordedToken(-1, -1, False, 1.0, 0.0, float("inf"), 1.0)
+    token = RecordedToken(-1, False, 1.0, 0.0, float("inf"), 1.0)
 
     def __missing__(self, length: int) -> list[RecordedToken]:
         made = self[length] = [self.token] * length
