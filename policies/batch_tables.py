@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from policies.batch import BatchPolicy, KeptInStep
+from policies.batch import KeptInStep
 from policies.core import Load
 from policies.parameters import flag, whole
 
@@ -41,7 +41,7 @@ class BatchTable(KeptInStep):
         super().__init__(max(row[-1] for row in table), in_step)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        batch = loads[0].batch + loads[0].prefilling
+        batch = running(loads)
         rows = self._ranges[0][1]
         for start, candidates in self._ranges:
             if start > batch:
@@ -99,37 +99,87 @@ def _checked(table: Sequence[Sequence[int]]) -> list[tuple[int, list[tuple[int, 
     return ranges
 
 
-class DisableByBatchSize(BatchPolicy):
+class SwitchedOff(KeptInStep):
+    """Speculation is switched off for requests, for good, as vLLM v0's worker does.
+
+    spec_decode/spec_decode_worker.py: a step that plans no drafts sets the number of drafts of
+    every request in it to 0, and nothing ever sets it back.  Such a step skips the draft model.
+    A step that could draft, but whose requests are all switched off, runs it once, so that its
+    cache stays in step (`KeptInStep`).
+
+    Parameters
+    ----------
+    longest, in_step:
+        Of `KeptInStep`.
+    forever:
+        False: a K of 0 is the step's alone, and the draft model rests in it.
+    """
+
+    def __init__(self, longest: int, forever: bool, in_step: bool) -> None:
+        super().__init__(longest, in_step)
+        flag("forever", forever)
+        self.forever = forever
+        self._off: set[Hashable] = set()
+
+    def resting(self, queue: int) -> bool:
+        """Whether nothing is drafted this step, whatever `plan` would say, at so many requests."""
+        del queue
+        return False
+
+    def switched(self, queue: int) -> None:
+        """Called where `plan` gave 0, with the requests that were running."""
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        queue = running(loads)
+        self._verified = 0
+        if not self.forever:
+            self._verified = self.plan(loads)
+        elif self.resting(queue):
+            self._off.update(requests)
+        elif self._off.issuperset(requests):
+            return [int(self.in_step)] * len(requests)
+        else:
+            self._verified = self.plan(loads)
+            if not self._verified:
+                self._off.update(requests)
+                self.switched(queue)
+        return [0 if request in self._off else self._verified for request in requests]
+
+
+def running(loads: Sequence[Load]) -> int:
+    """Requests of an iteration: those that decode, and those whose prompts share it."""
+    return loads[0].batch + loads[0].prefilling
+
+
+class DisableByBatchSize(SwitchedOff):
     """No speculation at `threshold` running requests or more (vLLM v0 ``disable_by_batch_size``).
 
     Reads no signal.  In v0 every request of such a batch lost speculation for good, not
     just for the step: with ``forever`` the requests are remembered by the ids that
-    `plan_each` receives.  An engine that calls `plan` alone sees the step's decision.
+    `plan_each` receives (`SwitchedOff`).  An engine that calls `plan` alone sees the step's
+    decision.
 
     Parameters
     ----------
     gamma:
         Draft length below the threshold.
     threshold:
-        Batch size from which on nothing is drafted; 32 is ours.
+        Running requests from which on nothing is drafted; 32 is ours.
+    forever, in_step:
+        Of `SwitchedOff`.
     """
 
-    def __init__(self, gamma: int = 5, threshold: int = 32, forever: bool = True) -> None:
+    def __init__(
+        self, gamma: int = 5, threshold: int = 32, forever: bool = True, in_step: bool = True
+    ) -> None:
         whole("gamma", gamma, 0)
         whole("threshold", threshold, 1)
-        flag("forever", forever)
+        super().__init__(gamma, forever, in_step)
         self.gamma = gamma
         self.threshold = threshold
-        self.forever = forever
-        self._disabled: set[Hashable] = set()
+
+    def resting(self, queue: int) -> bool:
+        return queue >= self.threshold
 
     def plan(self, loads: Sequence[Load]) -> int:
-        return 0 if loads[0].batch >= self.threshold else self.gamma
-
-    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
-        cap = self.plan(loads)
-        if not self.forever:
-            return [cap] * len(loads)
-        if cap == 0:
-            self._disabled.update(requests)
-        return [0 if request in self._disabled else cap for request in requests]
+        return 0 if self.resting(running(loads)) else self.gamma

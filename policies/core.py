@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from policies.guard import SIGNALS as SIGNALS
+from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
 from policies.guard import Guarded, UndeclaredSignal
 
 P = TypeVar("P", bound="DraftPolicy")

@@ -14,7 +14,10 @@ class DraftAndVerify(DraftPolicy):
     """Stops after a token the draft gave less than an adapting threshold (Draft&Verify, eq. 4).
 
     Zhang et al. 2024, "Draft & Verify: lossless LLM acceleration via self-speculative
-    decoding", and its released code.  The trigger token is kept.
+    decoding", and its released code.  The trigger token is kept.  That code compares the
+    draft's softmax at T = 1 before any top-p, also where it samples; here it is the probability
+    the token was drawn with.  The two are one in greedy decoding, and at temperature 1 without
+    top-p.
 
     Parameters
     ----------

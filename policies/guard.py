@@ -61,13 +61,18 @@ def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
     What `reads` names is read as fast as of `kind` itself, so that a replay's inner loop pays
     nothing; a value given for another signal is dropped.
     """
-    return _guarded(kind, frozenset(reads))
+    made: type[T] = _guarded(kind, frozenset(reads))  # type: ignore[arg-type]
+    return made
 
 
 @cache
 def _guarded(kind: type[Any], reads: frozenset[str]) -> type[Any]:
     refused = {name: _refusal(name) for name in SIGNALS if name not in reads}
-    return type(kind.__name__, (kind,), {"__slots__": (), **refused}) if refused else kind
+    return (
+        type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **refused})
+        if refused
+        else kind
+    )
 
 
 def _refusal(name: str) -> property:

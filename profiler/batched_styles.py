@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from policies.batch import BatchPolicy
 from policies.core import DraftPolicy, Round
@@ -47,7 +47,8 @@ class Accepted(Protocol):
 class Style(ABC):
     """Drives the policy or policies of a batch."""
 
-    policy: Policy
+    policy: Any
+    """The run's own."""
 
     @abstractmethod
     def join(self, stream: Stream) -> None:
@@ -75,7 +76,7 @@ class PerRequest(Style):
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
-        self.policy = policy.for_run()
+        self.policy: DraftPolicy = policy.for_run()
         self._seats: dict[int, DraftPolicy] = {}
 
     def join(self, stream: Stream) -> None:
@@ -132,7 +133,7 @@ class Jointly(Style):
     """A batch policy that decides for all sequences of an iteration together."""
 
     def __init__(self, policy: BatchPolicy) -> None:
-        self.policy = policy.fresh()
+        self.policy: BatchPolicy = policy.fresh()
 
     def join(self, stream: Stream) -> None:
         """The policy belongs to the batch, and reads of every sequence alike."""

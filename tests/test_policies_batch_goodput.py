@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from policies import Goodput, TextbookCost, TurboSpec
+from policies import Goodput, Load, Round, TextbookCost, TurboSpec
 from tests.batch_rounds import loads, outcomes
 
 
 def test_goodput_against_a_scan_by_hand() -> None:
     cost = TextbookCost(target=1.0, draft=0.3)
-    policy = Goodput(gamma_max=4, warmup=3, cost=cost)
+    # Configured rates of 1 make the warm-up draft all it may.
+    policy = Goodput(gamma_max=4, warmup=3, acceptance=1.0, cost=cost)
     for accepted in ([4, 2], [1, 0], [3, 2]):
         assert policy.plan(loads(2)) == 4
         policy.observe(outcomes(4, accepted))
@@ -28,6 +31,28 @@ def test_goodput_breaks_ties_downwards_and_cannot_explore_upwards() -> None:
     never = Goodput(gamma_max=4, warmup=1, cost=free)
     never.observe(outcomes(4, [0, 0]))
     assert never.plan(loads(2)) == 0
+
+
+def test_goodput_warms_up_on_the_configured_rates() -> None:
+    rates = [0.68, 0.39, 0.20, 0.10, 0.06, 0.03, 0.02]
+    cost = TextbookCost(target=1.0, draft=0.15)
+    policy = Goodput(gamma_max=7, acceptance=rates, cost=cost)
+    values = [(1 + sum(rates[:k])) / (1 + 0.15 * k) for k in range(8)]
+    chosen = int(np.argmax(values))
+    assert 0 < chosen < 7
+    for _ in range(10):
+        assert policy.plan(loads(3)) == chosen
+        policy.observe(outcomes(chosen, [0, 0, 0]))
+    assert policy.plan(loads(3)) == 0, "from the eleventh iteration on what was measured counts"
+    with pytest.raises(ValueError, match="acceptance has 7 rates, expected one for each"):
+        Goodput(gamma_max=8, acceptance=rates)
+
+
+def test_goodput_keeps_the_draft_in_step_at_zero() -> None:
+    for in_step in (True, False):
+        policy = Goodput(gamma_max=4, acceptance=0.0, in_step=in_step)
+        assert policy.plan_each(["a", "b"], loads(2)) == [int(in_step)] * 2
+        assert policy.allot([[None], []]) == [0, 0]
 
 
 @pytest.mark.parametrize(("a", "c"), [(0.6, 0.1), (0.7, 0.1), (0.8, 0.05), (0.8, 0.1), (0.9, 0.2)])
@@ -66,3 +91,84 @@ def test_turbospec_batch_variant_never_turns_off_after_its_first_scan() -> None:
     for _ in range(5):
         policy.observe(outcomes(1, [0, 0]))
         assert policy.plan(loads(4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("variant", "draft", "then"),
+    # 1.5 / (1 + draft) against 1.1 for dsd; against 1, with 5 % overhead, for batch-dsd.
+    [("dsd", 0.35, 1), ("dsd", 0.37, 0), ("batch-dsd", 0.44, 1), ("batch-dsd", 0.47, 0)],
+)
+def test_only_the_batch_variant_charges_an_overhead(variant: str, draft: float, then: int) -> None:
+    cost = TextbookCost(1.0, draft)
+    policy = TurboSpec(variant, gamma_max=1, acceptance=0.5, cost=cost)  # type: ignore[arg-type]
+    assert policy.plan(loads(4)) == then
+
+
+class Worker:
+    """The fork's worker, step by step: which requests draft how much, and does the draft run."""
+
+    def __init__(self, scans: Sequence[int], every: int) -> None:
+        self.scans, self.every = iter(scans), every
+        self.tokens: dict[str, int] = {}
+        self.close_at: float = float("inf")
+        self.close_steps = self.sd_steps = self.proposed = 0
+
+    def step(self, requests: Sequence[str], queue: int) -> tuple[list[int], bool]:
+        for request in requests:
+            self.tokens.setdefault(request, 9)
+        if queue >= self.close_at:
+            self.close_steps += 1
+        if self.close_steps % 100 == 0:
+            self.close_at, self.close_steps = float("inf"), 0
+        if queue >= self.close_at:
+            self.tokens.update(dict.fromkeys(requests, 0))
+            return [0] * len(requests), False
+        if not any(self.tokens[r] for r in requests):
+            return [0] * len(requests), True
+        if self.sd_steps % self.every == 0:
+            self.proposed = next(self.scans)
+        self.sd_steps += 1
+        if self.proposed == 0:
+            self.tokens.update(dict.fromkeys(requests, 0))
+            self.close_at = queue
+            return [0] * len(requests), False
+        return [self.proposed if self.tokens[r] else 0 for r in requests], True
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_turbospec_switches_off_as_its_fork_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scans = rng.choice([0, 0, 2, 3], 400).tolist()
+    worker = Worker(scans, 4)
+    policy = TurboSpec(interval=4)
+    given = iter(scans)
+    policy._scan = lambda seconds: next(given)  # type: ignore[method-assign]
+    active: list[str] = []
+    born = 0
+    rested = passed = drafted = 0
+    for _ in range(600):
+        active = [r for r in active if rng.random() > 0.08]
+        while len(active) < 1 or (len(active) < 5 and rng.random() < 0.2):
+            active.append(f"r{born}")
+            born += 1
+        prefilling = int(rng.integers(0, 2))
+        theirs, runs = worker.step(active, len(active) + prefilling)
+        load = [Load(len(active), 50, None, prefilling)] * len(active)
+        caps = policy.plan_each(active, load)
+        lengths = policy.allot([[None] * c for c in caps])
+        assert list(lengths) == theirs
+        assert any(caps) == runs
+        policy.observe([Round(0, n, 0, 1, n, 1) for n in theirs])
+        rested, passed = rested + (not runs), passed + (runs and not any(theirs))
+        drafted += any(theirs)
+    assert min(rested, passed, drafted) > 0
+
+
+def test_turbospec_may_leave_requests_on() -> None:
+    policy = TurboSpec(acceptance=0.0, interval=2, forever=False)
+    assert policy.plan_each(["a"], loads(1)) == [0]
+    policy.observe(outcomes(0, [0]))
+    policy._acceptance = 0.9
+    assert policy.plan_each(["a"], loads(1)) == [0]
+    policy.observe(outcomes(0, [0]))
+    assert policy.plan_each(["a"], loads(1))[0] > 0

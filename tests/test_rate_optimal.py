@@ -167,6 +167,30 @@ def test_looks_past_a_jump_of_the_cost() -> None:
     assert length(RateOptimal(2.2, 12, 0.9, cost=Step()), [0.9] * 12) > 1
 
 
+def test_estimates_are_told_the_place_of_the_token_they_read() -> None:
+    """Both the token's own and that of the one after it: its offset in the draft, from 0."""
+    asked: list[tuple[str, float, int]] = []
+
+    class Noting(ConstantAcceptance):
+        reads = ("prob",)
+
+        def __init__(self, name: str) -> None:
+            super().__init__(0.9)
+            self.name = name
+
+        def __call__(self, token: Any, offset: int) -> float:
+            asked.append((self.name, token.prob, offset))
+            return super().__call__(token, offset)
+
+    policy = RateOptimal(1.5, 6, 0.9, estimator=Noting("own"), following=Noting("next"))
+    probs = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert length(policy, probs) > 2
+    for name in ("own", "next"):
+        places = {(p, offset) for n, p, offset in asked if n == name}
+        assert len(places) > 2
+        assert all(probs[offset] == p for p, offset in places)
+
+
 def test_drops_drafts_not_worth_verifying() -> None:
     dear = TextbookCost(draft=0.01, per_token=0.2)
     kept = RateOptimal(2.0, 4, 0.9, cost=dear)

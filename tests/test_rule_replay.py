@@ -27,6 +27,7 @@ from tests.made_up import (
     record,
     without,
 )
+from traces.errors import SignalError
 from traces.quality import own_choice_share
 from traces.replay import RuleReplayDecoder, replay
 from traces.rounds import RoundLog
@@ -149,3 +150,33 @@ def test_refusing_a_match_leaves_a_sampled_path_but_not_a_greedy_one() -> None:
     assert (log.rounds["emitted"] == 1).all()
     sampled = without(TRACE, sampling={"temperature": 1.0})
     assert replay(sampled, Fixed(2), Distrust()).fidelity == "approximate"
+    # A rule that calls itself lossy and yet takes the leading matches stays on the path.
+    log = replay(sampled, Fixed(2), LeadingMatches())
+    assert log.fidelity == "exact in distribution"
+    assert (log.rounds["accepted"] > 0).any()
+
+
+class LeadingMatches(VerifyRule):
+    """Accepts what exact matching would."""
+
+    needs = ("match",)
+
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return [*(score.match for score in scores), False].index(False)
+
+
+def test_only_the_verdicts_that_decided_need_to_be_known() -> None:
+    """One behind the refused token may be unknown; the refused token's own may not."""
+    starts = TRACE.request_starts
+    runs = TRACE.run_lengths[starts[0] : starts[1]]
+    at = int(np.flatnonzero(runs[:-3] >= 2)[0])
+    match = TRACE.columns["match"].copy()
+    match[TRACE.on_path[at + 1]] = -1
+    columns = {**TRACE.columns, "match": match}
+    trace = Trace(columns, TRACE.requests, TRACE.max_gamma, TRACE.meta)
+    decoder = RuleReplayDecoder(trace, 0, Distrust(), at)
+    first = next(speculate(decoder, Fixed(2)))
+    assert (first.drafted, first.accepted) == (2, 0)
+    decoder = RuleReplayDecoder(trace, 0, LeadingMatches(), at + 1)
+    with pytest.raises(SignalError, match=f"not observed at position {at + 1}"):
+        next(speculate(decoder, Fixed(1)))

@@ -76,3 +76,12 @@ def test_bounds_end_a_run():
 def test_impossible_values_are_refused(make, message):
     with pytest.raises(DraftsimError, match=message):
         make()
+
+
+def test_a_look_ahead_of_none_drafts_nothing():
+    limits = Limits(lookahead=0)
+    run = simulate(SMALL, CONSTANT, Fixed(3), Scenario(Poisson(1), limits, requests=5, warmup=0.0))
+    assert run.recorder.drafted == 0
+    assert run.recorder.tokens == 5 * 40
+    with pytest.raises(DraftsimError, match="lookahead is -1, expected at least 0"):
+        Limits(lookahead=-1)

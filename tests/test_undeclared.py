@@ -139,6 +139,7 @@ def test_rules_are_held_to_what_they_declare() -> None:
 
     with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
         replay(TRACE, Fixed(4), NosyRule())
+    prompt = bundled.pair().encode(bundled.prompts()[0].text)
+    real = speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=NosyRule()), Fixed(4))
     with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
-        prompt = bundled.pair().encode(bundled.prompts()[0].text)
-        list(speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=NosyRule()), Fixed(4)))
+        next(real)

@@ -1,6 +1,6 @@
 """Errors a person can act on: every message says what, where and what to do."""
 
-from policies.errors import DraftsimError as DraftsimError
+from policies.errors import DraftsimError as DraftsimError  # noqa: PLC0414
 
 
 class FileError(DraftsimError):
