@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from traces.logs import logged_trace
 
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.basic import Fixed
@@ -22,7 +23,6 @@ from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
 from traces.errors import DraftsimError
-from traces.logs import logged_trace
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.schema import Request

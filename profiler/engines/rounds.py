@@ -7,13 +7,13 @@ the rounds to those of the replay.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from policies.batch import BatchPolicy
 from policies.core import DraftPolicy, Round
+from policies.guard import Guarded
 from profiler.engines.drafts import Drafts
 
 Policy = DraftPolicy | BatchPolicy
@@ -76,7 +76,7 @@ class PerRequest(Rounds):
     """
 
     def __init__(self, policy: DraftPolicy, longest: int) -> None:
-        self.policy, self.longest = copy.deepcopy(policy), longest
+        self.policy, self.longest = policy.for_run(), longest
         self._seats: list[tuple[DraftPolicy, bool]] = []
 
     def join(self, stream: Stream) -> None:
@@ -86,7 +86,7 @@ class PerRequest(Rounds):
         free = next((i for i, (_, taken) in enumerate(self._seats) if not taken), None)
         if free is None:
             free = len(self._seats)
-            self._seats.append((copy.deepcopy(self.policy), True))
+            self._seats.append((self.policy.for_run(), True))
         policy = self._seats[free][0]
         self._seats[free] = policy, True
         stream.policy, stream.seat = policy.fresh(), free
@@ -103,16 +103,18 @@ class PerRequest(Rounds):
         assert policy is not None
         policy.begin_round(drafts.load._replace(batch=batch, prefilling=prefilling))
         draft: list[Any] = []
+        seen: list[Any] = []
         limit = min(drafts.remaining - 1, self.longest)
-        while len(draft) < limit and policy.keep_drafting(draft):
+        while len(draft) < limit and policy.keep_drafting(seen):
             token = drafts.draft(draft)
             if token is None:
                 break
             draft.append(token)
+            seen.append(Guarded(token, policy.reads))
             if token.ends:
                 break
         stream.forwards = len(draft)
-        del draft[policy.submit(draft) :]
+        del draft[policy.submit(seen) :]
         stream.pending = draft
         return drafts.ids(draft)
 
@@ -122,7 +124,7 @@ class PerRequest(Rounds):
         for stream, tokens, seen in zip(streams, emitted, verified, strict=True):
             outcome, draft = stream.settle(tokens, seen)
             assert stream.policy is not None
-            stream.policy.observe(outcome, draft)
+            stream.policy.observe(outcome, [Guarded(t, stream.policy.reads) for t in draft])
 
 
 class Jointly(Rounds):
@@ -140,10 +142,13 @@ class Jointly(Rounds):
             for cap, s in zip(caps, streams, strict=True)
         ]
         drafts: list[list[Any]] = [[] for _ in streams]
+        seen: list[list[Any]] = [[] for _ in streams]
         active = [i for i, limit in enumerate(limits) if limit > 0]
-        while active and policy.keep_drafting(drafts):
+        while active and policy.keep_drafting(seen):
             active = [i for i in active if self._grow(streams[i], drafts[i], limits[i])]
-        for stream, draft, length in zip(streams, drafts, policy.allot(drafts), strict=True):
+            for own, draft in zip(seen, drafts, strict=True):
+                own += [Guarded(token, policy.reads) for token in draft[len(own) :]]
+        for stream, draft, length in zip(streams, drafts, policy.allot(seen), strict=True):
             stream.forwards = len(draft)
             stream.pending = draft[:length]
         return [s.drafts.ids(s.pending) for s in streams]

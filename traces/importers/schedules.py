@@ -92,10 +92,10 @@ class Replayed:
 
     def __init__(self, policy: DraftPolicy) -> None:
         self.policy = policy
-        self._shared = policy.fresh()
+        self._shared = policy.for_run()
 
     def __call__(self, turn: LoggedTurn, first: int) -> list[LoggedRound]:
-        policy = self._shared if self.policy.learns_across_requests else self.policy.fresh()
+        policy = self._shared.fresh()
         rounds, position = [], first
         for number, accepted in enumerate(turn.accepted, 1):
             policy.begin_round(Load(1, position))
