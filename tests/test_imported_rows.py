@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from traces.logs import logged_trace
 
 from policies import parse_policy
 from policies.core import speculate
 from tests.test_import_specbench import LIMIT, SPS, VANILLA, log_file, recorded
 from traces.files import write_trace
+from traces.importers.rows import logged_trace
 from traces.importers.specbench import import_specbench
 from traces.replay import ReplayDecoder, replay
 from traces.schema import Request

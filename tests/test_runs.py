@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from traces.logs import logged_trace
 
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.basic import Fixed
@@ -23,6 +22,7 @@ from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
 from traces.errors import DraftsimError
+from traces.importers.rows import logged_trace
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.schema import Request
