@@ -153,9 +153,9 @@ def simulate(
         else:
             server = Engine(*parts)
     process = env.process(server.run())
-    source.start(server)
     status = "complete"
     try:
+        source.start(server)
         if scenario.max_time_s is None:
             env.run(until=process)
         else:

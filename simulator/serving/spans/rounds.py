@@ -14,6 +14,7 @@ from policies.core import DraftPolicy, Round
 from policies.rules import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
+from traces.errors import DraftsimError
 from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
@@ -58,6 +59,7 @@ class RoundTable:
     def __init__(self, rounds: Iterator[Round]) -> None:
         self._more = rounds
         self._last = 1
+        self._refusal: DraftsimError | None = None
         self._rounds: Ints = np.empty((0, len(Round._fields)), np.int64)
         self.added: Ints = np.empty((ROWS, 0), np.int64)
         self.after: Ints = np.empty(0, np.int64)
@@ -76,12 +78,21 @@ class RoundTable:
     def _replay(self, tokens: int) -> None:
         # In doubling steps, so that a long request does not make the arrays anew every time.
         goal = max(tokens, min(2 * self._last, LONGEST))
+        if self._refusal is not None:
+            raise self._refusal
         new = []
-        for outcome in self._more:
-            new.append(outcome)
-            self._last = outcome.position + outcome.emitted
-            if self._last >= goal:
-                break
+        before = self._last
+        try:
+            for outcome in self._more:
+                new.append(outcome)
+                self._last = outcome.position + outcome.emitted
+                if self._last >= goal:
+                    break
+        except DraftsimError as error:
+            # Tables are kept, and a replay that raised gives no more rounds: the next run that
+            # reads this one has to be told as well.
+            self._refusal, self._last = error, before
+            raise
         self._rounds = np.concatenate([self._rounds, np.array(new, np.int64)])
         position, drafted, accepted, emitted, forwards, catch_up = self._rounds.T
         drafting = forwards > 0
