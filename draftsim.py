@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import sys
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from commands import (
     calibrate,
+    catalogue,
     check,
     demo,
     fetch,
@@ -28,7 +30,24 @@ from traces.errors import DraftsimError
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
+
+INTERRUPTED = 130
+STOPPED = "stopped; nothing is half-written, and the same command goes on where it can"
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"draftsim {version('draftsim')}")
+        except PackageNotFoundError:
+            print("draftsim, not installed")
+        raise typer.Exit
+
+
 app = typer.Typer(
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,8 +66,19 @@ app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("papers")(papers.papers)
 app.command("fetch")(fetch.fetch)
-app.command("list")(simulate.list_recordings)
+app.command("list")(catalogue.list_all)
 app.command("import")(imports.import_file)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Predicts what speculative decoding will do, from one profiling run of a real pair."""
+    del version
 
 
 def main() -> None:
@@ -62,6 +92,12 @@ def main() -> None:
     except UsageError as error:
         # The message by itself does not name the option.
         _fail(error.format_message(), 2)
+    except OSError as error:
+        # Where nobody said it better: a full disk, a folder that may only be read.
+        if error.errno == errno.EPIPE or error.errno is None:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        _fail(f"{place}{error.strerror}: free some space, or choose another place to write to", 2)
     except RuntimeError as error:
         # By name: torch is not imported for commands that need no models.
         if type(error).__name__ != "OutOfMemoryError":
@@ -72,8 +108,11 @@ def main() -> None:
             "can", 2,
         )  # fmt: skip
     except (KeyboardInterrupt, typer.Abort):
-        _fail("stopped; the same command goes on where it can", 130)
+        _fail(STOPPED, INTERRUPTED)
     else:
+        # typer turns Ctrl-C into this code, without a word.
+        if code == INTERRUPTED and sys.argv[1:2] != ["serve"]:
+            _fail(STOPPED, INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
-from commands.output import JsonOption, emit, note
+from commands.output import JsonOption, OutOption, emit, note
 
 
 def check(
@@ -16,6 +16,7 @@ def check(
     tokens: Annotated[
         int, typer.Option(min=1000, help="Length of each synthetic output.")
     ] = 20_000,
+    out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
     """Check the analytic speedup formulas against simulation, and where they break.
@@ -26,7 +27,7 @@ def check(
     from simulator.check import run_checks
 
     rows = run_checks(load_trace(trace), load_latency(latency, trace), tokens=tokens)
-    emit("check", rows, json)
+    emit("check", rows, json, out=out)
     failed = rows[~rows["ok"] & ~rows["formula"].str.startswith("recorded")]
     if len(failed):
         note(f"{len(failed)} formula(s) disagree with simulation: {', '.join(failed['formula'])}")

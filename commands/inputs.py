@@ -47,7 +47,10 @@ GpuOption = Annotated[
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--policy", metavar="P", help="name[:key=value,...]; repeatable; all = every policy."
+        "--policy",
+        metavar="P",
+        help="name[:key=value,...], or FILE.py:Class[:...] for a "
+        "policy of your own; repeatable; all = every policy (`draftsim list --policies`).",
     ),
 ]
 
@@ -137,6 +140,7 @@ def load_policies(
     ``max_gamma`` are those of another draft source, by default the trace's own.
     Raises DraftsimError naming what is wrong with a text.
     """
+    from commands.user_policy import is_file, load_file
     from policies.registry import describe, parse_policy, policy_names
 
     names = list(texts or ["all"])
@@ -148,6 +152,10 @@ def load_policies(
     vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: list[tuple[str, Any]] = []
     for text in names:
+        if is_file(text):
+            name, own = load_file(text)
+            chosen.append((name, own))
+            continue
         try:
             policy = parse_policy(text, max_gamma=limit, vocab_size=vocab)
         except ValueError as error:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from traces.errors import DraftsimError
+from traces.parquet import write_atomically
 
 if TYPE_CHECKING:
     from traces.latency import LatencyTable
@@ -29,6 +30,14 @@ JsonOption = Annotated[
 ]
 
 
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Also write the rows: .csv, .tex, .parquet or .json."
+    ),
+]
+
+
 def emit(
     command: str,
     rows: pd.DataFrame | Sequence[Mapping[str, Any]],
@@ -37,12 +46,20 @@ def emit(
     show: Sequence[str] | None = None,
     title: str | None = None,
     more: Mapping[str, Any] | None = None,
+    out: Path | None = None,
 ) -> None:
     """Print `rows` as a table (columns `show`), or write them as JSON to `json_to`.
 
-    ``more`` are keys that the JSON has beside its results.
+    ``more`` are keys that the JSON has beside its results.  With ``out`` all columns are also
+    written to that file, in the form its suffix names.
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
+    if out is not None and out.suffix == ".json":
+        emit(command, records, str(out), more=more)
+    elif out is not None:
+        write_rows(out, [_plain(r) for r in records])
+    if out is not None:
+        note(f"wrote {out}")
     if json_to is None:
         print_table(records, show, title)
         return
@@ -52,10 +69,51 @@ def emit(
     if json_to == "-":
         sys.stdout.write(text)
         return
-    try:
-        Path(json_to).write_text(text)
-    except OSError as error:
-        raise DraftsimError(f"cannot write --json {json_to}: {error.strerror}") from None
+    write_atomically(json_to, text.encode())
+
+
+TABLES = (".csv", ".tex", ".parquet")
+
+
+def write_rows(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table in the form that the suffix names, whole or not at all.
+
+    Raises
+    ------
+    DraftsimError
+        For another suffix than `TABLES`, or a place that cannot be written to.
+    """
+    frame = pd.DataFrame(list(records))
+    if path.suffix == ".csv":
+        content = frame.to_csv(index=False).encode()
+    elif path.suffix == ".tex":
+        content = _latex(frame).encode()
+    elif path.suffix == ".parquet":
+        content = frame.to_parquet(index=False)
+    else:
+        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}, .json")
+    write_atomically(path, content)
+
+
+def _latex(frame: pd.DataFrame) -> str:
+    """A booktabs table; what LaTeX would take for its own is escaped."""
+    heads = [_escaped(str(name)) for name in frame.columns]
+    align = "".join("r" if kind.kind in "if" else "l" for kind in frame.dtypes)
+    lines = [f"\\begin{{tabular}}{{{align}}}", "\\toprule", " & ".join(heads) + r" \\", "\\midrule"]
+    for row in frame.itertuples(index=False):
+        cells = (_escaped(_cell(str(n), v)) for n, v in zip(frame.columns, row, strict=True))
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in text)
 
 
 def print_table(
@@ -65,7 +123,7 @@ def print_table(
 ) -> None:
     """A rich table of `records`; times, named ``*_s``, are shown in milliseconds or seconds."""
     if not records:
-        Console().print("no rows")
+        _console().print("no rows")
         return
     columns = list(show or records[0])
     table = Table(title=title, title_justify="left")
@@ -75,7 +133,17 @@ def print_table(
     for record in records:
         table.add_row(*(_cell(name, record.get(name)) for name in columns))
     # Off a terminal the table must not be wrapped at 80 columns.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _console(**options: Any) -> Console:
+    """A console that takes text for text: names hold brackets, and come from anybody's file."""
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would take for a command written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _cell(name: str, value: Any) -> str:
@@ -91,7 +159,7 @@ def _cell(name: str, value: Any) -> str:
         if 1e4 <= abs(value) < 1e9:
             return f"{value:,.0f}"
         return f"{value:.4g}" if abs(value) < 1e-2 or abs(value) >= 1e9 else f"{value:.3f}"
-    return str(value)
+    return printable(str(value))
 
 
 def _plain(value: Any) -> Any:
@@ -109,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 def note(text: str) -> None:
     """A remark for the person at the terminal, kept off standard output."""
-    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
+    _console(stderr=True).print(printable(text), soft_wrap=True)
 
 
 def say_unjudged(latency: LatencyTable) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
-from commands.output import JsonOption, emit, note
+from commands.output import JsonOption, OutOption, emit, note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def papers(
     weights: Annotated[
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
     ] = True,
+    out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
     """Put every published table of CM-ASD, SpecBound, CSD and GammaTune beside ours.
@@ -80,7 +81,7 @@ def papers(
     ]
     if not rows:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
-    emit("papers", [row._asdict() for row in rows], json)
+    emit("papers", [row._asdict() for row in rows], json, out=out)
     shown = {row.table for row in rows}
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:

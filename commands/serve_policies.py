@@ -42,6 +42,7 @@ def load_serving_policies(
     text is given; it is to be served at batches up to `largest`.
     Raises DraftsimError naming what is wrong with a text.
     """
+    from commands.user_policy import is_file, load_file
     from policies.batch import BatchPolicy
     from policies.registry import POLICIES, parse_serving_policy
     from policies.spec import parameters
@@ -64,6 +65,10 @@ def load_serving_policies(
         if not texts:
             return {**chosen, **RIVALS}
     for text in [*asked, *implied]:
+        if is_file(text):
+            own, policy = load_file(text)
+            chosen.setdefault(own, policy)
+            continue
         name = text.partition(":")[0].strip()
         resources: dict[str, Any] = {"vocab_size": vocab}
         wants = parameters(POLICIES[name]) if name in POLICIES else {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commands.output import note
+from commands.output import TABLES, note, write_rows
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -18,26 +18,36 @@ if TYPE_CHECKING:
 @contextmanager
 def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) -> Iterator[None]:
     """Write a Parquet `out` at the end, and leave readable results behind an interruption."""
-    from simulator.serving.results import write_table
-
-    table = out if out is not None and out.suffix == ".parquet" else None
+    table = out if out is not None and out.suffix in TABLES else None
     try:
         yield
     except KeyboardInterrupt:
         if table is not None and rows:
-            write_table(rows, table, meta, complete=False)
+            write_as(rows, table, meta, complete=False)
             _lines_of(table).unlink(missing_ok=True)
         kept = f" are in {out}, marked incomplete" if out is not None else " were finished"
         note(f"stopped: {len(rows)} row(s){kept}")
         raise typer.Exit(130) from None
     if table is not None:
-        write_table(rows, table, meta)
+        write_as(rows, table, meta)
         _lines_of(table).unlink(missing_ok=True)
+
+
+def write_as(
+    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], complete: bool = True
+) -> None:
+    """The rows as the table that the suffix names; only Parquet says whether they are complete."""
+    from simulator.serving.results import flat, write_table
+
+    if path.suffix == ".parquet":
+        write_table(rows, path, meta, complete)
+    else:
+        write_rows(path, flat(rows).to_dict("records"))
 
 
 def rows_file(out: Path | None) -> Path | None:
     """Where rows go as they come: `out` itself, or a file beside it that a table replaces."""
-    return _lines_of(out) if out is not None and out.suffix == ".parquet" else out
+    return _lines_of(out) if out is not None and out.suffix in TABLES else out
 
 
 def _lines_of(table: Path) -> Path:

@@ -1,4 +1,4 @@
-"""``draftsim simulate`` and ``draftsim list``: replay policies and price their rounds."""
+"""``draftsim simulate``: replay policies and price their rounds."""
 
 from __future__ import annotations
 
@@ -266,31 +266,3 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
             continue
         logs.setdefault((log.policy, log.verify), log)
     return list(logs.values())
-
-
-def list_recordings(
-    devices: Annotated[
-        bool,
-        typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
-    ] = False,
-    published: Annotated[
-        bool,
-        typer.Option("--published", help="Instead: the roofline model against published times."),
-    ] = False,
-    json: JsonOption = None,
-) -> None:
-    """Show the bundled recordings, or the devices that latencies can be carried to."""
-    from traces.recordings import recordings
-
-    if devices:
-        from dataclasses import asdict
-
-        from simulator.hardware import DEVICES
-
-        emit("list", [asdict(d) for d in DEVICES.values()], json)
-    elif published:
-        from simulator.hardware import check_published
-
-        emit("list", check_published(), json)
-    else:
-        emit("list", [{"name": r.name, "summary": r.summary} for r in recordings()], json)

@@ -12,7 +12,7 @@ from commands.devices import gpu_names, latencies, say_scaling
 from commands.held_out import SEARCHED, tuned_rows
 from commands.inputs import BUNDLED, GpuOption, TraceOption, load_policies, load_trace
 from commands.maps import draw_maps
-from commands.output import JsonOption, emit, note
+from commands.output import TABLES, JsonOption, emit, note, write_rows
 from commands.sweep_notes import print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
 
@@ -94,8 +94,9 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the table as Parquet, and where each policy stops paying as "
-            "NAME.breakeven.parquet beside it; an interrupted sweep goes on where it was.",
+            help="Write the table as Parquet (and as .csv or .tex, if so named), and where each "
+            "policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
+            "sweep goes on where it was.",
         ),
     ] = None,
     jobs: Annotated[
@@ -165,8 +166,14 @@ def sweep(
     )  # fmt: skip
     say_tilt(study)
     say_scaling(study.bench.prices)
+    wanted = out
+    if out is not None and out.suffix in TABLES:
+        out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
     frame = _run(study, _executor(jobs, cluster), out, json)
     rows, ends = overview(frame), thresholds(frame)
+    if wanted is not None and wanted != out:
+        write_rows(wanted, frame.to_dict("records"))
+        note(f"wrote {wanted}")
     if out is not None:
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")

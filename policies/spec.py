@@ -57,7 +57,7 @@ def parse_spec(
 def describe_spec(obj: object, name: str, fixed: Collection[str] = ()) -> str:
     """`name` with those parameters of `obj` that differ from their defaults."""
     parts = [
-        f"{key}={_text(value)}"
+        f"{key}={as_text(value)}"
         for key, parameter in parameters(type(obj)).items()
         if key not in fixed
         and (value := getattr(obj, key)) != parameter.default
@@ -126,7 +126,8 @@ def _value(where: str, annotation: Any, text: str) -> Any:
     raise ValueError(f"{where}: expected a JSON list such as [1,2,3]")
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A parameter's value as it is written in a text form."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, float):

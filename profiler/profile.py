@@ -54,8 +54,8 @@ class Settings:
 def progress_bar() -> Progress:
     """The bar shown for anything that lasts: what, how far, time left."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True),  # standard output belongs to results
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TimeRemainingColumn(), console=Console(stderr=True),  # standard output belongs to results
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from simulator.formulas.general import empirical_survival
 from simulator.ratios import price_ratios
@@ -33,6 +34,8 @@ def save(figure: Figure, path: str | Path, dpi: int = 200) -> Path:
     """Write the figure as PNG (or what the suffix says), making its folder; its path."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names hold dollar signs, and come from anybody's file
     figure.savefig(target, dpi=dpi, bbox_inches="tight", facecolor="white")
     return target
 

@@ -143,6 +143,8 @@ def parse_latency(text: str) -> LatencyTable:
             raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
         try:
             given[name] = float(value)
+            if name == "target" and not given[name] > 0:
+                raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
         except ValueError:
             problem = f"latency {text!r} gives {name}={value!r}, no number"
             raise DraftsimError(f"{problem}: {form}") from None

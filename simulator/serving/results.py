@@ -119,6 +119,12 @@ def read_results(path: str | Path) -> Results:
     )
 
 
+def flat(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The rows with what they hold in tables of their own as columns, ``ttft_s_mean`` and so on."""
+    parts = [{**plain(row), "unpriced": ", ".join(row.get("unpriced", ()))} for row in rows]
+    return pd.json_normalize(parts, sep="_")
+
+
 def write_table(
     rows: Sequence[Mapping[str, Any]],
     path: str | Path,
@@ -134,8 +140,7 @@ def write_table(
     FileError
         If the file cannot be written there.
     """
-    flat = [{**plain(row), "unpriced": ", ".join(row.get("unpriced", ()))} for row in rows]
-    table = pa.Table.from_pandas(pd.json_normalize(flat, sep="_"), preserve_index=False)
+    table = pa.Table.from_pandas(flat(rows), preserve_index=False)
     write_file(path, "serve", table, {"complete": complete, "meta": dict(meta or {})})
 
 

@@ -1,0 +1,244 @@
+"""``draftsim list``: recordings, devices, and every policy, rule and source with its parameters.
+
+What is said of a class is taken from the class: parameters and defaults from its constructor,
+the signals from ``reads``, the source from its docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from commands.output import JsonOption, OutOption, emit
+from traces.errors import DraftsimError
+
+
+def list_all(
+    policies: Annotated[
+        bool, typer.Option("--policies", help="Instead: length policies and their parameters.")
+    ] = False,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Instead: verify rules and their parameters.")
+    ] = False,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Instead: draft sources and the named systems.")
+    ] = False,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Instead: logs that `draftsim import` reads.")
+    ] = False,
+    devices: Annotated[
+        bool,
+        typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
+    ] = False,
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="Instead: the roofline model against published times."),
+    ] = False,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Show the bundled recordings, or what can be named on the command line."""
+    asked = {
+        "policies": policies, "rules": rules, "sources": sources, "formats": formats,
+        "devices": devices, "published": published,
+    }  # fmt: skip
+    chosen = [name for name, wanted in asked.items() if wanted]
+    if len(chosen) > 1:
+        raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: ask for one at a time")
+    rows = {
+        "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
+        "formats": format_rows, "devices": device_rows, "published": published_rows,
+    }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
+    shown = None
+    if json is None and out is None and chosen and chosen[0] in ("policies", "rules", "sources"):
+        rows = [{**row, "parameters": _written(row["parameters"])} for row in rows]
+        shown = [name for name in rows[0] if name not in ("kind", "learns", "lossless")]
+    emit("list", rows, json, show=shown, out=out)
+
+
+def policy_rows() -> list[dict[str, Any]]:
+    """Every length policy."""
+    from policies.batch import BatchPolicy
+    from policies.registry import POLICIES
+
+    return [
+        {
+            "name": name,
+            "parameters": parameter_rows(cls),
+            "reads": ", ".join(signals(cls)) or "-",
+            "kind": "batch" if issubclass(cls, BatchPolicy) else "request",
+            "learns": bool(getattr(cls, "learns_across_requests", False)),
+            "paper": papers_of(cls),
+            "what": summary(cls),
+        }
+        for name, cls in POLICIES.items()
+    ]
+
+
+def rule_rows() -> list[dict[str, Any]]:
+    """Every verify rule."""
+    from policies.rule_registry import PRESETS, RULES
+
+    rows = []
+    for name, cls in RULES.items():
+        fixed = PRESETS.get(name, {})
+        preset = "".join(f"; {key}={value}" for key, value in fixed.items())
+        rows.append(
+            {
+                "name": name,
+                "parameters": parameter_rows(cls, fixed),
+                "reads": ", ".join(getattr(cls, "reads", ())) or "-",
+                "lossless": bool(cls.lossless),
+                "paper": papers_of(cls),
+                "what": summary(cls) + preset,
+            }
+        )
+    return rows
+
+
+def source_rows() -> list[dict[str, Any]]:
+    """Every draft source, and the named systems that combine one with a policy."""
+    from traces.sources.registry import DRAFT_MODEL, SOURCES, SYSTEMS
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": DRAFT_MODEL,
+            "parameters": [],
+            "kind": "source",
+            "paper": "-",
+            "what": "The trace's own draft model",
+        }
+    ]
+    rows += [
+        {
+            "name": name,
+            "parameters": parameter_rows(cls),
+            "kind": "source",
+            "paper": papers_of(cls),
+            "what": summary(cls),
+        }
+        for name, cls in SOURCES.items()
+    ]
+    rows += [
+        {
+            "name": name, "parameters": [], "kind": "system", "paper": _ids(system.what),
+            "what": f"{system.what} = {system.source} x {system.policy}",
+        }
+        for name, system in SYSTEMS.items()
+    ]  # fmt: skip
+    return rows
+
+
+def format_rows() -> list[dict[str, Any]]:
+    """Every format of `draftsim import`."""
+    from traces.importers.registry import IMPORTERS
+
+    return [
+        {
+            "name": i.name, "what": i.summary,
+            "options": ", ".join(f"--{o.replace('_', '-')}" for o in i.takes) or "-",
+        }
+        for i in IMPORTERS.values()
+    ]  # fmt: skip
+
+
+def device_rows() -> list[dict[str, Any]]:
+    """Data sheets."""
+    from dataclasses import asdict
+
+    from simulator.hardware import DEVICES
+
+    return [asdict(device) for device in DEVICES.values()]
+
+
+def published_rows() -> list[dict[str, Any]]:
+    """The roofline model against published times."""
+    from simulator.hardware import check_published
+
+    rows: list[dict[str, Any]] = check_published().to_dict("records")
+    return rows
+
+
+def recording_rows() -> list[dict[str, Any]]:
+    """The bundled recordings."""
+    from traces.recordings import recordings
+
+    return [{"name": r.name, "summary": r.summary} for r in recordings()]
+
+
+def parameter_rows(cls: type, fixed: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Name, default and values of what a text can set of `cls`."""
+    from policies.spec import parameters
+
+    rows = []
+    for name, parameter in parameters(cls).items():
+        if name in fixed or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        needed = parameter.default is inspect.Parameter.empty
+        default = None if needed else parameter.default
+        plain = isinstance(default, bool | int | float | str | list | tuple | dict | NoneType)
+        rows.append(
+            {
+                "name": name,
+                "default": default if plain else str(default),
+                "needed": needed,
+                "values": _options(parameter.annotation),
+            }
+        )
+    return rows
+
+
+def _options(annotation: Any) -> str:
+    kinds = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        kinds = (annotation,)
+    parts = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            parts += [str(option) for option in get_args(kind)]
+        elif kind is NoneType:
+            parts.append("none")
+        else:
+            parts.append(getattr(kind, "__name__", str(kind)))
+    return " | ".join(parts)
+
+
+def _written(parameters: Iterable[Mapping[str, Any]]) -> str:
+    from policies.spec import as_text
+
+    return ", ".join(
+        p["name"] if p["needed"] else f"{p['name']}={as_text(p['default'])}" for p in parameters
+    ) or "-"  # fmt: skip
+
+
+def signals(cls: type) -> tuple[str, ...]:
+    """The draft signals that a policy reads as it comes."""
+    try:
+        return tuple(cls().reads)
+    except (TypeError, ValueError):
+        return tuple(getattr(cls, "reads", ()))
+
+
+def papers_of(cls: type) -> str:
+    """The arXiv numbers in a class's docstring, or its module's; else what the summary names."""
+    module = inspect.getmodule(cls)
+    for text in (cls.__doc__, module and module.__doc__):
+        if (ids := _ids(text)) != "-":
+            return ids
+    named = re.findall(r"\(([^()]*[A-Z][^()]*)\)", summary(cls))
+    return named[-1] if named else "-"
+
+
+def _ids(text: str | None) -> str:
+    return ", ".join(dict.fromkeys(re.findall(r"\b\d{4}\.\d{5}\b", text or ""))) or "-"
+
+
+def summary(cls: type) -> str:
+    """The first sentence of a class's docstring, with the source that it names."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+    return re.sub(r"\s+", " ", text).replace("`", "").removesuffix(".")

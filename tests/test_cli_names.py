@@ -1,0 +1,179 @@
+"""What can be named on the command line, and that names stay text wherever they come from."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from commands.output import print_table, write_rows
+from policies.registry import POLICIES, parse_policy
+from policies.rule_registry import RULES
+from tests.conftest import SMALL_PROFILE, Run
+from traces.importers.registry import IMPORTERS
+from traces.sources.registry import SOURCES, SYSTEMS
+
+OWN = """
+from policies import DraftPolicy
+
+class Careful(DraftPolicy):
+    reads = ("prob",)
+
+    def __init__(self, threshold: float = 0.5, gamma: int = 8) -> None:
+        self.threshold, self.gamma = threshold, gamma
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.gamma and (not draft or draft[-1].prob > self.threshold)
+
+class Endless(DraftPolicy):
+    def keep_drafting(self, draft):
+        return "yes"
+
+class Other:
+    pass
+"""
+
+
+def test_every_name_is_listed_with_its_parameters(run: Run) -> None:
+    for option, names in (
+        ("--policies", POLICIES), ("--rules", RULES), ("--sources", {**SOURCES, **SYSTEMS}),
+        ("--formats", IMPORTERS),
+    ):  # fmt: skip
+        rows = {row["name"]: row for row in run("list", option, "--json", "-").rows}
+        assert set(names) <= set(rows)
+        assert all(row["what"] for row in rows.values())
+    listed = {r["name"]: r for r in run("list", "--policies", "--json", "-").rows}
+    for name, row in listed.items():
+        made = parse_policy(name)
+        for parameter in row["parameters"]:
+            held = getattr(getattr(made, "policy", made), parameter["name"])
+            if isinstance(held, int | float | str):
+                assert held == parameter["default"], (name, parameter)
+    assert listed["svip"]["reads"] == "entropy"
+    assert run("list", "--policies").out.count("gamma_max=") > 5
+    assert run("list", "--policies", "--rules").code == 2
+
+
+def test_help_and_version(run: Run) -> None:
+    assert run("-h").code == run("simulate", "-h").code == 0
+    assert run("--version").out.startswith("draftsim ")
+
+
+def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    command = ["simulate", "--trace", synthetic_run, "--json", "-", "--policy"]
+    rows = run(*command, f"{file}:Careful:threshold=0.25").rows
+    assert [r["policy"] for r in rows] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
+    for text, message in (
+        (f"{file}:Carefull", "has no class 'Carefull'"),
+        (f"{file}:Other", "no DraftPolicy"),
+        (f"{file}:Endless", "Endless"),
+        (f"{file}:Careful:treshold=1", "did you mean 'threshold'"),
+        (f"{tmp_path}/none.py:Careful", "no such file"),
+    ):
+        ran = run(*command, text)
+        assert ran.code == 2, text
+        assert message in ran.err
+        assert ran.err.count("\n") == 1
+
+
+def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = ["[bold]a[/bold]", "[/nothing]", "$x_$", "\x1b[31mred", ":smile:", "a & b_c"]
+    print_table([{"category": name, "speedup": 1.0} for name in names])
+    shown = capsys.readouterr().out
+    for name in ("[bold]a[/bold]", "[/nothing]", "$x_$", "\\x1b[31mred", ":smile:"):
+        assert name in shown
+    assert "\x1b" not in shown
+    write_rows(tmp_path / "t.csv", [{"category": name, "speedup": 1.0} for name in names])
+    assert [r["category"] for r in csv.DictReader((tmp_path / "t.csv").open())] == names
+    write_rows(tmp_path / "t.tex", [{"category": "a & b_c", "speedup": 1.0}])
+    assert r"a \& b\_c & 1.000 \\" in (tmp_path / "t.tex").read_text()
+
+
+def test_dollars_are_no_formulas(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from simulator.plots import save
+
+    figure = Figure()
+    figure.subplots().set_title(r"$\nonsense{$ of 5 $")
+    assert save(figure, tmp_path / "f.png").is_file()
+
+
+def test_a_target_of_no_seconds_is_refused(synthetic_run: Path, run: Run) -> None:
+    latency = "const:target=0,draft=0.001"
+    ran = run("simulate", "--trace", synthetic_run, "--latency", latency)
+    assert ran.code == 2
+    assert "target=0, expected > 0 seconds" in ran.err
+
+
+def test_tables_by_suffix(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "rules.csv"
+    assert run("list", "--rules", "--out", out).code == 0
+    assert [r["name"] for r in csv.DictReader(out.open())] == list(RULES)
+    ran = run("list", "--rules", "--out", tmp_path / "rules.xyz")
+    assert ran.code == 2
+    assert "the suffix is none of .csv" in ran.err
+    ran = run("list", "--rules", "--json", tmp_path / "none" / "x.json")
+    assert ran.code == 2
+    assert "cannot be written" in ran.err
+    assert ran.err.count("\n") == 1
+    del synthetic_run
+
+
+def test_a_full_disk_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    monkeypatch.setattr("commands.catalogue.recording_rows", full)
+    ran = run("list")
+    assert ran.code == 2
+    assert ran.err.startswith("draftsim: /somewhere: No space left on device")
+    assert ran.err.count("\n") == 1
+
+
+def test_ctrl_c_says_how_to_go_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("profiler.profile.profile_latency", stopped)
+        ran = run(*SMALL_PROFILE, "--out", tmp_path / "run")
+    assert ran.code == 130
+    assert "the same command goes on" in ran.err
+    before = (tmp_path / "run" / "trace.parquet").read_bytes()
+    assert not list((tmp_path / "run").glob(".lock"))
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("a finished stage was recorded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("profiler.profile.profile_trace", again)
+        assert run(*SMALL_PROFILE, "--out", tmp_path / "run").code == 0
+    assert (tmp_path / "run" / "trace.parquet").read_bytes() == before
+
+
+def test_serve_and_sweep_write_tables_too(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "served.csv"
+    ran = run(
+        "serve", "--trace", synthetic_run, "--policy", "fixed:gamma=2", "--batch", "1,2",
+        "--requests", "8", "--out", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    rows = list(csv.DictReader(out.open()))
+    assert {"policy", "batch", "ttft_s_mean"} <= set(rows[0])
+    assert not list(tmp_path.glob("*.jsonl"))
+    out = tmp_path / "study.csv"
+    ran = run(
+        "sweep", "--trace", synthetic_run, "--c", "0.1,0.2", "--policy", "fixed:gamma=2",
+        "--jobs", 1, "--resamples", 4, "--out", out,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert len(list(csv.DictReader(out.open()))) == 2
+    assert out.with_suffix(".parquet").is_file()
