@@ -160,8 +160,7 @@ def published_rows() -> list[dict[str, Any]]:
     """The roofline model against published times."""
     from simulator.hardware import check_published
 
-    rows: list[dict[str, Any]] = check_published().to_dict("records")
-    return rows
+    return [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
 
 
 def recording_rows() -> list[dict[str, Any]]:
@@ -227,7 +226,7 @@ def signals(cls: type) -> tuple[str, ...]:
 def papers_of(cls: type) -> str:
     """The arXiv numbers in a class's docstring, or its module's; else what the summary names."""
     module = inspect.getmodule(cls)
-    for text in (cls.__doc__, module and module.__doc__):
+    for text in (cls.__doc__, module.__doc__ if module else None):
         if (ids := _ids(text)) != "-":
             return ids
     named = re.findall(r"\(([^()]*[A-Z][^()]*)\)", summary(cls))

@@ -40,7 +40,7 @@ OutOption = Annotated[
 
 def emit(
     command: str,
-    rows: pd.DataFrame | Sequence[Mapping[str, Any]],
+    rows: pd.DataFrame | Sequence[Mapping[Any, Any]],
     json_to: str | None,
     *,
     show: Sequence[str] | None = None,
@@ -75,7 +75,7 @@ def emit(
 TABLES = (".csv", ".tex", ".parquet")
 
 
-def write_rows(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, records: Sequence[Mapping[Any, Any]]) -> None:
     """Write a table in the form that the suffix names, whole or not at all.
 
     Raises
