@@ -9,6 +9,7 @@ import pandas as pd
 
 from commands.inputs import batch_sizes
 from commands.output import note
+from commands.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def batch_check(
     policies = load_serving_policies(names, trace, latency, "static")
     predicted, requests = predict_groups(trace, latency, policies, batches)
     pair = info.load()
-    total = repeats * sum(len(groups_of(len(trace.requests), b)) for b in batches)
+    total = repeats * len(policies) * sum(len(groups_of(len(trace.requests), b)) for b in batches)
     with progress_bar() as progress:
         task = progress.add_task("decoding batches for real", total=total)
         measured = run_batches(
@@ -72,7 +73,10 @@ def batch_check(
     ]
     if outside := sum(frame.attrs["extrapolated"] for frame in requests.values()):
         note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
-    write_measured(MeasuredRuns(measured.times, dict(pair.meta)), run / "measured_batches.parquet")
+    rows = with_machine(rows, latency, measured.machine)
+    say_machine(latency, measured.machine, AGAIN)
+    meta = {**pair.meta, "machine": measured.machine}
+    write_measured(MeasuredRuns(measured.times, meta), run / "measured_batches.parquet")
     return rows.sort_values("batch", kind="stable", ignore_index=True)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.inputs import load_policies, load_rule, replay_all, say_memory
+from commands.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -62,13 +63,18 @@ def lossy_check(
     replayed = replay_all(trace, chosen, rule=rule)
     pair = info.load()
     with progress_bar() as progress:
-        task = progress.add_task("decoding for real", total=repeats * len(trace.requests))
+        task = progress.add_task(
+            "decoding for real", total=repeats * len(trace.requests) * len(arms)
+        )
         measured = run_arms(
             pair, trace, arms, repeats=repeats, advance=lambda: progress.advance(task)
         )
     logs = [measured.logs[arm.label] for arm in arms]
     rows = compare([price(log, latency) for log in logs], measured.times)
-    write_measured(MeasuredRuns(measured.times, dict(pair.meta)), run / "measured-lossy.parquet")
+    rows = with_machine(rows, latency, measured.machine)
+    say_machine(latency, measured.machine, AGAIN)
+    meta = {**pair.meta, "machine": measured.machine}
+    write_measured(MeasuredRuns(measured.times, meta), run / "measured-lossy.parquet")
     extra: list[dict[str, Any]] = [{}]
     for arm, theirs in zip(arms[1:], replayed, strict=True):
         real = real_run(pair, greedy, arm, measured, {"run": run.name})

@@ -152,9 +152,9 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if name in ("error", "speedup_error", "profile_error", "bias"):
+        if name in ("error", "speedup_error", "profile_error", "bias", "slowdown"):
             return f"{100 * value:+.1f} %"
-        if name in ("spread", "share"):
+        if name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"
         if 1e4 <= abs(value) < 1e9:
             return f"{value:,.0f}"

@@ -22,12 +22,12 @@ CHECKED = "latency-check.parquet"
 
 
 class Remeasured:
-    """Sweeps over the latencies of a pair, at even distances between real runs.
+    """Sweeps over the latencies of a pair, block by block between real runs.
 
     Parameters
     ----------
     total:
-        Steps of real work to come.
+        Steps of real work to come, as fine as possible.
     modules, trace:
         Trained modules of the target, and text to look up: the cells of sources are
         measured too.
@@ -48,12 +48,17 @@ class Remeasured:
         self._total, self._done = total, 0
 
     def advance(self) -> None:
-        """A step of real work is done; perhaps a sweep is due."""
+        """A step of real work is done; perhaps some blocks of a sweep are due.
+
+        Sweeps are cut into their blocks, so that passes are timed at as many moments as runs
+        are: where the machine is slow for seconds, whole sweeps fall beside it.
+        """
         self._done += 1
-        while len(self._profile.sweeps) < SWEEPS * self._done // self._total:
-            self._profile.sweeps.run()
-            if self._sources is not None:
-                self._sources.sweep()
+        share = SWEEPS * self._done / self._total
+        while self._profile.sweeps.steps < int(share * len(self._profile.sweeps.blocks)):
+            self._profile.step()
+        if self._sources is not None:
+            self._sources.advance(share)
 
     def compare(
         self, logs: Sequence[RoundLog], times: pd.DataFrame, latency: LatencyTable, run: Path

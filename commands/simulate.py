@@ -23,6 +23,7 @@ from commands.inputs import (
     say_memory,
 )
 from commands.output import JsonOption, emit, note, say_unjudged
+from commands.quiet import say_disturbed
 from commands.ranking import (
     Ranking,
     is_unfitted,
@@ -124,6 +125,7 @@ def simulate(
         return
     recorded = load_trace(trace)
     table = load_latency(latency, trace)
+    say_disturbed(table)
     drafting, (texts, systems) = load_source(source), split_systems(policy)
     if drafting is not None:
         _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.inputs import load_policies, replay_all
+from commands.quiet import say_machine, with_machine
 from commands.sources import (
     load_recordings,
     load_source,
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
     from commands.remeasure import Remeasured
     from policies.core import DraftPolicy, Round
     from profiler.loading import Pair
+    from profiler.machine.stopwatch import Timing
     from profiler.sources.modules import Modules
+    from traces.machine import State
     from traces.rounds import RoundLog
     from traces.sources.base import Recordings, Source
     from traces.trace import Trace
+
+    Attempt = tuple[Timing, tuple[DraftPolicy, Any, list[Round]]]
 
 SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
 """Policies run with a source where none is named, as far as its tokens carry their signals."""
@@ -61,7 +67,7 @@ def source_check(
 
     from commands.remeasure import Remeasured
     from commands.source_modules import modules_of
-    from commands.validate import spread_over_categories
+    from commands.validate import REMEDY, spread_over_categories
     from profiler.run import read_run
     from profiler.spotcheck import output_of, rounds_differ
     from simulator.pricing import price
@@ -76,9 +82,10 @@ def source_check(
     every = arms(trace, recordings, chosen, policy, source)
     pair = info.load()
     modules = modules_of(pair, info, run)
-    again = Remeasured(pair, repeats * len(chosen), modules, trace) if remeasure else None
+    total = repeats * len(chosen) * len(every)
+    again = Remeasured(pair, total, modules, trace) if remeasure else None
     start = _openers(pair, modules, trace, every)
-    times, rounds, outputs = _run(pair, start, trace, every, chosen, repeats, again)
+    times, rounds, outputs, state = _run(pair, start, trace, every, chosen, repeats, again)
     shown = [arm.log for arm in every]
     if again is not None:
         rows = again.compare(shown, times, latency, run)
@@ -93,8 +100,10 @@ def source_check(
         sum(mine != output_of(trace, i) for mine, i in zip(outputs[a.name], chosen, strict=True))
         for a in every
     ]
-    write_measured(MeasuredRuns(times, dict(pair.meta)), run / "measured-sources.parquet")
-    return pd.DataFrame(rows)
+    say_machine(latency, state, None if remeasure else REMEDY)
+    meta = {**pair.meta, "machine": dict(state)}
+    write_measured(MeasuredRuns(times, meta), run / "measured-sources.parquet")
+    return pd.DataFrame(with_machine(rows, latency, state))
 
 
 def arms(
@@ -132,45 +141,66 @@ def arms(
 def _run(
     pair: Pair, start: Mapping[str, Callable[[int], Any]], trace: Trace, every: Sequence[Arm],
     chosen: Sequence[int], repeats: int, again: Remeasured | None,
-) -> tuple[pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]]]:  # fmt: skip
-    """Times of all runs, and the rounds and outputs of the first repeat, by arm."""
+) -> tuple[
+    pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]], State
+]:  # fmt: skip
+    """Times of all runs, the rounds and outputs of the first repeat, by arm, and the machine."""
     import pandas as pd
 
     from policies.core import speculate
+    from profiler.machine.repeats import Repeats
+    from profiler.machine.state import Machine
+    from profiler.machine.stopwatch import timed
     from profiler.profile import progress_bar
-    from profiler.spotcheck import timed
-    from traces.measured import MEASURED_COLUMNS
+    from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
     rows: list[tuple[Any, ...]] = []
     rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in every}
     outputs: dict[str, list[list[int]]] = {arm.name: [] for arm in every}
+    machine, counted = Machine(pair.target, pair.device), {a.name: Repeats() for a in every}
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=repeats * len(chosen))
         for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
             shared = {arm.name: arm.policy.for_run() for arm in every}
             for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
+                if repeat >= 0:
+                    machine.pulse()
                 for k in range(len(every)):
                     arm = every[(k + n + repeat) % len(every)]
-                    mine = shared[arm.name].fresh()
-                    decoder = start[arm.name](i)
-                    with timed(pair.device) as seconds:
-                        log = list(speculate(decoder, mine))
+
+                    learnt = shared[arm.name]
+
+                    def attempt(i: int = i, name: str = arm.name, learnt: Any = learnt) -> Attempt:
+                        # Made again, a run begins with what was learnt before it.
+                        learner = deepcopy(learnt)
+                        decoder = start[name](i)
+                        with timed(pair.device) as span:
+                            log = list(speculate(decoder, learner.fresh()))
+                        return span.timing, (learner, decoder, log)
+
+                    own = counted[arm.name] if repeat >= 0 else Repeats(0)
+                    before = own.repeated
+                    taken, (shared[arm.name], decoder, log) = own.best(attempt)
                     if repeat < 0:
                         continue
                     request = trace.requests[i].id
-                    rows.append((arm.name, "exact", 1, False, repeat, request, seconds(), len(log)))
+                    rows.append(
+                        (arm.name, "exact", 1, False, repeat, request, taken.wall_s, len(log),
+                         taken.off_s, own.repeated - before)
+                    )  # fmt: skip
                     if repeat == 0:
                         rounds[arm.name].append(log)
                         outputs[arm.name].append(decoder.output)
-                if repeat >= 0:
-                    progress.advance(task)
                     if again is not None:
                         again.advance()
+                if repeat >= 0:
+                    progress.advance(task)
     # In the order of the arms, whichever ran first.
-    frame = pd.DataFrame(rows, columns=list(MEASURED_COLUMNS))
+    frame = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
     order = {arm.name: n for n, arm in enumerate(every)}
     frame = frame.sort_values("policy", key=lambda c: c.map(order), kind="stable")
-    return frame.reset_index(drop=True), rounds, outputs
+    state = machine.state(list(counted.values()))
+    return frame.reset_index(drop=True), rounds, outputs, state
 
 
 def _openers(

@@ -17,6 +17,7 @@ from commands.inputs import (
     replay_all,
 )
 from commands.output import JsonOption, emit, note, say_unjudged
+from commands.quiet import QUIETLY, say_machine, with_machine
 from commands.ranking import is_unfitted, named
 from commands.sources import SourceOption, split_systems
 from traces.errors import DraftsimError
@@ -46,6 +47,9 @@ ASSISTED = {
     ),
 }  # fmt: skip
 """transformers' schedules: the policy that replays each, and its generation settings."""
+
+
+REMEDY = "predict from latencies measured between the runs, with --remeasure"
 
 
 def validate(
@@ -152,7 +156,7 @@ def validate(
         rows = spot_check(
             run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
         )
-    emit("validate", rows, json)
+    emit("validate", rows, json, show=[c for c in rows.columns if c not in QUIETLY])
     if json is None:
         say_verdict(rows)
 
@@ -196,7 +200,7 @@ def spot_check(
         chosen = load_policies(["autoregressive"], trace) + chosen
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
     pair = info.load()
-    total = repeats * len(trace.requests)
+    total = repeats * len(trace.requests) * len(chosen)
     again = Remeasured(pair, total) if remeasure else None
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=total)
@@ -215,6 +219,7 @@ def spot_check(
             rows = again.compare(logs, measured.times, latency, run)
         else:
             rows = compare([price(log, latency) for log in logs], measured.times)
+        rows = with_machine(rows, latency, measured.machine)
         # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
         if trace.temperature == 0:
             rows["rounds_differ"] = [
@@ -223,7 +228,9 @@ def spot_check(
             # With encoder-decoders transformers 5.23 drafts otherwise than the draft model would.
             if assisted and not forced and not is_seq2seq(pair.target):
                 rows = pd.concat([rows, _assisted_rows(pair, trace, progress)], ignore_index=True)
-    write_measured(MeasuredRuns(measured.times, dict(pair.meta)), run / "measured.parquet")
+    say_machine(latency, measured.machine, None if remeasure else REMEDY)
+    meta = {**pair.meta, "machine": measured.machine}
+    write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
     return rows
 
 

@@ -20,10 +20,11 @@ from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_stream import BatchToken, DraftStep, Stream
 from profiler.batched_styles import PerRequest
 from profiler.host_latency import HOST_GAMMAS
-from profiler.latency import Block, Grid, Step, Stopwatch
+from profiler.latency import Block, Cell, Grid, Step, Stopwatch, rows_of
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Timing
 from profiler.pass_latency import Pass, decoding_blocks, signal_block
 from profiler.runner import Runner
-from traces.latency import CELL_COLUMNS
 
 
 def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
@@ -104,29 +105,30 @@ def measure_batch_host(
     """
     batches = [b for b in batches if b > 1]
     idle = _Idle(target), _Idle(draft)
-    watch = Stopwatch(target.device)
-    shape = (len(batches), repeats, len(HOST_GAMMAS))
-    samples, counts = np.empty(shape), np.empty((*shape, 2))
+    watch, again = Stopwatch(target.device), Repeats()
+    cells: list[Cell] = [
+        ("target", phase, b, 1, 0) for b in batches for phase in ("host_round", "host_draft")
+    ]
+    fits = np.empty((repeats, len(batches), 2))
     for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
         for b, batch in enumerate(batches):
+            samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
             for i, gamma in enumerate(HOST_GAMMAS):
-                decoder, style = BatchedDecoder(*idle, watch_eos=False), PerRequest(Fixed(gamma))
-                prompt = torch.zeros(4, dtype=torch.long, device=target.device)
-                enter(decoder, style, [Stream(k, prompt, tokens) for k in range(batch)])
-                log: list[int] = []
-                samples[b, repeat, i] = watch.time(_run_into(log, decoder, style))
-                counts[b, repeat, i] = len(log), sum(log)
-    rows = []
-    for b, batch in enumerate(batches):
-        fits = np.array(
-            [np.linalg.lstsq(counts[b, r], samples[b, r], rcond=None)[0] for r in range(repeats)]
-        ).clip(min=0)
-        low, median, high = np.quantile(fits, [0.25, 0.5, 0.75], axis=0)
-        rows += [
-            ("target", phase, batch, 1, 0, median[i], (high[i] - low[i]) / 2, repeats)
-            for i, phase in enumerate(("host_round", "host_draft"))
-        ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+
+                def run(batch: int = batch, gamma: int = gamma) -> tuple[Timing, list[int]]:
+                    decoder, style = (
+                        BatchedDecoder(*idle, watch_eos=False),
+                        PerRequest(Fixed(gamma)),
+                    )
+                    prompt = torch.zeros(4, dtype=torch.long, device=target.device)
+                    enter(decoder, style, [Stream(k, prompt, tokens) for k in range(batch)])
+                    log: list[int] = []
+                    return watch.measure(_run_into(log, decoder, style)), log
+
+                taken, log = again.best(run)
+                samples[i], counts[i] = taken.seconds, (len(log), sum(log))
+            fits[repeat, b] = np.linalg.lstsq(counts, samples, rcond=None)[0]
+    return rows_of(cells, fits.clip(min=0).reshape(repeats, -1))
 
 
 def _run_into(log: list[int], decoder: BatchedDecoder, style: PerRequest) -> Callable[[], object]:

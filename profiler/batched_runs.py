@@ -9,7 +9,8 @@ rotated order, every batch size within every repeat.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import chain, product
 from typing import Any
 
@@ -21,12 +22,14 @@ from profiler.batched import enter, speculate_batch
 from profiler.batched_decoder import BatchedDecoder
 from profiler.batched_forced import ForcedStream
 from profiler.batched_stream import Stream
-from profiler.batched_styles import Policy, Synchronise, style_of
+from profiler.batched_styles import Policy, Style, Synchronise, style_of
 from profiler.loading import Pair, check_same_models
+from profiler.machine.repeats import Repeats
+from profiler.machine.state import Machine
+from profiler.machine.stopwatch import Timing, timed
 from profiler.runner import Runner
-from profiler.spotcheck import timed
 from traces.errors import DraftsimError
-from traces.measured import MEASURED_COLUMNS
+from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
@@ -53,6 +56,12 @@ class MeasuredBatches:
     times: pd.DataFrame
     logs: dict[tuple[str, int], RoundLog]
     outputs: dict[tuple[str, int], list[list[int]]]
+    machine: dict[str, Any] = field(default_factory=dict)
+    """How quiet the machine was (`traces.machine`)."""
+
+
+Attempt = tuple[Timing, tuple[Style, list[Stream], list[list[tuple[Stream, Round]]]]]
+"""A run's time; the style as it left it, its streams, and the rounds of each iteration."""
 
 
 def groups_of(requests: int, batch: int) -> list[range]:
@@ -77,7 +86,7 @@ def run_batches(
     """Decode the trace's requests for real under every arm at every batch size.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models.  ``advance``
-    is called once per batch size, group and repeat.
+    is called after every arm's run of a group.
 
     Raises
     ------
@@ -104,6 +113,7 @@ def run_batches(
     rounds: dict[tuple[str, int], list[list[Round]]] = {k: [[] for _ in range(count)] for k in keys}
     outputs: dict[tuple[str, int], list[list[int]]] = {k: [[] for _ in range(count)] for k in keys}
     runners = {b: (Runner(pair.target, slots, b), Runner(pair.draft, slots, b)) for b in batches}
+    machine, counted = Machine(pair.target, pair.device), {key: Repeats() for key in keys}
     for repeat, batch in product(range(-1, repeats), batches):
         decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
         # Policies that learn across requests start each sweep anew.
@@ -111,22 +121,39 @@ def run_batches(
         groups = groups_of(count, batch)
         # The sweep before the first warms up, on one group.
         for g, group in enumerate(groups if repeat >= 0 else groups[:1]):
+            if repeat >= 0:
+                machine.pulse()
             for k in range(len(arms)):
                 at = (k + g + repeat) % len(arms)
-                streams = [_stream(pair, trace, i, forced) for i in group]
-                enter(decoder, styles[at], streams)
-                with timed(pair.device) as seconds:
-                    log = list(speculate_batch(decoder, styles[at]))
+
+                def attempt(
+                    group: range = group, learnt: Style = styles[at],
+                    decoder: BatchedDecoder = decoder,
+                ) -> Attempt:  # fmt: skip
+                    # Made again, a run begins with what was learnt before it.
+                    style = deepcopy(learnt)
+                    streams = [_stream(pair, trace, i, forced) for i in group]
+                    enter(decoder, style, streams)
+                    with timed(pair.device) as span:
+                        log = list(speculate_batch(decoder, style))
+                    return span.timing, (style, streams, log)
+
                 name, first = arms[at].name, trace.requests[group[0]].id
+                again = counted[name, batch] if repeat >= 0 else Repeats(0)
+                before = again.repeated
+                taken, (styles[at], streams, log) = again.best(attempt)
                 if repeat >= 0:
-                    rows.append((name, verify, batch, forced, repeat, first, seconds(), len(log)))
+                    rows.append(
+                        (name, verify, batch, forced, repeat, first, taken.wall_s, len(log),
+                         taken.off_s, again.repeated - before)
+                    )  # fmt: skip
                 if repeat == 0:
                     for stream, outcome in chain.from_iterable(log):
                         rounds[name, batch][stream.request].append(outcome)
                     for stream in streams:
                         outputs[name, batch][stream.request] = stream.output
-            if repeat >= 0:
-                advance()
+                if repeat >= 0:
+                    advance()
     logs = {
         (arm.name, batch): RoundLog(
             RoundLog.pack(rounds[arm.name, batch]),
@@ -137,7 +164,8 @@ def run_batches(
         )
         for batch, arm in product(batches, arms)
     }
-    return MeasuredBatches(pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs, outputs)
+    times = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
+    return MeasuredBatches(times, logs, outputs, machine.state(list(counted.values())))
 
 
 def _stream(pair: Pair, trace: Trace, i: int, forced: bool) -> Stream:

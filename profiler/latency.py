@@ -7,21 +7,29 @@ drift of the machine spreads over all of them instead of biasing some.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 
 from profiler.checkpoint import Checkpoint
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Stopwatch, Timing
 from traces.latency import CELL_COLUMNS, LatencyTable
+
+__all__ = ["FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "table"]
 
 FIRST_WIDTHS = (1, 2, 4)
 """Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
 more after rounds that drafted nothing."""
+
+
+Cell = tuple[str, str, int, int, int]
+"""Model, phase, batch, new tokens, context."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Step:
     batch: int = 1
 
     @property
-    def cell(self) -> tuple[str, str, int, int, int]:
+    def cell(self) -> Cell:
         """What tells cells apart: model, phase, batch, new tokens, context."""
         return self.model, self.phase, self.batch, self.new_tokens, self.context
 
@@ -82,32 +90,15 @@ class Block:
         return self.rounds[0][0].batch
 
 
-class Stopwatch:
-    """Seconds a call takes on a device: host clock on a CPU, events on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def time(self, run: Callable[[], object]) -> float:
-        """Run once; the device is idle before and after."""
-        if not self._cuda:
-            begin = time.perf_counter()
-            run()
-            return time.perf_counter() - begin
-        torch.cuda.synchronize()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(stop)) / 1e3
-
-
 class Sweeps:
     """Times blocks sweep by sweep; each sweep runs all of them once, in a fresh random order.
 
     The batch sizes take turns, each with all of its blocks: behind passes over another batch a
     pass takes up to a third longer, and eight of its kind to settle.
+
+    A block that was disturbed is run again, within the budget of `repeats`; of a call that stays
+    disturbed count the seconds in which it had a processor, and only where no other call of its
+    cell in the block was left alone.
 
     Parameters
     ----------
@@ -131,7 +122,7 @@ class Sweeps:
         seed: int = 0,
     ) -> None:
         self.blocks, self.warmup = blocks, warmup
-        self._watch, self._checkpoint = Stopwatch(device), checkpoint
+        self._watch, self._checkpoint, self.repeats = Stopwatch(device), checkpoint, Repeats()
         # A cell may be in several blocks: any of its calls will do to warm up.
         self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
         self._place = {cell: i for i, cell in enumerate(self._steps)}
@@ -139,29 +130,55 @@ class Sweeps:
         self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
         self._rng = np.random.default_rng([seed, len(self._samples)])
         self._warm = False
+        self._left: list[Block] = []
+        self._sums = np.zeros((2, len(self._steps)))  # seconds and calls of the sweep under way
 
     def __len__(self) -> int:
         """Sweeps done."""
         return len(self._samples)
 
+    @property
+    def steps(self) -> int:
+        """Blocks run, over all sweeps."""
+        left = len(self._left)
+        return len(self) * len(self.blocks) + (len(self.blocks) - left if left else 0)
+
     def run(self) -> None:
-        """One sweep."""
+        """One sweep, or what is left of the one under way."""
+        self.step()
+        while self._left:
+            self.step()
+
+    def step(self) -> None:
+        """The next block of a sweep."""
         if not self._warm:
             for step in self._steps.values():
                 for _ in range(self.warmup):
                     step.run()
             self._warm = True
-        seconds, count = np.zeros(len(self._steps)), np.zeros(len(self._steps))
-        for block in self._shuffled():
-            for number, steps in enumerate(block.rounds):
-                for step in steps:
-                    taken = self._watch.time(step.run)
-                    if number >= block.untimed:
-                        seconds[self._place[step.cell]] += taken
-                        count[self._place[step.cell]] += 1
-        self._samples = np.vstack([self._samples, seconds / count])
+        if not self._left:
+            self._left, self._sums[:] = self._shuffled()[::-1], 0
+        block = self._left.pop()
+        _, calls = self.repeats.best(lambda: self._time(block))
+        for cell, timings in calls.items():
+            alone = [t for t in timings if not t.disturbed] or timings
+            self._sums[:, self._place[cell]] += sum(t.seconds for t in alone), len(alone)
+        if self._left:
+            return
+        self._samples = np.vstack([self._samples, self._sums[0] / self._sums[1]])
         if self._checkpoint:
             self._checkpoint.put("latency", {"samples": self._samples})
+
+    def _time(self, block: Block) -> tuple[Timing, dict[Cell, list[Timing]]]:
+        """All timed calls of a block, and each cell's."""
+        whole, calls = Timing(0.0), dict[Cell, list[Timing]]()
+        for number, steps in enumerate(block.rounds):
+            for step in steps:
+                taken = self._watch.measure(step.run)
+                if number >= block.untimed:
+                    whole += taken
+                    calls.setdefault(step.cell, []).append(taken)
+        return whole, calls
 
     def _shuffled(self) -> list[Block]:
         groups: dict[int, list[Block]] = {}
@@ -171,13 +188,22 @@ class Sweeps:
         return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
 
     def cells(self) -> pd.DataFrame:
-        """Rows as in `traces.latency`: the median over sweeps, half their interquartile range."""
-        low, median, high = np.quantile(self._samples, [0.25, 0.5, 0.75], axis=0)
-        rows = [
-            (*cell, median[i], (high[i] - low[i]) / 2, len(self))
-            for i, cell in enumerate(self._steps)
-        ]
-        return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+        """Rows as in `traces.latency`: the mean over sweeps, half their interquartile range."""
+        return rows_of(list(self._steps), self._samples)
+
+
+def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
+    """Rows as in `traces.latency` from samples of shape (repeats, cells), seconds.
+
+    Decoding pays the sum of its passes, slow ones included, and a sum is told by the mean: on a
+    machine that is slow now and then the median hides what the sum pays for.
+    """
+    low, high = np.quantile(samples, [0.25, 0.75], axis=0)
+    rows = zip(cells, samples.mean(axis=0), (high - low) / 2, strict=True)
+    return pd.DataFrame(
+        [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
+        columns=list(CELL_COLUMNS),
+    )
 
 
 def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:

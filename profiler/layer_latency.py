@@ -10,35 +10,43 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
-from profiler.latency import Grid
+from profiler.latency import Grid, rows_of
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Stopwatch, Timing
 from profiler.pass_latency import random_ids
 from profiler.runner import Runner
-from traces.latency import CELL_COLUMNS
 
 
 def measure_layers(runner: Runner, model: str, grid: Grid) -> pd.DataFrame:
     """Per-layer and output-head seconds of one model, from hooks around its modules."""
     layers, head = _parts(runner.stack, runner.layers), runner.model.get_output_embeddings()
-    rows = []
+    parts: list[pd.DataFrame] = []
+    watch, again = Stopwatch(runner.device), Repeats()
     ids = random_ids(runner, max(grid.widths))
     for width in grid.widths:
         for context in grid.contexts:
             if context + width > runner.cache.slots:
                 continue
             samples = np.empty((grid.repeats, 2))
+            modules, tokens = [*layers, head], ids[:width]
+
+            def run(
+                modules: list[Any] = modules, tokens: Tensor = tokens, context: int = context
+            ) -> tuple[Timing, list[float]]:
+                with _timed_modules(modules, runner.device) as seconds:
+                    keep = len(tokens)
+                    taken = watch.measure(lambda: runner.forward(tokens, context, keep=keep))
+                return taken, seconds()
+
             for repeat in range(-grid.warmup, grid.repeats):
-                with _timed_modules([*layers, head], runner.device) as seconds:
-                    runner.forward(ids[:width], context, keep=width)
-                times = seconds()
+                _, times = again.best(run)
                 if repeat >= 0:
                     samples[repeat] = np.mean(times[:-1]), times[-1]
-            low, median, high = np.quantile(samples, [0.25, 0.5, 0.75], axis=0)
-            rows += [
-                (model, phase, 1, width, context, median[i], (high[i] - low[i]) / 2, grid.repeats)
-                for i, phase in enumerate(("layer", "head"))
-            ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+            cells = [(model, phase, 1, width, context) for phase in ("layer", "head")]
+            parts.append(rows_of(cells, samples))
+    return pd.concat(parts, ignore_index=True)
 
 
 def _parts(model: Any, count: int) -> list[torch.nn.Module]:

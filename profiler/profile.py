@@ -20,6 +20,7 @@ from profiler.host_latency import measure_host
 from profiler.latency import Grid, Sweeps, table
 from profiler.layer_latency import measure_layers
 from profiler.loading import Pair
+from profiler.machine.state import Machine
 from profiler.pass_latency import pass_blocks
 from profiler.prompts import Prompt
 from profiler.record import Columns, Recorder
@@ -34,6 +35,8 @@ from traces.latency import LatencyTable
 from traces.sampling import GREEDY, Sampling
 from traces.trace import Request, Trace
 
+PULSE = 8
+"""Blocks of passes between two timings of the reference work."""
 NEAR_TIE = 1e-3
 """Top-2 logit margins below this are counted: a lower precision may decide them otherwise."""
 
@@ -81,6 +84,13 @@ class LatencyProfile:
             self._batched = Runner(pair.target, slots, largest), Runner(pair.draft, slots, largest)
             blocks += batch_blocks(*self._batched, self._grid)
         self.sweeps = Sweeps(blocks, pair.device, warmup=grid.warmup, checkpoint=checkpoint)
+        self._machine = Machine(pair.target, pair.device)
+
+    def step(self) -> None:
+        """The next block of a sweep, and now and then the reference work."""
+        if self.sweeps.steps % PULSE == 0:
+            self._machine.pulse()
+        self.sweeps.step()
 
     def table(self) -> LatencyTable:
         """The passes swept so far; the host's work and single layers are measured here and now."""
@@ -98,7 +108,11 @@ class LatencyProfile:
                 parts.append(seq2seq_layers(runner, name, few))
             else:
                 parts.append(measure_layers(runner, name, few))
-        return table(parts, {"kind": "measured", "mode": "eager", **self._pair.meta})
+        meta = {
+            "kind": "measured", "mode": "eager", "estimator": "mean", **self._pair.meta,
+            "machine": self._machine.state([self.sweeps.repeats]),
+        }  # fmt: skip
+        return table(parts, meta)
 
 
 def profile_latency(
@@ -109,9 +123,9 @@ def profile_latency(
     checkpoint = Checkpoint(folder / ".latency", latency_options(pair, settings))
     profile = LatencyProfile(pair, grid, checkpoint)
     task = progress.add_task("measuring latency", total=grid.repeats, completed=len(profile.sweeps))
-    while len(profile.sweeps) < grid.repeats:
-        profile.sweeps.run()
-        progress.advance(task)
+    while (done := len(profile.sweeps)) < grid.repeats:
+        profile.step()
+        progress.update(task, advance=len(profile.sweeps) - done)
     latency = profile.table()
     done = digest_of(latency_options(pair, settings))
     latency = replace(latency, meta={**latency.meta, DONE_WITH: done})

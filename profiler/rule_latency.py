@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,8 @@ from policies.rules import VerifyRule
 from policies.rules_threshold import CMASDVerification, SpecVerification
 from profiler.decoder import ModelDecoder, ModelToken
 from profiler.latency import Stopwatch
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Timing
 from profiler.runner import Runner
 from traces.latency import CELL_COLUMNS
 from traces.sampling import GREEDY
@@ -86,7 +89,7 @@ def measure_rules(
     for phase, rule in RULES.items():
         prepared[phase] = own = rule.fresh()
         own.begin_run(target.vocab_size, 0.0)
-    watch, rng = Stopwatch(target.device), np.random.default_rng(seed)
+    watch, again, rng = Stopwatch(target.device), Repeats(), np.random.default_rng(seed)
     given = _Given(target), _Given(draft)
     ids = torch.randint(
         min(target.vocab_size, draft.vocab_size), (max([0, *counts]) + 1,),
@@ -98,10 +101,14 @@ def measure_rules(
     for repeat in range(-2, repeats):  # the first sweeps warm up
         for i in rng.permutation(len(counts)):
             for phase in rng.permutation(list(prepared)).tolist():
-                run = _round(given, (target, draft), prompts, ids[: counts[i]], prepared[phase])
-                seconds = watch.time(run)
+                parts = given, (target, draft), prompts, ids[: counts[i]], prepared[phase]
+
+                def judge(parts: tuple[Any, ...] = parts) -> tuple[Timing, None]:
+                    return watch.measure(_round(*parts)), None
+
+                taken, _ = again.best(judge)
                 if repeat >= 0:
-                    samples[phase][repeat, i] = seconds
+                    samples[phase][repeat, i] = taken.seconds
     rows = []
     for phase in RULES:
         extra = samples[phase] - samples[LOSSLESS]

@@ -2,15 +2,14 @@
 
 Arms run interleaved: every request is decoded under every arm before the next request,
 and the order of the arms rotates, so that a slow minute of the machine falls on all.
+A run that was disturbed is made again, within a budget of every arm's own.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +22,14 @@ from policies.rules import VerifyRule
 from profiler.decoder import ModelDecoder
 from profiler.forced import ForcedDecoder
 from profiler.loading import Pair, check_same_models
+from profiler.machine.repeats import Repeats
+from profiler.machine.state import Machine
+from profiler.machine.stopwatch import Timing, timed
 from profiler.runner import Runner
 from profiler.seq2seq import make_runner
 from profiler.seq2seq_start import decoder_prefix, is_seq2seq
 from traces.errors import DraftsimError
-from traces.measured import MEASURED_COLUMNS
+from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
 from traces.outputs import Output, RealRun
 from traces.rounds import RoundLog
 from traces.sampling import Sampling
@@ -53,18 +55,23 @@ class Arm:
         return None if self.rule is None or self.rule.lossless else self.rule
 
 
+Attempt = tuple[Timing, tuple[DraftPolicy, VerifyRule | None, ModelDecoder, list[Round]]]
+"""A run's time; policy and rule as it left them, its decoder and its rounds."""
+
+
 @dataclass(frozen=True, eq=False)
 class Measured:
     """Times of every run (`MEASURED_COLUMNS`) and each arm's rounds and outputs, by label.
 
     ``log_likelihoods`` holds, for arms with a lossy rule, the target's log-likelihood of
-    each output at T = 1, in nats.
+    each output at T = 1, in nats; ``machine`` how quiet the machine was (`traces.machine`).
     """
 
     times: pd.DataFrame
     logs: dict[str, RoundLog]
     outputs: dict[str, list[list[int]]]
     log_likelihoods: dict[str, list[float]]
+    machine: dict[str, Any] = field(default_factory=dict)
 
 
 def run_arms(
@@ -79,7 +86,7 @@ def run_arms(
     """Decode the trace's requests for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
-    `profiler.forced`).  ``advance`` is called once per request and repeat.  A lossy rule
+    `profiler.forced`).  ``advance`` is called after every arm's run of a request.  A lossy rule
     is copied for each repeat and shared by its requests, in the order of the trace.
 
     Raises
@@ -103,6 +110,7 @@ def run_arms(
     rounds: dict[str, list[list[Round]]] = {arm.label: [] for arm in arms}
     ended: dict[str, list[ModelDecoder]] = {arm.label: [] for arm in arms}
     rules: dict[str, VerifyRule | None] = {}
+    machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
     for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
         # Policies that learn across requests start each sweep anew.
         shared = {arm.label: arm.policy.for_run() for arm in arms}
@@ -110,25 +118,39 @@ def run_arms(
         if repeat == 0:
             rules = used
         for i in range(len(trace.requests) if repeat >= 0 else 1):
+            if repeat >= 0:
+                machine.pulse()
             for k in range(len(arms)):
                 arm = arms[(k + i + repeat) % len(arms)]
-                generator.manual_seed(repeat * 7919 + i)
-                rule = used[arm.label]
-                decoder = _decoder(pair, target, draft, trace, i, forced, generator, rule)
-                mine = shared[arm.label].fresh()
-                with timed(pair.device) as seconds:
-                    log = _run(decoder, mine, arm)
-                if rule is not None:
-                    rule.end_request()
+
+                learnt = shared[arm.label], used[arm.label]
+
+                def attempt(
+                    arm: Arm = arm, i: int = i, repeat: int = repeat, learnt: Any = learnt
+                ) -> Attempt:
+                    # Made again, a run begins with what was learnt before it.
+                    learner, rule = deepcopy(learnt)
+                    generator.manual_seed(repeat * 7919 + i)
+                    decoder = _decoder(pair, target, draft, trace, i, forced, generator, rule)
+                    with timed(pair.device) as span:
+                        log = _run(decoder, learner.fresh(), arm)
+                    if rule is not None:
+                        rule.end_request()
+                    return span.timing, (learner, rule, decoder, log)
+
+                again = counted[arm.label] if repeat >= 0 else Repeats(0)
+                before = again.repeated
+                taken, (shared[arm.label], used[arm.label], decoder, log) = again.best(attempt)
                 if repeat < 0:
                     continue
                 request = trace.requests[i].id
-                name = verify[arm.label]
-                rows.append((arm.name, name, 1, forced, repeat, request, seconds(), len(log)))
+                rows.append(
+                    (arm.name, verify[arm.label], 1, forced, repeat, request, taken.wall_s,
+                     len(log), taken.off_s, again.repeated - before)
+                )  # fmt: skip
                 if repeat == 0:
                     rounds[arm.label].append(log)
                     ended[arm.label].append(decoder)
-            if repeat >= 0:
                 advance()
     logs = {}
     for arm in arms:
@@ -146,9 +168,10 @@ def run_arms(
             reads=arm.policy.reads, first=trace.first, mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
-        pd.DataFrame(rows, columns=list(MEASURED_COLUMNS)), logs,
+        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
         {label: [d.output for d in decoders] for label, decoders in ended.items()},
         {arm.label: [sum(d.log_probs) for d in ended[arm.label]] for arm in arms if arm.lossy},
+        machine.state(list(counted.values())),
     )  # fmt: skip
 
 
@@ -237,24 +260,6 @@ def _decoder(
         sampling=trace.sampling, generator=generator, first=trace.first, run_lengths=runs,
         rule=rule,
     )  # fmt: skip
-
-
-@contextmanager
-def timed(device: torch.device) -> Iterator[Callable[[], float]]:
-    """Wall seconds of the block, garbage collection kept out of it."""
-    gc.collect(0)
-    gc.disable()
-    span = [0.0]
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    try:
-        yield lambda: span[0]
-    finally:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        span[0] = time.perf_counter() - begin
-        gc.enable()
 
 
 def assisted_generation(

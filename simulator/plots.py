@@ -21,6 +21,7 @@ from matplotlib.text import Text
 from simulator.formulas.general import empirical_survival
 from simulator.ratios import price_ratios
 from traces.errors import DraftsimError
+from traces.machine import BUSY
 from traces.rounds import RoundLog
 from traces.trace import MATCH, UNKNOWN, Trace
 
@@ -41,8 +42,16 @@ def save(figure: Figure, path: str | Path, dpi: int = 200) -> Path:
 
 
 def plot_validation(rows: pd.DataFrame) -> Figure:
-    """Predicted and measured seconds per arm, with the error; rows of `validation.compare`."""
-    labels = _arm_labels(rows)
+    """Predicted and measured seconds per arm, with the error; rows of `validation.compare`.
+
+    Arms that were disturbed say so, with the share of their time without a processor.
+    """
+    labels = [
+        f"{text} ({machine} {share:.0%})" if machine == BUSY else text
+        for text, machine, share in zip(
+            _arm_labels(rows), rows["machine"], rows["disturbed"], strict=True
+        )
+    ]
     figure = Figure(figsize=(8.2, 0.34 * len(rows) + 1.3), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     y = np.arange(len(rows))[::-1]

@@ -11,6 +11,8 @@ repeat      number of the repeat, all arms interleaved within one
 request     request id
 wall_s      decode seconds of this request in this repeat, prefill excluded
 rounds      draft-verify rounds it took
+off_s       of ``wall_s``, seconds without a processor (where it was watched)
+repeated    times the run was made again because of that (likewise)
 ==========  ====================================================================
 
 Predicted input: the `Priced` run of each policy, or a frame with columns policy, verify,
@@ -30,11 +32,12 @@ import pandas as pd
 
 from simulator.pricing import Priced
 from traces.errors import DraftsimError
-from traces.measured import MEASURED_COLUMNS
+from traces.machine import DISTURBED, label
+from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
 VALIDATE_COLUMNS = (
     "policy", "verify", "batch", "forced", "predicted_s", "measured_s", "error", "spread",
-    "rounds_differ", "speedup_error",
+    "rounds_differ", "machine", "disturbed", "left_out", "speedup_error",
 )  # fmt: skip
 """Columns of `compare`: seconds; `error` and `spread` relative to `measured_s`."""
 
@@ -66,13 +69,17 @@ def predictions(runs: Sequence[Priced]) -> pd.DataFrame:
 def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) -> pd.DataFrame:
     """One row per measured arm (columns `VALIDATE_COLUMNS`).
 
-    ``measured_s`` is the median over repeats of the sum over requests, ``error`` is
-    ``predicted_s / measured_s - 1`` (positive: predicted too slow), ``spread`` half the
-    interquartile range of the repeats relative to their median (unknown, NaN, from one repeat),
+    ``measured_s`` is the sum over requests of the mean over their undisturbed repeats (a mean, as
+    latencies are: a median hides what is slow now and then, and a sum pays for it); a request
+    that was disturbed in every repeat counts with the seconds in which it had a processor.
+    ``error`` is ``predicted_s / measured_s - 1`` (positive: predicted too slow), ``spread`` half
+    the interquartile range of the repeats relative to ``measured_s`` (NaN from one repeat),
     ``rounds_differ`` the number of requests whose round count was not the predicted one,
     ``speedup_error`` the signed error of the speedup over plain decoding run in the same
     session (NaN without that arm): what is left of ``error`` when the whole machine was
-    slower or faster than when it was profiled.
+    slower or faster than when it was profiled.  ``disturbed`` is the share of the counted runs'
+    seconds that they had no processor (NaN where nobody watched), ``machine`` says whether that
+    is little (`traces.machine.label`), ``left_out`` counts the runs made again or not counted.
 
     Raises
     ------
@@ -96,15 +103,20 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
             f"request {row['request']!r} was measured under {row['policy']}/{row['verify']} "
             "but not predicted: replay the same requests and policies"
         )
+    joined = joined.assign(**{c: math.nan for c in OFF_COLUMNS if c not in joined})
+    joined["disturbed_run"] = joined["off_s"] > DISTURBED * joined["wall_s"]
+    joined["seconds"] = joined["wall_s"] - joined["off_s"].where(joined["disturbed_run"], 0.0)
     rows = []
     for arm, part in joined.groupby(ARM, sort=False):
-        sums = part.pivot_table(index="repeat", columns="request", values="wall_s", dropna=False)
+        sums = part.pivot_table(index="repeat", columns="request", values="seconds", dropna=False)
         if bool(sums.isna().to_numpy().any()):
             raise DraftsimError(
                 f"the arm {arm} lacks a request in one of its repeats: run it again"
             )
         seconds = sums.sum(axis=1).to_numpy(float)
-        middle = float(np.median(seconds))
+        alone = ~part["disturbed_run"]
+        counted = part[alone | ~alone.groupby(part["request"]).transform("any")]
+        middle = float(counted.groupby("request")["seconds"].mean().sum())
         if not 0 < middle < math.inf:
             raise DraftsimError(f"the arm {arm} took {middle} seconds, expected more than 0")
         first = part.drop_duplicates("request")
@@ -112,7 +124,13 @@ def compare(predicted: pd.DataFrame | Sequence[Priced], measured: pd.DataFrame) 
         low, high = np.percentile(seconds, [25, 75])
         differ = part.loc[part["rounds"] != part["predicted_rounds"], "request"].nunique()
         spread = float(high - low) / 2 / middle if len(seconds) > 1 else math.nan
-        rows.append((*arm, expected, middle, expected / middle - 1, spread, int(differ)))
+        off = float(counted["off_s"].sum(skipna=False) / counted["wall_s"].sum())
+        left_out = len(part) - len(counted) + int(part["repeated"].sum())
+        machine = label({} if math.isnan(off) else {"off": off})
+        rows.append(
+            (*arm, expected, middle, expected / middle - 1, spread, int(differ), machine, off,
+             left_out)
+        )  # fmt: skip
     frame = pd.DataFrame(rows, columns=list(VALIDATE_COLUMNS[:-1]))
     frame["speedup_error"] = _speedup_error(frame)
     return frame

@@ -59,7 +59,7 @@ def test_run_batches_reports_every_group() -> None:
         pair(), trace(), arms, batches=(1, 4), repeats=2, advance=lambda: beats.append(1)
     )
     groups = {1: 9, 4: 3}
-    assert len(beats) == 2 * sum(groups.values())
+    assert len(beats) == 2 * len(arms) * sum(groups.values())
     counts = run.times.groupby(["policy", "batch", "repeat"]).size()
     assert {(b, n) for (_, b, _), n in counts.items()} == set(groups.items())
     assert (run.times["wall_s"] > 0).all()

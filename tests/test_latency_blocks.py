@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from profiler.checkpoint import Checkpoint  # noqa: E402 - needs torch
 from profiler.latency import FIRST_WIDTHS, Block, Step, Sweeps  # noqa: E402
+from profiler.machine.stopwatch import Timing  # noqa: E402
 from profiler.pass_latency import decoding_blocks, signal_block  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -100,12 +101,12 @@ def test_sweeps_time_the_last_rounds_only_and_pool_a_cell_over_blocks() -> None:
     sweeps = Sweeps(blocks, CPU, warmup=2)
     times: list[float] = []
 
-    def time(call: Callable[[], object]) -> float:
+    def measure(call: Callable[[], object]) -> Timing:
         call()
         times.append(next(clock))
-        return times[-1]
+        return Timing(times[-1])
 
-    sweeps._watch.time = time  # type: ignore[method-assign]
+    sweeps._watch.measure = measure  # type: ignore[method-assign]
     sweeps.run()
     assert counts["shared"] == 2 + 4
     row = sweeps.cells().iloc[0]

@@ -1,6 +1,6 @@
 """Measured seconds of every step of decoding, and how to read between the points.
 
-A table is a long list of cells: the median time of one step of one model at a batch,
+A table is a long list of cells: the typical time of one step of one model at a batch,
 a number of new tokens and a context.  Between measured points it interpolates
 linearly; outside them it never extrapolates silently: the estimate comes from a
 non-negative roofline-shaped fit and is flagged `EXTRAPOLATED`.
@@ -36,7 +36,8 @@ CELL_COLUMNS: dict[str, tuple[str, str]] = {
     "batch": ("int32", "sequences in the step"),
     "new_tokens": ("int32", "tokens fed per sequence"),
     "context": ("int32", "tokens already in the cache, per sequence"),
-    "median_s": ("float64", "median over the repeats, seconds"),
+    # The name is that of the first tables, which held medians; those of a GPU still do.
+    "median_s": ("float64", "the repeats' mean or median, seconds (`estimator` in the metadata)"),
     "spread_s": ("float64", "half the interquartile range over the repeats, seconds"),
     "repeats": ("int32", "timed repeats"),
 }

@@ -18,6 +18,10 @@ MEASURED_COLUMNS = (
 """One row per arm, repeat and request (or group of requests decoded together): ``request``
 is its id, ``wall_s`` decoding seconds after prefill, ``rounds`` verifications it took."""
 
+OFF_COLUMNS = ("off_s", "repeated")
+"""Where it was watched: the seconds of ``wall_s`` without a processor, and how often the run was
+made again because it was disturbed (the least disturbed one is in the row)."""
+
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRuns:

@@ -62,6 +62,12 @@ class SourceLatency:
         with torch.inference_mode():
             self._sweeps.run()
 
+    def advance(self, sweeps: float) -> None:
+        """Time the next blocks, until so many sweeps are done, parts of one counted."""
+        with torch.inference_mode():
+            while self._sweeps.steps < int(sweeps * len(self._sweeps.blocks)):
+                self._sweeps.step()
+
     def cells(self) -> pd.DataFrame:
         """The sweeps so far; columns as in `traces.latency.CELL_COLUMNS`."""
         cells = self._sweeps.cells()

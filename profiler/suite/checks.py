@@ -13,8 +13,9 @@ from policies.basic import Fixed
 from policies.core import DraftPolicy, Round, speculate
 from profiler.decoder import ModelDecoder
 from profiler.loading import Pair
+from profiler.machine.stopwatch import timed
 from profiler.runner import Runner
-from profiler.spotcheck import Arm, assisted_generation, rounds_differ, timed
+from profiler.spotcheck import Arm, assisted_generation, rounds_differ
 from profiler.suite.arms import arms_of, sweeps
 from profiler.suite.differences import explain
 from profiler.suite.environment import Workplace

@@ -23,8 +23,8 @@ from profiler.batched_styles import PerRequest
 from profiler.forced import ForcedDecoder
 from profiler.graphs import GraphRunner
 from profiler.host_latency import HOST_GAMMAS
+from profiler.machine.stopwatch import timed
 from profiler.runner import Runner
-from profiler.spotcheck import timed
 from profiler.suite.passes import cell, summary
 from traces.latency import LatencyTable
 from traces.synthetic import synthetic_trace
