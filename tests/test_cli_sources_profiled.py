@@ -12,6 +12,7 @@ from policies.basic import Fixed
 from simulator.pricing import price
 from tests.conftest import SMALL_PROFILE, Run
 from traces.files import read_latency, read_trace
+from traces.measured import read_measured
 from traces.replay import replay
 from traces.sources import EarlyExit, read_recordings
 from traces.sources.base import Recordings
@@ -48,6 +49,12 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     for file, column in (("latency-check", "error"), ("latency", "profile_error")):
         predicted = price(log, read_latency(small_run / f"{file}.parquet")).total_s
         assert row[column] == pytest.approx(predicted / row["measured_s"] - 1)
+    assert {"machine", "disturbed", "left_out", "slowdown"} <= row.keys()
+    for file, read in (("latency-check", read_latency), ("measured", read_measured)):
+        kept_state = read(small_run / f"{file}.parquet").meta["machine"]
+        assert kept_state["reference_s"] > 0
+        assert kept_state["runs"] > 0
+    assert read_measured(small_run / "measured.parquet").times["off_s"].ge(0).all()
     refused = run("validate", "--run", small_run, "--remeasure", "--batch", 2)
     assert refused.code == 2
     assert "--remeasure is for" in refused.err

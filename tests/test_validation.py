@@ -69,6 +69,36 @@ def test_error_spread_and_rounds(runs: list[Priced]) -> None:
     np.testing.assert_allclose(compare(runs, wide)["spread"], 0.1)
 
 
+def test_disturbed_repeats_are_left_out_and_said(runs: list[Priced]) -> None:
+    plain, two, six = names(runs)
+    measured = measure(runs, same(runs, [1.0, 1.5, 1.0])).assign(off_s=0.0, repeated=0)
+    # Of the second repeat a third was spent waiting: it does not count, as there are others.
+    measured.loc[measured["repeat"] == 1, "off_s"] = measured["wall_s"] / 3
+    measured.loc[(measured["policy"] == plain) & (measured["repeat"] == 0), "repeated"] = 1
+    rows = compare(runs, measured).set_index("policy")
+    np.testing.assert_allclose(rows["error"], 0, atol=1e-12)
+    assert set(rows["machine"]) == {"quiet"}
+    requests = measured["request"].nunique()
+    assert list(rows["left_out"]) == [2 * requests, requests, requests]
+    # Where every repeat was disturbed, what it had of the processor counts, and it is said.
+    busy = measured["policy"] == six
+    measured.loc[busy, "wall_s"] *= 2
+    measured.loc[busy, "off_s"] = measured["wall_s"] / 2
+    rows = compare(runs, measured).set_index("policy")
+    assert rows.loc[six, "machine"] == "disturbed"
+    assert rows.loc[six, "disturbed"] == pytest.approx(0.5)
+    assert rows.loc[six, "error"] == pytest.approx(3 / 3.5 - 1)
+    assert rows.loc[two, "machine"] == "quiet"
+    unknown = compare(runs, measured.drop(columns=["off_s", "repeated"]))
+    assert unknown["machine"].isna().all()
+    assert unknown["disturbed"].isna().all()
+
+
+def test_a_machine_that_is_slow_at_times_is_told_by_the_mean(runs: list[Priced]) -> None:
+    rows = compare(runs, measure(runs, same(runs, [1.0, 1.0, 1.6])))
+    np.testing.assert_allclose(rows["error"], 1 / 1.2 - 1)
+
+
 def test_verdict_sees_ranking_and_sign(runs: list[Priced]) -> None:
     plain, two, six = names(runs)
     good = verdict(

@@ -1,0 +1,219 @@
+"""Disturbed runs: how they are seen, made again and left out, and what is said of the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import commands.quiet  # noqa: E402 - needs torch
+from profiler.latency import Block, Step, Sweeps  # noqa: E402
+from profiler.machine.repeats import MOST, Repeats, counts  # noqa: E402
+from profiler.machine.state import Machine, matrix_vector_products, read_stat  # noqa: E402
+from profiler.machine.stopwatch import (  # noqa: E402
+    Clock,
+    Stopwatch,
+    Timing,
+    involuntary_switches,
+    timed,
+)
+from traces.latency import LatencyTable  # noqa: E402
+from traces.machine import DISTURBED, differ, label, slowdown  # noqa: E402
+
+CPU = torch.device("cpu")
+QUIET, OFF = Timing(1.0, 0.0), Timing(2.0, 1.0, 4)
+
+
+class FakeClock:
+    """A clock that runs at all only where it is told so."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.switches = 0
+
+    def work(self, seconds: float, off: float = 0.0) -> None:
+        """Some work, and a time in which another process had the processor."""
+        self.wall, self.cpu = self.wall + seconds + off, self.cpu + seconds
+        self.switches += off > 0
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.wall, lambda: self.cpu, lambda: self.switches)
+
+
+def test_time_without_a_processor_is_told_from_work() -> None:
+    fake = FakeClock()
+    watch = Stopwatch(CPU, fake.clock)
+    taken = watch.measure(lambda: fake.work(2.0))
+    assert taken == (2.0, 0.0, 0)
+    assert not taken.disturbed
+    taken = watch.measure(lambda: fake.work(3.0, off=1.0))
+    assert taken == (4.0, 1.0, 1)
+    assert taken.disturbed
+    assert (taken.off, taken.seconds) == (0.25, 3.0)
+    with timed(CPU, fake.clock) as span:
+        fake.work(1.0, off=DISTURBED / 2)
+    # Too little to matter: wall time is what there is to pay.
+    assert span() == span.timing.wall_s == pytest.approx(1 + DISTURBED / 2)
+    assert Timing(1.0, 0.5, 2) + Timing(2.0, 0.0, 1) == Timing(3.0, 0.5, 3)
+
+
+def answers(timings: Sequence[Timing]) -> Iterator[Timing]:
+    yield from timings
+
+
+def test_a_disturbed_run_is_discarded_and_made_again() -> None:
+    again = Repeats()
+    runs = answers([QUIET, OFF, QUIET, OFF, QUIET])
+    kept = [again.best(lambda: (taken := next(runs), taken))[0] for _ in range(3)]
+    assert kept == [QUIET] * 3
+    assert (again.runs, again.disturbed, again.repeated) == (3, 2, 2)
+    found = counts([again])
+    assert (found["runs"], found["disturbed"], found["repeated"], found["off"]) == (3, 2, 2, 0)
+
+
+def test_the_least_disturbed_run_is_kept_and_the_budget_is_too() -> None:
+    again, made = Repeats(share=0.5), 0
+
+    def run() -> tuple[Timing, int]:
+        nonlocal made
+        made += 1
+        return Timing(1.0, 0.5 if made == 2 else 0.9), made
+
+    assert again.best(run)[1] == 2
+    for _ in range(99):
+        again.best(run)
+    assert again.disturbed == 100
+    assert again.repeated == made - 100 <= 51
+    alone = Repeats(share=100)
+    made = 2
+    alone.best(run)
+    assert made == 3 + MOST
+
+
+def test_a_cell_is_the_mean_of_what_was_not_disturbed() -> None:
+    fake = FakeClock()
+    script = iter(
+        [(1.0, 0.0), (1.0, 2.0)]  # half of the first block disturbed: made again
+        + [(1.0, 0.0), (1.0, 0.1)]  # less so, and kept: its quiet call counts
+        + [(2.0, 0.0)] * 2 + [(3.0, 0.0)] * 2  # slow at times, which a median would not tell
+    )  # fmt: skip
+    step = Step("target", "forward", 1, 8, lambda: fake.work(*next(script)))
+    sweeps = Sweeps([Block([[step], [step]])], CPU, warmup=0)
+    sweeps._watch = Stopwatch(CPU, fake.clock)
+    sweeps.repeats = Repeats(share=1)
+    sweeps.run()
+    assert (sweeps.repeats.disturbed, sweeps.repeats.repeated) == (1, 1)
+    sweeps.run()
+    sweeps.run()
+    row = sweeps.cells().iloc[0]
+    assert row["median_s"] == pytest.approx((1 + 2 + 3) / 3)
+    assert row["repeats"] == 3
+    assert next(script, None) is None
+
+
+def test_blocks_of_a_sweep_are_timed_one_by_one() -> None:
+    ran: list[int] = []
+    blocks = [Block([[Step("target", "forward", n, 8, lambda n=n: ran.append(n))]])  # type: ignore[misc]
+              for n in range(1, 6)]  # fmt: skip
+    sweeps = Sweeps(blocks, CPU, warmup=0)
+    sweeps.repeats = Repeats(share=0)
+    for done in range(1, 13):
+        sweeps.step()
+        assert (sweeps.steps, len(ran), len(sweeps)) == (done, done, done // 5)
+    for start in (0, 5):
+        assert sorted(ran[start : start + 5]) == [1, 2, 3, 4, 5]
+    sweeps.run()
+    assert (sweeps.steps, len(sweeps)) == (15, 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin processes here")
+def test_switches_forced_by_another_process_are_counted() -> None:
+    """Two processes on one processor take turns, so that each is interrupted."""
+    allowed = os.sched_getaffinity(0)
+    one = min(allowed)
+    spin = f"import os\nos.sched_setaffinity(0, {{{one}}})\nwhile True: pass"
+    watch, seen = Stopwatch(CPU), Timing(0.0)
+    with subprocess.Popen([sys.executable, "-c", spin]) as rival:
+        try:
+            os.sched_setaffinity(0, {one})
+            give_up = time.monotonic() + 60
+            while not (seen.switches and seen.disturbed) and time.monotonic() < give_up:
+                seen = watch.measure(lambda: sum(range(3_000_000)))
+        finally:
+            os.sched_setaffinity(0, allowed)
+            rival.kill()
+    assert seen.switches > 0
+    assert seen.disturbed
+    assert 0 < seen.off_s < seen.wall_s
+    assert involuntary_switches() >= seen.switches
+
+
+def test_the_reference_work_reads_every_matrix_of_the_model_once() -> None:
+    tied = torch.nn.Linear(4, 6, bias=True)
+    model = torch.nn.ModuleList([tied, torch.nn.LayerNorm(4), tied, torch.nn.Linear(6, 3)])
+    machine = Machine(model, CPU)
+    assert machine.state([])["reference_s"] is None
+    for _ in range(3):
+        machine.pulse()
+    state = machine.state([])
+    assert state["reference_s"] > 0
+    assert state["reference_spread_s"] >= 0
+    assert (state["runs"], state["off"]) == (0, 0.0)
+    assert matrix_vector_products(torch.nn.LayerNorm(4)) is None
+    if read_stat() is not None:
+        assert 0 <= state["steal"] <= 1
+        assert state["others"] >= 0
+
+
+def test_what_the_system_does_not_tell_is_unknown(tmp_path: os.PathLike[str]) -> None:
+    from pathlib import Path
+
+    assert read_stat(Path(tmp_path) / "none") is None
+    (short := Path(tmp_path) / "stat").write_text("cpu 1 2 3\n")
+    assert read_stat(short) is None
+    assert label(None) is label({}) is label({"steal": 0.5}) is None
+    assert slowdown({"reference_s": 0.0}, {"reference_s": 1.0}) is None
+    assert not differ(None, {"reference_s": 1.0})
+
+
+def state(reference_s: float = 1e-3, spread: float = 0.01, **figures: float) -> dict[str, float]:
+    return {"reference_s": reference_s, "reference_spread_s": spread * reference_s, **figures}
+
+
+def test_machines_differ_beyond_the_spread_of_the_reference_work() -> None:
+    assert label(state(off=0.0)) == "quiet"
+    assert label(state(off=2 * DISTURBED)) == "disturbed"
+    assert label(state(off=0.0, spread=0.4)) == "disturbed"
+    assert differ(state(), state(1.2e-3))
+    assert differ(state(1.2e-3), state())
+    assert not differ(state(spread=0.15), state(1.2e-3, spread=0.15))
+    assert not differ(state(), state(1.03e-3))
+
+
+def test_warnings_name_the_figures_and_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    def table(machine: object) -> LatencyTable:
+        plain = LatencyTable.constant(1.0, 0.1)
+        return LatencyTable(plain.cells, {**plain.meta, "machine": machine})
+
+    commands.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), "use --remeasure")
+    said = capsys.readouterr().err
+    assert "different machines" in said
+    assert "1 ms beside the latencies and 1.4 ms beside the runs (+40%): use --remeasure" in said
+    commands.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), None)
+    assert capsys.readouterr().err == ""
+    commands.quiet.say_machine(table(None), state(off=0.25, others=1.0), "use --remeasure")
+    said = capsys.readouterr().err
+    assert "disturbed during the real runs: 25.0% of the time without a processor" in said
+    assert "other work on 1.0 processors" in said
+    commands.quiet.say_disturbed(table(state(off=0.25)))
+    assert "measure them again" in capsys.readouterr().err
+    commands.quiet.say_disturbed(table(state(off=0.0)))
+    commands.quiet.say_disturbed(LatencyTable.constant(1.0, 0.1))
+    assert capsys.readouterr().err == ""
