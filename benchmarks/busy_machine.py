@@ -75,9 +75,9 @@ def main() -> None:
     parser.add_argument("--profiled", choices=LOADS, help="beside the profile (default: --load)")
     parser.add_argument("--remeasure", action="store_true", help="as in `validate`")
     parser.add_argument("--policy", action="append", help="instead of the handful; repeatable")
-    parser.add_argument("--limit", type=int, default=12, help="prompts")
+    parser.add_argument("--limit", type=int, default=10, help="prompts")
     parser.add_argument("--repeats", type=int, default=3, help="real runs of every prompt")
-    parser.add_argument("--sweeps", type=int, default=10, help="over the latencies")
+    parser.add_argument("--sweeps", type=int, default=8, help="over the latencies")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

@@ -16,6 +16,9 @@ UNTIMED = 2
 """Rounds of a block that only bring the processor's caches into their usual state."""
 UNTIMED_PLAIN = 6
 """The same of plain decoding, whose rounds are a single pass."""
+PLAIN_BLOCKS = 3
+"""Blocks of plain decoding in a sweep, at every context: every speedup is relative to it, and its
+passes are fast or slow for stretches longer than a block."""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -71,7 +74,7 @@ def decoding_blocks(
                 run = target(width, context)
                 verify = Step("target", "forward", width, context, run, batch)
                 own.append([*steps, *[later] * (width - 2), verify])
-            yield Block(own, before)
+            yield from [Block(own, before)] * (PLAIN_BLOCKS if width == 1 else 1)
         # Two tokens in a later pass occur in no round; they show what a token more costs.
         pair = [Step("draft", "forward", n, context, draft(n, context), batch) for n in (1, 2)]
         yield Block([pair] * 2, 1)
