@@ -123,9 +123,9 @@ def profile_latency(
     checkpoint = Checkpoint(folder / ".latency", latency_options(pair, settings))
     profile = LatencyProfile(pair, grid, checkpoint)
     task = progress.add_task("measuring latency", total=grid.repeats, completed=len(profile.sweeps))
-    while (done := len(profile.sweeps)) < grid.repeats:
+    while len(profile.sweeps) < grid.repeats:
         profile.step()
-        progress.update(task, advance=len(profile.sweeps) - done)
+        progress.update(task, completed=len(profile.sweeps))
     latency = profile.table()
     done = digest_of(latency_options(pair, settings))
     latency = replace(latency, meta={**latency.meta, DONE_WITH: done})
