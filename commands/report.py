@@ -11,6 +11,7 @@ from commands.devices import one_latency
 from commands.inputs import (
     BUNDLED,
     GpuOption,
+    LatencyOption,
     PolicyOption,
     load_trace,
 )
@@ -28,6 +29,7 @@ def report(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "report.html"
     ),
+    latency: LatencyOption = None,
     policy: PolicyOption = None,
     gpu: GpuOption = None,
     serve: Annotated[
@@ -39,13 +41,14 @@ def report(
     from simulator.report import build_report, write_report
     from traces.measured import read_measured
 
-    trace, latency = load_trace(run, "the report"), one_latency(None, run, gpu)
-    ranking = rank(trace, latency, policy)
+    trace, table = load_trace(run, "the report"), one_latency(latency, run, gpu)
+    ranking = rank(trace, table, policy)
     # Times measured on another device are no check of what is predicted for this one.
-    file = None if latency.meta.get("scaled") else measured_file(run)
+    other = latency is not None or table.meta.get("scaled")
+    file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
     page = build_report(
-        trace, latency, ranking.logs, notes=ranking.notes, measured=measured,
+        trace, table, ranking.logs, notes=ranking.notes, measured=measured,
         title=Path(run).name, serve=serve, resamples=resamples,
     )  # fmt: skip
     write_report(page, out)

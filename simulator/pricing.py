@@ -52,6 +52,9 @@ class Priced:
     prefill_passes: PassCount = NO_PASSES
     """Those of `passes` that read the prompts."""
 
+    def __repr__(self) -> str:
+        return f"<Priced {self.log.policy}: {self.total_s:.4g} s after prefill, {self.log!r}>"
+
     @cached_property
     def round_s(self) -> Floats:
         """Seconds of each round, shape (rounds,)."""

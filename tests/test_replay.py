@@ -233,3 +233,17 @@ def test_a_learning_policy_is_left_as_it_was_given() -> None:
     assert first.rounds.tolist() == again.rounds.tolist()
     transient = replay(trace, HFHeuristic(3))
     assert first.rounds.tolist() != transient.rounds.tolist()
+
+
+def test_results_say_themselves_in_a_line_and_are_named_as_people_type() -> None:
+    from simulator.pricing import price
+    from traces.latency import LatencyTable
+
+    trace = synthetic_trace(0.7, requests=3, tokens=20)
+    table = LatencyTable.constant(0.01, 0.001)
+    log = replay(trace, Fixed(gamma=3))
+    assert log.policy == "fixed:gamma=3"
+    for result in (trace, table, log, price(log, table)):
+        assert "\n" not in repr(result)
+        assert len(repr(result)) < 200
+    assert repr(log).startswith("<RoundLog fixed:gamma=3 / exact")

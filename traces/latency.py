@@ -102,6 +102,10 @@ class LatencyTable:
                     f"latency table column {name!r} holds a negative or non-finite time"
                 )
 
+    def __repr__(self) -> str:
+        device = self.meta.get("device", "unknown device")
+        return f"<LatencyTable: {len(self.cells)} cells, {device}>"
+
     @classmethod
     def constant(
         cls, target: float, draft: float, verify: float | None = None, **others: float

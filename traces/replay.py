@@ -13,6 +13,7 @@ import numpy as np
 
 from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
+from policies.registry import describe
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from traces.errors import SignalError, TailError
@@ -222,7 +223,7 @@ def replay(
     rounds = RoundLog.pack(decode())
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return RoundLog(
-        rounds, trace.requests, name or type(policy).__name__,
+        rounds, trace.requests, name or describe(policy),
         verify=describe_rule(rule) if rule is not None else lossless,
         fidelity="approximate" if departed else fidelity_of(trace),
         reads=policy.reads, first=first,

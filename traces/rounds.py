@@ -53,6 +53,12 @@ class RoundLog:
     def __len__(self) -> int:
         return len(self.rounds)
 
+    def __repr__(self) -> str:
+        return (
+            f"<RoundLog {self.policy} / {self.verify}, {self.source}: {len(self)} rounds of "
+            f"{len(self.requests)} requests, {self.fidelity}>"
+        )
+
     @property
     def context(self) -> npt.NDArray[np.int64]:
         """Tokens in the target's cache when each round began (prompt + output)."""

@@ -85,6 +85,10 @@ class Trace:
     def __len__(self) -> int:
         return len(self.columns["match"])
 
+    def __repr__(self) -> str:
+        signals = ", ".join(sorted(self.signals)) or "no signals"
+        return f"<Trace: {len(self.requests)} requests, {self.tokens} tokens, {signals}>"
+
     @property
     def tokens(self) -> int:
         """Output tokens over all requests."""

@@ -12,6 +12,7 @@ from policies.basic import Autoregressive
 from policies.batch import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.guard import UndeclaredSignal
+from policies.registry import describe
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from simulator.serving.clock import Clock
@@ -175,7 +176,7 @@ def simulate(
         audit(server)
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return Run(
-        name or type(policy).__name__, scenario,
+        name or describe(policy), scenario,
         lossless if rule is None else describe_rule(rule),
         _fidelity(scenario, trace, rule), recorder,
         server.coverage if isinstance(server, Overlapped) else server.cost.coverage, unpriced,

@@ -22,6 +22,7 @@ from policies.core import DraftPolicy, Round
 from policies.entropy import SVIP
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
+from policies.registry import describe
 from traces.replay import fidelity_of, replay
 from traces.rounds import ROUND_DTYPE, RoundLog
 from traces.schema import MATCH, UNKNOWN
@@ -82,7 +83,7 @@ class Walker:
             return replay(trace, policy, name=name)
         lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
         return RoundLog(
-            found, trace.requests, name or type(policy).__name__, verify=lossless,
+            found, trace.requests, name or describe(policy), verify=lossless,
             fidelity=fidelity_of(trace), reads=policy.reads, first=self._first,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policies.core import DraftPolicy, Round, speculate
+from policies.registry import describe
 from policies.rules import VerifyRule
 from traces.errors import DraftsimError, SignalError
 from traces.rounds import Fidelity, RoundLog
@@ -58,7 +59,7 @@ def replay_source(
         rounds.append(list(speculate(decoder, shared.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog(
-        RoundLog.pack(rounds), trace.requests, name or type(policy).__name__, source=source.name,
+        RoundLog.pack(rounds), trace.requests, name or describe(policy), source=source.name,
         verify=lossless, fidelity=fidelity_of(source, trace), reads=policy.reads, first=first,
         calls=pack_calls(calls),
     )  # fmt: skip
