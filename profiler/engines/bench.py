@@ -1,0 +1,223 @@
+"""Puts an engine into the state of a cell and times iterations there, with a control load."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from policies.batch import BatchPolicy
+from policies.core import Load
+from profiler.engines.drafts import Asked, Drafts, DraftSource
+from profiler.engines.engine import PARTS, Engine, Step
+from profiler.engines.plan import Cell
+from profiler.engines.setup import Setup
+from profiler.engines.texts import FIRST_ID
+from traces.errors import DraftsimError
+from traces.sources.base import SourceToken
+
+UNTIMED = 2
+"""Iterations before the timed ones: the first still verifies drafts of the last cell."""
+SHORT = 128
+"""Contexts below this one are filled again for every batch size."""
+
+
+class Sample(NamedTuple):
+    """One timed iteration."""
+
+    seconds: float
+    parts: tuple[float, ...]
+    """As `profiler.engines.engine.PARTS`."""
+    context: float
+    """Mean tokens cached by the decoding sequences."""
+    base_s: float
+    """Of mixed ones, the mean of the decoding iterations around; else 0."""
+    control_s: float
+    """The control load's, around the cell."""
+
+
+class Dictated(BatchPolicy):
+    """Drafts the number of tokens that it is told to, for every sequence."""
+
+    def __init__(self, longest: int = 8) -> None:
+        self.longest = longest
+        self.length = 0
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        del loads
+        return self.length
+
+    def fresh(self) -> Dictated:
+        """Itself: whoever measures changes its length while it runs."""
+        return self
+
+
+class Noise(DraftSource):
+    """Random tokens: a verification costs the same whatever it finds."""
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self.vocabulary, self.seed = vocabulary, seed
+        self._rng = np.random.default_rng(seed)
+
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """Endless drafts of random tokens."""
+        return _NoiseDrafts(request, len(output), self._rng, self.vocabulary)
+
+
+class _NoiseDrafts(Drafts):
+    def __init__(self, request: Asked, position: int, rng: Any, vocabulary: int) -> None:
+        self._request, self._rng, self._vocabulary = request, rng, vocabulary
+        self.position = position
+
+    @property
+    def remaining(self) -> int:
+        return max(self._request.limit - self.position, 0)
+
+    @property
+    def load(self) -> Load:
+        return Load(1, len(self._request.prompt) + self.position)
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken:
+        return SourceToken(0)
+
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        return self._rng.integers(FIRST_ID, self._vocabulary, len(draft)).tolist()  # type: ignore[no-any-return]
+
+    def advance(self, emitted: Sequence[int]) -> None:
+        self.position += len(emitted)
+
+
+class Control:
+    """A load that is no engine's: how fast the machine is at this moment.
+
+    A matrix product and a sum over memory, a few milliseconds together on a CPU.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        import torch
+
+        self._torch, self._cuda = torch, device == "cuda"
+        generator = torch.Generator().manual_seed(0)
+        self._square = torch.rand(384, 384, generator=generator).to(device)
+        self._long = torch.rand(4_000_000, generator=generator).to(device)
+        for _ in range(3):
+            self.seconds()
+
+    def seconds(self) -> float:
+        """The time of one run."""
+        began = time.perf_counter()
+        product = self._square @ self._square
+        total = self._long.sum()
+        if self._cuda:
+            self._torch.cuda.synchronize()
+        del product, total
+        return time.perf_counter() - began
+
+
+class Bench:
+    """Measures cells of one engine."""
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine = engine
+        self.control = Control("cuda" if engine.meta["device"] == "cuda" else "cpu")
+        self._policy = Dictated(engine.options.longest)
+        engine.proposer.use(Setup(self._policy, Noise(engine.vocabulary, seed)))
+        self._rng = np.random.default_rng(seed)
+        self._numbers = itertools.count()
+        self._running: list[str] = []
+
+    def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
+        """Samples of cells of one kind and context; those of more sequences come first."""
+        self.clear()
+        found: dict[Cell, list[Sample]] = {}
+        for size in sorted({c.batch for c in cells}, reverse=True):
+            own = [c for c in cells if c.batch == size]
+            # Sequences grow while they are measured: short ones are begun anew, at little cost.
+            if size and (not self._running or own[0].context < SHORT):
+                self.clear()
+                self._fill(size, own[0].context)
+            self._keep(size)
+            for i in self._rng.permutation(len(own)).tolist():
+                found[own[i]] = self._measured(own[i], steps)
+        self.clear()
+        return found
+
+    def clear(self) -> None:
+        """Drop every request."""
+        self._keep(0)
+
+    def _measured(self, cell: Cell, steps: int) -> list[Sample]:
+        before_s = self.control.seconds()
+        if cell.kind == "decode":
+            taken = self._decoding(cell, steps)
+        elif cell.kind == "prompt":
+            taken = [self._prompts(cell) for _ in range(steps)]
+        else:
+            taken = self._mixed(cell, steps)
+        control_s = (before_s + self.control.seconds()) / 2
+        return [
+            Sample(
+                step.seconds + added_s, tuple(step.parts[p] for p in PARTS),
+                float(np.mean([d.context - 1 for d in step.decoded])) if step.decoded else 0.0,
+                base_s, control_s,
+            )
+            for step, added_s, base_s in taken
+        ]  # fmt: skip
+
+    def _decoding(self, cell: Cell, steps: int) -> list[tuple[Step, float, float]]:
+        self._policy.length = cell.width - 1
+        taken = [self._step() for _ in range(UNTIMED + steps)]
+        return [(step, 0.0, 0.0) for step in taken[UNTIMED:]]
+
+    def _prompts(self, cell: Cell) -> tuple[Step, float, float]:
+        began = time.perf_counter()
+        names = [self._add(cell.tokens, 2) for _ in range(cell.prompts)]
+        added_s = time.perf_counter() - began
+        step = self._step()
+        self.engine.abort(names)
+        return step, added_s, 0.0
+
+    def _mixed(self, cell: Cell, steps: int) -> list[tuple[Step, float, float]]:
+        self._policy.length = cell.width - 1
+        for _ in range(UNTIMED):
+            self._step()
+        taken = []
+        before_s = self._step().seconds
+        for _ in range(steps):
+            mixed, added_s, _ = self._prompts(cell)
+            self._step()
+            after_s = self._step().seconds
+            taken.append((mixed, added_s, (before_s + after_s) / 2))
+            before_s = after_s
+        return taken
+
+    def _fill(self, batch: int, context: int) -> None:
+        self._policy.length = 0
+        room = self.engine.options.max_model_len - context - 1
+        self._running = [self._add(context, room) for _ in range(batch)]
+        # A prompt that is processed emits its first token: then all decode.
+        while (step := self._step()).prompts or len(step.decoded) < batch:
+            pass
+
+    def _keep(self, batch: int) -> None:
+        if gone := self._running[batch:]:
+            self.engine.abort(gone)
+            del self._running[batch:]
+
+    def _add(self, prompt: int, tokens: int) -> str:
+        name = f"{next(self._numbers)}/bench"
+        ids = self._rng.integers(FIRST_ID, self.engine.vocabulary, prompt).tolist()
+        self.engine.add(name, ids, tokens)
+        return name
+
+    def _step(self) -> Step:
+        step = self.engine.step()
+        if step is None:
+            raise DraftsimError(
+                "the engine had nothing to run while it was measured: lower --max-batch or raise "
+                "its cache (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization)"
+            )
+        return step

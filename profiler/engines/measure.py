@@ -1,0 +1,145 @@
+"""Measures an engine's latency table: sweeps over the grid, repeats, and points in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiler.checkpoint import Checkpoint
+from profiler.engines.bench import Bench, Sample
+from profiler.engines.engine import Engine
+from profiler.engines.plan import Cell, Grid
+from profiler.engines.table import (
+    DISTURBED,
+    cells_of,
+    held_out_errors,
+    host_parts,
+    usual_control_s,
+)
+from traces.latency import LatencyTable
+
+REPEATS = 2
+"""Times that a block with disturbed cells is measured again, at most."""
+
+
+class EngineTable:
+    """The table of one engine in the making, a block of cells at a time.
+
+    Finished blocks are kept in `folder`, so that a stopped measurement goes on.
+
+    Raises DraftsimError if the folder holds one with other settings.
+    """
+
+    def __init__(self, engine: Engine, grid: Grid, folder: Path, seed: int = 0) -> None:
+        self.grid = grid.fitted(engine.options)
+        self.meta = engine.meta
+        settings = {"engine": engine.meta, "grid": asdict(self.grid)}
+        self._kept = Checkpoint(folder, settings)
+        self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
+        self.samples: dict[Cell, list[Sample]] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that `run` measures, repeats and held-out cells aside."""
+        return self.grid.sweeps * len(self.grid.blocks())
+
+    def run(self, advance: Callable[[], None] = lambda: None) -> LatencyTable:
+        """All sweeps, then what was disturbed again, then the held-out cells."""
+        blocks = self.grid.blocks()
+        for sweep in range(self.grid.sweeps):
+            for i in self._rng.permutation(len(blocks)).tolist():
+                self._block(f"sweep-{sweep}-{i}", blocks[i])
+                advance()
+        for i, block in enumerate(blocks):
+            for again in range(REPEATS):
+                if disturbed := self._disturbed(block):
+                    self._block(f"again-{again}-{i}", disturbed)
+        errors = self._between()
+        table = LatencyTable(cells_of(self.samples), self._meta(errors))
+        self._kept.close()
+        return table
+
+    def _block(self, name: str, cells: list[Cell], keep: bool = True) -> dict[Cell, list[Sample]]:
+        found = self._restored(name)
+        if found is None:
+            found = self._bench.block(cells, self.grid.steps)
+            self._store(name, found)
+        if keep:
+            for cell, own in found.items():
+                self.samples.setdefault(cell, []).extend(own)
+        return found
+
+    def _disturbed(self, block: list[Cell]) -> list[Cell]:
+        """Cells of the block with fewer than half of their samples from a quiet machine."""
+        usual = usual_control_s(self.samples)
+        return [
+            cell
+            for cell in block
+            if np.median([s.control_s for s in self.samples[cell]]) > DISTURBED * usual
+        ]
+
+    def _between(self) -> dict[Cell, float]:
+        """Measure held-out cells; where reading between misses, their lines join the table."""
+        cells = self.grid.between()
+        if not cells:
+            return {}
+        held_out: dict[Cell, list[Sample]] = {}
+        for again in range(2):
+            for cell, own in self._block(f"between-{again}", cells, keep=False).items():
+                held_out.setdefault(cell, []).extend(own)
+        errors = held_out_errors(self.samples, held_out)
+        missed = [c for c, e in errors.items() if abs(e) > self.grid.held_out]
+        batches = {c.batch for c in missed} - set(self.grid.batches)
+        widths = {c.width for c in missed if c.batch in self.grid.batches} - set(self.grid.widths)
+        more = replace(
+            self.grid, batches=sorted({*self.grid.batches, *batches}),
+            widths=sorted({*self.grid.widths, *widths}), sweeps=2,
+        )  # fmt: skip
+        for context in more.contexts if missed else ():
+            lines = [
+                Cell("decode", b, w, context)
+                for b in sorted(more.batches, reverse=True)
+                for w in more.widths
+                if b in batches or w in widths
+            ]
+            for again in range(more.sweeps):
+                self._block(f"added-{context}-{again}", lines)
+        return errors
+
+    def _meta(self, errors: dict[Cell, float]) -> dict[str, Any]:
+        controls = [s.control_s for own in self.samples.values() for s in own]
+        return {
+            **self.meta, "kind": "engine", "host_parts": host_parts(self.samples),
+            "control_s": {
+                "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
+                "p95": float(np.quantile(controls, 0.95)),
+            },
+            "held_out": [{"batch": c.batch, "width": c.width, "error": e}
+                         for c, e in errors.items()],
+        }  # fmt: skip
+
+    def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
+        kept = self._kept.get(name)
+        if kept is None:
+            return None
+        found: dict[Cell, list[Sample]] = {}
+        for kind, sizes, row in zip(kept["kinds"], kept["sizes"], kept["samples"], strict=True):
+            cell = Cell(str(kind), *map(int, sizes))  # type: ignore[arg-type]
+            seconds, context, base_s, control_s, *parts = row.tolist()
+            sample = Sample(seconds, tuple(parts), context, base_s, control_s)
+            found.setdefault(cell, []).append(sample)
+        return found
+
+    def _store(self, name: str, found: dict[Cell, list[Sample]]) -> None:
+        flat = [(cell, s) for cell, own in found.items() for s in own]
+        self._kept.put(name, {
+            "kinds": np.array([c.kind for c, _ in flat]),
+            "sizes": np.array([c[1:] for c, _ in flat]),
+            "samples": np.array([
+                (s.seconds, s.context, s.base_s, s.control_s, *s.parts) for _, s in flat
+            ]),
+        })  # fmt: skip

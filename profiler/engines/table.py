@@ -1,0 +1,126 @@
+"""Timed iterations of an engine as a latency table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from profiler.engines.bench import Sample
+from profiler.engines.engine import PARTS
+from profiler.engines.plan import Cell
+from traces.latency import CELL_COLUMNS, LatencyTable
+
+Samples = Mapping[Cell, Sequence[Sample]]
+DISTURBED = 1.1
+"""A sample whose control load took so many times its usual time is not counted, if it may."""
+HOST = ("schedule", "update", "output")
+
+
+def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
+    """The samples taken while the machine was as fast as usual; all where none was."""
+    usual = usual_control_s(samples)
+    kept = {}
+    for cell, own in samples.items():
+        still = [s for s in own if s.control_s < DISTURBED * usual]
+        kept[cell] = still or list(own)
+    return kept
+
+
+def usual_control_s(samples: Samples) -> float:
+    """The control load's lower quartile over the whole measurement."""
+    return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
+
+
+def cells_of(samples: Samples) -> pd.DataFrame:
+    """Cells as in `traces.latency.CELL_COLUMNS`.
+
+    ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
+    without drafts, ``host_draft`` what a drafted token adds to the proposer's time.
+    ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.
+    """
+    kept = quiet(samples)
+    rows: list[tuple[Any, ...]] = []
+    for cell, own in kept.items():
+        if cell.kind == "decode":
+            device = [s.parts[PARTS.index("execute")] + s.parts[PARTS.index("sample")] for s in own]
+            context = round(float(np.mean([s.context for s in own])))
+            rows.append(_row("forward", cell.batch, cell.width, context, device))
+        elif cell.kind == "prompt":
+            rows.append(_row("prefill", cell.prompts, cell.tokens, 0, [s.seconds for s in own]))
+    rows += _mixed(kept)
+    batches = sorted({c.batch for c in kept if c.kind == "decode"})
+    for batch in batches:
+        mine = {c: own for c, own in kept.items() if c.kind == "decode" and c.batch == batch}
+        rounds = [sum(s.parts[PARTS.index(p)] for p in HOST) for own in mine.values() for s in own]
+        idle_s, drafting_s = _proposing(mine)
+        rows.append(_row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
+        rows.append(_row("host_draft", batch, 1, 0, [drafting_s]))
+    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    return pd.concat([frame, _free_drafts(frame)], ignore_index=True)
+
+
+def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
+    """What prompts add, by tokens decoded: several batches and widths may have as many."""
+    added: dict[tuple[int, int], list[float]] = {}
+    for cell, own in kept.items():
+        if cell.kind == "mixed":
+            key = cell.batch * cell.width, cell.prompts * cell.tokens
+            added.setdefault(key, []).extend(max(s.seconds - s.base_s, 0.0) for s in own)
+    return [_row("mixed", decoded, tokens, 0, own) for (decoded, tokens), own in added.items()]
+
+
+def _proposing(own: Samples) -> tuple[float, float]:
+    """Proposer's seconds without drafts, and per token of a sequence's draft."""
+    pairs = [
+        (c.width - 1, float(np.median([s.parts[PARTS.index("propose")] for s in samples])))
+        for c, samples in own.items()
+    ]
+    lengths, seconds = np.array(pairs).T
+    if len(set(lengths)) < 2:
+        return float(seconds.mean()), 0.0
+    slope, start = np.polyfit(lengths, seconds, 1)
+    return max(float(start), 0.0), max(float(slope), 0.0)
+
+
+def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
+    """Draft passes of a proposer without a model take no time but the host's."""
+    forward = frame[frame["phase"] == "forward"]
+    free = forward.assign(model="draft", median_s=0.0, spread_s=0.0)
+    prompts = frame[frame["phase"] == "prefill"].assign(model="draft", median_s=0.0, spread_s=0.0)
+    return pd.concat([free, prompts], ignore_index=True)
+
+
+def _row(
+    phase: str, batch: int, width: int, context: int, seconds: Sequence[float]
+) -> tuple[Any, ...]:
+    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    return "target", phase, batch, width, context, median, (high - low) / 2, len(seconds)
+
+
+def host_parts(samples: Samples) -> list[dict[str, float]]:
+    """Median seconds of every part of a decoding iteration, by batch and width."""
+    return [
+        {
+            "batch": c.batch, "width": c.width, "context": c.context,
+            **{f"{p}_s": float(np.median([s.parts[i] for s in own]))
+               for i, p in enumerate(PARTS)},
+        }
+        for c, own in quiet(samples).items() if c.kind == "decode"
+    ]  # fmt: skip
+
+
+def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
+    """Relative error of reading each held-out cell between the others."""
+    table = LatencyTable(cells_of(samples))
+    errors = {}
+    for cell, own in quiet(held_out).items():
+        width, context = cell.width, float(np.mean([s.context for s in own]))
+        device = [s.parts[PARTS.index("execute")] + s.parts[PARTS.index("sample")] for s in own]
+        measured = float(np.median(device))
+        read = table.seconds("target", "forward", batch=cell.batch, new_tokens=width,
+                             context=context)  # fmt: skip
+        errors[cell] = float(read) / measured - 1
+    return errors
