@@ -20,7 +20,7 @@ def check_engine(name: str) -> None:
         raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
 
 
-def profile_engine(name: str, options: EngineOptions, grid: Grid, out: Path) -> None:
+def profile_engine(name: str, options: EngineOptions, out: Path) -> None:
     """Measure the engine, and write ``latency.parquet`` into the run folder."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -32,7 +32,7 @@ def profile_engine(name: str, options: EngineOptions, grid: Grid, out: Path) -> 
     except OSError as error:
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
     note(f"starting {name} with {options.target}")
-    measured = EngineTable(Engine(options), grid, out / "engine-checkpoint")
+    measured = EngineTable(Engine(options), Grid(), out / "engine-checkpoint")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring iterations", total=measured.blocks)

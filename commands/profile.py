@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.engine_options import (
+    EngineBatchOption,
+    EngineLengthOption,
+    LongestOption,
+    MeasuredEngineOption,
+)
 from commands.inputs import MemoryOption, PolicyOption, TrustOption, VerifyOption, batch_sizes
 from commands.output import note
 from commands.redecode import decode_again, jobs
@@ -47,12 +53,18 @@ class Recording:
 
 def profile(
     target: Annotated[str, typer.Option(metavar="DIR", help="Target model: directory or hub id.")],
-    draft: Annotated[str, typer.Option(metavar="DIR", help="Draft model: directory or hub id.")],
-    prompts: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="JSON lines with prompt and category, or plain lines."),
-    ],
     out: Annotated[Path, typer.Option(metavar="RUN", help="Folder for the recordings.")],
+    draft: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Draft model: directory or hub id.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON lines with prompt and category, or plain lines."),
+    ] = None,
+    engine: MeasuredEngineOption = None,
+    engine_longest: LongestOption = 8,
+    engine_batch: EngineBatchOption = 16,
+    engine_length: EngineLengthOption = 1024,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
@@ -154,6 +166,25 @@ def profile(
     complete keeps its recordings, and only those are added.
     """
     from profiler.folder import claimed, only_writer
+
+    if engine is not None:
+        if draft is not None or prompts is not None:
+            raise DraftsimError(
+                "--engine measures a proposer's iterations, of made-up prompts: drop --draft and "
+                "--prompts"
+            )
+        from commands.engine_profile import profile_engine
+        from profiler.engines.engine import EngineOptions
+
+        options = EngineOptions(
+            _kept(target), longest=engine_longest, max_batch=engine_batch,
+            max_model_len=engine_length, dtype=dtype or "auto", threads=threads,
+        )  # fmt: skip
+        profile_engine(engine, options, out)
+        return
+    if draft is None or prompts is None:
+        missing = "--draft" if draft is None else "--prompts"
+        raise DraftsimError(f"{missing} is missing: a pair is profiled on prompts, or an --engine")
     from profiler.latency import Grid
     from profiler.profile import Settings
     from profiler.run import RunInfo

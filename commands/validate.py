@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pandas as pd
 import typer
 
+from commands.engine_options import (
+    AcceptanceOption,
+    CheckedEngineOption,
+    LoadOption,
+    RateOption,
+    RequestsOption,
+    SeedOption,
+)
 from commands.inputs import (
+    BUNDLED,
     MemoryOption,
     PolicyOption,
     TrustOption,
@@ -33,6 +42,9 @@ ARMS = (
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
 )  # fmt: skip
 """Arms of a spot check where none is named: every policy family, fixed lengths as control."""
+
+ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
+"""Arms in a real engine where none is named, beside no speculation."""
 
 ASSISTED = {
     "constant": (
@@ -96,6 +108,12 @@ def validate(
         Path | None, typer.Option(metavar="FILE", help="Of --recorded: the tables, as Markdown.")
     ] = None,
     trust_remote_code: TrustOption = False,
+    engine: CheckedEngineOption = None,
+    trace: AcceptanceOption = BUNDLED,
+    load: LoadOption = None,
+    rate: RateOption = None,
+    requests: RequestsOption = 40,
+    seed: SeedOption = 0,
     json: JsonOption = None,
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
@@ -113,6 +131,10 @@ def validate(
     With --recorded nothing is run: what a GPU measured is held against what its latencies
     predict, pair by pair, mode, batch and policy.  `drift` is how much slower single passes were
     beside those runs than when the latencies were measured.
+
+    With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
+    by load and by kind of iteration.  `machine` is how much slower a control load ran than when
+    the engine was measured.
     """
     if recorded is not None:
         from commands.recorded import recorded_check
@@ -123,6 +145,17 @@ def validate(
         return
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
+    if engine is not None:
+        from commands.engine_check import engine_check, load_names, say_kinds, shown
+
+        found = engine_check(
+            engine, run, trace, policy or ENGINE_ARMS, load_names(load, rate), requests, repeats,
+            limit, seed,
+        )  # fmt: skip
+        emit("validate", found if json is not None else shown(found), json)
+        if json is None:
+            say_kinds(found)
+        return
     if markdown is not None:
         raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
     if remeasure and (batch or verify):

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from commands.engine_check import arms, compare_loads
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch import BatchPolicy, SingleStream
 from profiler.engines.drafts import Forced, LookedUp
 from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.measure import EngineTable
+from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
-from traces import synthetic_trace
+from traces import synthetic_trace, write_latency
 from traces.sources.lookup_sources import PLD
 
 LONGEST, BATCH = 6, 4
@@ -93,9 +96,15 @@ def main(folder: Path) -> dict[str, Any]:
     found = {n: served(engine, Setup(policy(n), forced), prompts) for n in names()}
     batch = served(engine, Setup(Alike(), forced), prompts)
     lookup = served(engine, Setup(parse_policy("fixed:gamma=4"), LookedUp(PLD())), prompts)
+    small = Grid((1, 2, 4), (1, 3), (32,), ((1, 16), (2, 16)), (1, 3), (1, 3), (16, 32), 1, 1)
+    measured = EngineTable(engine, small, folder / "checkpoint")
+    latency = measured.run()
+    write_latency(latency, folder / "latency.parquet")
+    chosen = arms(["gammatune"], TRACE, LONGEST)
+    rows = compare_loads(engine, latency, TRACE, chosen, ["closed:1", "closed:3", "rate:50"], 8, 1)
     return {
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
-        "meta": engine.meta,
+        "meta": engine.meta, "rows": rows,
     }  # fmt: skip
 
 

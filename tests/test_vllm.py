@@ -14,7 +14,7 @@ import pytest
 from policies import parse_policy
 from tests.conftest import ROOT
 from tests.engine_runs import BATCH, LONGEST, OWN, TRACE, names, policy
-from traces import Request, Trace, replay
+from traces import Request, Trace, read_latency, replay
 from traces.rounds import RoundLog
 from traces.sources.lookup_sources import PLD
 from traces.sources.replay import replay_source
@@ -33,7 +33,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "runs.json").read_text())
+    return {**json.loads((folder / "runs.json").read_text()), "folder": folder}
 
 
 def rounds(log: RoundLog) -> dict[str, list[list[int]]]:
@@ -89,3 +89,39 @@ def test_a_lookup_drafts_as_its_replay(ran: Any) -> None:
 def test_the_engine_says_what_it_is(ran: Any) -> None:
     assert ran["meta"]["engine"]["name"] == "vllm"
     assert ran["meta"]["engine"]["method"] == "custom_class"
+
+
+@pytest.mark.parametrize("load", ["closed:1", "closed:3"])
+@pytest.mark.parametrize("name", ["autoregressive", "gammatune"])
+def test_closed_loops_take_the_simulators_iterations_one_by_one(
+    ran: Any, load: str, name: str
+) -> None:
+    [row] = [r for r in ran["rows"] if (r["load"], r["policy"]) == (load, name)]
+    assert row["rounds_differ"] == 0
+    assert row["iterations"] == row["iterations_predicted"] > 0
+
+
+def test_timed_arrivals_take_the_replays_rounds_and_state_an_interval(ran: Any) -> None:
+    rows = [r for r in ran["rows"] if r["load"] == "rate:50"]
+    assert [r["rounds_differ"] for r in rows] == [0, 0]
+    for row in rows:
+        assert row["tpot_s_predicted_lo"] < row["tpot_s_predicted"] < row["tpot_s_predicted_hi"]
+
+
+def test_every_kind_of_iteration_is_priced(ran: Any) -> None:
+    [row] = [r for r in ran["rows"] if (r["load"], r["policy"]) == ("closed:3", "gammatune")]
+    assert {k["kind"] for k in row["kinds"]} == {"prompt", "decode", "mixed"}
+    assert sum(k["iterations"] for k in row["kinds"]) == row["iterations"]
+    assert sum(k["measured_s"] for k in row["kinds"]) == pytest.approx(row["busy_s"])
+
+
+def test_what_was_measured_is_a_table_of_the_engine(ran: Any) -> None:
+    latency = read_latency(ran["folder"] / "latency.parquet")
+    assert latency.meta["kind"] == "engine"
+    assert latency.meta["engine"]["version"].startswith("0.32")
+    for phase in ("forward", "prefill", "mixed", "host_round", "host_draft"):
+        assert latency.has("target", phase)
+    forward = latency.cells[latency.cells["phase"] == "forward"]
+    assert set(forward["batch"]) >= {1, 2, 4}
+    assert set(forward["new_tokens"]) >= {1, 3, LONGEST + 1}
+    assert not (ran["folder"] / "checkpoint").exists()

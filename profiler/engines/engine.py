@@ -154,14 +154,15 @@ class Engine:
         finished = [o.request_id for o in outputs if o.finished]
         return Step(start_s, seconds, parts, decoded, prompts, emitted, finished)
 
-    def run(self, name: str, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The output tokens of one request by itself."""
-        self.add(name, prompt, tokens)
-        ids: list[int] = []
+    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
+        """Output tokens of requests by name, each a prompt and how many tokens to emit."""
+        for name, (prompt, tokens) in requests.items():
+            self.add(name, prompt, tokens)
+        outputs: dict[str, list[int]] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                ids = list(output.outputs[0].token_ids)
-        return ids
+                outputs[output.request_id] = list(output.outputs[0].token_ids)
+        return outputs
 
     def _who(self) -> tuple[list[Decoded], list[Prompt]]:
         decoded, prompts = [], []
@@ -265,6 +266,7 @@ def _meta(options: EngineOptions, config: Any) -> dict[str, Any]:
         "engine": {
             "name": "vllm", "version": vllm.__version__, "method": options.method,
             "longest": options.longest, "max_batch": options.max_batch,
+            "max_model_len": options.max_model_len,
             "token_budget": options.token_budget, "eager": config.model_config.enforce_eager,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
         },

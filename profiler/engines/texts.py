@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,8 +22,8 @@ class Served(Protocol):
     proposer: Any
     vocabulary: int
 
-    def run(self, name: str, prompt: list[int], tokens: int) -> list[int]:
-        """The output of one request by itself."""
+    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
+        """Outputs by name of requests, each a prompt and how many tokens to emit."""
         ...
 
 
@@ -42,17 +42,10 @@ def prompts_of(trace: Trace, vocabulary: int, seed: int = 0) -> dict[int, list[i
     return prompts
 
 
-def own_texts(
-    engine: Served,
-    trace: Trace,
-    prompts: dict[int, list[int]],
-    advance: Callable[[], None] = lambda: None,
-) -> dict[int, list[int]]:
+def own_texts(engine: Served, trace: Trace, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
     """The engine's greedy output of every sequence, as long as the recorded one, undrafted."""
     nothing = {i: [0] for i in prompts}
     engine.proposer.use(Setup(Autoregressive(), Forced(trace, nothing, engine.vocabulary)))
-    texts = {}
-    for i, prompt in prompts.items():
-        texts[i] = engine.run(f"{i}/alone", prompt, trace.requests[i].tokens)
-        advance()
-    return texts
+    asked = {f"{i}/alone": (prompt, trace.requests[i].tokens) for i, prompt in prompts.items()}
+    outputs = engine.run(asked)
+    return {i: outputs[f"{i}/alone"] for i in prompts}

@@ -1,0 +1,89 @@
+"""Runs a load in an engine: closed loops and timed arrivals, with every iteration kept."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pandas as pd
+
+from policies.core import Round
+from profiler.engines.bench import Control
+from profiler.engines.engine import Engine, Step
+from profiler.engines.setup import Setup
+
+
+class Job(NamedTuple):
+    """A request to send: which sequence, when at the earliest, and how many tokens."""
+
+    sequence: int
+    arrival_s: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """What came of a load.
+
+    ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, seconds from the
+    load's start.
+    """
+
+    requests: pd.DataFrame
+    steps: Sequence[Step]
+    rounds: Mapping[str, Sequence[Round]]
+    control_s: float
+    """The control load's time around this run."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in iterations."""
+        return sum(step.seconds for step in self.steps)
+
+
+def run_load(
+    engine: Engine, setup: Setup, jobs: Sequence[Job], prompts: Mapping[int, Sequence[int]],
+    concurrency: int | None, control: Control,
+) -> LoadRun:  # fmt: skip
+    """Send `jobs`: at their times, or in a closed loop of `concurrency` requests."""
+    engine.proposer.use(setup)
+    waiting = deque(enumerate(jobs))
+    times: dict[str, dict[str, float]] = {}
+    before_s = control.seconds()
+    start_s = time.perf_counter()
+
+    def send(arrival_s: float) -> None:
+        index, job = waiting.popleft()
+        name = f"{job.sequence}/{index}"
+        times[name] = {"sequence": job.sequence, "arrival_s": arrival_s}
+        engine.add(name, prompts[job.sequence], job.tokens)
+
+    for _ in range(min(concurrency or 0, len(jobs))):
+        send(0.0)
+    steps: list[Step] = []
+    while waiting or engine.busy:
+        now_s = time.perf_counter() - start_s
+        if concurrency is None:
+            while waiting and waiting[0][1].arrival_s <= now_s:
+                send(waiting[0][1].arrival_s)
+            if waiting and not engine.busy:
+                time.sleep(max(waiting[0][1].arrival_s - now_s, 0.0))
+                continue
+        step = engine.step()
+        now_s = time.perf_counter() - start_s
+        if step is None:
+            continue
+        steps.append(step)
+        for name, tokens in step.emitted.items():
+            times[name].setdefault("first_s", now_s)
+            times[name]["tokens"] = tokens
+        for name in step.finished:
+            times[name]["finish_s"] = now_s
+            if concurrency is not None and waiting:
+                send(now_s)
+    requests = pd.DataFrame([{"name": name, **own} for name, own in times.items()])
+    rounds = {n: s.rounds for n, s in engine.proposer.finished.items()}
+    return LoadRun(requests, steps, rounds, (before_s + control.seconds()) / 2)

@@ -1,0 +1,136 @@
+"""An engine's timed iterations as a table, without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from profiler.engines.bench import Sample
+from profiler.engines.engine import PARTS, EngineOptions
+from profiler.engines.plan import Cell, Grid
+from profiler.engines.table import cells_of, held_out_errors, host_parts
+from tests.conftest import Run
+from traces import LatencyTable, write_latency
+
+GRID = Grid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
+
+
+def device_s(batch: int, width: int, context: float) -> float:
+    return 0.01 + 1e-4 * batch * width + 1e-6 * batch * context
+
+
+def sample(cell: Cell, control_s: float = 1e-3, slower: float = 1.0) -> Sample:
+    """An iteration that takes what `device_s` says, and round numbers besides."""
+    decode_s = device_s(cell.batch, cell.width, cell.context) if cell.batch else 0.0
+    parts = dict.fromkeys(PARTS, 1e-4)
+    parts |= {"execute": slower * decode_s - 1e-4, "propose": 2e-5 + 1e-6 * (cell.width - 1)}
+    prompt_s = 5e-4 * cell.prompts * cell.tokens
+    seconds = slower * decode_s + prompt_s
+    return Sample(seconds, tuple(parts.values()), cell.context, decode_s, control_s)
+
+
+def measured(grid: Grid = GRID) -> dict[Cell, list[Sample]]:
+    return {cell: [sample(cell)] * 3 for block in grid.blocks() for cell in block}
+
+
+def test_passes_prompts_and_what_prompts_add_are_read_back() -> None:
+    table = LatencyTable(cells_of(measured()))
+    read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
+    assert read == pytest.approx(device_s(4, 5, 256))
+    assert table.seconds("target", "prefill", batch=1, new_tokens=16) == pytest.approx(8e-3)
+    assert table.seconds("target", "mixed", batch=15, new_tokens=64) == pytest.approx(0.032)
+    # Decoded tokens count in all: 3 sequences of 1 and 1 of 5 lie side by side.
+    mixed = table.cells[table.cells["phase"] == "mixed"]
+    assert sorted(set(mixed["batch"])) == [1, 3, 5, 15]
+
+
+def test_the_hosts_time_is_told_apart() -> None:
+    table = LatencyTable(cells_of(measured()))
+    host = table.seconds("target", "host_round", batch=4, new_tokens=1)
+    assert host == pytest.approx(3e-4 + 2e-5)
+    assert table.seconds("target", "host_draft", batch=4, new_tokens=1) == pytest.approx(1e-6)
+    assert {p["batch"] for p in host_parts(measured())} == {1, 4}
+
+
+def test_a_proposer_without_a_model_drafts_for_the_hosts_time_alone() -> None:
+    table = LatencyTable(cells_of(measured()))
+    assert table.seconds("draft", "forward", batch=3, new_tokens=1, context=99) == 0
+
+
+def test_samples_of_a_disturbed_machine_are_left_out() -> None:
+    samples = measured()
+    cell = Cell("decode", 4, 5, 256)
+    samples[cell] = [sample(cell), sample(cell, 2e-3, 3.0), sample(cell, 2e-3, 3.0)]
+    table = LatencyTable(cells_of(samples))
+    read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
+    assert read == pytest.approx(device_s(4, 5, 256))
+    samples[cell] = [sample(cell, 2e-3, 3.0)]
+    table = LatencyTable(cells_of(samples))
+    read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
+    assert read == pytest.approx(3 * device_s(4, 5, 256))
+
+
+def test_held_out_cells_show_where_reading_between_misses() -> None:
+    good, bad = Cell("decode", 2, 3, 256), Cell("decode", 3, 3, 256)
+    errors = held_out_errors(measured(), {good: [sample(good)], bad: [sample(bad, slower=1.25)]})
+    # Linear in batch and width by themselves, but not in their product.
+    assert errors[good] == pytest.approx(0, abs=0.01)
+    assert errors[bad] == pytest.approx(-0.2, abs=0.01)
+
+
+def test_held_out_cells_lie_between_the_measured_ones() -> None:
+    between = GRID.between()
+    assert {c.batch for c in between} == {1, 2, 4}
+    assert {c.width for c in between if c.batch in GRID.batches} == {3}
+    assert {c.context for c in between} == {GRID.middle}
+
+
+def test_a_grid_fits_what_the_engine_was_started_with() -> None:
+    grid = Grid().fitted(EngineOptions("m", longest=5, max_batch=6, max_model_len=512))
+    assert list(grid.batches) == [1, 2, 4, 6]
+    assert list(grid.widths) == [1, 2, 3, 5, 6]
+    assert max(grid.contexts) < 512
+    assert max(grid.beside_batches) == 5
+    assert all(count <= 6 and tokens < 512 for count, tokens in grid.prompts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("profile", "--engine", "sglang", "--target", "m", "--out", "OUT"), "expected vllm"),
+        (("profile", "--target", "m", "--out", "OUT"), "--draft is missing"),
+        (("profile", "--engine", "vllm", "--target", "m", "--draft", "d", "--out", "OUT"),
+         "drop --draft"),
+        (("validate", "--engine", "vllm", "--run", "bundled"), "no engine's latencies"),
+        (("validate", "--engine", "vllm", "--run", "OUT", "--load", "open:1"), "closed:N"),
+        (("validate", "--engine", "vllm", "--run", "OUT", "--policy", "fixed:gamma=9"),
+         "--engine-longest 9"),
+        (("validate", "--engine", "vllm", "--run", "OUT", "--load", "closed:99"),
+         "more than the 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_a_line(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    engine: dict[str, Any] = {"longest": 4, "max_batch": 4, "max_model_len": 512,
+                              "token_budget": 8192}  # fmt: skip
+    meta = {"kind": "engine", "engine": engine, "target": "m", "dtype": "float32", "threads": 1}
+    write_latency(LatencyTable(cells_of(measured()), meta), tmp_path / "latency.parquet")
+    (tmp_path / "bundled").mkdir()
+    write_latency(LatencyTable.constant(1.0, 0.1), tmp_path / "bundled" / "latency.parquet")
+    named = {"OUT": str(tmp_path), "bundled": str(tmp_path / "bundled")}
+    done = run(*[named.get(a, a) for a in arguments])
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_medians_withstand_one_slow_iteration() -> None:
+    samples = measured()
+    cell = Cell("decode", 1, 1, 64)
+    samples[cell] = [sample(cell), sample(cell), sample(cell, slower=50.0)]
+    table = LatencyTable(cells_of(samples))
+    read = float(np.asarray(table.seconds("target", "forward", batch=1, new_tokens=1, context=64)))
+    assert read == pytest.approx(device_s(1, 1, 64))
