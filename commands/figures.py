@@ -40,6 +40,7 @@ def save_all(
 ) -> list[Path]:
     """Draw everything a recording shows into `folder`; the paths written."""
     from simulator import plots
+    from simulator.ratios import own_ratios
     from simulator.robustness import INITIAL_GAMMAS, speedup_by_gamma
     from simulator.summary import summarize, summarize_by_category
 
@@ -47,7 +48,7 @@ def save_all(
     figures = {
         "speedup": plots.plot_speedup(summarize(logs, latency)),
         "categories": plots.plot_categories(summarize_by_category(some, latency)),
-        "cost_ratio": plots.plot_cost_ratio(some, measured=cost_ratio(trace, latency)),
+        "cost_ratio": plots.plot_cost_ratio(some, latency=latency, own=own_ratios(trace, latency)),
         "survival": plots.plot_survival(trace),
     }
     if trace.max_gamma is not None and trace.max_gamma >= max(INITIAL_GAMMAS):
@@ -56,10 +57,3 @@ def save_all(
     if validation is not None:
         figures["validation"] = plots.plot_validation(validation.dropna(subset=["predicted_s"]))
     return [plots.save(figure, folder / f"{name}.png") for name, figure in figures.items()]
-
-
-def cost_ratio(trace: Trace, latency: LatencyTable) -> float:
-    """c = T_draft / T_target at the recording's mean context."""
-    context = sum(r.prompt_length + r.tokens / 2 for r in trace.requests) / len(trace.requests)
-    draft = latency.seconds("draft", "forward", context=context)
-    return float(draft / latency.seconds("target", "forward", context=context))

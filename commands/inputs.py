@@ -149,7 +149,6 @@ def load_policies(
     limit = trace.max_gamma if max_gamma is None else max_gamma
     if every:
         names = [n for n in names if n != "all"] + policy_names("single")
-    vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: list[tuple[str, Any]] = []
     for text in names:
         if is_file(text):
@@ -157,13 +156,12 @@ def load_policies(
             chosen.append((name, own))
             continue
         try:
-            policy = parse_policy(text, max_gamma=limit, vocab_size=vocab)
+            policy = parse_policy(text, max_gamma=limit)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         if every and text in policy_names("single") and not set(policy.reads) <= have:
             continue
-        # What the recording supplies is no part of the name that a person would type.
-        name = describe(parse_policy(text, max_gamma=limit))
+        name = describe(policy)
         if name not in dict(chosen):
             chosen.append((name, policy))
     return chosen
@@ -196,7 +194,7 @@ def load_method(
     name: str, trace: Trace, memory: Path | None = None
 ) -> tuple[str, DraftPolicy, VerifyRule | None]:
     """(policy's text, policy, rule) of a named method that drafts with a draft model."""
-    from traces.methods import method
+    from traces.methods import method, resolved
     from traces.sources.registry import DRAFT_MODEL
 
     chosen = method(name)
@@ -204,6 +202,7 @@ def load_method(
         raise DraftsimError(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
         )
+    chosen = resolved(chosen, trace)
     [(text, policy)] = load_policies([chosen.policy], trace)
     learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
     return text, policy, load_rule(chosen.rule, trace, memory if learns else None)

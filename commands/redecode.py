@@ -91,8 +91,10 @@ def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[
     from policies.rules_context import CSD
     from profiler.spotcheck import Arm
     from traces.corrections import calibrated, split_requests
+    from traces.methods import Method, resolved
 
     [(name, policy)] = load_policies([job.policy], trace)
+    job = job._replace(rule=resolved(Method("", job.policy, job.rule, ""), trace).rule)
     rule = load_rule(job.rule, trace)
     if rule is None or rule.lossless:
         raise DraftsimError(

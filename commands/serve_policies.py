@@ -53,7 +53,6 @@ def load_serving_policies(
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else ALL if "all" in texts else ()
     batched = mode in ("continuous", "static")
-    vocab = (trace.meta.get("target") or {}).get("vocab_size")
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
@@ -70,7 +69,7 @@ def load_serving_policies(
             chosen.setdefault(own, policy)
             continue
         name = text.partition(":")[0].strip()
-        resources: dict[str, Any] = {"vocab_size": vocab}
+        resources: dict[str, Any] = {}
         wants = parameters(POLICIES[name]) if name in POLICIES else {}
         if "cost" in wants:
             resources["cost"] = TableCost(latency)

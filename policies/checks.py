@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 
 from policies.batch import SingleStream
-from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
+from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
 from policies.spec import parameters
 
 LONGEST_DRAFT = 4096
 """A policy still drafting after this many tokens in one round is taken to have no end."""
+
+
+VOCABULARY = 1000
+"""Size of the vocabulary that the scripted streams tell of."""
 
 
 class PolicyError(ValueError):
@@ -151,8 +155,10 @@ def check_policy(policy: DraftPolicy) -> None:
     """
     pristine = copy.deepcopy(policy)
     try:
-        for check in (_parameters_stored, _signals_known, _edges, _deterministic, _independent):
+        for check in (_parameters_stored, _signals_known):
             check(copy.deepcopy(pristine))
+        for check in (_edges, _deterministic, _independent):
+            check(own_copy(pristine, VOCABULARY))
     except PolicyError as error:
         raise PolicyError(f"{type(policy).__name__} {error}") from None
     except Exception as error:
@@ -220,7 +226,7 @@ def _deterministic(policy: DraftPolicy) -> None:
 def _independent(policy: DraftPolicy) -> None:
     run = policy.for_run()
     if run is policy or not isinstance(run, DraftPolicy):
-        raise PolicyError("for_run() does not return a copy: a run would teach its caller's policy")
+        raise PolicyError("own_copy() does not return a copy: a run would teach its caller's policy")
     mine = run.fresh()
     if policy.learns_across_requests:
         if mine is not run:
@@ -228,7 +234,7 @@ def _independent(policy: DraftPolicy) -> None:
     elif mine is run or not isinstance(mine, DraftPolicy):
         raise PolicyError("does not learn across requests, but fresh() does not return a copy")
     if _run(policy) != _run(policy):
-        raise PolicyError("remembers earlier runs: for_run() must copy all state")
+        raise PolicyError("remembers earlier runs: own_copy() must copy all state")
     if policy.learns_across_requests:
         return
     reference = [_drive(run.fresh(), seed) for seed in range(5)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any, Literal
 
-from policies.confidence import EQUAL_WEIGHTS, EntropySign
+from policies.confidence import EQUAL_WEIGHTS, EntropySign, known_vocabulary
 from policies.core import DraftPolicy, Round
 from policies.parameters import one_of, ordered, whole, within
 
@@ -34,7 +34,7 @@ class CMASD(DraftPolicy):
     alpha:
         Scale of the window.
     beta, weights, entropy_sign, vocab_size:
-        Of the confidence.  `vocab_size` is the draft's.
+        Of the confidence.  `vocab_size` None takes the run's (`begin_run`).
     initial_confidence:
         The mean that the first round of ``lagged`` starts from.
     """
@@ -50,7 +50,7 @@ class CMASD(DraftPolicy):
         beta: float = 1.0,
         weights: Sequence[float] = EQUAL_WEIGHTS,
         entropy_sign: EntropySign = "intended",
-        vocab_size: int = 32000,
+        vocab_size: int | None = None,
         initial_confidence: float = 0.5,
     ) -> None:
         one_of("window", window, ("literal", "causal", "lagged"))
@@ -65,7 +65,7 @@ class CMASD(DraftPolicy):
                 "(entropy, margin, softmax)"
             )
         one_of("entropy_sign", entropy_sign, ("intended", "literal"))
-        whole("vocab_size", vocab_size, 2)
+        whole("vocab_size", vocab_size, 2, none=True)
         within("initial_confidence", initial_confidence, 0, 1)
         self.window = window
         self.gamma_min = gamma_min
@@ -79,20 +79,31 @@ class CMASD(DraftPolicy):
         vars(self)["reads"] = tuple(
             name for name, weight in zip(_COMPONENTS, weights, strict=True) if weight
         )
-        # The constants of `cmasd_confidence`, taken out of the inner loop.
-        w_entropy, self._w_margin, self._w_softmax = weights
-        sign = -1.0 if entropy_sign == "intended" else 1.0
-        self._base = w_entropy if entropy_sign == "intended" else 0.0
-        self._per_nat = sign * w_entropy / log(vocab_size)
-        self._top = 1.0 - 1.0 / vocab_size
+        self._set_constants()
         self._sum = 0.0
         self._length = self._clip(initial_confidence) if window == "lagged" else gamma_max
+
+    def begin_run(self, vocab_size: int | None) -> None:
+        """Take the run's vocabulary size where none was given; ValueError if neither is known."""
+        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
+        self._set_constants()
+
+    def _set_constants(self) -> None:
+        """The constants of `cmasd_confidence`, taken out of the inner loop."""
+        w_entropy, self._w_margin, self._w_softmax = self.weights
+        if self.vocab_size is None:
+            return
+        sign = -1.0 if self.entropy_sign == "intended" else 1.0
+        self._base = w_entropy if self.entropy_sign == "intended" else 0.0
+        self._per_nat = sign * w_entropy / log(self.vocab_size)
+        self._top = 1.0 - 1.0 / self.vocab_size
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
         if self.window != "causal":
             return n < self._length
         if n == 0:
+            self._check_vocabulary()
             self._sum = 0.0
             return True
         # `n < self._clip(mean of self.confidence)` without its calls: the innermost loop of
@@ -123,8 +134,10 @@ class CMASD(DraftPolicy):
     def confidence(self, token: Any) -> float:
         """C of one drafted token, in [0, 1]: `cmasd_confidence` under these parameters.
 
-        A component of weight 0 is not read, so that its signal costs nothing.
+        A component of weight 0 is not read, so that its signal costs nothing.  Raises ValueError
+        where no vocabulary size was given, by the caller or by a run.
         """
+        self._check_vocabulary()
         score = self._base
         if weight := self._per_nat:
             score += weight * token.entropy
@@ -134,6 +147,10 @@ class CMASD(DraftPolicy):
             margin, top = token.prob_margin, self._top
             score += weight * (margin / top if margin < top else 1.0)
         return score
+
+    def _check_vocabulary(self) -> None:
+        if self.vocab_size is None:
+            known_vocabulary(None, None, type(self).__name__)
 
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)

@@ -81,3 +81,12 @@ def cmasd_confidence(
         top: Any = prob_margin / (1.0 - 1.0 / vocab_size)
         score = score + w_softmax * (min(top, 1.0) if scalar else np.minimum(top, 1.0))
     return score
+
+
+def known_vocabulary(own: int | None, run: int | None, who: str) -> int:
+    """The vocabulary size it was given, or else the run's; ValueError if neither is."""
+    if own is not None:
+        return own
+    if run is not None:
+        return run
+    raise ValueError(f"{who} normalises an entropy by log |V|: give it vocab_size")

@@ -115,6 +115,10 @@ class DraftPolicy(ABC):
     """Whether `begin_round`, where a policy defines it, looks at the batch or the context: then
     a request's rounds depend on who shares its iterations, and serving asks at every step."""
 
+    def begin_run(self, vocab_size: int | None) -> None:
+        """Called once on a run's own copy, with the target's vocabulary size; None: not known."""
+        del vocab_size
+
     @abstractmethod
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         """Whether to draft one more token after `draft`, the tokens drafted this round.
@@ -151,6 +155,13 @@ class DraftPolicy(ABC):
         """An independent copy, but for what is `shared`."""
         kept = (vars(self).get(name) for name in self.shared)
         return copy.deepcopy(self, {id(value): value for value in kept if value is not None})
+
+
+def own_copy(policy: P, vocab_size: int | None) -> P:
+    """A run's own copy of the caller's `policy`, told the target's vocabulary size."""
+    mine = policy.for_run()
+    mine.begin_run(vocab_size)
+    return mine
 
 
 class Decoder(Protocol):

@@ -78,7 +78,7 @@ def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -
     resources:
         Given to policies with a parameter of that name which `text` leaves unset:
         ``cost`` (`policies.batch.IterationCost`), ``estimator``
-        (`policies.estimators.AcceptanceEstimator`), ``vocab_size``.
+        (`policies.estimators.AcceptanceEstimator`).
 
     Raises
     ------

@@ -49,7 +49,7 @@ def parse_rule(text: str, **resources: Any) -> VerifyRule:
     """The rule that `text` describes: ``name`` or ``name:key=value,...``.
 
     ``resources`` are given to a rule with a parameter of that name which `text` leaves
-    unset, such as ``vocab_size``.
+    unset, such as ``memory``.
 
     Raises
     ------

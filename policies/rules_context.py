@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from policies.confidence import known_vocabulary
 from policies.memory import OnlineCorrectionMemory
 from policies.parameters import flag, whole, within
 from policies.rules import TokenRule, VerifyRule
-from policies.rules_threshold import known_vocabulary, ratio
+from policies.rules_threshold import ratio
 
 
 class CSD(TokenRule):

@@ -6,7 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from policies.confidence import EQUAL_WEIGHTS, EntropySign, cmasd_confidence
+from policies.confidence import (
+    EQUAL_WEIGHTS,
+    EntropySign,
+    cmasd_confidence,
+    known_vocabulary,
+)
 from policies.parameters import one_of, whole, within
 from policies.rules import TokenRule
 
@@ -205,12 +210,3 @@ class BiLDRollback(TokenRule):
     def accepts(self, token: Any, score: Any) -> bool:
         """Whether the target's surprise stays within the threshold."""
         return bool(score.match or score.logsumexp - score.draft_logit <= self.threshold)
-
-
-def known_vocabulary(own: int | None, run: int | None, rule: str) -> int:
-    """The vocabulary size a rule was given, or else the run's; ValueError if neither is."""
-    if own is not None:
-        return own
-    if run is not None:
-        return run
-    raise ValueError(f"{rule} normalises an entropy by log |V|: give it vocab_size")

@@ -42,7 +42,7 @@ def parse_spec(
         raise ValueError(f"unknown {kind} {name!r}{choice(name, table)}")
     known = {k: v for k, v in parameters(cls).items() if k not in fixed}
     given: dict[str, Any] = {}
-    for item in _items(rest):
+    for item in split_items(rest):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key:
             raise ValueError(f"{kind} {name!r}: {item!r} is not of the form key=value")
@@ -83,7 +83,7 @@ def choice(word: str, options: Iterable[str]) -> str:
     return f"{hint} choose from {', '.join(options)}"
 
 
-def _items(text: str) -> list[str]:
+def split_items(text: str) -> list[str]:
     """Split at commas that stand outside brackets."""
     items, depth, start = [], 0, 0
     for i, char in enumerate(text):

@@ -101,7 +101,7 @@ def decode_batch(
         If a prompt is empty or does not fit, a model gives NaN, or the policy cannot be
         synchronised so.
     """
-    decoder, style = BatchedDecoder(target, draft), style_of(policy, synchronise)
+    decoder, style = BatchedDecoder(target, draft), style_of(policy, synchronise, target.vocab_size)
     streams = [
         Stream(i, prompt, max_new_tokens, eos, run_lengths[i] if run_lengths else None)
         for i, prompt in enumerate(prompts)

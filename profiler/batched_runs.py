@@ -117,7 +117,8 @@ def run_batches(
     for repeat, batch in product(range(-1, repeats), batches):
         decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
         # Policies that learn across requests start each sweep anew.
-        styles = [style_of(arm.policy, arm.synchronise) for arm in arms]
+        vocab = decoder.target.vocab_size
+        styles = [style_of(arm.policy, arm.synchronise, vocab) for arm in arms]
         groups = groups_of(count, batch)
         # The sweep before the first warms up, on one group.
         for g, group in enumerate(groups if repeat >= 0 else groups[:1]):

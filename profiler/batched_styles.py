@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from policies.batch import BatchPolicy
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, own_copy
 from profiler.batched_stream import Stream
 from traces.errors import DraftsimError
 
@@ -158,8 +158,12 @@ class Jointly(Style):
         self.policy.observe(rounds)
 
 
-def style_of(policy: Policy, synchronise: Synchronise = "ragged") -> Style:
+def style_of(
+    policy: Policy, synchronise: Synchronise = "ragged", vocab_size: int | None = None
+) -> Style:
     """The style that runs `policy`, its sequences synchronised as named.
+
+    ``vocab_size`` is the target's, for policies per request that need it.
 
     Raises
     ------
@@ -170,7 +174,7 @@ def style_of(policy: Policy, synchronise: Synchronise = "ragged") -> Style:
     if synchronise not in styles:
         raise DraftsimError(f"synchronise is {synchronise!r}, expected one of {', '.join(styles)}")
     if not isinstance(policy, BatchPolicy):
-        return styles[synchronise](policy)
+        return styles[synchronise](own_copy(policy, vocab_size))
     if synchronise != "ragged":
         raise DraftsimError(
             f"synchronise {synchronise!r} is for policies per request; a batch policy decides for "

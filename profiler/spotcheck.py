@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from policies.core import DraftPolicy, Round, speculate
+from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from profiler.decoder import ModelDecoder
@@ -113,7 +113,7 @@ def run_arms(
     machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
     for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
         # Policies that learn across requests start each sweep anew.
-        shared = {arm.label: arm.policy.for_run() for arm in arms}
+        shared = {arm.label: own_copy(arm.policy, target.vocab_size) for arm in arms}
         used = {arm.label: _prepared(arm, target, trace.sampling) for arm in arms}
         if repeat == 0:
             rules = used

@@ -19,9 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from simulator.formulas.general import empirical_survival
-from simulator.ratios import price_ratios
+from simulator.pricing import autoregressive, price
+from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
 from traces.errors import DraftsimError
 from traces.machine import BUSY
+from traces.latency import LatencyTable
 from traces.rounds import RoundLog
 from traces.trace import MATCH, UNKNOWN, Trace
 
@@ -83,8 +85,9 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
 
 
 def plot_speedup(summary: pd.DataFrame) -> Figure:
-    """Speedup of every policy with its interval; rows of `summary.summarize`."""
+    """Speedup of every policy with its interval, fastest first; rows of `summary.summarize`."""
     rows = summary[summary["policy"] != "autoregressive"]
+    rows = rows.sort_values("speedup", ascending=False, kind="stable")
     figure = Figure(figsize=(6.4, 0.32 * len(rows) + 1.1), layout="constrained")
     axes = figure.subplots()
     y = np.arange(len(rows))[::-1]
@@ -122,32 +125,53 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
 
 
 def plot_cost_ratio(
-    logs: Sequence[RoundLog], ratios: npt.ArrayLike | None = None, verify: float = 1.0,
-    measured: float | None = None,
+    logs: Sequence[RoundLog], ratios: npt.ArrayLike | None = None, verify: float = 1.0, *,
+    latency: LatencyTable | None = None, own: OwnRatios | None = None,
 ) -> Figure:  # fmt: skip
-    """Speedup against c = T_draft / T_target for each log; ``measured`` marks a pair's own c.
+    """Speedup against c = T_draft / T_target for each log.
 
-    ``verify`` is T_verify / T_target.
+    With the pair's `latency` and its `own` ratios, rounds cost what they cost there with
+    drafting scaled to c (`simulator.ratios.carried_sums`), so that the curves go through the
+    table's speedups at the pair's c, which is marked.  Without, a round costs c per draft pass
+    and one target pass, or `verify` of them where it verifies drafts.
     """
+    if (latency is None) != (own is None):
+        raise DraftsimError("latency and own ratios belong together: give both, or neither")
     c = np.geomspace(0.005, 1, 200) if ratios is None else np.asarray(ratios, dtype=float)
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
-    for i, log in enumerate(logs):
-        axes.plot(c, price_ratios(log, c, verify).speedup, label=log.policy, **_series(i, len(c)))
+    sums = []
+    if latency is not None and own is not None:
+        plain = price(autoregressive(logs[0]), latency)
+        sums = [carried_sums(price(log, latency), plain, own) for log in logs]
+        if ratios is None and own.ratio > 0:
+            c = np.unique([*c, own.ratio])
+    else:
+        sums = [ratio_sums(log) for log in logs]
+    at = verify if own is None else own.verify
+    for i in np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
+                         for s in sums]):  # fmt: skip
+        label = logs[i].policy
+        if own is not None:
+            label += f"  {float(speedup_at(sums[i], own.ratio, at)[0]):.3f}"
+        axes.plot(c, speedup_at(sums[i], c, at), label=label, **_series(int(i), len(c)))
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.axhline(1, color=INK, linewidth=0.8)
-    if measured is not None:
-        axes.axvline(measured, color=GREY, linewidth=1, linestyle="--")
+    if own is not None:
+        axes.axvline(own.ratio, color=GREY, linewidth=1, linestyle="--")
         axes.annotate(
-            f"this pair: c = {measured:.2g}", (measured, 1), (4, -4), color=INK, fontsize=8,
+            f"this pair: c = {own.ratio:.2g}", (own.ratio, 1), (4, -4), color=INK, fontsize=8,
             xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
         )  # fmt: skip
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over plain decoding (×)")
     _style(axes, "both")
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.legend(
+        loc="outside right upper", frameon=False, fontsize=8,
+        title=None if own is None else "speedup at this pair's c", title_fontsize=8,
+    )  # fmt: skip
     return figure
 
 

@@ -8,8 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from simulator.pricing import Priced
 from traces.errors import DraftsimError
+from traces.latency import LatencyTable
 from traces.rounds import RoundLog
+from traces.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -76,43 +79,121 @@ class BreakEven(NamedTuple):
 class RatioSums(NamedTuple):
     """What rounds cost and bring, summed over prompts, and the products that intervals need.
 
-    A prompt's rounds bring ``gain`` = tokens less rounds without drafts; they cost ``verified``
-    rounds with drafts and ``forwards`` draft passes.
+    In units of one target pass.  A prompt's rounds bring ``gain``: what plain decoding costs,
+    less what its own rounds cost whatever c and v; they cost ``verified`` times v and
+    ``forwards`` times c.
     """
 
     prompts: int
-    emitted: int
-    forwards: int
-    plain: int
-    """Rounds without drafts."""
-    verified: int
-    """Rounds with drafts."""
-    gain_gain: int
-    gain_verified: int
-    gain_forwards: int
-    verified_verified: int
-    verified_forwards: int
-    forwards_forwards: int
+    plain: float
+    """Plain decoding of the same tokens."""
+    forwards: float
+    """Draft passes."""
+    rest: float
+    """What neither ratio changes: rounds without drafts, and where they are carried over from
+    measured latencies, signals and the host."""
+    verified: float
+    """Verifications of drafts."""
+    gain_gain: float
+    gain_verified: float
+    gain_forwards: float
+    verified_verified: float
+    verified_forwards: float
+    forwards_forwards: float
+
+
+class OwnRatios(NamedTuple):
+    """A pair's own cost ratios, and the seconds of the target's pass that they are in units of."""
+
+    ratio: float
+    """c = T_draft / T_target."""
+    verify: float
+    """v = T_verify / T_target."""
+    target_s: float
+
+
+def own_ratios(trace: Trace, latency: LatencyTable, drafted: int = 1) -> OwnRatios:
+    """c = T_draft / T_target and v = T_verify / T_target at the recording's mean context.
+
+    T_verify is that of `drafted` drafts.
+    """
+    context = sum(r.prompt_length + r.tokens / 2 for r in trace.requests) / len(trace.requests)
+    target = float(latency.seconds("target", "forward", context=context))
+    draft = float(latency.seconds("draft", "forward", context=context))
+    verify = latency.seconds("target", "forward", new_tokens=drafted + 1, context=context)
+    if not target > 0:
+        return OwnRatios(0.0, 1.0, target)
+    return OwnRatios(draft / target, float(verify) / target, target)
 
 
 def ratio_sums(log: RoundLog) -> RatioSums:
-    """The sums over `log` that `break_even_ratio` needs, at any verification cost."""
+    """The sums over `log` in the textbook cost model of `price_ratios`."""
     drafts = log.rounds["drafted"] > 0
-    emitted, forwards, verified, plain = (
-        log.per_request(values).astype(np.int64)
+    emitted, forwards, verified, rest = (
+        log.per_request(values).astype(np.float64)
         for values in (log.rounds["emitted"], log.rounds["draft_forwards"], drafts, ~drafts)
     )
-    own = np.stack([emitted - plain, verified, forwards])
+    return _sums(emitted, forwards, verified, rest)
+
+
+def carried_sums(run: Priced, plain: Priced, own: OwnRatios) -> RatioSums:
+    """The sums over priced rounds, with all that they cost carried over to other ratios.
+
+    Seconds of drafting (catching up on the draft's cache and longer contexts included) are
+    taken as proportional to c, those of verifying drafts to v, and signals, the host and plain
+    decoding stay what they are.  At the pair's own ratios the speedup is then that of the
+    seconds themselves (`simulator.summary.summarize`).
+
+    Raises
+    ------
+    DraftsimError
+        If a ratio or the target's pass of `own` takes no time although the rounds did.
+    """
+    drafts = run.log.rounds["drafted"] > 0
+    unit = own.target_s
+    drafting = run.log.per_request(run.draft_s)
+    verifying, undrafted = (
+        run.log.per_request(np.where(mask, run.verify_s, 0.0)) for mask in (drafts, ~drafts)
+    )
+    for name, ratio, seconds in (
+        ("T_target", unit, plain.decode_s), ("c", own.ratio, drafting),
+        ("T_verify / T_target", own.verify, verifying),
+    ):  # fmt: skip
+        if ratio <= 0 < seconds.sum():
+            raise DraftsimError(
+                f"{name} of this pair is {ratio:g}, from which no other cost ratio can be reached: "
+                "give latencies above 0"
+            )
+    emitted = [float(p.log.rounds["emitted"].sum(dtype=np.int64)) for p in (run, plain)]
+    others = run.log.per_request(run.signal_s + run.host_s)
+    return _sums(
+        # A lossy run's outputs have other lengths: plain decoding of as many tokens.
+        plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),
+        drafting / ((own.ratio or 1.0) * (unit or 1.0)),
+        verifying / ((own.verify or 1.0) * (unit or 1.0)),
+        (undrafted + others) / (unit or 1.0),
+    )
+
+
+def speedup_at(sums: RatioSums, ratios: npt.ArrayLike, verify: float = 1.0) -> Floats:
+    """Speedup over plain decoding at cost ratios c, shape (ratios,)."""
+    c = np.atleast_1d(np.asarray(ratios, dtype=np.float64))
+    return sums.plain / (sums.forwards * c + sums.verified * verify + sums.rest)
+
+
+def _sums(plain: Floats, forwards: Floats, verified: Floats, rest: Floats) -> RatioSums:
+    """Of arrays over prompts, shape (requests,)."""
+    own = np.stack([plain - rest, verified, forwards])
     products = (own @ own.T)[np.triu_indices(3)]
-    totals = (emitted.sum(), forwards.sum(), plain.sum(), verified.sum())
-    used = int((emitted > 0).sum())
-    return RatioSums(used, *(int(n) for n in (*totals, *products)))
+    totals = (plain.sum(), forwards.sum(), rest.sum(), verified.sum())
+    return RatioSums(int((plain > 0).sum()), *(float(n) for n in (*totals, *products)))
 
 
 def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEven:
     """The largest c = T_draft / T_target at which the rounds of `log` still pay.
 
-    In the cost model of `price_ratios`, with every verification costing `verify` target passes.
+    In the cost model of `price_ratios`, or that of the sums given, with every verification
+    costing `verify` target passes.
     0 where they do not even pay with free drafts, infinity where nothing is drafted and nothing
     lost.  The 95 % interval is that of a ratio of sums over prompts, linearised (Cochran,
     "Sampling Techniques", 1977, sec. 2.11); NaN with fewer than two prompts.
@@ -125,7 +206,7 @@ def break_even_ratio(log: RoundLog | RatioSums, verify: float = 1.0) -> BreakEve
     if not 0 <= verify < np.inf:
         raise DraftsimError(f"the verification cost is {verify}, expected T_verify / T_target >= 0")
     s = log if isinstance(log, RatioSums) else ratio_sums(log)
-    left = s.emitted - s.plain - verify * s.verified
+    left = s.plain - s.rest - verify * s.verified
     if s.forwards == 0:
         return BreakEven(np.inf if left >= 0 else 0.0, np.nan, np.nan)
     ratio = left / s.forwards

@@ -48,6 +48,9 @@ def latency(batches: tuple[int, ...] = (1, 8)) -> LatencyTable:
             cells.append(("target", "forward", batch, width, context, target, 0.0, 9))
         for width in (1, 2):
             cells.append(("draft", "forward", batch, width, context, 1.2e-3, 0.0, 9))
+    # What no ratio tells of: the host and the signals that some policies read.
+    for phase, seconds in (("host_round", 6e-4), ("host_draft", 1e-4), ("signal", 2e-4)):
+        cells.append(("target", phase, 1, 1, 0, seconds, 0.0, 9))
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)))
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from policies.core import Round
 from policies.registry import describe
-from policies.rule_registry import describe_rule, parse_rule
+from policies.rule_registry import parse_rule
 from simulator.papers import Ours, Row, published, quantity_rows, side_by_side
+from simulator.papers.cmasd import CMASD_ROWS
 from simulator.papers.compare import TABLES
 from simulator.papers.experiments import (
-    CMASD_ROWS,
     CSD_ROWS,
     REAL_RUNS,
     distribution_rows,
@@ -28,7 +28,14 @@ from tests.conftest import Run
 from traces.errors import DraftsimError
 from traces.files import write_latency, write_trace
 from traces.latency import LatencyTable
-from traces.methods import CMASD_ABLATION, CSD_ABLATION, METHODS, build, method
+from traces.methods import (
+    CMASD_ABLATION,
+    CSD_ABLATION,
+    FIXED_TAUS,
+    METHODS,
+    build,
+    method,
+)
 from traces.outputs import Output, RealRun
 from traces.replay import replay
 from traces.rounds import RoundLog
@@ -97,7 +104,9 @@ def test_experiment_rows_come_from_the_named_methods(ours: Ours, rows: list[Row]
     log = replay(ours.trace, policy, rule)
     label = CMASD_ROWS["cm-asd-fixed-window"]
     [tok] = [r for r in rows if r.row == label and r.column == "Tok"]
-    assert tok.ours == pytest.approx(log.rounds["emitted"].mean())
+    assert tok.ours == pytest.approx(log.rounds["accepted"].mean())
+    [emitted] = [r for r in rows if r.row == label and r.column == "emitted per round"]
+    assert emitted.ours == pytest.approx(log.rounds["emitted"].mean())
     assert "approximate" in tok.note
     [speed] = [r for r in rows if r.row == label and r.column == "Speed"]
     plain = price(autoregressive(log), LATENCY).total_s
@@ -131,7 +140,7 @@ def test_a_real_run_is_preferred_to_a_replay(ours: Ours) -> None:
     requests = [r.__class__(r.id, r.category, r.prompt_length, 4, 60, "eos")
                 for r in ours.trace.requests]  # fmt: skip
     log = RoundLog(
-        RoundLog.pack(rounds), requests, describe(policy), verify=describe_rule(rule),
+        RoundLog.pack(rounds), requests, chosen.policy, verify=chosen.rule,
         mismatched=np.zeros(len(rounds), np.int32),
     )  # fmt: skip
     with_column = Trace(
@@ -158,7 +167,7 @@ def test_methods_are_complete_and_buildable(ours: Ours) -> None:
     with pytest.raises(DraftsimError, match="did you mean 'cm-asd'"):
         method("cm-asdd")
     assert all(rule != "exact" for _, rule, _ in REAL_RUNS)
-    assert len(REAL_RUNS) == 7 + 4
+    assert len(REAL_RUNS) == 7 + 2 * len(FIXED_TAUS) + 4
 
 
 def test_a_recording_without_scores_still_gives_the_other_rows() -> None:

@@ -29,6 +29,7 @@ from simulator.plots import (
     plot_validation,
     save,
 )
+from simulator.ratios import own_ratios
 from simulator.validation import predictions
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
@@ -68,10 +69,10 @@ def holds(figure: Figure, x: object, y: object | None = None) -> bool:
 def test_speedups_are_drawn_where_they_are(logs: list[RoundLog]) -> None:
     frame = summarize(logs, LATENCY, resamples=50)
     figure = plot_speedup(frame)
-    assert holds(figure, frame["speedup"][1:])
+    assert holds(figure, sorted(frame["speedup"][1:], reverse=True))
     assert "×" in figure.axes[0].get_xlabel()
     labels = [t.get_text() for t in figure.axes[0].get_yticklabels()]
-    assert labels == ["fixed", "oracle"]
+    assert labels == ["oracle", "fixed"]
 
 
 def test_categories_have_a_panel_each(logs: list[RoundLog]) -> None:
@@ -99,9 +100,33 @@ def test_validation_shows_error_in_percent(logs: list[RoundLog]) -> None:
 
 def test_cost_ratio_curves_are_the_priced_ones(logs: list[RoundLog]) -> None:
     c = np.array([0.01, 0.1, 0.5])
-    figure = plot_cost_ratio(logs, c, 1.2, measured=0.1)
+    figure = plot_cost_ratio(logs, c, 1.2)
     for log in logs:
         assert holds(figure, c, price_ratios(log, c, 1.2).speedup)
+
+
+def test_cost_ratio_curves_go_through_the_tables_speedups(
+    trace: Trace, logs: list[RoundLog]
+) -> None:
+    latency = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.002, host_draft=0.0005)
+    own = own_ratios(trace, latency)
+    figure = plot_cost_ratio(logs, latency=latency, own=own)
+    table = summarize(logs, latency, resamples=5).set_index("policy")["speedup"]
+    axes = figure.axes[0]
+    for line in axes.get_lines():
+        name = str(line.get_label()).partition("  ")[0]
+        if name in table.index:
+            c, speedup = (np.asarray(v, dtype=float) for v in line.get_data())
+            assert speedup[c == own.ratio] == pytest.approx(table[name], rel=1e-6)
+            table = table.drop(name)
+    assert list(table.index) == ["autoregressive"]
+
+
+def test_the_speedup_plot_is_sorted(logs: list[RoundLog]) -> None:
+    rows = summarize(logs, LATENCY, resamples=5)
+    labels = [t.get_text() for t in plot_speedup(rows).axes[0].get_yticklabels()]
+    order = rows[1:].sort_values("speedup", ascending=False)["policy"]
+    assert labels == list(order)
 
 
 def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:

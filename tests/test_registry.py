@@ -30,6 +30,7 @@ from policies import (
     speculate,
 )
 from policies.checks import ScriptedDecoder
+from policies.core import own_copy
 from policies.spec import parameters
 
 TABLES = ("batch-table", "sglang-adaptive")
@@ -139,12 +140,11 @@ def test_any_text_parses_or_raises_a_value_error(text: str) -> None:
 
 def test_resources_reach_the_policies_that_take_them() -> None:
     cost, estimator = TextbookCost(2.0, 0.5), DraftProbability()
-    extra: dict[str, Any] = {"cost": cost, "estimator": estimator, "vocab_size": 1024}
+    extra: dict[str, Any] = {"cost": cost, "estimator": estimator}
     for name in policy_names():
         policy = parse_serving_policy(name, **extra)
         for key in set(extra) & set(parameters(type(policy))):
             assert getattr(policy, key) is extra[key]
-    assert parse_policy("cm-asd:vocab_size=7", **extra).vocab_size == 7  # type: ignore[attr-defined]
 
 
 def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:
@@ -161,6 +161,6 @@ def test_capped_lowers_defaults_and_leaves_choices_alone() -> None:
 @pytest.mark.parametrize("longest", [1, 3, 24])
 def test_capped_policies_never_draft_past_the_cap(name: str, longest: int) -> None:
     for accept in (0.6, 0.97, 1.0):
-        policy = parse_policy(name, max_gamma=longest)
+        policy = own_copy(parse_policy(name, max_gamma=longest), 1000)
         decoder = ScriptedDecoder(3, 2000, policy.reads, accept=accept, eos=False)
         assert max(r.draft_forwards for r in islice(speculate(decoder, policy), 60)) <= longest

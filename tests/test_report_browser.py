@@ -9,8 +9,9 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.formulas import general, leviathan
-from simulator.ratios import break_even_ratio, price_ratios
+from simulator.ratios import RatioSums, break_even_ratio, own_ratios, speedup_at
 from simulator.report import build_report
+from simulator.report.ratio_model import carried
 from tests.browser import Browser
 from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
 from traces.replay import replay
@@ -22,8 +23,8 @@ HERE = "document.activeElement.id"
 
 def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
     """What Python gives for the sliders' settings, as the page shows it."""
-    fixed = [replay(recording(), parse_policy(f"fixed:gamma={g}")) for g in range(1, 13)]
-    curve = [float(price_ratios(log, c, v).speedup[0]) for log in fixed]
+    fixed = [fixed_sums(gamma) for gamma in range(1, 13)]
+    curve = [float(speedup_at(sums, c, v)[0]) for sums in fixed]
     even = break_even_ratio(fixed[gamma - 1], v)
     textbook = general.speedup(leviathan.expected_tokens(alpha, gamma), gamma, 1.0, c, v)
     best = max(range(12), key=lambda i: curve[i])
@@ -36,6 +37,13 @@ def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
         "out-even-span": f"{even.low:.3f} – {even.high:.3f}",
         "out-even-alpha": f"{leviathan.break_even_alpha(gamma, c, v):.3f}",
     }
+
+
+def fixed_sums(gamma: int) -> RatioSums:
+    """What Python carries over of a fixed draft length's rounds."""
+    own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
+    log = replay(recording(), parse_policy(f"fixed:gamma={gamma}"))
+    return RatioSums(*carried(recording(), latency(), own)(log))
 
 
 def shown(browser: Browser, names: dict[str, str]) -> dict[str, str]:
@@ -68,6 +76,23 @@ def test_it_starts_at_this_pairs_own_numbers(opened: Browser) -> None:
     assert opened.text("#out-tilted") == wanted["out-recorded"]
 
 
+def test_at_the_pairs_own_ratios_the_sliders_give_the_ranking(opened: Browser) -> None:
+    """The page's own arithmetic, to nine digits, against the table that Python wrote."""
+    drawn = opened.run(
+        "return [...document.querySelectorAll('#table-ratio tbody tr')]"
+        ".map(r => r.cells[1].textContent)"
+    )
+    assert drawn == [f"{row['speedup']:.3f}" for row in data()["policies"]]
+    points = dict(
+        opened.run(
+            "return [...document.querySelectorAll('#plot-lengths [data-series=recorded]')]"
+            ".map(p => [p.dataset.x, Number(p.dataset.y)])"
+        )
+    )
+    rows = {row["policy"]: row["speedup"] for row in data()["policies"]}
+    assert points["4"] == pytest.approx(rows["fixed:gamma=4"], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("key", "arrow", "times"),
     [("c", "ArrowRight", 4), ("c", "ArrowLeft", 6), ("v", "ArrowRight", 5),
@@ -81,9 +106,9 @@ def test_a_slider_moved_by_keyboard_gives_pythons_number(
     steps = dict.fromkeys(("c", "v", "gamma", "alpha"), 0)
     steps[key] = times if arrow == "ArrowRight" else -times
     at = {k: value(k, n) for k, n in steps.items()}
-    assert opened.text(f"#value-{key}") == f"{at[key]:g}"
+    assert opened.text(f"#value-{key}") == f"{at[key]:.3g}"
     spoken = opened.run("return document.activeElement.getAttribute('aria-valuetext')")
-    assert spoken == f"{at[key]:g}"
+    assert spoken == f"{at[key]:.3g}"
     wanted = expected(at["c"], at["v"], at["gamma"], at["alpha"])
     assert shown(opened, wanted) == wanted
     assert opened.run("return document.getElementById('plot-lengths').innerHTML") != before
@@ -93,20 +118,19 @@ def test_a_slider_moved_by_keyboard_gives_pythons_number(
         ".map(p => [Number(p.dataset.x), Number(p.dataset.y)])"
     )
     for gamma, drawn in points:
-        log = replay(recording(), parse_policy(f"fixed:gamma={int(gamma)}"))
-        exact = float(price_ratios(log, at["c"], at["v"]).speedup[0])
+        exact = float(speedup_at(fixed_sums(int(gamma)), at["c"], at["v"])[0])
         assert drawn == pytest.approx(exact, rel=1e-12)
     assert len(points) == 12
     cells = opened.run(
         "return [...document.querySelectorAll('#table-ratio tbody tr')]"
         ".map(r => [...r.cells].map(c => c.textContent))"
     )
-    own = dict(zip(POLICIES, logs(), strict=True))
-    assert {row[0].removesuffix(" best fixed") for row in cells} == set(own)
+    own = {row["policy"]: RatioSums(*row["sums"]) for row in data()["policies"]}
+    assert {row[0].removesuffix(" best fixed") for row in cells} == set(own) == set(POLICIES)
     for name, speedup, even, span in cells:
-        log = own[name.removesuffix(" best fixed")]
-        assert speedup == f"{float(price_ratios(log, at['c'], at['v']).speedup[0]):.3f}"
-        found = break_even_ratio(log, at["v"])
+        sums = own[name.removesuffix(" best fixed")]
+        assert speedup == f"{float(speedup_at(sums, at['c'], at['v'])[0]):.3f}"
+        found = break_even_ratio(sums, at["v"])
         assert (even, span) == (f"{found.ratio:.3f}", f"{found.low:.3f} – {found.high:.3f}")
     assert opened.console() == []
 
@@ -115,8 +139,8 @@ def test_alpha_moves_to_the_tilted_recording(opened: Browser) -> None:
     move(opened, "alpha", "ArrowLeft", 3)
     alpha, gamma = value("alpha", -3), value("gamma")
     i = data()["tilt"]["alphas"].index(alpha)
-    _, emitted, forwards, plain, verified, *_ = data()["tilt"]["rounds"][i][gamma - 1]
-    speedup = emitted / (forwards * value("c") + plain + verified * value("v"))
+    sums = RatioSums(*data()["tilt"]["rounds"][i][gamma - 1])
+    speedup = float(speedup_at(sums, value("c"), value("v"))[0])
     assert opened.text("#out-tilted") == f"{speedup:.3f}×"
     assert "off by about" in opened.text("#tilt-note") or "cannot be measured" in opened.text(
         "#tilt-note"

@@ -10,12 +10,20 @@ import pytest
 from policies.basic import Fixed
 from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
-from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
+from simulator.ratios import (
+    OwnRatios,
+    RatioSums,
+    break_even_ratio,
+    carried_sums,
+    own_ratios,
+    ratio_sums,
+    speedup_at,
+)
 from simulator.report import build_report
 from simulator.report.loads import REPLICATIONS
 from simulator.report.ratio_model import (
+    carried,
     fixed_lengths,
-    measured_ratios,
     sliders,
     tilted,
 )
@@ -34,79 +42,102 @@ from tests.report_pages import (
     reader,
     recording,
 )
+from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.replay import replay
 from traces.synthetic import synthetic_trace
 
 
-def test_the_histograms_price_as_price_ratios_does() -> None:
-    for row, log in ((r, dict(zip(POLICIES, logs(), strict=True))[r["policy"]])
-                     for r in data()["policies"]):  # fmt: skip
-        h = row["histogram"]
-        for c, v in ((0.05, 1.0), (0.4, 1.3)):
-            forwards = np.dot(h["count"], h["forwards"])
-            passes = np.dot(h["count"], np.where(np.array(h["drafted"]) > 0, v, 1.0))
-            expected = float(price_ratios(log, c, v).speedup[0])
-            assert h["emitted"] / (forwards * c + passes) == pytest.approx(expected, rel=1e-12)
+def test_curves_and_table_meet_at_the_pairs_own_ratios() -> None:
+    """Host, signals, catch-up and contexts are carried over, not left out."""
+    table, trace = latency(), recording()
+    best = data()["about"]["best_fixed"]
+    own = own_ratios(trace, table, best)
+    by_name = dict(zip(POLICIES, logs(), strict=True))
+    plain = price(autoregressive(logs()[0]), table)
+    for row in data()["policies"]:
+        sums = RatioSums(*row["sums"])
+        assert float(speedup_at(sums, own.ratio, own.verify)[0]) == pytest.approx(
+            row["speedup"], rel=1e-6
+        )
+        # Half the drafting seconds at half the ratio, and nothing else.
+        run = price(by_name[row["policy"]], table)
+        half = plain.total_s / (run.total_s - run.draft_s.sum() / 2)
+        assert float(speedup_at(sums, own.ratio / 2, own.verify)[0]) == pytest.approx(half)
+
+
+def test_without_a_host_the_carried_model_is_the_textbooks() -> None:
+    table = LatencyTable.constant(0.02, 0.002, 0.026)
+    plain = price(autoregressive(logs()[0]), table)
+    own = OwnRatios(0.1, 1.3, 0.02)
+    for log in logs():
+        found = carried_sums(price(log, table), plain, own)
+        np.testing.assert_allclose(found, ratio_sums(log), rtol=1e-9, atol=1e-9)
+
+
+def test_a_pair_without_a_ratio_cannot_be_carried_over() -> None:
+    table = LatencyTable.constant(0.02, 0.002)
+    plain = price(autoregressive(logs()[0]), table)
+    with pytest.raises(DraftsimError, match="c of this pair is 0"):
+        carried_sums(price(logs()[0], table), plain, OwnRatios(0.0, 1.0, 0.02))
 
 
 def test_sliders_begin_at_this_pair() -> None:
-    c, v, known = measured_ratios(recording(), latency(), 4)
-    assert known
+    c, v, _ = own_ratios(recording(), latency(), 4)
     assert c == pytest.approx(1.2e-3 / 1.01e-2)
     assert v == pytest.approx(1.05e-2 / 1.01e-2)
     for key, own in (("c", c), ("v", v)):
         slider = data()["sliders"][key]
-        assert slider["values"][slider["start"]] == pytest.approx(own, rel=5e-3)
+        assert slider["values"][slider["start"]] == pytest.approx(own, rel=1e-12)
         assert slider["values"] == sorted(set(slider["values"]))
     # The best fixed length, whose verification v is.
     lengths = data()["sliders"]["gamma"]
     assert lengths == {"values": list(range(1, 13)), "start": 3}
-    assert measured_ratios(recording(), _without_draft(), 4)[2] is False
-
-
-def _without_draft() -> LatencyTable:
-    cells = latency().cells
-    return LatencyTable(cells[cells["model"] == "target"])
 
 
 def test_tilted_rounds_are_those_of_the_tilted_recording() -> None:
     trace = recording()
     stops = sliders(trace, 0.1, 1.0, [2, 4], 4)["alpha"]
     own = stops["values"][stops["start"]]
-    found = tilted(trace, [0.5, own], [2, 4])
+    ratios = own_ratios(trace, latency(), 4)
+    found = tilted(trace, latency(), ratios, [0.5, own], [2, 4])
     assert found is not None
     assert found["alphas"] == [0.5, own]
     fixed = fixed_lengths(trace)
     # At its own rate the recording speaks for itself.
-    assert found["rounds"][1] == [list(ratio_sums(fixed[g])) for g in (2, 4)]
-    other = replay(Tilter(trace).to(0.5), parse_policy("fixed:gamma=4"))
-    assert found["rounds"][0][1] == list(ratio_sums(other))
+    sums = carried(trace, latency(), ratios)
+    assert found["rounds"][1] == [sums(fixed[g]) for g in (2, 4)]
+    shifted = Tilter(trace).to(0.5)
+    other = replay(shifted, parse_policy("fixed:gamma=4"))
+    assert found["rounds"][0][1] == carried(shifted, latency(), ratios)(other)
 
 
 def test_a_recording_without_signals_is_tilted_too() -> None:
     trace = synthetic_trace(0.7, requests=12, tokens=60)
     assert not trace.signals
-    found = tilted(trace, [0.0, 0.5, 0.9], [2])
+    table = LatencyTable.constant(1.0, 0.1)
+    own = own_ratios(trace, table)
+    found = tilted(trace, table, own, [0.0, 0.5, 0.9], [2])
     assert found is not None
     assert found["alphas"] == [0.5, 0.9]  # no shift reaches 0
     less, more = (row[0] for row in found["rounds"])
     # The same tokens in fewer rounds where more is accepted.
-    assert less[1] == more[1]
+    assert less[1] == pytest.approx(more[1])
     assert less[3] + less[4] > more[3] + more[4]
     text = build_report(trace, LatencyTable.constant(1.0, 0.1), [fixed_two(trace)],
                              resamples=20)  # fmt: skip
     assert '"tilt":{"alphas":[0.05,' in text
     # Where every draft matches, there is nothing to shift.
-    assert tilted(synthetic_trace(1.0, requests=3, tokens=20), [0.5], [2]) is None
+    assert tilted(synthetic_trace(1.0, requests=3, tokens=20), table, own, [0.5], [2]) is None
 
 
 def test_break_even_and_contexts_come_from_the_api() -> None:
     for log, sums in zip(fixed_lengths(recording()).values(), data()["fixed"]["sums"],
                          strict=True):  # fmt: skip
-        assert sums == list(ratio_sums(log))
-        even = break_even_ratio(log, 1.2)
-        assert float(price_ratios(log, even.ratio, 1.2).speedup[0]) == pytest.approx(1)
+        own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
+        assert sums == carried(recording(), latency(), own)(log)
+        even = break_even_ratio(RatioSums(*sums), 1.2)
+        assert float(speedup_at(RatioSums(*sums), even.ratio, 1.2)[0]) == pytest.approx(1)
     found = data()["contexts"]
     assert found["contexts"] == default_contexts(latency(), 8)
     plain, priced = tune_logs(recording(), [1, 2, 3, 4, 5, 6, 7, 8])

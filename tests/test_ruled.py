@@ -48,7 +48,10 @@ def test_exact_settings_decode_greedily_round_for_round(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "policy"),
-    [*((text, "fixed:gamma=6") for text in LOSSY), ("cm-asd:vocab_size=2048", "cm-asd")],
+    [
+        *((text, "fixed:gamma=6") for text in LOSSY),
+        ("cm-asd:vocab_size=2048", "cm-asd:vocab_size=2048"),
+    ],
 )
 def test_first_round_of_every_prompt_is_the_replays(text: str, policy: str) -> None:
     """Until the first lossy acceptance the prefix is the recorded one, so nothing may differ."""

@@ -7,13 +7,15 @@ another source than a draft model come from `traces.sources.registry.SYSTEMS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
 from policies.rule_registry import parse_rule
 from policies.rules import VerifyRule
+from policies.rules_threshold import CMASDVerification
 from traces.errors import DraftsimError
+from traces.replay import replay
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 from traces.trace import Trace
 
@@ -30,8 +32,16 @@ class Method(NamedTuple):
 FIXED_WINDOW = 5
 """Tokens of CM-ASD's fixed window, which the paper does not give: ours."""
 CSD_WINDOW = "fixed:gamma=6"
-_NO_ADAPTIVE_TAU = "spec-verification:beta=5,tau=0.1"
-"""CM-ASD's rule at confidence 0: what is left of tau_t without its adaptive term."""
+MEAN_TAU = "MEAN"
+"""Stands in a rule's text for the mean of CM-ASD's tau_t over what the run judges (`resolved`)."""
+_EQUAL_MEAN = f"spec-verification:beta=5,tau={MEAN_TAU}"
+"""CM-ASD's rule without what adapts: the threshold that is as lenient on average.  At any other
+the comparison would be one of how lenient the two are."""
+FIXED_TAUS: Mapping[float, str] = {
+    0.1: "tau_base alone, below every tau_t",
+    3.0: "what SpecDec's own script takes",
+}
+"""Thresholds that `draftsim papers` also shows the ablation at, and why."""
 
 
 def _single(weights: str, what: str) -> Method:
@@ -47,10 +57,10 @@ CMASD_ABLATION: Mapping[str, Method] = {
         "CM-ASD, Table III: without adaptive drafting",
     ),
     "cm-asd-fixed-threshold": Method(
-        DRAFT_MODEL, "cm-asd", _NO_ADAPTIVE_TAU, "CM-ASD, Table III: without adaptive verification"
+        DRAFT_MODEL, "cm-asd", _EQUAL_MEAN, "CM-ASD, Table III: without adaptive verification"
     ),
     "cm-asd-no-confidence": Method(
-        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", _NO_ADAPTIVE_TAU,
+        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", _EQUAL_MEAN,
         "CM-ASD, Table III: fixed window and threshold",
     ),
     "cm-asd-entropy": _single("[1,0,0]", "CM-ASD, Table III: entropy-only confidence"),
@@ -113,6 +123,36 @@ def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolic
 
     ``resources`` go to the rule where it has such a parameter, like ``memory``.
     """
-    vocab = (trace.meta.get("target") or {}).get("vocab_size")
-    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma, vocab_size=vocab)
-    return policy, parse_rule(chosen.rule, vocab_size=vocab, **resources)
+    chosen = resolved(chosen, trace)
+    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
+    return policy, parse_rule(chosen.rule, **resources)
+
+
+def resolved(chosen: Method, trace: Trace) -> Method:
+    """The method with the mean threshold of CM-ASD in its rule's text, where that asks for it.
+
+    Raises SignalError where the trace cannot tell what CM-ASD would judge.
+    """
+    if MEAN_TAU not in chosen.rule:
+        return chosen
+    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
+    return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{mean_tau(trace, policy):.3f}"))
+
+
+def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
+    """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`."""
+    rule = replay(trace, policy, _Thresholds()).rule
+    assert isinstance(rule, _Thresholds)
+    return rule.total / rule.judged if rule.judged else rule.tau_base
+
+
+class _Thresholds(CMASDVerification):
+    """CM-ASD's verification that adds up the thresholds it applies."""
+
+    total, judged = 0.0, 0
+
+    def threshold(self, token: Any) -> float:
+        value = super().threshold(token)
+        self.total += value
+        self.judged += 1
+        return value

@@ -19,6 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from policies.core import DraftPolicy
+from policies.registry import describe
+from policies.rule_registry import describe_rule
+from policies.rules import VerifyRule
+from policies.spec import split_items
 from traces.errors import DraftsimError, FileError
 from traces.files import read_rounds, write_rounds
 from traces.parquet import write_atomically
@@ -65,6 +70,31 @@ class Quality:
     """And of its own greedy output."""
     relative_bleu: float | None
     """BLEU against that output, 0..100 (CM-ASD, Table V); None without sacrebleu."""
+
+
+def find_run(
+    runs: Sequence[RealRun], policy: DraftPolicy, rule: VerifyRule, trace: Trace
+) -> RealRun | None:
+    """The run that decoded the requests of `trace` under `policy` and `rule`, or None.
+
+    Names are compared as a person would type them: without defaults, and without a vocabulary
+    size that is the recorded pair's own.
+    """
+    wanted = (describe(policy), describe_rule(rule))
+    typed = tuple(_typed(name, trace) for name in wanted)
+    ids = [r.id for r in trace.requests]
+    for run in runs:
+        names = tuple(_typed(name, trace) for name in (run.log.policy, run.log.verify))
+        if names == typed and [r.id for r in run.log.requests] == ids:
+            return run
+    return None
+
+
+def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
+    """A policy's or rule's name and what its text sets, but for what the recording supplies."""
+    head, _, rest = name.partition(":")
+    supplied = f"vocab_size={trace.vocab_size}"
+    return head, frozenset(part for part in split_items(rest) if part != supplied)
 
 
 def quality(outputs: Sequence[Output], trace: Trace) -> Quality:

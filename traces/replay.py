@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
+from policies.core import SIGNALS, DraftPolicy, Load, P, Round, own_copy, speculate
 from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
-from traces.errors import SignalError, TailError
+from traces.errors import DraftsimError, SignalError, TailError
 from traces.rounds import Fidelity, RoundLog
 from traces.scores import prepared_rule, score_tape
 from traces.tape import BLANK, END, RecordedToken, tape_of
@@ -203,7 +203,8 @@ def replay(
     if first is None:
         first = trace.first
     own_rule = prepared_rule(rule, trace)
-    shared = policy.for_run()
+    # A policy that learns across requests learns within this run, not in the caller's hands.
+    shared = own_policy(trace, policy)
     mismatched: list[int] = []
     departed = False
 
@@ -230,6 +231,17 @@ def replay(
         mismatched=None if own_rule is None else np.array(mismatched, dtype=np.int32),
         rule=own_rule,
     )  # fmt: skip
+
+
+def own_policy(trace: Trace, policy: P) -> P:
+    """A run's own copy of `policy`, told the vocabulary of the recorded pair.
+
+    Raises DraftsimError where the policy needs one and neither it nor the recording has it.
+    """
+    try:
+        return own_copy(policy, trace.vocab_size)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
 
 
 def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:

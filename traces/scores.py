@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -110,12 +110,7 @@ def prepared_rule(rule: VerifyRule | None, trace: Trace) -> VerifyRule | None:
     check_rule_columns(trace, rule)
     mine = rule.fresh()
     try:
-        mine.begin_run(_vocab_size(trace), trace.temperature, trace.sampling.top_p)
+        mine.begin_run(trace.vocab_size, trace.temperature, trace.sampling.top_p)
     except ValueError as error:
         raise DraftsimError(f"{describe_rule(rule)}: {error}") from None
     return mine
-
-
-def _vocab_size(trace: Trace) -> int | None:
-    target = trace.meta.get("target")
-    return target.get("vocab_size") if isinstance(target, Mapping) else None

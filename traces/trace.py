@@ -113,6 +113,13 @@ class Trace:
         """
         return (self.meta.get("imputed") or {}).get("method") == "rejected"
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens in the target's vocabulary; None where the recording does not say."""
+        target = self.meta.get("target")
+        size = target.get("vocab_size") if isinstance(target, Mapping) else None
+        return self.meta.get("vocab_size") if size is None else size
+
     @cached_property
     def first(self) -> int:
         """Output position decoding began at: 1 where prefill emits the first token, as engines

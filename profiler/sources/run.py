@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from policies.core import DraftPolicy, Round, speculate
+from policies.core import DraftPolicy, Round, own_copy, speculate
 from profiler.sources.adapter_decoder import KangarooDecoder
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
@@ -121,7 +121,7 @@ class SourceRunner:
         """Decode requests (None: all) with `source` under `policy`, in recording order."""
         check_signals(policy, source)
         chosen = range(len(self.trace.requests)) if requests is None else requests
-        shared = policy.for_run()
+        shared = own_copy(policy, self.target.vocab_size)
         rounds: list[list[Round]] = []
         calls: list[list[list[Call]]] = []
         outputs: list[list[int]] = []

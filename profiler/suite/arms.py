@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from policies.core import own_copy
 from policies.registry import parse_policy
 from profiler.spotcheck import Arm
 from profiler.suite.environment import NoTimeError
@@ -49,7 +50,9 @@ def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
 
 
 def _arms(names: Sequence[str], trace: Trace) -> list[Arm]:
-    return [Arm(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
+    made = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
+    # The vocabulary is the recorded pair's: what is run here is what a replay predicts.
+    return [Arm(name, own_copy(policy, trace.vocab_size)) for name, policy in made.items()]
 
 
 def sweeps(

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from policies.gammatune import GammaTune
 from simulator.papers import published
+from simulator.papers.cmasd import cmasd_rows
 from simulator.papers.early_exit import early_exit_rows
 from simulator.papers.experiments import (
-    cmasd_rows,
     csd_rows,
     distribution_rows,
     gammatune_rows,

@@ -10,10 +10,9 @@ from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
-from simulator.papers.ours import Ours, Outcome, outcome
+from simulator.papers.cmasd import at_tau
+from simulator.papers.ours import Ours, Outcome, method_outcome
 from simulator.papers.published import (
-    CMASD_3,
-    CMASD_5,
     CSD_ABLATION,
     CSD_MAIN,
     GAMMATUNE_2,
@@ -23,14 +22,11 @@ from simulator.papers.rows import EXPERIMENT, Row
 from simulator.robustness import INITIAL_GAMMAS, robustness, speedup_by_gamma
 from simulator.summary import prompt_speedups, speedup_distribution
 from traces.corrections import calibrated, split_requests
-from traces.errors import DraftsimError, SignalError
-from traces.methods import CMASD_ABLATION, CSD_WINDOW, Method, build
+from traces.errors import SignalError
+from traces.methods import CMASD_ABLATION, CSD_WINDOW, FIXED_TAUS, MEAN_TAU, Method, build
 from traces.methods import CSD_ABLATION as CSD_METHODS
 from traces.rounds import RoundLog
-from traces.trace import Trace
 
-CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
-"""Our names of CM-ASD's variants, and the table's."""
 CSD_ROWS = {
     "csd-specdecode": "SpecDecode (baseline)", "csd-ocm": "SD + OCM only",
     "csd-scg": "SD + SCG only", "csd": "CSD (OCM + SCG)", "lossy-sd": "Lossy SD (global tau)",
@@ -49,6 +45,12 @@ def csd_rule(chosen: Method) -> str:
 
 REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (
     *((m.policy, m.rule, None) for m in CMASD_ABLATION.values() if m.rule != "exact"),
+    *(
+        (m.policy, at_tau(m, tau).rule, None)
+        for m in CMASD_ABLATION.values()
+        if MEAN_TAU in m.rule
+        for tau in FIXED_TAUS
+    ),
     *((m.policy, csd_rule(m), TRAINING_SHARE) for m in CSD_METHODS.values() if m.rule != "exact"),
 )
 """(policy, rule, share to calibrate on) of what is better decoded for real than replayed."""
@@ -85,33 +87,6 @@ def gammatune_rows(ours: Ours) -> list[Row]:
     return rows
 
 
-def cmasd_rows(ours: Ours) -> list[Row]:
-    """CM-ASD, Table III on our pair, with Table V's relative BLEU where it was recorded."""
-    rows = []
-    for name, label in CMASD_ROWS.items():
-        found = _outcome(ours, CMASD_ABLATION[name])
-        note = _note(found, "speed over greedy plain decoding, not beam 5")
-        drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
-        values = {
-            "Tok": found.tokens_per_round, "Speed": found.speedup,
-            "td_ms": found.drafting_ms if drafted else None,
-        }  # fmt: skip
-        rows += [
-            Row(CMASD_3.name, label, c, CMASD_3.value(label, c), value, EXPERIMENT, note)
-            for c, value in values.items()
-        ]
-        if name == "transformer-base" or found.quality is None:
-            continue
-        published = CMASD_5.value("CM-ASD", "relative BLEU") if name == "cm-asd" else None
-        rows.append(
-            Row(
-                CMASD_5.name, label.replace("CM-ASD (full)", "CM-ASD"), "relative BLEU", published,
-                found.quality.relative_bleu, EXPERIMENT, f"{found.how}; {_quality(found)}",
-            )
-        )  # fmt: skip
-    return rows
-
-
 def csd_rows(ours: Ours) -> list[Row]:
     """CSD's ablation on the prompts its memory was not calibrated on."""
     train, rest = split_requests(ours.trace, TRAINING_SHARE)
@@ -125,7 +100,7 @@ def csd_rows(ours: Ours) -> list[Row]:
     for name, chosen in CSD_METHODS.items():
         rule = csd_rule(chosen)
         resources = {"memory": memory} if rule != chosen.rule else {}
-        found[name] = _outcome(ours, chosen._replace(rule=rule), held_out, **resources)
+        found[name] = method_outcome(ours, chosen._replace(rule=rule), held_out, **resources)
     base = found["csd-specdecode"].speedup
     rows = []
     for name, label in CSD_ROWS.items():
@@ -178,24 +153,5 @@ def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
     return rows
 
 
-def _outcome(
-    ours: Ours, chosen: Method, trace: Trace | None = None, **resources: object
-) -> Outcome:
-    try:
-        policy, rule = build(chosen, ours.trace, **resources)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
-    return outcome(ours, policy, rule, trace)
-
-
 def _note(found: Outcome, more: str = "") -> str:
     return "; ".join(part for part in (found.how, more) if part)
-
-
-def _quality(found: Outcome) -> str:
-    seen = found.quality
-    assert seen is not None
-    return (
-        f"{seen.agreement:.0%} of tokens agree with greedy output; log-likelihood "
-        f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"
-    )

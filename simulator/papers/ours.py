@@ -9,11 +9,12 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.registry import describe
-from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
 from simulator.pricing import autoregressive, price
+from traces.errors import DraftsimError
 from traces.latency import LatencyTable
-from traces.outputs import Quality, RealRun, quality
+from traces.methods import Method, build
+from traces.outputs import Quality, RealRun, find_run, quality
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.sources.base import Recordings
@@ -64,6 +65,23 @@ class Outcome:
         return float(self.log.rounds["emitted"].mean())
 
     @property
+    def accepted_per_round(self) -> float:
+        """Accepted drafts per verification."""
+        return float(self.log.rounds["accepted"].mean())
+
+    @property
+    def rollback_rate(self) -> float:
+        """Share of the rounds that drafted of which drafts were thrown away."""
+        rounds = self.log.rounds[self.log.rounds["drafted"] > 0]
+        return float((rounds["accepted"] < rounds["drafted"]).mean())
+
+    @property
+    def mismatched_share(self) -> float:
+        """Share of the accepted drafts that the target would not have chosen."""
+        wrong = 0 if self.log.mismatched is None else int(self.log.mismatched.sum())
+        return wrong / max(int(self.log.rounds["accepted"].sum()), 1)
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted."""
         return float(self.log.rounds["accepted"].sum() / self.log.rounds["drafted"].sum())
@@ -91,14 +109,32 @@ def outcome(
     trace = ours.trace if trace is None else trace
     lossy = rule is not None and not rule.lossless
     if rule is not None and lossy:
-        wanted = (describe(policy), describe_rule(rule), [r.id for r in trace.requests])
-        for run in ours.runs:
-            if (run.log.policy, run.log.verify, [r.id for r in run.log.requests]) == wanted:
-                found = quality(run.outputs, ours.trace)
-                return Outcome(run.log, ours.latency, _said(REAL, run.log, ours), found)
+        run = find_run(ours.runs, policy, rule, trace)
+        if run is not None:
+            found = quality(run.outputs, ours.trace)
+            return Outcome(run.log, ours.latency, _said(REAL, run.log, ours), found)
     log = replay(trace, policy, rule, name=describe(policy))
     how = REPLAYED if lossy else f"replayed: {log.fidelity}"
     return Outcome(log, ours.latency, _said(how, log, ours))
+
+
+def method_outcome(
+    ours: Ours, chosen: Method, trace: Trace | None = None, **resources: object
+) -> Outcome:
+    """A named method's run; ``resources`` go to its rule."""
+    try:
+        policy, rule = build(chosen, ours.trace, **resources)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    return outcome(ours, policy, rule, trace)
+
+
+def quality_note(seen: Quality) -> str:
+    """How far outputs are from the target's own, in words."""
+    return (
+        f"{seen.agreement:.0%} of tokens agree with greedy output; log-likelihood "
+        f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"
+    )
 
 
 def _said(how: str, log: RoundLog, ours: Ours) -> str:

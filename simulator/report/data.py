@@ -8,6 +8,7 @@ from typing import Any
 from simulator.hardware import scaling_words
 from simulator.pricing import price
 from simulator.ranking import BEST_FIXED, FITTED
+from simulator.ratios import OwnRatios, own_ratios
 from simulator.report import ratio_model
 from simulator.report.loads import loads
 from simulator.report.ranked import headline, ranked, with_best_fixed
@@ -31,13 +32,14 @@ def report_data(
 ) -> dict[str, Any]:
     """The page's data; parameters as of `simulator.report.build_report`."""
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
-    rows = ranked(logs, latency, said, resamples)
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
-    c, v, known = ratio_model.measured_ratios(trace, latency, best)
+    own = own_ratios(trace, latency, best)
+    sums = ratio_model.carried(trace, latency, own)
+    rows = ranked(logs, latency, said, resamples, sums)
     fixed = ratio_model.fixed_lengths(trace)
-    sliders = ratio_model.sliders(trace, c, v, list(fixed), best)
+    sliders = ratio_model.sliders(trace, own.ratio, own.verify, list(fixed), best)
     return {
-        "about": {**_about(trace, latency, c, v, known), "best_fixed": best},
+        "about": {**_about(trace, latency, own), "best_fixed": best},
         "policies": rows,
         "headline": headline(rows, logs, latency, resamples),
         "categories": _categories(trace, logs, latency, resamples),
@@ -49,14 +51,14 @@ def report_data(
             latency,
             measured,
         ),
-        "fixed": {"gammas": list(fixed), **ratio_model.page_rounds(list(fixed.values()))},
+        "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
         "sliders": sliders,
-        "tilt": ratio_model.tilted(trace, sliders["alpha"]["values"], list(fixed)),
+        "tilt": ratio_model.tilted(trace, latency, own, sliders["alpha"]["values"], list(fixed)),
         **loads(trace, latency, serve, resamples),
     }
 
 
-def _about(trace: Trace, latency: LatencyTable, c: float, v: float, known: bool) -> dict[str, Any]:
+def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any]:
     meta = {**trace.meta}
     device = latency.meta.get("device") or meta.get("device")
     return {
@@ -72,7 +74,7 @@ def _about(trace: Trace, latency: LatencyTable, c: float, v: float, known: bool)
         "sampling": trace.sampling.label,
         "max_gamma": trace.max_gamma,
         "alpha": ratio_model.recorded_alpha(trace),
-        "c": c, "v": v, "ratios_measured": known,
+        "c": own.ratio, "v": own.verify,
         "scaled": scaling_words(latency),
     }  # fmt: skip
 

@@ -1,6 +1,6 @@
 "use strict";
 // The page's numbers come from two places: what Python computed, and the formulas under
-// "Costs", which the sliders feed.  The formulas mirror simulator.ratios.price_ratios and
+// "Costs", which the sliders feed.  The formulas mirror simulator.ratios.speedup_at and
 // break_even_ratio, and simulator.formulas.leviathan; tests hold both against each other to the
 // displayed digit.  Drawing is in charts.js and maps.js.
 (() => {
@@ -11,21 +11,18 @@
 
   // ---- Costs ------------------------------------------------------------------------------
 
-  // Speedup of recorded rounds at cost ratio c and verification v, in target passes.
-  function recorded(histogram, c, v) {
-    let forwards = 0, passes = 0;
-    histogram.count.forEach((count, i) => {
-      forwards += count * histogram.forwards[i];
-      passes += count * (histogram.drafted[i] > 0 ? v : 1);
-    });
-    return histogram.emitted / (forwards * c + passes);
+  // Speedup of recorded rounds at cost ratio c and verification v, from their sums over prompts
+  // (simulator.ratios.RatioSums), in target passes.
+  function recorded(sums, c, v) {
+    const [, plain, forwards, rest, verified] = sums;
+    return plain / (forwards * c + verified * v + rest);
   }
 
   // The largest c at which rounds still pay, 0 where they do not even with free drafts, and its
   // 95 % interval: that of a ratio of sums over prompts, from simulator.ratios.RatioSums.
   function breakEven(sums, v) {
-    const [n, emitted, forwards, plain, verified, gg, gv, gf, vv, vf, ff] = sums;
-    const left = emitted - plain - v * verified;
+    const [n, plain, forwards, rest, verified, gg, gv, gf, vv, vf, ff] = sums;
+    const left = plain - rest - v * verified;
     if (forwards === 0) return { ratio: left >= 0 ? Infinity : 0, low: NaN, high: NaN };
     const ratio = left / forwards;
     const squares = gg + v * v * vv + ratio * ratio * ff - 2 * v * gv - 2 * ratio * gf + 2 * v * ratio * vf;
@@ -60,9 +57,7 @@
   // Speedup of a fixed length on the recording tilted to the alpha of this index; NaN if none.
   function tilted(alpha, gammaIndex, c, v) {
     const i = data.tilt ? data.tilt.alphas.indexOf(alpha) : -1;
-    if (i < 0) return NaN;
-    const [, emitted, forwards, plain, verified] = data.tilt.rounds[i][gammaIndex];
-    return emitted / (forwards * c + plain + verified * v);
+    return i < 0 ? NaN : recorded(data.tilt.rounds[i][gammaIndex], c, v);
   }
 
   // ---- What does not move -----------------------------------------------------------------
@@ -132,11 +127,11 @@
     const { c, v, gamma, alpha } = settings();
     const gammas = data.fixed.gammas, g = gammas.indexOf(gamma);
     for (const key of KEYS) {
-      const shown = String(settings()[key]);
+      const shown = number(settings()[key]);
       byId("value-" + key).textContent = shown;
       byId("slider-" + key).setAttribute("aria-valuetext", shown);
     }
-    const curve = data.fixed.histograms.map((h) => recorded(h, c, v));
+    const curve = data.fixed.sums.map((s) => recorded(s, c, v));
     const best = curve.indexOf(Math.max(...curve));
     byId("out-gamma").textContent = gamma;
     byId("out-alpha").textContent = alpha;
@@ -164,11 +159,11 @@
     });
 
     const policies = data.policies.map((p) => ({
-      name: fullName(p), value: recorded(p.histogram, c, v), even: breakEven(p.sums, v),
+      name: fullName(p), value: recorded(p.sums, c, v), even: breakEven(p.sums, v),
     }));
     rowsPlot(byId("plot-ratio"), policies, {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
-      label: `speedup at c = ${c}, v = ${v} (×)`,
+      label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`,
       marks: (svg, x, y, p) => {
         add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value >= 1 ? data.colours[0] : "#b5b5b5" });
       },
@@ -185,7 +180,7 @@
   function drawRatioMaps(c, v, gamma, alpha) {
     const stops = data.sliders.c.values, gammas = data.fixed.gammas, g = gammas.indexOf(gamma);
     const cs = stops.filter((_, i) => i % 2 === 0 || i === stops.length - 1);
-    maps.ratioMap(byId("map-recorded"), cs, gammas, (x, y) => recorded(data.fixed.histograms[gammas.indexOf(y)], x, v), {
+    maps.ratioMap(byId("map-recorded"), cs, gammas, (x, y) => recorded(data.fixed.sums[gammas.indexOf(y)], x, v), {
       even: (y) => breakEven(data.fixed.sums[gammas.indexOf(y)], v),
       yLabel: "draft length γ", yText: (y) => `γ = ${y}`, at: [c, gamma], name: "recorded",
     });

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from simulator.pricing import price
 from simulator.ranking import BEST_FIXED, fastest, fixed_lengths
-from simulator.ratios import ratio_sums
-from simulator.report.ratio_model import histogram
 from simulator.summary import paired_gain, prompt_speedups, summarize, to_rows
 from traces.latency import LatencyTable
 from traces.rounds import RoundLog
@@ -32,9 +30,13 @@ def with_best_fixed(
 
 
 def ranked(
-    logs: Sequence[RoundLog], latency: LatencyTable, notes: Mapping[str, str], draws: int
-) -> list[dict[str, Any]]:
-    """Rows by speedup, the fastest first, with the prompts that each policy slows down."""
+    logs: Sequence[RoundLog], latency: LatencyTable, notes: Mapping[str, str], draws: int,
+    sums: Callable[[RoundLog], list[float]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows by speedup, the fastest first, with the prompts that each policy slows down.
+
+    ``sums`` of a log are what the page's sliders compute with.
+    """
     rows = to_rows(summarize(logs, latency, resamples=draws))[1:]
     for row, log in zip(rows, logs, strict=True):
         own = prompt_speedups(log, latency)
@@ -43,7 +45,7 @@ def ranked(
         row["below"] = float(np.mean(own[np.isfinite(own)] < 1))
         run = price(log, latency)
         row["outside"] = run.passes.extrapolated / max(run.passes.passes, 1)
-        row["histogram"], row["sums"] = histogram(log), list(ratio_sums(log))
+        row["sums"] = sums(log)
     return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
 
 

@@ -37,6 +37,7 @@ from simulator.serving.speculation import (
 from simulator.serving.timeline import Timeline
 from traces.errors import DraftsimError, SignalError
 from traces.latency import LatencyTable
+from traces.replay import own_policy
 from traces.scores import prepared_rule
 from traces.trace import Trace
 
@@ -106,6 +107,8 @@ def simulate(
             "record one with `draftsim profile`"
         )
     own_rule = prepared_rule(rule, trace)
+    if isinstance(policy, DraftPolicy):
+        policy = own_policy(trace, policy)
     lookahead = scenario.limits.lookahead
     if lookahead is None:
         lookahead = lookahead_of(policy, trace)

@@ -136,9 +136,8 @@ def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMM
 def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
     """Every single-stream policy with its defaults whose signals the trace holds."""
     skipped = ("autoregressive", "fixed", "oracle", "rate-optimal")
-    vocabulary = (trace.meta.get("target") or {}).get("vocab_size")
     chosen = {
-        name: parse_policy(name, max_gamma=trace.max_gamma, vocab_size=vocabulary)
+        name: parse_policy(name, max_gamma=trace.max_gamma)
         for name in policy_names("single") if name not in skipped
     }  # fmt: skip
     return {name: p for name, p in chosen.items() if set(p.reads) <= trace.signals}

@@ -110,9 +110,8 @@ def tune(
 def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
     given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
     text = policy + ("," if ":" in policy and given else ":" if given else "") + given
-    vocabulary = (trace.meta.get("target") or {}).get("vocab_size")
     try:
-        return parse_policy(text, max_gamma=trace.max_gamma, vocab_size=vocabulary)
+        return parse_policy(text, max_gamma=trace.max_gamma)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
 

@@ -23,7 +23,7 @@ from policies.entropy import SVIP
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
 from policies.registry import describe
-from traces.replay import fidelity_of, replay
+from traces.replay import fidelity_of, own_policy, replay
 from traces.rounds import ROUND_DTYPE, RoundLog
 from traces.schema import MATCH, UNKNOWN
 from traces.tape import RecordedToken
@@ -74,6 +74,7 @@ class Walker:
     def replay(self, policy: DraftPolicy, name: str | None = None) -> RoundLog:
         """The log of `traces.replay.replay`; raises what it raises."""
         trace = self.trace
+        policy = own_policy(trace, policy)
         plan = PLANS.get(type(policy))
         planned = None
         if plan is not None and self._known and set(policy.reads) <= trace.signals:

@@ -6,6 +6,7 @@ from policies.core import DraftPolicy, Round, speculate
 from policies.registry import describe
 from policies.rules import VerifyRule
 from traces.errors import DraftsimError, SignalError
+from traces.replay import own_policy
 from traces.rounds import Fidelity, RoundLog
 from traces.scores import prepared_rule
 from traces.sources.base import Recordings, Source
@@ -51,7 +52,7 @@ def replay_source(
     check_signals(policy, source)
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings or Recordings(), first)
-    shared = policy.for_run()
+    shared = own_policy(trace, policy)
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
     for i in range(len(trace.requests)):

@@ -1,0 +1,116 @@
+"""CM-ASD's ablation on our pair: its Table III, and Table V's relative BLEU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simulator.papers.ours import Ours, Outcome, method_outcome, quality_note
+from simulator.papers.published import CMASD_3, CMASD_5
+from simulator.papers.rows import EXPERIMENT, Row
+from traces.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU, Method, resolved
+
+CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))
+"""Our names of CM-ASD's variants, and the table's."""
+FULL = "cm-asd"
+WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
+"""Variants of a fixed threshold, and those with the same window and the adaptive one."""
+SPEED_NOTE = "speed over greedy plain decoding, not beam 5"
+TOK_NOTE = "Tok counts accepted drafts; the token that the target adds to them is not in it"
+
+
+def at_tau(chosen: Method, tau: float) -> Method:
+    """A variant of fixed threshold at another one than the equal mean."""
+    return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{tau:g}"))
+
+
+def cmasd_rows(ours: Ours) -> list[Row]:
+    """CM-ASD, Table III on our pair, with Table V's relative BLEU where it was recorded.
+
+    Where the threshold is fixed, its row is at the mean of the adaptive one, and `FIXED_TAUS`
+    give two more: how an ablation ends follows from the threshold that it is given.
+    """
+    found = {name: method_outcome(ours, chosen) for name, chosen in CMASD_ABLATION.items()}
+
+    def compared(rival: str, fixed: Outcome) -> str:
+        # A replay is held against a replay: along the recorded text both err alike.
+        adaptive = found[rival]
+        if fixed.quality is None and adaptive.quality is not None:
+            adaptive = method_outcome(replace(ours, runs=()), CMASD_ABLATION[rival])
+        return comparison(adaptive, fixed)
+
+    rows: list[Row] = []
+    for name, label in CMASD_ROWS.items():
+        if name not in WINDOWS:
+            rows += _rows(found[name], name, label)
+            continue
+        chosen, rival = CMASD_ABLATION[name], WINDOWS[name]
+        tau = resolved(chosen, ours.trace).rule.rpartition("=")[2]
+        said = f"tau = {tau}, the mean of tau_t; {compared(rival, found[name])}"
+        rows += _rows(found[name], name, label, said)
+        for value, why in FIXED_TAUS.items():
+            at = method_outcome(ours, at_tau(chosen, value))
+            said = f"tau = {value:g}, {why}; {compared(rival, at)}"
+            rows += _rows(at, name, f"{label}, tau = {value:g}", said, published=False)
+    return rows
+
+
+def comparison(adaptive: Outcome, fixed: Outcome) -> str:
+    """What an ablation of the adaptive threshold says: tokens against agreement."""
+    ours, theirs = adaptive.accepted_per_round, fixed.accepted_per_round
+    more = "accepts as much"
+    if round(ours, 2) != round(theirs, 2):
+        more = f"accepts {'more' if theirs > ours else 'less'}"
+    text = f"a fixed threshold {more}: {theirs:.2f} against {ours:.2f} drafts a round"
+    if adaptive.quality is not None and fixed.quality is not None:
+        mine, other = adaptive.quality.agreement, fixed.quality.agreement
+        return f"{text}, {other:.0%} against {mine:.0%} of tokens as greedy"
+    text = f"{text}, of them {_wrong(fixed)} against {_wrong(adaptive)} not the target's choice"
+    gains = theirs >= ours and fixed.mismatched_share <= adaptive.mismatched_share
+    loses = theirs <= ours and fixed.mismatched_share >= adaptive.mismatched_share
+    if gains or loses:
+        return f"{text}: the {'fixed' if gains else 'adaptive'} one is not worse in either"
+    return f"{text}: neither is better in both"
+
+
+def _wrong(found: Outcome) -> str:
+    return f"{found.mismatched_share:.0%}"
+
+
+def _rows(
+    found: Outcome, name: str, label: str, said: str = "", published: bool = True
+) -> list[Row]:
+    drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
+    plain = "plain decoding drafts nothing: the table's 1 is the token that every step emits"
+    values: dict[str, tuple[float | None, str]] = {
+        "Tok": (found.accepted_per_round, _join(said, TOK_NOTE)) if drafted else (1.0, plain),
+        "Speed": (found.speedup, SPEED_NOTE),
+        "td_ms": (found.drafting_ms if drafted else None, ""),
+        "emitted per round": (found.tokens_per_round, ""),
+        "rollback rate": (found.rollback_rate if drafted else None, ROLLBACK),
+    }
+    rows = []
+    for column, (value, more) in values.items():
+        known = published and column in CMASD_3.columns
+        printed = CMASD_3.value(label, column) if known else None
+        if value is None and printed is None:
+            continue
+        text = _join(found.how, more)
+        rows.append(Row(CMASD_3.name, label, column, printed, value, EXPERIMENT, text))
+    if drafted and found.quality is not None:
+        own = name == FULL and published
+        rows.append(
+            Row(
+                CMASD_5.name, "CM-ASD" if own else label, "relative BLEU",
+                CMASD_5.value("CM-ASD", "relative BLEU") if own else None,
+                found.quality.relative_bleu, EXPERIMENT,
+                _join(found.how, quality_note(found.quality), said),
+            )
+        )  # fmt: skip
+    return rows
+
+
+ROLLBACK = "share of rounds of which drafts were thrown away; the paper's text alone speaks of it"
+
+
+def _join(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
