@@ -44,7 +44,9 @@ def latencies(
     return found
 
 
-def one_latency(name: str | None, trace_name: str, gpu: str | None = None) -> LatencyTable:
+def one_latency(
+    name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False
+) -> LatencyTable:
     """The one table that `name` stands for, by default the trace's own, on one GPU or its own.
 
     Raises
@@ -57,6 +59,8 @@ def one_latency(name: str | None, trace_name: str, gpu: str | None = None) -> La
         raise DraftsimError(
             f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
         )
+    if assume_batch_free:
+        tables = {own: table.assumed_batch_free() for own, table in tables.items()}
     wanted = gpu_names(gpu)
     if not wanted:
         return next(iter(tables.values()))

@@ -35,6 +35,13 @@ LatencyOption = Annotated[
         "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
     ),
 ]
+AssumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--assume-batch-free",
+        help="Where the latencies know one batch size: take every other to cost the same.",
+    ),
+]
 GpuOption = Annotated[
     str | None,
     typer.Option(
@@ -120,11 +127,14 @@ def load_trace(name: str, chooses: str | None = None) -> Trace:
     return filled
 
 
-def load_latency(name: str | None, trace_name: str) -> LatencyTable:
+def load_latency(
+    name: str | None, trace_name: str, assume_batch_free: bool = False
+) -> LatencyTable:
     """The latency table `name` stands for, by default the one recorded with the trace."""
     from traces.recordings import find_latency
 
-    return find_latency(name if name is not None else trace_name)
+    table = find_latency(name if name is not None else trace_name)
+    return table.assumed_batch_free() if assume_batch_free else table
 
 
 def load_policies(
@@ -142,6 +152,7 @@ def load_policies(
     """
     from commands.user_policy import is_file, load_file
     from policies.registry import describe, parse_policy, policy_names
+    from traces.replay import can_replay
 
     names = list(texts or ["all"])
     every = "all" in names
@@ -159,7 +170,8 @@ def load_policies(
             policy = parse_policy(text, max_gamma=limit)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
-        if every and text in policy_names("single") and not set(policy.reads) <= have:
+        implied = every and text in policy_names("single")
+        if implied and not (set(policy.reads) <= have and (signals or can_replay(trace, policy))):
             continue
         name = describe(policy)
         if name not in dict(chosen):

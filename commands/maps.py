@@ -8,8 +8,8 @@ from typing import Any
 from commands.output import note
 
 
-def draw_maps(frame: Any, folder: Path) -> list[Path]:
-    """Write every map that the grid's axes allow into `folder`; the files."""
+def draw_maps(frame: Any, folder: Path, label: str = "") -> list[Path]:
+    """Write every map that the grid's axes allow into `folder`, with `label` below; the files."""
     from simulator.plots import save
     from simulator.whatif import plots
 
@@ -39,4 +39,4 @@ def draw_maps(frame: Any, folder: Path) -> list[Path]:
     if not drawn:
         note("nothing to map: give two values or more of c and alpha, batch and gamma, or "
              "batch and context")  # fmt: skip
-    return [save(figure, folder / f"{name}.png") for name, figure in drawn]
+    return [save(figure, folder / f"{name}.png", label=label) for name, figure in drawn]

@@ -10,6 +10,7 @@ import typer
 
 from commands.inputs import (
     BUNDLED,
+    AssumeOption,
     LatencyOption,
     MemoryOption,
     PolicyOption,
@@ -31,6 +32,7 @@ from traces.errors import DraftsimError
 def serve(
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
+    assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,
     settings: Annotated[
         Path | None,
@@ -117,7 +119,7 @@ def serve(
     from simulator.serving import Devices, Limits, Scenario
 
     recorded = load_trace(trace)
-    table = load_latency(latency, trace)
+    table = load_latency(latency, trace, assume_batch_free)
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
@@ -128,9 +130,9 @@ def serve(
         replications=replications,
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
-    policies = load_serving_policies(
-        policy, recorded, table, mode, settings, max(s.limits.max_batch for s in scenarios)
-    )
+    largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
+    table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
+    policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):

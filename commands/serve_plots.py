@@ -36,6 +36,7 @@ def draw(
     from simulator.plots import save
     from simulator.serving import plots, speedup_grid
 
+    said = assumption(latency, max(s.limits.max_batch for s in scenarios))
     finished = [row for row in rows if row["requests"]]
     if not finished:
         note("no request finished: there is nothing to draw")
@@ -43,7 +44,7 @@ def draw(
     base = scenarios[0]
     last = [row for row in finished if row["rate"] == finished[-1]["rate"]]
     if base.arrivals.concurrency is None:
-        written = [save(plots.plot_over_time(last), folder / "over_time.png")]
+        written = [save(plots.plot_over_time(last), folder / "over_time.png", label=said)]
         loads = {row["rate"] for row in finished}
         if loads == {None}:
             note("the arrivals span no time: there is no load to draw latency against")
@@ -55,12 +56,14 @@ def draw(
             drawn = [row for row in finished if row[metric]["mean"] == row[metric]["mean"]]
             if drawn:
                 figure = plots.plot_latency_load(drawn, metric, baseline)
-                written.append(save(figure, folder / f"load_{name}.png"))
+                written.append(save(figure, folder / f"load_{name}.png", label=said))
         return written
     last = [row for row in finished if row["batch"] == finished[-1]["batch"]]
     written = [
-        save(plots.plot_latency_throughput(finished), folder / "latency_throughput.png"),
-        save(plots.plot_over_time(last), folder / "over_time.png"),
+        save(
+            plots.plot_latency_throughput(finished), folder / "latency_throughput.png", label=said
+        ),
+        save(plots.plot_over_time(last), folder / "over_time.png", label=said),
     ]
     if base.mode in ONE_STREAM:
         return written
@@ -72,7 +75,7 @@ def draw(
             continue
         grid = speedup_grid(trace, latency, policy, Autoregressive(), batches, contexts, small)
         figure = plots.plot_speedup_grid(grid, batches, contexts, name)
-        written.append(save(figure, folder / f"speedup_{i}_{_file_name(name)}.png"))
+        written.append(save(figure, folder / f"speedup_{i}_{_file_name(name)}.png", label=said))
     return written
 
 
@@ -86,3 +89,9 @@ def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
 
 def _file_name(policy: str) -> str:
     return "".join(c if c.isalnum() or c in "-." else "_" for c in policy)
+
+
+def assumption(latency: LatencyTable, batch: int) -> str:
+    """What a plot of figures at `batch` is labelled with; empty where nothing was assumed."""
+    said = latency.said_batch_free(batch)
+    return f"taken to cost nothing: {said}" if said else ""

@@ -49,6 +49,7 @@ def load_serving_policies(
     from simulator.serving import TableCost
     from simulator.tune import RIVALS, read_settings
     from simulator.whatif.rate import fit_estimates, fit_rate_optimal
+    from traces.replay import can_replay
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else ALL if "all" in texts else ()
@@ -78,12 +79,18 @@ def load_serving_policies(
         try:
             made: DraftPolicy | BatchPolicy
             if text == "rate-optimal":
-                made = fit_rate_optimal(trace, latency, batches=(1, 4, 16, 64)).policy
+                known = latency.knows_batches or latency.batch_free
+                sizes = (1, 4, 16, 64) if known else (1,)
+                made = fit_rate_optimal(trace, latency, batches=sizes).policy
             else:
                 made = parse_serving_policy(text, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
-        fits = set(made.reads) <= trace.signals and (batched or not isinstance(made, BatchPolicy))
+        fits = (
+            batched and set(made.reads) <= trace.signals
+            if isinstance(made, BatchPolicy)
+            else can_replay(trace, made)
+        )
         if text in asked or fits:
             chosen.setdefault(text, made)
     return chosen

@@ -10,7 +10,14 @@ import typer
 
 from commands.devices import gpu_names, latencies, say_scaling
 from commands.held_out import SEARCHED, tuned_rows
-from commands.inputs import BUNDLED, GpuOption, TraceOption, load_policies, load_trace
+from commands.inputs import (
+    BUNDLED,
+    AssumeOption,
+    GpuOption,
+    TraceOption,
+    load_policies,
+    load_trace,
+)
 from commands.maps import draw_maps
 from commands.output import TABLES, JsonOption, emit, note, write_rows
 from commands.sweep_notes import print_thresholds, say_outside, say_tilt, say_untried
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "pays",
     "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
-    "tilt_tried",
+    "tilt_tried", "assumed",
 )  # fmt: skip
 RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
@@ -84,6 +91,7 @@ def sweep(
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
     ] = None,
     gpu: GpuOption = None,
+    assume_batch_free: AssumeOption = False,
     verify: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
     ] = 1.0,
@@ -140,6 +148,8 @@ def sweep(
     recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
     ratios = _axis(c, "c", low=0.0)
     tables = latencies(latency, trace, bool(ratios) and gpu is None)
+    sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
+    assumed = _in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
         if gpu is not None or (ladder and tune):
@@ -161,7 +171,7 @@ def sweep(
         _policies(policy, gamma, recorded),
         _prices(ratios, tables, context, verify, gpu),
         _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
-        [int(b) for b in _axis(batch, "batch", low=1, whole=True)],
+        sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
     say_tilt(study)
@@ -174,6 +184,9 @@ def sweep(
     if wanted is not None and wanted != out:
         write_rows(wanted, frame.to_dict("records"))
         note(f"wrote {wanted}")
+    if assumed:
+        rows["assumed"] = assumed
+        note(f"taken to cost nothing: {assumed}")
     if out is not None:
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
@@ -184,8 +197,31 @@ def sweep(
     say_untried(study, frame)
     say_outside(frame)
     if plots is not None:
-        for path in draw_maps(frame, plots):
+        for path in draw_maps(frame, plots, f"taken to cost nothing: {assumed}" if assumed else ""):
             note(f"wrote {path}")
+
+
+def _in_batches(
+    tables: dict[str, LatencyTable], ratios: tuple[float, ...], largest: int, assume: bool
+) -> str:
+    """What batches up to `largest` take to cost nothing; tables are changed to say so.
+
+    Raises DraftsimError where nobody said that they may.
+    """
+    from traces.latency import BATCH_FREE_SAID
+
+    if largest > 1 and ratios and not assume:
+        raise DraftsimError(
+            "--c says what a pass costs beside another, not what a batch costs: leave --batch at "
+            "1, give --latency measured at batches, or take every batch to cost the same with "
+            "--assume-batch-free"
+        )
+    said = BATCH_FREE_SAID if largest > 1 and ratios else ""
+    for name, table in tables.items():
+        tables[name] = table.assumed_batch_free() if assume else table
+        tables[name].check_sizes("target", "forward", largest, 1)
+        said = said or tables[name].said_batch_free(largest)
+    return said
 
 
 def _axis(

@@ -33,9 +33,14 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)
 INK, GREY = "#222222", "#8C8C8C"
 
 
-def save(figure: Figure, path: str | Path, dpi: int = 200) -> Path:
-    """Write the figure as PNG (or what the suffix says), making its folder; its path."""
+def save(figure: Figure, path: str | Path, dpi: int = 200, label: str = "") -> Path:
+    """Write the figure as PNG (or what the suffix says), making its folder; its path.
+
+    ``label`` is written below it: what the figures in it rest on.
+    """
     target = Path(path)
+    if label:
+        figure.text(0.5, -0.01, label, ha="center", va="top", fontsize=8, color=COLOURS[1])
     target.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # names hold dollar signs, and come from anybody's file

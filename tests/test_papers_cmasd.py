@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from commands.inputs import load_policies
 from policies.cmasd import CMASD
 from policies.registry import parse_policy
 from policies.rule_registry import parse_rule
@@ -113,6 +114,9 @@ def test_without_a_vocabulary_nobody_guesses_one(ours: Ours) -> None:
     bare = Trace(ours.trace.columns, ours.trace.requests, ours.trace.max_gamma, meta)
     with pytest.raises(DraftsimError, match="give it vocab_size"):
         replay(bare, CMASD(gamma_max=16))
+    # What nobody asked for by name is left out instead.
+    assert "cm-asd" in dict(load_policies(None, ours.trace))
+    assert "cm-asd" not in dict(load_policies(None, bare))
     with pytest.raises(ValueError, match="give it vocab_size"):
         CMASD().keep_drafting([])
 

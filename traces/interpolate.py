@@ -31,10 +31,13 @@ class Grid:
     flat:
         Constant table: the widest cell not wider than asked holds at every batch and
         context, and counts as measured.
+    batch_free:
+        Every batch is read at the one measured, where there is but one.
     """
 
-    def __init__(self, cells: pd.DataFrame, flat: bool = False) -> None:
+    def __init__(self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False) -> None:
         self.flat = flat
+        self.batch_free = batch_free
         ordered = cells.sort_values(["batch", "new_tokens", "context"])
         b, n, c, t = (
             ordered[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s")
@@ -46,8 +49,25 @@ class Grid:
                 self._lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
         self._points = (b, n, c, t)
 
+    @property
+    def batches(self) -> list[float]:
+        """Batch sizes measured."""
+        return sorted(self._lines)
+
+    @cached_property
+    def only_batch(self) -> float | None:
+        """The batch at which every other is read; None where sizes are told apart."""
+        return next(iter(self._lines)) if self.batch_free and len(self._lines) == 1 else None
+
+    @property
+    def widths(self) -> list[float]:
+        """New tokens measured, at any batch."""
+        return sorted({width for by_width in self._lines.values() for width in by_width})
+
     def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         """Seconds and their origin at equally long arrays of batch, new tokens, context."""
+        if (only := self.only_batch) is not None:
+            b = np.full(len(b), only)
         out, origin = np.empty(len(b)), np.empty(len(b), dtype=np.int8)
         pairs, inverse = np.unique(np.stack([b, n]), axis=1, return_inverse=True)
         inverse = inverse.ravel()

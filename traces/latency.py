@@ -60,6 +60,13 @@ PHASES: dict[str, str] = {
 }
 
 
+BATCH_FREE = "batch_free"
+"""Key of the meta that says that passes are taken to cost the same at every batch."""
+ASSUMED = "assumed"
+BATCH_FREE_SAID = "further sequences of a batch (--assume-batch-free)"
+"""What such figures take to cost nothing."""
+
+
 class Estimate(NamedTuple):
     """Seconds with their origin, element by element."""
 
@@ -108,12 +115,14 @@ class LatencyTable:
 
     @classmethod
     def constant(
-        cls, target: float, draft: float, verify: float | None = None, **others: float
-    ) -> LatencyTable:
+        cls, target: float, draft: float, verify: float | None = None, *,
+        batch_free: bool = True, **others: float,
+    ) -> LatencyTable:  # fmt: skip
         """The textbook model: every pass of a model costs the same (seconds).
 
         ``verify`` is the target's pass over two or more tokens (default: ``target``);
         ``others`` gives further single-cell phases of the target by name (``host_round``).
+        Without ``batch_free``, they are those of one sequence alone, see `assumed_batch_free`.
         """
         rows = [("target", "forward", 1, target), ("draft", "forward", 1, draft)]
         if verify is not None:
@@ -125,12 +134,74 @@ class LatencyTable:
         frame = pd.DataFrame(
             [(m, p, 1, n, 0, float(v), 0.0, 1) for m, p, n, v in rows], columns=list(CELL_COLUMNS)
         )
-        return cls(frame, {"kind": "constant", "device": "constant"})
+        meta = {"kind": "constant", "device": "constant", BATCH_FREE: batch_free}
+        return cls(frame, meta)
 
     @property
     def is_constant(self) -> bool:
         """Whether the cells stand for every batch, width and context."""
         return self.meta.get("kind") == "constant"
+
+    @property
+    def batch_free(self) -> bool:
+        """Whether passes are taken to cost the same at every batch, because somebody said so."""
+        return bool(self.meta.get(BATCH_FREE))
+
+    def said_batch_free(self, batch: int) -> str:
+        """What figures at `batch` take to cost nothing on somebody's word; empty for no such.
+
+        A textbook model (`constant`) is batch-free by definition, and needs no word.
+        """
+        return BATCH_FREE_SAID if batch > 1 and self.meta.get(BATCH_FREE) == ASSUMED else ""
+
+    def assumed_batch_free(self) -> LatencyTable:
+        """The table with passes of one batch size taken to cost the same at every other.
+
+        Without, a table that knows one batch size refuses to say what another costs; one that
+        knows several is returned as it is.
+        """
+        if self.knows_batches:
+            return self
+        return LatencyTable(self.cells, {**self.meta, BATCH_FREE: ASSUMED})
+
+    @property
+    def knows_batches(self) -> bool:
+        """Whether the target's passes were measured at several batch sizes."""
+        grid = self._grids.get(("target", "forward"))
+        return grid is not None and not self.is_constant and len(grid.batches) > 1
+
+    def check_sizes(
+        self, model: str, phase: str, batch: npt.ArrayLike, new_tokens: npt.ArrayLike
+    ) -> None:
+        """Refuse sizes along which a pass was measured at one size alone.
+
+        What was never varied tells nothing: a fit would take it to cost nothing.
+
+        Raises
+        ------
+        DraftsimError
+            Saying what to measure, or to assume.
+        """
+        if phase != "forward" or model not in ("target", "draft"):
+            return
+        grid = self._grids[model, phase]
+        if len(grid.batches) == 1 and not self.batch_free:
+            own, asked = grid.batches[0], float(np.max(batch))
+            if asked != own:
+                raise DraftsimError(
+                    f"these latencies know the {model}'s passes at batch {own:g} alone, and batch "
+                    f"{asked:g} is asked: measure it (`draftsim profile --batches 1,4,16,64`), ask "
+                    f"for batch {own:g}, or take every batch to cost the same with "
+                    "--assume-batch-free"
+                )
+        if model == "target" and not self.is_constant and len(grid.widths) == 1:
+            own, asked = grid.widths[0], float(np.max(new_tokens))
+            if asked != own:
+                raise DraftsimError(
+                    f"these latencies know the target's passes over {own:g} token(s) alone, and "
+                    f"{asked:g} are asked: measure verification (`draftsim profile`), or give "
+                    "const:target=...,draft=...,verify=..."
+                )
 
     def has(self, model: str, phase: str) -> bool:
         """Whether the table holds any cell of this model and phase."""
@@ -172,6 +243,7 @@ class LatencyTable:
                 f"latency table has no {phase!r} cells of {model!r} (it has them of {have}): "
                 "profile that model, or use const:target=...,draft=..."
             )
+        self.check_sizes(model, phase, batch, new_tokens)
         given = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
         sizes = np.broadcast_arrays(*given)
         flat = [v.ravel() for v in sizes]
@@ -187,7 +259,7 @@ class LatencyTable:
     @cached_property
     def _grids(self) -> dict[tuple[str, str], Grid]:
         return {
-            (str(model), str(phase)): Grid(part, flat=self.is_constant)
+            (str(model), str(phase)): Grid(part, self.is_constant, self.batch_free)
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)
         }
 

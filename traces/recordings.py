@@ -150,7 +150,8 @@ def parse_latency(text: str) -> LatencyTable:
             raise DraftsimError(f"{problem}: {form}") from None
     if missing := [name for name in ("target", "draft") if name not in given]:
         raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
-    return LatencyTable.constant(**given)
+    # One pass each tells nothing of batches: whoever takes them to be free says so.
+    return LatencyTable.constant(**given, batch_free=False)
 
 
 def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:

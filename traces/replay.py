@@ -16,7 +16,7 @@ from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rule_registry import describe_rule
 from policies.rules import VerifyRule
-from traces.errors import DraftsimError, SignalError, TailError
+from traces.errors import SignalError, TailError
 from traces.rounds import Fidelity, RoundLog
 from traces.scores import prepared_rule, score_tape
 from traces.tape import BLANK, END, RecordedToken, tape_of
@@ -236,12 +236,23 @@ def replay(
 def own_policy(trace: Trace, policy: P) -> P:
     """A run's own copy of `policy`, told the vocabulary of the recorded pair.
 
-    Raises DraftsimError where the policy needs one and neither it nor the recording has it.
+    Raises SignalError where the policy needs one and neither it nor the recording has it.
     """
     try:
         return own_copy(policy, trace.vocab_size)
     except ValueError as error:
-        raise DraftsimError(str(error)) from None
+        raise SignalError(str(error)) from None
+
+
+def can_replay(trace: Trace, policy: DraftPolicy) -> bool:
+    """Whether the recording holds what `policy` reads, and the vocabulary that it may need."""
+    if not set(policy.reads) <= trace.signals:
+        return False
+    try:
+        own_policy(trace, policy)
+    except SignalError:
+        return False
+    return True
 
 
 def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -104,8 +104,9 @@ class PassReader(Grid):
             table.estimate(model, phase)  # raises, naming what the table does have
         cells = table.cells
         own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
-        super().__init__(own, flat=table.is_constant)
+        super().__init__(own, table.is_constant, table.batch_free)
         self.model, self.phase = model, phase
+        self._check = partial(table.check_sizes, model, phase)
         self._batches = sorted(self._lines)
         self._widths = {b: sorted(by_width) for b, by_width in self._lines.items()}
         self._rows = {
@@ -218,13 +219,14 @@ class PassReader(Grid):
     def _plan(self, batch: float, width: float) -> _Plan:
         if batch <= 0 or width <= 0:
             raise DraftsimError(f"a pass over {batch} sequences of {width} tokens has no latency")
+        self._check(batch, width)
         if len(self._plans) >= PLANS:
             self._fold()
             self._plans.clear()
         if self.flat:
             plan = self._plans[batch, width] = self._constant_plan(width)
             return plan
-        inside, near = _around(self._batches, batch)
+        inside, near = _around(self._batches, self.only_batch or batch)
         sides, covered = [], True
         for batch_weight, b in near:
             known, widths = _around(self._widths[b], width)

@@ -142,7 +142,8 @@ def simulate(
         cost = IterationCost(
             latency, bool(policy.reads), lookahead > 0, scenario.draft_batch, scenario.passes
         )
-        unpriced = cost.unpriced
+        assumed = _assumed(scenario, latency)
+        unpriced = [*cost.unpriced, *([assumed] if assumed else [])]
         speculation = _speculation(policy, scenario.mode)
         parts = (
             env, trace, source, kind(scenario.limits, lookahead), speculation, cost, recorder,
@@ -181,7 +182,7 @@ def simulate(
     return Run(
         name or describe(policy), scenario,
         lossless if rule is None else describe_rule(rule),
-        _fidelity(scenario, trace, rule), recorder,
+        _fidelity(scenario, trace, rule, latency), recorder,
         server.coverage if isinstance(server, Overlapped) else server.cost.coverage, unpriced,
         env.now, time.perf_counter() - began, status, residual_s,
     )  # fmt: skip
@@ -199,13 +200,24 @@ def _speculation(policy: Policy, mode: Mode) -> Speculation:
     return styles.get(mode, PerRequest)(policy)
 
 
-def _fidelity(scenario: Scenario, trace: Trace, rule: VerifyRule | None) -> str:
+def _fidelity(
+    scenario: Scenario, trace: Trace, rule: VerifyRule | None, latency: LatencyTable
+) -> str:
     # A file's lengths cut or repeat recordings; a lossy rule leaves them.
     if hasattr(scenario.arrivals, "rows") or (rule is not None and not rule.lossless):
+        return "approximate"
+    if _assumed(scenario, latency):
         return "approximate"
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         return "approximate"
     return "exact in distribution" if trace.temperature > 0 else "exact"
+
+
+def _assumed(scenario: Scenario, latency: LatencyTable) -> str:
+    """What the seconds of a run's batches rest on that nobody measured."""
+    return latency.said_batch_free(
+        1 if scenario.mode in OVERLAPPED else scenario.limits.max_batch or 1
+    )
 
 
 def serve(

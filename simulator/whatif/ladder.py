@@ -21,7 +21,7 @@ from simulator.summary import summarize
 from simulator.whatif.rate import fit_rate_optimal
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
-from traces.replay import replay
+from traces.replay import can_replay, replay
 from traces.trace import Trace
 
 GAMMAS = tuple(range(1, 13))
@@ -140,7 +140,7 @@ def paper_policies(trace: Trace) -> dict[str, DraftPolicy]:
         name: parse_policy(name, max_gamma=trace.max_gamma)
         for name in policy_names("single") if name not in skipped
     }  # fmt: skip
-    return {name: p for name, p in chosen.items() if set(p.reads) <= trace.signals}
+    return {name: p for name, p in chosen.items() if can_replay(trace, p)}
 
 
 def _parts(run: Priced, whole_s: float) -> dict[str, float]:
