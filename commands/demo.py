@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from commands.output import JsonOption, emit, note, print_table
+from commands.output import JsonOption, emit, note
 from commands.ranking import rank
+from commands.simulate_table import compared, print_ranked
 from commands.validate import say_verdict, spot_check
 
 
@@ -44,9 +45,8 @@ def demo(
     summary = ranking.noted(to_rows(summarize(ranking.logs, latency)))
     rows = spot_check(out, repeats=repeats, remeasure=True)
     if json is None:
-        from commands.simulate import SHOWN
-
-        print_table(summary, [*SHOWN, "note"], "Predicted from the recording")
+        note("Predicted from the recording:")
+        print_ranked(compared(summary, ranking.logs, latency, None, 2000))
     emit("demo", rows, json)
     say_verdict(rows)
     for path in save_all(trace, latency, ranking.logs, out / "plots", rows):

@@ -44,7 +44,7 @@ def papers(
     ] = None,
     weights: Annotated[
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
-    ] = True,
+    ] = False,
     out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
@@ -73,16 +73,16 @@ def papers(
         sampled_runs(recorded, folder, sampled),
         command_of(recorded, folder),
     )
-    rows = [
-        row
-        for row in side_by_side(ours)
-        if (table is None or table.lower() in row.table.lower())
-        and (weights or row.kind != "needs their weights")
+    found = [
+        row for row in side_by_side(ours) if table is None or table.lower() in row.table.lower()
     ]
-    if not rows:
+    rows = [row for row in found if weights or row.kind != "needs their weights"]
+    if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
     emit("papers", [row._asdict() for row in rows], json, out=out)
-    shown = {row.table for row in rows}
+    if left := len(found) - len(rows):
+        note(f"{left} of {len(found)} published cells need the papers' own models: --weights")
+    shown = {row.table for row in found}
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
             note(f"{name}: {text}")

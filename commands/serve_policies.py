@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from traces.latency import LatencyTable
     from traces.trace import Trace
 
+PLAIN = "autoregressive"
 DEFAULT = ("autoregressive", "fixed:gamma=4", "cm-asd", "gammatune")
 """Policies served where none is named (those of CM-ASD, Fig. 2)."""
 
@@ -63,7 +64,7 @@ def load_serving_policies(
                 "use --batch 1, or --max-batch 1 with --rate or --arrivals"
             )
         if not texts:
-            return {**chosen, **RIVALS}
+            return with_plain({**chosen, **RIVALS})
     for text in [*asked, *implied]:
         if is_file(text):
             own, policy = load_file(text)
@@ -93,4 +94,14 @@ def load_serving_policies(
         )
         if text in asked or fits:
             chosen.setdefault(text, made)
-    return chosen
+    return with_plain(chosen)
+
+
+def with_plain(
+    chosen: dict[str, DraftPolicy | BatchPolicy],
+) -> dict[str, DraftPolicy | BatchPolicy]:
+    """The policies with plain decoding first: what a speedup is over."""
+    from policies.basic import Autoregressive
+
+    plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
+    return {**(plain or {PLAIN: Autoregressive()}), **chosen}

@@ -30,6 +30,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "policy": row["policy"],
             **({"batch": row["batch"]} if batches else {"rate": row["rate"]}),
             "tokens/s": row["throughput_tok_s"], **({"±": half} if several else {}),
+            "speedup": row["speedup"],
             **{f"{name} {q}, ms": 1e3 * row[f"{name}_s"][q] for name, q in LATENCIES},
             **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
                if targets else {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ from commands.ranking import (
     with_best_fixed,
     without_plain,
 )
+from commands.simulate_table import compared, headline, print_ranked, with_quality
 from commands.sources import (
     SourceOption,
     load_recordings,
@@ -54,11 +56,6 @@ if TYPE_CHECKING:
     from traces.rounds import RoundLog
     from traces.sources.base import Recordings, Source
     from traces.trace import Trace
-
-SHOWN = (
-    "policy", "tokens", "rounds", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
-    "speedup_lo", "speedup_hi", "fidelity",
-)  # fmt: skip
 
 
 def simulate(
@@ -88,6 +85,13 @@ def simulate(
             "--robustness", help="Instead: mean and sd over twelve initial draft lengths."
         ),
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P",
+            help="Policy that gains are over. Default: the best fixed length.",
+        ),
+    ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
     plots: Annotated[
         Path | None, typer.Option(help="Also draw the results as PNG files into this folder.")
@@ -106,20 +110,18 @@ def simulate(
     --policy also takes the papers' named systems with another draft source, like specbound
     or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
-    from simulator.summary import summarize, summarize_by_category, to_rows
+    from traces.outputs import find_runs, read_run
+    from traces.recordings import folder_of
 
-    summary = summarize_by_category if by_category else summarize
-    shown = [
-        *(["category"] if by_category else []), *SHOWN[:1], "verify", "source", *SHOWN[1:]
-    ]  # fmt: skip
     if rounds is not None:
         logs, table = recorded_rounds(rounds, latency, trace)
+        runs = [read_run(file) for file in find_runs(rounds)]
+        ranking, told = Ranking([]), partial(with_quality, runs=runs, trace=load_trace(trace))
         rows = [
-            row
-            for group in same_requests(logs)
-            for row in to_rows(summary(group, table, resamples=resamples, prefill=prefill))
-        ]
-        emit("simulate", rows, json, show=shown)
+            row for group in same_requests(logs)
+            for row in _rows(ranking, group, table, against, resamples, prefill, by_category)
+        ]  # fmt: skip
+        _emit(told(rows), json, prefill)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
@@ -133,8 +135,8 @@ def simulate(
         rule = load_rule(verify, recorded, memory)
         table = with_free_lookups(table)
         ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
-        frame = summary(ranking.logs, table, resamples=resamples, prefill=prefill)
-        _emit_ranked(ranking, to_rows(frame), json, shown)
+        rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
+        _emit(rows, json, prefill)
         return
     if robustness:
         from commands.figures import robustness_families
@@ -160,8 +162,10 @@ def simulate(
         recordings = load_recordings(trace, recorded)
         named = {log.policy for log in more}
         more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
-    frame = summary([*logs, *more], table, resamples=resamples, prefill=prefill)
-    _emit_ranked(ranking, to_rows(frame), json, shown)
+    rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
+    folder = folder_of(trace)
+    runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
+    _emit(with_quality(rows, runs, recorded), json, prefill)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -193,13 +197,43 @@ def rank_source(
     return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
 
 
-def _emit_ranked(
-    ranking: Ranking, rows: list[dict[str, Any]], json: str | None, shown: list[str]
-) -> None:
-    """Print or write the rows, with their notes where there are any."""
-    rows = ranking.noted(rows)
-    told = any(row["note"] for row in rows)
-    emit("simulate", rows, json, show=[*shown, "note"] if told else shown)
+def _rows(
+    ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
+    resamples: int, prefill: bool, by_category: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of `logs` after plain decoding's, with all that is known of each."""
+    from simulator.summary import summarize, summarize_by_category, to_rows
+
+    def made(summary: Any) -> list[dict[str, Any]]:
+        return ranking.noted(to_rows(summary(logs, latency, resamples=resamples, prefill=prefill)))
+
+    overall = compared(made(summarize), logs, latency, against, resamples, prefill)
+    if not by_category:
+        return overall
+    # Gains are over all prompts: a category holds few.
+    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
+    blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
+    return [
+        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
+        for row in made(summarize_by_category)
+    ]
+
+
+def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool) -> None:
+    """Print or write the rows, and say what was read outside the measured cells, or not at all."""
+    if json is None:
+        print_ranked(rows)
+    else:
+        emit("simulate", rows, json, more={"headline": headline(rows)})
+    outside = [row for row in rows if row["outside"]]
+    if outside:
+        worst = max(outside, key=lambda row: row["outside"])
+        note(
+            f"{len(outside)} of {len(rows)} rows read passes outside the measured cells, by a "
+            f"fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
+        )
+    if free := sorted({what for row in rows for what in row["unpriced"]} - {"judging"}):
+        note(f"not in the latency table, hence free: {', '.join(free)}")
 
 
 def _refuse_with(
@@ -261,8 +295,8 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
     for name, chosen in METHODS.items():
         if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
             continue
-        text, policy, rule = load_method(name, trace)
         try:
+            text, policy, rule = load_method(name, trace)
             [log] = replay_all(trace, named([(text, policy)]), rule=rule)
         except SignalError:
             continue

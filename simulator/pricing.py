@@ -81,6 +81,21 @@ class Priced:
         every, prompts = self.passes, self.prefill_passes
         return (every.extrapolated - prompts.extrapolated) / max(every.passes - prompts.passes, 1)
 
+    def outside_with(self, prefill: bool) -> float:
+        """`outside`, the passes that read the prompts counted as well if `prefill`."""
+        if not prefill:
+            return self.outside
+        return self.passes.extrapolated / max(self.passes.passes, 1)
+
+    def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
+        """What ran at no cost because `latency` lacks its cells, as served rows name it."""
+        models = MODELS if self.log.rounds["draft_forwards"].any() else MODELS[:1]
+        phases = ["host_round", *(["signal"] if self.log.reads else [])]
+        missing = [p for p in phases if not any(latency.has(m, p) for m in MODELS)]
+        if prefill:
+            missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
+        return [*missing, *self.left_out]
+
     def to_frame(self) -> pd.DataFrame:
         """One row per round: the log's fields and the seconds in their four parts."""
         parts = {

@@ -120,3 +120,19 @@ def test_serve_works_without_torch(synthetic_run: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert len(json.loads(ran.stdout)["results"]) == 1
+
+
+def test_plain_decoding_is_always_served_and_speedups_are_over_it(serve: Serve) -> None:
+    ran = serve("--policy", "fixed:gamma=2", "--batch", "1,4", "--requests", "24", "--json", "-")
+    rows = ran.rows
+    for batch in (1, 4):
+        own = {r["policy"]: r for r in rows if r["batch"] == batch}
+        plain = own.pop("autoregressive")
+        assert plain["speedup"] == 1
+        [row] = own.values()
+        expected = row["throughput_tok_s"] / plain["throughput_tok_s"]
+        assert row["speedup"] == pytest.approx(expected)
+    loaded = serve("--policy", "fixed:gamma=2", "--rate", "2", "--requests", "24", "--json", "-")
+    plain, row = loaded.rows
+    assert row["speedup"] == pytest.approx(plain["e2e_s"]["mean"] / row["e2e_s"]["mean"])
+    assert "speedup" in serve("--policy", "fixed:gamma=2", "--batch", "1", "--requests", "8").out

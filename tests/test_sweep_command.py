@@ -120,6 +120,7 @@ def test_devices_batches_and_contexts(trace: str, tmp_path: Path) -> None:
         "--trace", trace, "--latency", CONST, "--latency", "const:target=0.02,draft=0.001",
         "--batch", "1,4", "--context", "100,1000", "--policy", "fixed:gamma={1,4}",
         "--out", str(out), "--plots", str(plots), "--jobs", "1", "--resamples", "4",
+        "--assume-batch-free",
     )  # fmt: skip
     frame = read_sweep(out)
     assert len(frame) == 2 * 2 * 2 * 2

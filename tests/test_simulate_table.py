@@ -1,0 +1,103 @@
+"""What `simulate` prints, and what it says of rows that say little."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from commands.simulate_table import compared, headline
+from policies.basic import Fixed
+from policies.rule_registry import parse_rule
+from simulator import summarize
+from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate
+from simulator.summary import paired_gain, to_rows
+from tests.conftest import Run
+from tests.test_papers import LATENCY, scored_trace
+from traces.errors import DraftsimError
+from traces.files import write_latency, write_trace
+from traces.latency import LatencyTable
+from traces.replay import replay
+from traces.rounds import RoundLog
+
+
+def logs() -> list[RoundLog]:
+    return [replay(scored_trace(), Fixed(g), name=f"fixed:gamma={g}") for g in (2, 4, 8)]
+
+
+def test_gains_are_paired_and_over_what_is_asked() -> None:
+    runs = logs()
+    rows = to_rows(summarize(runs, LATENCY, resamples=200))
+    found = compared(rows, runs, LATENCY, "fixed:gamma=4", 200)
+    assert found[2]["gain"] is None
+    for row, log in ((found[1], runs[0]), (found[3], runs[2])):
+        assert (row["gain"], row["gain_lo"], row["gain_hi"]) == pytest.approx(
+            paired_gain(log, runs[1], LATENCY, resamples=200)
+        )
+        assert row["against"] == "fixed:gamma=4"
+    with pytest.raises(DraftsimError, match="--against nobody: is none of the policies"):
+        compared(rows, runs, LATENCY, "nobody", 200)
+    best = max(found[1:], key=lambda row: row["speedup"])
+    assert best["policy"] in headline(found)
+    assert f"{best['speedup']:.3f}x" in headline(found)
+
+
+def test_rules_that_hardly_verify_and_runs_that_coincide_are_named() -> None:
+    trace = scored_trace()
+    lenient = replay(trace, Fixed(4), parse_rule("spec-verification:beta=50,tau=100"))
+    strict = replay(trace, Fixed(4), parse_rule("spec-verification:beta=1,tau=0"))
+    exact = replay(trace, Fixed(4), name="exact")
+    assert accepted_mismatches(exact) is None
+    assert accepted_mismatches(lenient) == 1.0 > HARDLY_VERIFIES
+    assert accepted_mismatches(strict) == 0.0
+    said = degenerate([exact, lenient, strict])
+    assert said[0] == ""
+    assert "hardly verifies" in said[1]
+    assert said[2] == "the very rounds of exact"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    write_trace(scored_trace(), tmp_path / "t.parquet")
+    write_latency(LATENCY, tmp_path / "l.parquet")
+    return ["--trace", str(tmp_path / "t.parquet"), "--latency", str(tmp_path / "l.parquet")]
+
+
+def test_tables_are_sorted_fit_eighty_columns_and_cut_no_number(run: Run, files: list[str]) -> None:
+    ran = run("simulate", *files, "--policy", "all", "--resamples", "50")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "fastest" in lines[0]
+    asked = [*files, "--policy", "all", "--resamples", "50", "--json", "-"]
+    rows = run("simulate", *asked).rows
+    printed = [float(x) for x in re.findall(r" (\d\.\d{3})  \d\.\d\d-\d", ran.out)]
+    lossless = [r["speedup"] for r in rows if r["verify"] == "exact"]
+    lossy = [r["speedup"] for r in rows if r["verify"] != "exact"]
+    np.testing.assert_allclose(
+        printed, [*sorted(lossless, reverse=True), *sorted(lossy, reverse=True)], atol=6e-4
+    )
+    assert lossy
+    both = [r["note"] or "" for r in rows if r["verify"] in ("csd", "csd-ocm", "csd-scg")]
+    assert len(both) == 3
+
+
+def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
+    trace = scored_trace()
+    write_trace(trace, tmp_path / "t.parquet")
+    cells = LATENCY.cells.assign(context=0)
+    far = cells.assign(context=4, median_s=cells["median_s"] * 1.01)
+    table = LatencyTable(pd.concat([cells, far]))
+    write_latency(table, tmp_path / "l.parquet")
+    asked = ["simulate", "--trace", tmp_path / "t.parquet", "--latency", tmp_path / "l.parquet",
+             "--policy", "fixed:gamma=1", "--json", "-"]  # fmt: skip
+    ran = run(*asked, "--prefill")
+    assert "outside the measured cells" in ran.err
+    assert "hence free: draft prefill, host_round, target prefill" in ran.err
+    assert all(row["outside"] > 0.5 for row in ran.rows)
+    assert "prefill" not in run(*asked).err
+    assert json.loads(ran.out)["headline"]
