@@ -153,6 +153,7 @@ def _run(
     from profiler.machine.stopwatch import timed
     from profiler.profile import progress_bar
     from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
+    from traces.replay import own_policy
 
     rows: list[tuple[Any, ...]] = []
     rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in every}
@@ -161,7 +162,7 @@ def _run(
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=repeats * len(chosen))
         for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
-            shared = {arm.name: arm.policy.for_run() for arm in every}
+            shared = {arm.name: own_policy(trace, arm.policy) for arm in every}
             for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
                 if repeat >= 0:
                     machine.pulse()
@@ -252,6 +253,7 @@ def replay_some(
     A datastore holds what was served before, so the trace itself cannot be cut.
     """
     from policies.core import speculate
+    from traces.replay import own_policy
     from traces.rounds import RoundLog
     from traces.sources.calls import pack_calls
     from traces.sources.replay import check_signals
@@ -259,7 +261,7 @@ def replay_some(
     name, policy = arm
     check_signals(policy, source)
     decoder_of = source.open(trace, recordings, trace.first)
-    shared = policy.for_run()
+    shared = own_policy(trace, policy)
     rounds, calls = [], []
     for i in chosen:
         decoder = decoder_of(i)

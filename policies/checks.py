@@ -226,7 +226,7 @@ def _deterministic(policy: DraftPolicy) -> None:
 def _independent(policy: DraftPolicy) -> None:
     run = policy.for_run()
     if run is policy or not isinstance(run, DraftPolicy):
-        raise PolicyError("own_copy() does not return a copy: a run would teach its caller's policy")
+        raise PolicyError("for_run() does not return a copy: a run would teach its caller's policy")
     mine = run.fresh()
     if policy.learns_across_requests:
         if mine is not run:
@@ -234,7 +234,7 @@ def _independent(policy: DraftPolicy) -> None:
     elif mine is run or not isinstance(mine, DraftPolicy):
         raise PolicyError("does not learn across requests, but fresh() does not return a copy")
     if _run(policy) != _run(policy):
-        raise PolicyError("remembers earlier runs: own_copy() must copy all state")
+        raise PolicyError("remembers earlier runs: for_run() must copy all state")
     if policy.learns_across_requests:
         return
     reference = [_drive(run.fresh(), seed) for seed in range(5)]

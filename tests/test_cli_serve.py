@@ -80,7 +80,7 @@ def test_policies_get_cost_and_estimates_from_the_recording(synthetic_run: Path)
     trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
     texts = ["adaptive-verification", "goodput:gamma_max=4", "rate-optimal"]
     made: dict[str, Any] = load_serving_policies(texts, trace, latency)
-    assert list(made) == texts
+    assert list(made) == ["autoregressive", *texts]
     assert made["goodput:gamma_max=4"].gamma_max == 4
     cost = made["goodput:gamma_max=4"].cost
     assert cost(1, 2, 3, 50.0) == pytest.approx(2 * 0.00176 + 0.015 + 0.0003)

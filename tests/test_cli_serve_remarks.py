@@ -85,7 +85,7 @@ def test_the_table_leaves_out_what_goes_without_saying(serve: Serve, tmp_path: P
 
 
 def test_a_stop_in_simulated_time_is_said(serve: Serve) -> None:
-    [row] = serve(
+    [_, row] = serve(
         "--rate", 1, "--requests", 500, "--max-time", 20, "--policy", "fixed", "--json", "-"
     ).rows  # fmt: skip
     assert row["status"] == "stopped at max_time_s=20"
