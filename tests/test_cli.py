@@ -22,7 +22,9 @@ CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"
 SIMULATE_FIELDS = [
     "policy", "verify", "source", "tokens", "rounds", "drafted", "accepted", "draft_forwards",
     "target_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
-    "speedup_hi", "fidelity", "note",
+    "speedup_hi", "fidelity", "note", "outside", "unpriced", "mismatches_accepted", "against",
+    "gain", "gain_lo", "gain_hi",
+    "agreement", "relative_bleu",
 ]  # fmt: skip
 
 

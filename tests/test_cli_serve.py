@@ -119,7 +119,7 @@ def test_serve_works_without_torch(synthetic_run: Path) -> None:
         capture_output=True, text=True, cwd=ROOT, env={**os.environ}, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert len(json.loads(ran.stdout)["results"]) == 1
+    assert len(json.loads(ran.stdout)["results"]) == 2
 
 
 def test_plain_decoding_is_always_served_and_speedups_are_over_it(serve: Serve) -> None:

@@ -183,7 +183,11 @@ def test_a_recording_without_scores_still_gives_the_other_rows() -> None:
 def test_the_command_writes_the_rows(run: Run, ours: Ours, rows: list[Row], tmp_path: Path) -> None:
     write_trace(ours.trace, tmp_path / "trace.parquet")
     write_latency(LATENCY, tmp_path / "latency.parquet")
-    ran = run("papers", "--trace", tmp_path, "--json", "-")
+    short = run("papers", "--trace", tmp_path, "--json", "-")
+    compared = [row for row in rows if row.kind != WEIGHTS]
+    assert len(short.rows) == len(compared)
+    assert f"{len(rows) - len(compared)} of {len(rows)} published cells" in short.err
+    ran = run("papers", "--trace", tmp_path, "--weights", "--json", "-")
     found = ran.rows
     assert json.loads(ran.out)["command"] == "papers"
     assert len(found) == len(rows)
