@@ -44,6 +44,29 @@ def latencies(
     return found
 
 
+def in_batches(
+    tables: dict[str, LatencyTable], ratios: tuple[float, ...], largest: int, assume: bool
+) -> str:
+    """What batches up to `largest` take to cost nothing; tables are changed to say so.
+
+    Raises DraftsimError where nobody said that they may.
+    """
+    from traces.latency import BATCH_FREE_SAID
+
+    if largest > 1 and ratios and not assume:
+        raise DraftsimError(
+            "--c says what a pass costs beside another, not what a batch costs: leave --batch at "
+            "1, give --latency measured at batches, or take every batch to cost the same with "
+            "--assume-batch-free"
+        )
+    said = BATCH_FREE_SAID if largest > 1 and ratios else ""
+    for name, table in tables.items():
+        tables[name] = table.assumed_batch_free() if assume else table
+        tables[name].check_sizes("target", "forward", largest, 1)
+        said = said or tables[name].said_batch_free(largest)
+    return said
+
+
 def one_latency(
     name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False
 ) -> LatencyTable:

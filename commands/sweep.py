@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.devices import gpu_names, latencies, say_scaling
+from commands.devices import gpu_names, in_batches, latencies, say_scaling
 from commands.held_out import SEARCHED, tuned_rows
 from commands.inputs import (
     BUNDLED,
@@ -149,7 +149,7 @@ def sweep(
     ratios = _axis(c, "c", low=0.0)
     tables = latencies(latency, trace, bool(ratios) and gpu is None)
     sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
-    assumed = _in_batches(tables, ratios, max(sizes), assume_batch_free)
+    assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
         if gpu is not None or (ladder and tune):
@@ -199,29 +199,6 @@ def sweep(
     if plots is not None:
         for path in draw_maps(frame, plots, f"taken to cost nothing: {assumed}" if assumed else ""):
             note(f"wrote {path}")
-
-
-def _in_batches(
-    tables: dict[str, LatencyTable], ratios: tuple[float, ...], largest: int, assume: bool
-) -> str:
-    """What batches up to `largest` take to cost nothing; tables are changed to say so.
-
-    Raises DraftsimError where nobody said that they may.
-    """
-    from traces.latency import BATCH_FREE_SAID
-
-    if largest > 1 and ratios and not assume:
-        raise DraftsimError(
-            "--c says what a pass costs beside another, not what a batch costs: leave --batch at "
-            "1, give --latency measured at batches, or take every batch to cost the same with "
-            "--assume-batch-free"
-        )
-    said = BATCH_FREE_SAID if largest > 1 and ratios else ""
-    for name, table in tables.items():
-        tables[name] = table.assumed_batch_free() if assume else table
-        tables[name].check_sizes("target", "forward", largest, 1)
-        said = said or tables[name].said_batch_free(largest)
-    return said
 
 
 def _axis(
