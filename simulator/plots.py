@@ -22,8 +22,8 @@ from simulator.formulas.general import empirical_survival
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
 from traces.errors import DraftsimError
-from traces.machine import BUSY
 from traces.latency import LatencyTable
+from traces.machine import BUSY
 from traces.rounds import RoundLog
 from traces.trace import MATCH, UNKNOWN, Trace
 
