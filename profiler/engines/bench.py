@@ -156,7 +156,7 @@ class Bench:
         elif cell.kind == "prompt":
             taken = [self._prompts(cell) for _ in range(steps)]
         else:
-            taken = self._mixed(cell, steps)
+            taken = [self._mixed(cell)]
         control_s = (before_s + self.control.seconds()) / 2
         return [
             Sample(
@@ -180,19 +180,15 @@ class Bench:
         self.engine.abort(names)
         return step, added_s, 0.0
 
-    def _mixed(self, cell: Cell, steps: int) -> list[tuple[Step, float, float]]:
+    def _mixed(self, cell: Cell) -> tuple[Step, float, float]:
+        """One prompt joins those that decode; before and after, they decode by themselves."""
         self._policy.length = cell.width - 1
         for _ in range(UNTIMED):
             self._step()
-        taken = []
         before_s = self._step().seconds
-        for _ in range(steps):
-            mixed, added_s, _ = self._prompts(cell)
-            self._step()
-            after_s = self._step().seconds
-            taken.append((mixed, added_s, (before_s + after_s) / 2))
-            before_s = after_s
-        return taken
+        mixed, added_s, _ = self._prompts(cell)
+        self._step()
+        return mixed, added_s, (before_s + self._step().seconds) / 2
 
     def _fill(self, batch: int, context: int) -> None:
         self._policy.length = 0

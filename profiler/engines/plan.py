@@ -42,19 +42,19 @@ class Grid:
     sweeps:
         Times that everything is measured, in a fresh order each time.
     steps:
-        Timed iterations of a cell in a sweep.
+        Timed iterations of a cell in a sweep; of a mixed one, one.
     held_out:
         Relative error of interpolation from which a held-out batch or width joins the grid.
     """
 
     batches: Sequence[int] = (1, 2, 4, 8, 16)
     widths: Sequence[int] = (1, 2, 3, 5, 9)
-    contexts: Sequence[int] = (32, 256, 768)
+    contexts: Sequence[int] = (32, 256, 640)
     prompts: Sequence[tuple[int, int]] = ((1, 16), (1, 64), (1, 256), (1, 512), (4, 16), (4, 64))
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
     beside_prompts: Sequence[int] = (16, 64, 256)
-    sweeps: int = 5
+    sweeps: int = 3
     steps: int = 3
     held_out: float = 0.03
 
