@@ -27,24 +27,48 @@ def recorded_check(names: Sequence[str], markdown: Path | None, json: str | None
 
     ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
 
+    Folders that cannot be predicted, for want of a table or of cells in it, are named and left
+    out.
+
     Raises
     ------
     DraftsimError
-        If there are no measured runs under a name, or a file is damaged.
+        If there are no measured runs under a name, or nothing can be predicted.
     """
     folders = dict.fromkeys(folder for name in names for folder in recorded_folders(name))
-    parts = [recorded_rows(folder) for folder in folders]
+    parts, skipped = [], {}
+    for folder in folders:
+        try:
+            parts.append(recorded_rows(folder))
+        except DraftsimError as error:
+            skipped[folder.name] = str(error)
+    for name, why in skipped.items():
+        note(f"left out {name}: {why}")
+    if not parts:
+        raise DraftsimError(
+            f"--recorded: none of {len(folders)} recordings can be predicted: measure their "
+            "latencies in the stage that lacks them, and unpack again"
+        )
     kept = bounds_of(parts)
     rows = pd.concat(parts, ignore_index=True)
     shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
     said = [bounds_row(name, one) for name, one in kept.items()]
+    remarks = remarks_on(parts)
     if json is None:
         print_table(shown)
         print_table(said)
+        for remark in remarks:
+            print(remark)
     else:
-        emit("validate", rows, json, more={"bounds": [_plain(b) for b in kept.items()]})
+        more = {
+            "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
+            "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
+        }  # fmt: skip
+        emit("validate", rows, json, more=more)
     if markdown is not None:
-        _write(markdown, f"{markdown_table(shown)}\n{markdown_table(said)}")
+        lines = "".join(f"\n* {remark}" for remark in remarks)
+        tables = f"{markdown_table(shown)}\n{markdown_table(said)}"
+        _write(markdown, f"{tables}{lines}\n" if lines else tables)
         note(f"wrote {markdown}")
 
 
@@ -75,7 +99,28 @@ def recorded_rows(folder: Path) -> pd.DataFrame:
     rows.insert(0, "pair", str(meta.get("pair", folder.name)))
     rows.insert(1, "mode", str(meta.get("mode", "-")))
     rows["drift"] = [drift.get(batch, float("nan")) for batch in rows["batch"]]
+    rows.attrs["meta"] = meta
     return rows
+
+
+def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
+    """What the figures are of: each mode's kernels, the libraries' versions, and the batches'."""
+    kernels, versions = {}, {}
+    for rows in parts:
+        meta = rows.attrs["meta"]
+        if meta.get("kernels"):
+            kernels[rows["mode"].iloc[0]] = meta["kernels"]
+        about = [f"{name} {v}" for name, v in sorted(meta.get("versions", {}).items())]
+        if about:
+            versions[f"{meta.get('device', 'measured')}: {', '.join(about)}"] = True
+    said = [f"{mode}: {text}" for mode, text in sorted(kernels.items())]
+    said += versions
+    if any((rows["batch"] > 1).any() for rows in parts):
+        said.append(
+            "batches: verification is a padded rectangle, as wide as the longest draft; an "
+            "engine's is ragged.  Eager batches copy or pack heads, by the version of transformers"
+        )
+    return said
 
 
 def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:

@@ -34,6 +34,17 @@ class Architecture:
     family: str = "llama"
     others: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, name: str, model: Any) -> Architecture:
+        """The shape of a model that is there."""
+        c = model.config.get_text_config()
+        return cls(
+            name, str(getattr(c, "_name_or_path", "") or name), c.hidden_size,
+            c.intermediate_size, c.num_hidden_layers, c.num_attention_heads,
+            c.num_key_value_heads, c.vocab_size, c.max_position_embeddings,
+            tied=bool(c.tie_word_embeddings), family=c.model_type,
+        )  # fmt: skip
+
     @property
     def head_width(self) -> int:
         """Width of one attention head."""

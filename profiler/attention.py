@@ -2,7 +2,8 @@
 
 *Grouped*: with a mask, transformers first copies every key and value head to each of its
 query heads, which at batch 16 moves several times more memory than the weights do.  Here the
-query heads of a group become further queries of one head instead.
+query heads of a group become further queries of one head instead, and where that leaves few
+heads, their keys are cut into parts (`profiler.split_attention`).
 
 *In blocks*: in a pass over many branches of a tree nearly every pair of tokens is masked out.
 Here whole branches attend a few at a time, to the path and to each other alone.
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from profiler.split_attention import split_attention
+
 
 class Block(NamedTuple):
     """Consecutive tokens of a pass, and what they attend to.
@@ -31,17 +34,6 @@ class Block(NamedTuple):
     mask: Tensor
 
 
-def grouped_mask(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask of `grouped_attention`: (batch, 1, group * new_tokens, visible).
-
-    ``seen`` (batch, new_tokens, visible) booleans.  Additive, since a boolean mask would be
-    made additive again in every layer.
-    """
-    hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    hidden.masked_fill_(~seen, -torch.inf)
-    return hidden.repeat(1, group, 1)[:, None]
-
-
 def grouped_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -52,17 +44,22 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function in transformers' sense; takes a mask of `grouped_mask` alone.
+    """An attention function in transformers' sense; takes a mask of `split_mask` alone.
 
-    ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).
+    ``query`` (batch, heads, new_tokens, width); ``key``, ``value`` (batch, kv_heads, ...).  A
+    mask in more parts than one asks for `split_attention`.
     """
     del module, kwargs
+    assert attention_mask is not None
     batch, heads, count, width = query.shape
     shared = key.shape[1]
     grouped = query.reshape(batch, shared, heads // shared * count, width)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )  # (batch, kv_heads, group * new_tokens, width)
+    if attention_mask.shape[1] > 1:
+        out = split_attention(grouped, key, value, attention_mask, scaling)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )  # (batch, kv_heads, group * new_tokens, width)
     out = out.reshape(batch, heads, count, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
 
@@ -111,21 +108,15 @@ def block_attention(blocks: Sequence[Block]) -> Callable[..., tuple[Tensor, None
 
 
 @contextmanager
-def grouped_queries(model: Any) -> Iterator[None]:
-    """Inside the block, `model` attends through `grouped_attention`."""
-    with _attending(model, "draftsim_grouped", grouped_attention):
-        yield
-
-
-@contextmanager
 def in_blocks(model: Any, blocks: Sequence[Block]) -> Iterator[None]:
     """Inside the block, `model` attends through `block_attention`."""
-    with _attending(model, "draftsim_blocks", block_attention(blocks)):
+    with attending(model, "draftsim_blocks", block_attention(blocks)):
         yield
 
 
 @contextmanager
-def _attending(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def attending(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, `model` attends through `function`, known to transformers as `name`."""
     AttentionInterface.register(name, function)
     config = model.config.get_text_config()
     before = config._attn_implementation

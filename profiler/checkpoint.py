@@ -34,6 +34,10 @@ class Checkpoint:
         folder.mkdir(parents=True, exist_ok=True)
         _write(marker, stamp.encode())
 
+    def names(self) -> list[str]:
+        """What is kept, in alphabetical order."""
+        return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
+
     def get(self, name: str) -> Arrays | None:
         """The arrays kept under `name`, or None."""
         path = self.folder / f"{name}.npz"

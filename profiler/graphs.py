@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from profiler.attention import grouped_mask, grouped_queries
+from profiler.attention import attending, grouped_attention
 from profiler.runner import Runner
+from profiler.split_attention import has_fused_part, parts_of, split_mask
 from traces.errors import DraftsimError
 
 WIDEST = 32
@@ -88,6 +89,8 @@ class GraphRunner(Runner):
         magnitude), so that few graphs serve all contexts.
     """
 
+    _attention = staticmethod(grouped_attention)
+
     def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
         if granularity < 1:
             raise DraftsimError(f"granularity is {granularity}, expected at least 1 slot")
@@ -95,10 +98,18 @@ class GraphRunner(Runner):
         super().__init__(model, -(-slots // granularity) * granularity, batch)
         config = model.config.get_text_config()
         self._group = config.num_attention_heads // config.num_key_value_heads
+        self._heads: int = config.num_key_value_heads
         self._dtype = next(model.parameters()).dtype
+        cuda = self.device.type == "cuda"
+        self._processors: int = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 0
+        )
+        if cuda:  # found out now: it waits for the device, as no capture may
+            width = config.hidden_size // config.num_attention_heads
+            has_fused_part(self.device, self._dtype, getattr(config, "head_dim", None) or width)
         self._passes: dict[Shape, _Pass] = {}
         # One pool for all graphs: only one runs at a time, so they share their scratch memory.
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
 
     @property
     def captured(self) -> int:
@@ -180,16 +191,17 @@ class GraphRunner(Runner):
 
     def _static(self, held: _Pass) -> Tensor:
         """The pass on its buffers: no host value but the shape enters."""
-        batch, _, visible, keep = held.shape
+        batch, width, visible, keep = held.shape
         cache = self.cache
         slots = torch.where(held.positions < 0, cache.scratch, held.positions)
         cache.place_ragged(self._rows[:batch], slots, visible)
         places = held.positions.clamp(min=0)
         seen = self._positions[0, :visible] <= places[:, :, None]  # (batch, width, visible)
-        with grouped_queries(self.model):
+        parts = parts_of(visible, batch * self._heads, width * self._group, self._processors)
+        with attending(self.model, "draftsim_grouped", self._attention):
             out = self.model(
                 input_ids=held.tokens,
-                attention_mask=grouped_mask(seen, self._group, self._dtype),
+                attention_mask=split_mask(seen, self._group, self._dtype, parts),
                 position_ids=places,
                 past_key_values=cache,
                 use_cache=True,

@@ -45,7 +45,9 @@ class Runner:
         self.vocab_size: int = config.vocab_size
         self.layers: int = config.num_hidden_layers
         self.cache = SlotCache(self.layers, slots, batch)
-        # A lone token sees every slot shown; on a GPU attention without a mask is the fastest.
+        # On a GPU attention without a mask is the fastest: with one, heads are copied, and no
+        # flash attention takes it.  A lone token sees every slot shown, and a prompt fed from
+        # the first slot on is causal without being told.
         self._maskless = self.device.type == "cuda"
         # One causal matrix, sliced per pass: building a mask costs more than a small layer.
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
@@ -99,7 +101,7 @@ class Runner:
         if stop > self.cache.slots:
             raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
         self.cache.place(start)
-        if mask is None and not (self._maskless and tokens.shape[0] == 1):
+        if mask is None and not (self._maskless and (start == 0 or tokens.shape[0] == 1)):
             mask = self._causal[start:stop, :stop]
         out = self.model(
             input_ids=tokens[None],

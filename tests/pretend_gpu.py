@@ -46,6 +46,12 @@ class PretendedGPU:
         self._here: dict[int, StorageWeakRef] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
         self.waits: list[Wait] = []
+        self.masked_prompts: list[Wait] = []
+        """Whole prompts whose attention was given a mask: no flash attention takes one."""
+        self.ranges: list[str] = []
+        """NVTX ranges begun."""
+        self.breaks_captures = False
+        """Whether capturing a graph fails, as where a library allocates within it."""
         self.tape: list[Any] | None = None
         """Operations of the graph that is being captured."""
         self.makes: list[bool | None] = []
@@ -136,8 +142,9 @@ class Generator(torch.Generator):
 def pretended() -> Iterator[PretendedGPU]:
     """Inside the block there is a GPU; the names of ``torch.cuda`` are those that torch has."""
     from tests.pretend_graphs import installed
+    from tests.pretend_kernels import kernels
     from tests.pretend_rules import Calls, Rules
 
     gpu = PretendedGPU()
-    with installed(gpu, Generator), Calls(gpu), Rules(gpu):
+    with installed(gpu, Generator), kernels(), Calls(gpu), Rules(gpu):
         yield gpu

@@ -76,6 +76,10 @@ class Graphs:
         gpu.tape = []
         before, self.current = self.current, stream or Stream()
         try:
+            if gpu.breaks_captures:
+                raise PretendedError(
+                    "CUDA error: operation failed due to a previous error during capture"
+                )
             yield
         except PretendedError:
             gpu.tape = None  # torch then fails to end the capture, and leaves its stream current
@@ -196,6 +200,10 @@ def installed(gpu: PretendedGPU, generator: Any) -> Iterator[None]:
             assert taken <= known, (name, taken, known)
         patches.append(mock.patch.object(torch.cuda, name, value))
     patches.append(mock.patch.object(torch, "Generator", generator))
+    patches.append(mock.patch.object(torch.cuda.nvtx, "range_push", gpu.ranges.append))
+    patches.append(mock.patch.object(torch.cuda.nvtx, "range_pop", return_value=0))
+    # A compiler sees none of the pretended device: what it is given runs as it is.
+    patches.append(mock.patch.object(torch, "compile", lambda run, **_: run))
     for patch in patches:
         patch.start()
     try:

@@ -10,7 +10,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pretend_gpu import CPU, CUDA, PretendedError, PretendedGPU, tensors_of
+from tests.pretend_gpu import (
+    CPU,
+    CUDA,
+    PretendedError,
+    PretendedGPU,
+    Wait,
+    _where,
+    tensors_of,
+)
 
 ATEN = torch.ops.aten
 
@@ -134,6 +142,8 @@ class Calls(TorchFunctionMode):
                 kwargs["device"] = CPU
         elif not given:
             here = False
+        if func is torch.nn.functional.scaled_dot_product_attention and here:
+            self._attend(*args, **kwargs)
         generator = kwargs.get("generator")
         if generator is not None and (generator.device.type == "cuda") != here:
             raise PretendedError(f"Expected a generator of the other device for {func}")
@@ -143,6 +153,13 @@ class Calls(TorchFunctionMode):
         with self._making(here if given or "device" in kwargs else None):
             out = func(*args, **kwargs)
         return gpu.mark(out) if here and func in _FACTORIES else out
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None, *args: Any, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        if attn_mask is not None and len(query) == 1 < query.shape[2] == key.shape[2]:
+            self.gpu.masked_prompts.append(Wait("mask", _where()))
 
     @contextmanager
     def _making(self, here: bool | None) -> Iterator[None]:

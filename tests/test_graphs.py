@@ -131,15 +131,14 @@ def test_passes_that_do_not_fit_are_refused() -> None:
         GraphRunner(model(1, 1), 100, granularity=0)
 
 
-def test_a_lone_token_needs_no_mask() -> None:
-    """What a GPU runs: transformers is asked for no mask where a token sees all."""
+def test_prompts_and_lone_tokens_need_no_mask() -> None:
+    """What a GPU runs: transformers is asked for no mask where a pass is causal without one."""
     plain, bare = Runner(model(2, 1), SLOTS), Runner(model(2, 1), SLOTS)
     bare._maskless = True
-    for runner in (plain, bare):
-        runner.forward(ids(30), 0)
-    torch.testing.assert_close(
-        bare.forward(ids(1), 30), plain.forward(ids(1), 30), rtol=1e-4, atol=1e-4
-    )
+    for tokens, start in ((ids(30), 0), (ids(1), 30), (ids(3), 31)):
+        torch.testing.assert_close(
+            bare.forward(tokens, start), plain.forward(tokens, start), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_one_transfer_per_round_whatever_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:

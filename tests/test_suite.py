@@ -19,7 +19,6 @@ from policies.core import Round
 from profiler.architectures import ARCHITECTURES, PAIRS
 from profiler.profile import Settings
 from profiler.suite import (
-    environment,
     kept_pair,
     latency_stage,
     pair_latency,
@@ -28,7 +27,8 @@ from profiler.suite import (
 )
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Workplace, clocks, open_workplace
-from profiler.suite.passes import Timer
+from profiler.suite.ledger import Ledger
+from profiler.suite.passes import MODES, Timer
 from profiler.suite.points import Point, Refiner, error_summary
 from profiler.suite.recording import record_trace
 from profiler.suite.rounds import loop_trace, pass_seconds
@@ -65,7 +65,7 @@ def files(folder: Path) -> list[str]:
 def test_latency_stage_leaves_one_table_of_both_modes(measured: Path) -> None:
     assert files(measured / "latency") == ["latency.json", "latency.parquet"]
     table = read_latency(measured / "latency" / "latency.parquet")
-    for mode in ("eager", "graph"):
+    for mode in MODES:
         for model in ("target", "draft"):
             name = f"{SMALL}/{mode}/{model}"
             assert {"forward", "prefill", "layer", "head"} <= {
@@ -107,13 +107,13 @@ def test_forced_runs_take_the_rounds_of_their_trace(measured: Path) -> None:
         "forced-measured.parquet", "forced-trace.parquet", "forced.json"
     ]  # fmt: skip
     runs = read_measured(measured / "forced" / "forced-measured.parquet").times
-    assert set(runs["mode"]) == {"eager", "graph"}
+    assert set(runs["mode"]) == set(MODES)
     assert set(runs["batch"]) == {1, 4}
     assert runs["forced"].all()
     assert (runs["wall_s"] > 0).all()
     assert main(["unpack", "--out", str(measured), "--into", str(measured / "recorded")]) == 0
     folders = sorted((measured / "recorded").iterdir())
-    assert [f.name.split(SMALL)[1] for f in folders] == ["-eager", "-graph"]
+    assert [f.name.split(SMALL)[1] for f in folders] == ["-compiled", "-eager", "-graph"]
     for folder in folders:
         rows = check_recording(folder)
         assert (rows["rounds_differ"] == 0).all()
@@ -143,7 +143,8 @@ def test_trained_stage_records_checks_and_compares(tmp_path: Path) -> None:
         # float32 on one thread: what differs must have a cause, and most do not differ.
         assert "unexplained" not in checked["causes"]
         assert all(total > 0 for _, total in checked["rounds_differ_of"].values())
-    assert "failed" not in results["exits"]
+    assert results["complete"]
+    assert not results["failed"]
     names = set(results["assisted"])
     assert {"ours, graph, gamma 5", "transformers assisted, gamma 5", "transformers plain"} <= names
     assert all(row["tokens_per_s"] > 0 for row in results["assisted"].values())
@@ -155,15 +156,15 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
     done: list[str] = []
 
     def one(
-        place: Workplace, pair: Any, models: Any, share: float, ledger: environment.Ledger
+        place: Workplace, pair: Any, models: Any, share: float, ledger: Ledger, how: Any
     ) -> None:
-        del place, models, share
+        del place, models, share, how
         if pair.name == "vicuna-7b+68m" and len(done) == 1:
             done.append("stopped")
             raise KeyboardInterrupt
         done.append(pair.name)
         unit = {"cells": [["target", "forward", 1, 1, 16, 1e-3, 0.0, 3]], "held_out": []}
-        for mode in ("eager", "graph"):
+        for mode in MODES:
             ledger.put(f"{pair.name}.{mode}", unit)
 
     monkeypatch.setattr(latency_stage, "_measure_pair", one)
@@ -171,10 +172,10 @@ def test_a_stopped_stage_goes_on_where_it_stopped(
     place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
     with pytest.raises(KeyboardInterrupt):
         latency_stage.run_latency(place, names)
-    assert len(read_latency(tmp_path / "latency.parquet").cells) == 2
+    assert len(read_latency(tmp_path / "latency.parquet").cells) == len(MODES)
     latency_stage.run_latency(open_workplace("cpu", tmp_path, seconds=60, quick=True), names)
     assert done == [SMALL, "stopped", "vicuna-7b+68m"]
-    assert len(read_latency(tmp_path / "latency.parquet").cells) == 4
+    assert len(read_latency(tmp_path / "latency.parquet").cells) == 2 * len(MODES)
     assert not (place.work / "latency").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from commands.recorded import markdown_table
 from profiler.suite.__main__ import main
 from simulator.hardware.measured import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
 from tests.conftest import Run
-from tests.suite_results import MODES, POLICIES, cells, write_forced, write_latencies
+from tests.suite_results import META, MODES, POLICIES, cells, write_forced, write_latencies
 from traces.errors import DraftsimError
+from traces.files import read_latency, write_latency
+from traces.latency import LatencyTable
 
 PAIR = "llama-3.1-8b+1b"
 
@@ -125,6 +128,47 @@ def test_wrong_requests_get_one_line(run: Run, arguments: tuple[str, ...], messa
     assert ran.code == 2
     assert message in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_broken_folders_are_named_and_skipped(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without a table, one whose table lacks the draft: the others are read."""
+    folder = unpacked(tmp_path)
+    for name in ("bare", "draftless"):
+        shutil.copytree(folder / f"h200-{PAIR}-eager", folder / name)
+    (folder / "bare" / "latency.parquet").unlink()
+    table = read_latency(folder / "draftless" / "latency.parquet")
+    write_latency(
+        LatencyTable(table.cells[table.cells["model"] == "target"], table.meta),
+        folder / "draftless" / "latency.parquet",
+    )
+    capsys.readouterr()
+    ran = run("validate", "--recorded", folder, "--json", "-")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out[ran.out.index("{") :])
+    assert [s["recording"] for s in document["skipped"]] == ["bare", "draftless"]
+    assert "left out bare: " in ran.err
+    assert {b["recording"] for b in document["bounds"]} == {
+        f"{PAIR}, eager", f"{PAIR}, graph", "all"
+    }  # fmt: skip
+    for mode in MODES:
+        shutil.rmtree(folder / f"h200-{PAIR}-{mode}")
+    ran = run("validate", "--recorded", folder)
+    assert ran.code == 2
+    assert "none of 2 recordings can be predicted" in ran.err
+
+
+def test_figures_say_what_they_are_of(tmp_path: Path, run: Run) -> None:
+    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
+    meta = {**META, "versions": versions, "kernels": {"eager": "one by one", "graph": "at once"}}
+    out = tmp_path / "out"
+    write_latencies(out, [row for mode in MODES for row in cells(PAIR, mode)], meta)
+    write_forced(out, [PAIR], meta=meta)
+    assert main(["unpack", "--out", str(out), "--into", str(tmp_path / "in")]) == 0
+    remarks = check(run, tmp_path / "in")["remarks"]
+    assert remarks[:2] == ["eager: one by one", "graph: at once"]
+    assert remarks[2] == "NVIDIA H200: torch 2.13.0, transformers 5.23.0"
 
 
 def test_damaged_provenance_gets_one_line(tmp_path: Path) -> None:

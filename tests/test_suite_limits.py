@@ -21,9 +21,11 @@ from profiler.architectures import PAIRS, Architecture
 from profiler.profile import Settings
 from profiler.suite import arms, forced_stage, kept_pair, latency_stage, pair_latency, recording
 from profiler.suite.__main__ import SECONDS, main
+from profiler.suite.account import COMPLETE, FAILED, UNFINISHED, Account
 from profiler.suite.arms import ARMS, COLUMNS, MORE_ARMS, sweeps
-from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, open_workplace
+from profiler.suite.environment import NoTimeError, Workplace, clocks, open_workplace
 from profiler.suite.grids import Grids
+from profiler.suite.ledger import Ledger
 from profiler.suite.pair_latency import PairMeasurement
 from profiler.suite.passes import MODES
 from profiler.suite.recording import LARGEST
@@ -59,17 +61,19 @@ def check_files(out: Path) -> None:
 )
 def test_a_stage_runs_on_a_gpu(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """A pretended one: nothing is left out, and the files are those of a CPU run."""
-    with pretended():
+    with pretended() as gpu:
         options = ["--device", "cuda", "--quick", "--out", str(tmp_path)]
         assert main([*arguments, *options]) == 0
     check_files(tmp_path)
+    assert not gpu.masked_prompts
+    assert gpu.ranges
     results = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
     assert results["meta"]["device"] == "Pretended GPU"
     assert results["meta"]["dtype"] == "bfloat16"
+    assert results["complete"]
     assert not results["left_out"]
     for unit in results.get("units", {}).values():
         assert not unit.get("skipped")
-    assert "failed" not in results.get("exits", {})
     for mode in MODES:
         assert "unexplained" not in results.get(f"rounds_{mode}", {}).get("causes", {})
 
@@ -182,14 +186,14 @@ def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
     monkeypatch.setattr(forced_stage, "_unit", unit)
     with monkeypatch.context() as patch:
         patch.setattr(Workplace, "left", property(lambda self: 100.0))
-        forced_stage.run_forced(place, [SMALL])
+        assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
     assert done == ["graph.1", "eager.1", "late"]
     assert "the same command on this machine goes on" in " ".join(capsys.readouterr().err.split())
     left_out = json.loads((place.out / "forced.json").read_text())["left_out"]
     assert left_out == [f"{SMALL}.graph.4: no time left", f"{SMALL}.eager.4: no time left"]
     assert len(read_measured(place.out / "forced-measured.parquet").times["mode"].unique()) == 2
     monkeypatch.setattr(Workplace, "left", property(lambda self: 100.0))
-    forced_stage.run_forced(place, [SMALL])
+    assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == COMPLETE
     assert done[3:] == ["graph.4", "eager.4"]
     assert not place.work.exists()
     check_files(place.out)
@@ -210,29 +214,29 @@ def test_a_killed_forced_stage_goes_on_where_it_was_killed(
 
     monkeypatch.setattr(forced_stage, "_unit", unit)
     with pytest.raises(KeyboardInterrupt):
-        forced_stage.run_forced(place, [SMALL])
-    # What was finished is written, not only kept.
+        forced_stage.run_forced(place, [SMALL], MODES[:2])
+    # What was finished is written, not only kept, and so is why there is no more.
     assert len(read_measured(place.out / "forced-measured.parquet").times) > 0
-    forced_stage.run_forced(place, [SMALL])
+    assert json.loads((place.out / "forced.json").read_text())["stopped"] == "KeyboardInterrupt"
+    forced_stage.run_forced(place, [SMALL], MODES[:2])
     assert done == ["graph.1", "killed", "eager.1", "graph.4", "eager.4"]
 
 
 def test_a_latency_stage_out_of_time_goes_on_with_its_pieces(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latency_stage, "MODES", ("eager",))
     real = pair_latency.host_cells
 
     def late(*args: Any, **kwargs: Any) -> Any:
         raise NoTimeError("no time left")
 
     monkeypatch.setattr(pair_latency, "host_cells", late)
-    latency_stage.run_latency(place, [SMALL])
+    assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == UNFINISHED
     first = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
     assert first["unfinished"] == ["the host at batch 1", "the host at batch 4"]
     before = read_latency(place.out / "latency.parquet").cells
     monkeypatch.setattr(pair_latency, "host_cells", real)
-    latency_stage.run_latency(place, [SMALL])
+    assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == COMPLETE
     unit = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
     assert not unit["unfinished"]
     assert not [text for text in unit["skipped"] if "time" in text]
@@ -281,7 +285,7 @@ def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
 
     monkeypatch.setattr(Workplace, "check_time", check)
     arguments = ["trained", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    assert main(arguments) == 0
+    assert main(arguments) == UNFINISHED
     results = json.loads((tmp_path / "trained.json").read_text())
     names = ["latency", "graph", "assisted", "sampled-rounds", "eager", "exits"]
     assert results["left_out"] == [f"{name}: no time left" for name in names]
@@ -315,10 +319,10 @@ def test_a_pair_that_does_not_fit_is_freed_and_a_smaller_one_named(
     freed: list[bool] = []
     monkeypatch.setattr(Architecture, "build", build)
     monkeypatch.setattr(Workplace, "release", release)
-    notes: list[str] = []
-    assert latency_stage.build_or_none(place, PAIRS[SMALL].miniature(), notes) is None
+    account = Account(place)
+    assert latency_stage.build_or_none(place, PAIRS[SMALL].miniature(), account) is None
     assert freed == [True]  # before memory is handed back, not after
-    assert notes == [f"{SMALL}: out of memory while it was built; --pairs {SMALL} fits"]
+    assert account.notes == [f"{SMALL}: out of memory while it was built; --pairs {SMALL} fits"]
     for run in (latency_stage.run_latency, forced_stage.run_forced):
         built[:] = [lambda: None]
         with pytest.raises(DraftsimError, match=r"nothing was .*: .*out of memory while it was"):
@@ -333,9 +337,12 @@ def test_a_broken_driver_ends_the_stage_in_one_line(
 
     monkeypatch.setattr(Workplace, "lacks_memory", broken)
     arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--pairs", SMALL]
-    assert main(["forced", *arguments]) == 2
-    error = capsys.readouterr().err.strip()
-    assert error.endswith("illegal memory access: the same command goes on with what is left")
+    for stage in ("latency", "forced"):
+        assert main([stage, *arguments]) == FAILED
+        error = capsys.readouterr().err.strip()
+        assert error.endswith("illegal memory access: the same command goes on with what is left")
+        results = json.loads((tmp_path / f"{stage}.json").read_text())
+        assert results["stopped"] == "CUDA error: an illegal memory access"
     shutil.rmtree(open_workplace("cpu", tmp_path, seconds=1, quick=True).work)
 
 
@@ -365,8 +372,18 @@ def test_clocks_are_asked_of_the_gpu_that_torch_means(monkeypatch: pytest.Monkey
 
 def test_a_ledger_is_kept_while_parts_are_left(place: Workplace) -> None:
     ledger = Ledger(place, "forced", {})
-    ledger.put("a", {"rows": []})
-    ledger.close(["b"])
-    assert Ledger(place, "forced", {}).get("a") == {"rows": []}
-    ledger.close()
-    assert Ledger(place, "forced", {}).get("a") is None
+    ledger.put("a.b", {"rows": []})
+    account = Account(place)
+    account.late["b"] = "no time left"
+    ledger.close(account)
+    assert Ledger(place, "forced", {}).get("a.b") == {"rows": []}
+    account.late.clear()
+    account.failed["c"] = "broken"
+    ledger.close(account)
+    assert Ledger(place, "forced", {}).units == {"a.b": {"rows": []}}
+    ledger.put("of other pairs", {"unfinished": ["layers"]})
+    ledger.close(Account(place))
+    assert Ledger(place, "forced", {}).get("a.b") is not None
+    ledger.put("of other pairs", {"unfinished": []})
+    ledger.close(Account(place))
+    assert Ledger(place, "forced", {}).get("a.b") is None

@@ -20,7 +20,7 @@ from profiler.suite.forced_stage import Unit, forced_trace
 from profiler.suite.grids import Grids
 from profiler.suite.pair_latency import PairMeasurement
 from profiler.suite.pass_grids import Passes, PassGrid, read_again
-from profiler.suite.passes import LONG_REPEATS, Timer, cell, summary
+from profiler.suite.passes import LONG_REPEATS, MODES, Timer, cell, summary
 from profiler.suite.pieces import BATCHED, SINGLE
 from profiler.suite.points import Point, Refiner
 from traces.replay import replay
@@ -72,7 +72,7 @@ def test_both_modes_have_what_is_needed_before_either_is_complete(
 
     monkeypatch.setattr(PairMeasurement, "run", run)
     latency_stage.run_latency(place, [SMALL])
-    assert order == [(mode, rank) for rank in range(3) for mode in ("eager", "graph")]
+    assert order == [(mode, rank) for rank in range(3) for mode in MODES]
 
 
 def test_no_host_time_without_the_passes_it_is_told_from(

@@ -11,6 +11,7 @@ import pytest
 
 from profiler.suite import trained_stage
 from profiler.suite.__main__ import main
+from profiler.suite.account import COMPLETE, UNFINISHED
 from profiler.suite.checks import NAME, Checks
 from profiler.suite.environment import NoTimeError, open_workplace
 from traces.files import read_trace
@@ -46,12 +47,12 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Checks, "run", run)
     monkeypatch.setattr(Checks, "against_assisted", lambda *_: {})
     monkeypatch.setattr(trained_stage, "sampled_rounds", lambda *_: {"gamma": 4})
-    monkeypatch.setattr(trained_stage, "attempt_exits", exits)
+    monkeypatch.setattr(trained_stage, "record_early_exits", exits)
     return ran
 
 
-def stage(out: Path) -> dict[str, Any]:
-    assert main(["trained", "--device", "cpu", "--quick", "--out", str(out)]) == 0
+def stage(out: Path, status: int = COMPLETE) -> dict[str, Any]:
+    assert main(["trained", "--device", "cpu", "--quick", "--out", str(out)]) == status
     results: dict[str, Any] = json.loads((out / "trained.json").read_text())
     return results
 
@@ -66,7 +67,7 @@ def test_a_short_recording_is_unfinished_and_extended(
         return real(place, pair, prompts[: most[0]], settings, until)
 
     monkeypatch.setattr(trained_stage, "record_trace", record)
-    results = stage(tmp_path)
+    results = stage(tmp_path, UNFINISHED)
     for name in ("greedy", "sampled"):
         assert results[name]["unfinished"]
         assert results[name]["requests"] == results[name]["recorded"] == 5
@@ -105,7 +106,7 @@ def test_a_finished_recording_keeps_its_length(
     monkeypatch.setattr(trained_stage, "record_trace", record)
     with monkeypatch.context() as patch:
         patch.setattr(trained_stage, "sampled_rounds", late)
-        assert stage(tmp_path)["left_out"] == ["sampled-rounds: no time left"]
+        assert stage(tmp_path, UNFINISHED)["left_out"] == ["sampled-rounds: no time left"]
     most[0] = 1000
     results = stage(tmp_path)
     assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 6

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from profiler.suite.account import Account
+    from profiler.suite.environment import Workplace
 
 STAGES = ("latency", "forced", "trained", "unpack")
+MODE_NAMES = ("eager", "graph", "compiled")
 SECONDS = 490.0
 """A stage stops starting new work in time to end within nine minutes."""
 
@@ -21,6 +30,15 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--out", type=Path, required=True, help="folder for the recordings")
     line.add_argument("--dtype", help="bfloat16, float16 or float32; bfloat16 where there is one")
     line.add_argument("--pairs", nargs="+", metavar="PAIR", help="some of the pairs, by name")
+    line.add_argument(
+        "--modes", nargs="+", choices=MODE_NAMES, help="latency, forced: some of the modes"
+    )
+    line.add_argument(
+        "--profile", action="store_true", help="latency: keep the kernels of some rounds per mode"
+    )
+    line.add_argument("--target", help="trained: a target of yours, folder or name, for ours")
+    line.add_argument("--draft", help="trained: its draft")
+    line.add_argument("--prompts", type=Path, help="trained: the prompts to record with them")
     line.add_argument("--seconds", type=float, default=SECONDS, help="time of the stage")
     line.add_argument("--quick", action="store_true", help="miniature models and grids")
     line.add_argument("--into", type=Path, help="unpack: folder that gets a folder per pair")
@@ -28,8 +46,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a stage; 2 if something was wrong with what was asked, said in one line."""
+    """Run a stage.
+
+    Returns 0 if all was done; 1 if something failed, or the stage was stopped; 2 if something
+    was wrong with what was asked, said in one line; 3 if time alone was lacking.  What was
+    finished is written in any case, and the same command goes on with what is left.
+    """
     options = parser().parse_args(arguments)
+    from profiler.suite.account import FAILED, REFUSED, StoppedError
     from traces.errors import DraftsimError
 
     try:
@@ -39,29 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for folder in unpack(options.out, options.into or options.out / "recorded"):
                 print(folder)
             return 0
-        from profiler.suite.environment import open_workplace
-
-        place = open_workplace(
-            options.device, options.out, seconds=options.seconds, quick=options.quick,
-            dtype=options.dtype,
-        )  # fmt: skip
-        if place.device.type == "cuda":
-            gc.freeze()  # every capture collects garbage: let it not walk what never is
-        if options.stage == "latency":
-            from profiler.suite.latency_stage import run_latency
-
-            run_latency(place, options.pairs)
-        elif options.stage == "forced":
-            from profiler.suite.forced_stage import run_forced
-
-            run_forced(place, options.pairs)
-        else:
-            from profiler.suite.trained_stage import run_trained
-
-            run_trained(place)
+        with _told_to_end():
+            return _run(options)
     except DraftsimError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
+    except StoppedError as error:
+        print(f"error: {error}: the same command goes on with what is left", file=sys.stderr)
+        return FAILED
     except RuntimeError as error:
         if "CUDA" not in str(error):
             raise
@@ -70,9 +79,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"error: {str(error).splitlines()[0]}: the same command goes on with what is left",
             file=sys.stderr,
         )
-        return 2
-    place.say(f"done: {', '.join(sorted(f.name for f in options.out.iterdir()))}")
-    return 0
+        return FAILED
+
+
+def _run(options: argparse.Namespace) -> int:
+    from profiler.suite.environment import open_workplace
+
+    place = open_workplace(
+        options.device, options.out, seconds=options.seconds, quick=options.quick,
+        dtype=options.dtype,
+    )  # fmt: skip
+    place.settle()
+    try:
+        account = _stage(place, options)
+    finally:
+        gc.unfreeze()
+    for note in account.notes:
+        place.say(f"left out: {note}")
+    place.say(f"written: {', '.join(sorted(f.name for f in options.out.iterdir()))}")
+    return account.status
+
+
+def _stage(place: Workplace, options: argparse.Namespace) -> Account:
+    if options.stage == "latency":
+        from profiler.suite.latency_stage import run_latency
+
+        return run_latency(place, options.pairs, options.modes, profile=options.profile)
+    elif options.stage == "forced":
+        from profiler.suite.forced_stage import run_forced
+
+        return run_forced(place, options.pairs, options.modes)
+    from profiler.suite.trained_stage import run_trained
+
+    return run_trained(place, options.target, options.draft, options.prompts)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """Inside the block SIGTERM, as `timeout` sends it, is an error that can be cleaned up after."""
+    from profiler.suite.account import StoppedError
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        raise StoppedError(f"stopped by {signal.Signals(number).name}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,14 @@ from profiler.suite.arms import arms_of, sweeps
 from profiler.suite.differences import explain
 from profiler.suite.environment import Workplace
 from profiler.suite.forced_stage import prepare
-from profiler.suite.passes import GRAPH, MODES, make_runner
+from profiler.suite.passes import EAGER, GRAPH, make_runner
 from traces.replay import replay
 from traces.rounds import RoundLog
 from traces.trace import Trace
 
 NAME = "trained-12+3"
+TRAINED_MODES = (EAGER, GRAPH)
+"""Modes of real decoding: what it tests is verdicts, and compiled passes are no other ones."""
 ASSISTED = {
     "num_assistant_tokens": 5, "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
@@ -35,8 +37,10 @@ ASSISTED = {
 class Checks:
     """Real decoding of some recorded requests, against replay and against transformers."""
 
-    def __init__(self, place: Workplace, pair: Pair, trace: Trace, new: int) -> None:
-        self.place, self.pair, self.new = place, pair, new
+    def __init__(
+        self, place: Workplace, pair: Pair, trace: Trace, new: int, name: str = NAME
+    ) -> None:
+        self.place, self.pair, self.new, self.name = place, pair, new, name
         # The first requests are of every category in turn.
         self.trace = trace.select(range(min(2 if place.quick else 7, len(trace.requests))))
         self._all = trace
@@ -83,7 +87,7 @@ class Checks:
         indices = sorted({i for _, _, i, *_ in rows})
         trace = trace.select(indices)
         times = [
-            [NAME, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
+            [self.name, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
             for name, repeat, i, spent, count in rows
         ]
         differ, causes = {}, []
@@ -107,7 +111,7 @@ class Checks:
         """
         begin = time.monotonic()
         pair, trace = self.pair, self.trace
-        runners = {mode: self._runners(mode) for mode in MODES}
+        runners = {mode: self._runners(mode) for mode in TRAINED_MODES}
         spent: dict[str, list[float]] = {}
         for i in range(-1, min(prompts, len(trace.requests))):  # the first one warms up
             if spent and (self.place.left <= 0 or time.monotonic() - begin > within):

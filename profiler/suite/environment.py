@@ -9,17 +9,16 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
 from profiler.architectures import PAIRS, PairShape
-from profiler.checkpoint import Checkpoint
+from profiler.compiled import forget_compiled
 from profiler.loading import choose_device, choose_dtype, describe_device
 from traces.errors import DraftsimError
 from traces.parquet import write_atomically
@@ -94,6 +93,22 @@ class Workplace:
         free, _ = torch.cuda.mem_get_info(self.device)
         return max(0, free - RESERVE)
 
+    def settle(self) -> None:
+        """Models are built: let no collection of garbage walk through them while runs are timed.
+
+        Every capture collects.
+        """
+        if self.device.type == "cuda":
+            gc.collect()
+            gc.freeze()
+
+    def unsettle(self) -> None:
+        """Models are dropped: let them be collected, and hand their memory back."""
+        forget_compiled()
+        if self.device.type == "cuda":
+            gc.unfreeze()
+        self.release()
+
     def release(self) -> None:
         """Hand freed device memory back, so that the next pair finds it."""
         if self.device.type == "cuda":
@@ -165,40 +180,6 @@ def clocks(device: torch.device) -> dict[str, str]:
         return {}
     values = [part.strip() for part in done.stdout.strip().split(",")]
     return dict(zip(CLOCKS, values, strict=False))
-
-
-class Ledger:
-    """Finished units of a stage, so that a stopped one goes on with the next.
-
-    Raises DraftsimError if the folder holds a stopped run with other settings.
-    """
-
-    def __init__(self, place: Workplace, stage: str, settings: Mapping[str, Any]) -> None:
-        self.place, self.stage = place, stage
-        self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
-        self.units: dict[str, dict[str, Any]] = {}
-
-    def get(self, name: str) -> dict[str, Any] | None:
-        """What a unit left when it was finished before, or None."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            self.units[name] = json.loads(str(kept["unit"]))
-        return self.units.get(name)
-
-    def put(self, name: str, unit: dict[str, Any]) -> None:
-        """Keep a finished unit."""
-        self.units[name] = unit
-        self._kept.put(name, {"unit": np.array(json.dumps(unit, default=float))})
-
-    def close(self, late: Sequence[str] = ()) -> None:
-        """The stage is done: forget its pieces, unless parts of it came too `late`."""
-        if not late:
-            self.place.forget(self.stage)
-            return
-        self.place.say(
-            f"no time left for {len(late)} parts, from {late[0]} on: the same command on this "
-            "machine goes on with them"
-        )
 
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,18 +22,23 @@ from profiler.architectures import PairShape
 from profiler.graphs import GraphRunner, Shape
 from profiler.runner import Runner
 from profiler.spotcheck import Arm
+from profiler.suite.account import Account
 from profiler.suite.arms import COLUMNS, LEAST_REPEATS, arms_of, more_arms_of, sweeps
-from profiler.suite.environment import Ledger, NoTimeError, Workplace, clocks, write_results
-from profiler.suite.latency_stage import build_or_none, chosen_pairs, unfinished
-from profiler.suite.passes import EAGER, GRAPH, Timer, fill, forward_call, make_runner
+from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
+from profiler.suite.kernels import KERNELS, span
+from profiler.suite.latency_stage import build_or_none, chosen_pairs, modes_here, unfinished
+from profiler.suite.ledger import Ledger, earlier_units
+from profiler.suite.passes import COMPILED, EAGER, GRAPH, Timer, fill, forward_call, make_runner
 from profiler.suite.rounds import run_group, run_single
 from traces.errors import DraftsimError
 from traces.files import write_trace
-from traces.measured import MeasuredRuns, write_measured
+from traces.measured import MeasuredRuns, read_measured, write_measured
 from traces.synthetic import Bursty, synthetic_trace
 from traces.trace import Trace
 
 REPEATS = 3
+ORDER = (GRAPH, EAGER, COMPILED)
+"""In which modes run."""
 
 
 def forced_trace(quick: bool) -> Trace:
@@ -72,78 +77,94 @@ class Unit(NamedTuple):
         return layers * (2.0 if self.mode == EAGER else 1.5) * (1 + 0.3 * math.log2(self.batch))
 
 
-def run_forced(place: Workplace, pairs: Sequence[str] | None = None) -> None:
-    """Run the pairs named (all with a draft by default) under every policy, both modes.
+def run_forced(
+    place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None
+) -> Account:
+    """Run the pairs named (all with a draft by default) under every policy, in every mode.
 
-    Raises DraftsimError for an unknown pair, or where nothing at all could be run.
+    What pairs run before left in the folder stays.  Returns what was left undone.
+
+    Raises
+    ------
+    DraftsimError
+        For an unknown pair, for a folder of another device, or where nothing could be run.
     """
     chosen = [p for p in chosen_pairs(pairs, place.quick) if p.draft is not None]
+    account = Account(place)
+    how = sorted(modes_here(place, modes, account), key=ORDER.index)
     trace = forced_trace(place.quick)
     write_trace(trace, place.out / "forced-trace.parquet")
     # Single streams first: they answer the most, and a late stop then costs the least.
     turns = ((1,), (4,)) if place.quick else ((1,), (4, 16))
-    batches = [batch for turn in turns for batch in turn]
-    ledger = Ledger(place, "forced", {"pairs": [p.name for p in chosen], "batches": batches})
-    left_out: dict[str, str] = {}
-    late: dict[str, str] = {}
-    before = clocks(place.device)
-    todo = [
+    every = [
         Unit(pair, mode, batch)
-        for turn in turns for pair in chosen for batch in turn for mode in (GRAPH, EAGER)
+        for turn in turns for pair in chosen for batch in turn for mode in how
     ]  # fmt: skip
-    todo = [unit for unit in todo if unfinished(ledger.get(unit.name))]
+    asked = {unit.name for unit in every}
+    ledger = Ledger(place, "forced", {}, _earlier(place, asked))
+    before = clocks(place.device)
+    todo = [unit for unit in every if unfinished(ledger.get(unit.name))]
 
-    def notes() -> list[str]:
-        return [*left_out.values(), *(f"{name}: {why}" for name, why in late.items())]
-
-    # The weights are built once for a pair's batch 1, and once for its batches.
-    for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
-        units = list(some)
-        if place.left <= 0:
-            late.update({unit.name: "no time left" for unit in units})
-            continue
-        models = None if name in left_out else _models(place, units[0].pair, left_out)
-        if models is None:
-            continue
-        for unit in units:
-            rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in left_out)
-            try:
+    def attempt(unit: Unit, models: tuple[Any, Any]) -> None:
+        gone = account.limits
+        rest = sum(u.cost for u in todo[todo.index(unit) :] if u.pair.name not in gone)
+        try:
+            with span(unit.name):
                 done = _unit(place, unit, models, trace, place.left * unit.cost / rest)
-                ledger.put(unit.name, done)
-                if unfinished(done):
-                    late[unit.name] = "time for one repeat only"
-                place.say(
-                    f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
-                    f"{done['groups']} groups"
-                )
-            except NoTimeError:
-                late[unit.name] = "no time left"
-            except torch.OutOfMemoryError:
-                left_out[unit.name] = f"{unit.name}: out of memory: the smaller batches were run"
-            except RuntimeError as error:
-                left_out[unit.name] = f"{unit.name}: {str(error).splitlines()[0]}"
-            place.release()
-            _write(place, ledger, notes(), before)
-        del models
-        place.release()
-    if not ledger.units:
-        raise DraftsimError("nothing was run: " + "; ".join(notes()))
-    _write(place, ledger, notes(), before)
-    if late:
-        place.say(f"left: {', '.join(late)}; --pairs gives one pair all the time")
-    ledger.close(list(late))
+        except NoTimeError:
+            account.late[unit.name] = "no time left"
+        except torch.OutOfMemoryError:
+            why = f"{unit.name}: out of memory: the smaller batches were run"
+            account.limit(unit.name, why)
+        except (DraftsimError, RuntimeError) as error:
+            account.fail(unit.name, error)
+        else:
+            ledger.put(unit.name, done)
+            if unfinished(done):
+                account.late[unit.name] = "time for one repeat only"
+            place.say(
+                f"{unit.name}: {len(done['rows'])} runs, {done['repeats']} repeats of "
+                f"{done['groups']} groups"
+            )
+
+    with account.closing(lambda: _write(place, ledger, account, before)):
+        # The weights are built once for a pair's batch 1, and once for its batches.
+        for (name, _), some in groupby(todo, key=lambda unit: (unit.pair.name, unit.batch == 1)):
+            units = list(some)
+            if place.left <= 0:
+                account.late.update({unit.name: "no time left" for unit in units})
+                continue
+            built = name not in account.limits
+            models = build_or_none(place, units[0].pair, account) if built else None
+            if models is None:
+                continue
+            for unit in units:
+                attempt(unit, models)
+                place.release()
+                _write(place, ledger, account, before)
+            del models
+            place.unsettle()
+        if not account.failed and not asked & set(ledger.units):
+            raise DraftsimError("nothing was run: " + "; ".join(account.notes))
+    if account.late:
+        place.say(f"left: {', '.join(account.late)}; --pairs gives one pair all the time")
+    ledger.close(account)
+    return account
 
 
-def _models(place: Workplace, pair: PairShape, left_out: dict[str, str]) -> tuple[Any, Any] | None:
-    """Target and draft; None, and why in `left_out`, where the memory is too small."""
-    notes: list[str] = []
-    if (why := place.lacks_memory(pair)) is not None:
-        notes.append(why)
-        place.say(why)
-    models = None if notes else build_or_none(place, pair, notes)
-    if notes:
-        left_out[pair.name] = notes[0]
-    return models
+def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Units that the folder holds of pairs and modes that are not asked for."""
+
+    def rows() -> dict[str, list[list[Any]]]:
+        found: dict[str, list[list[Any]]] = {}
+        times = read_measured(place.out / "forced-measured.parquet").times[list(COLUMNS)]
+        for row in times.values.tolist():
+            values = dict(zip(COLUMNS, row, strict=True))
+            name = f"{values['pair']}.{values['mode']}.{values['batch']}"
+            found.setdefault(name, []).append(row)
+        return found
+
+    return earlier_units(place, place.out / "forced.json", asked.__contains__, rows, "rows")
 
 
 def _unit(
@@ -232,12 +253,11 @@ def _anchors(place: Workplace, target: Runner, draft: Runner, batch: int) -> lis
     return rows
 
 
-def _write(
-    place: Workplace, ledger: Ledger, left_out: Sequence[str], before: dict[str, str]
-) -> None:
+def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
     rows = [row for unit in ledger.units.values() for row in unit["rows"]]
     if rows:
-        runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), place.meta())
+        meta = {"kernels": KERNELS, **place.meta()}
+        runs = MeasuredRuns(pd.DataFrame(rows, columns=list(COLUMNS)), meta)
         write_measured(runs, place.out / "forced-measured.parquet")
     units = {
         name: {k: v for k, v in unit.items() if k != "rows"} for name, unit in ledger.units.items()
@@ -245,7 +265,7 @@ def _write(
     write_results(
         place.out / "forced.json",
         {
-            "stage": "forced", "meta": place.meta(), "left_out": list(left_out),
+            "stage": "forced", "meta": place.meta(), **account.summary(), "kernels": KERNELS,
             "clocks": [before, clocks(place.device)], "units": units,
         },
     )  # fmt: skip

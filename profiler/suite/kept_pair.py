@@ -12,10 +12,12 @@ from typing import Any
 
 import transformers
 
-from profiler.loading import Pair
-from profiler.prompts import Prompt
+from profiler.loading import Pair, load_pair
+from profiler.prompts import Prompt, read_prompts
+from profiler.run import model_path
 from profiler.suite.environment import Workplace
 from profiler.suite.training import train_pair
+from traces.errors import DraftsimError
 
 
 def trained_pair(
@@ -32,6 +34,21 @@ def trained_pair(
     pair, prompts, record = train_pair(place, seconds)
     _write(folder, pair, prompts, record)
     return pair, prompts, record
+
+
+def given_pair(
+    place: Workplace, target: str, draft: str | None, prompts: Path | None, most: int
+) -> tuple[Pair, list[Prompt], dict[str, Any]]:
+    """A pair of the user's, by folder or name, at most so many prompts, and an empty record.
+
+    Raises DraftsimError if draft or prompts are not named, or one cannot be loaded.
+    """
+    if draft is None or prompts is None:
+        raise DraftsimError("--target also takes --draft and --prompts: name all three")
+    paths = model_path(target, "target"), model_path(draft, "draft")
+    dtype = str(place.dtype).removeprefix("torch.")
+    pair = load_pair(*paths, device=str(place.device), dtype=dtype)
+    return pair, read_prompts(prompts, most), {}
 
 
 def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Stage ``latency``: tables of real architectures with random weights, eager and graphed.
+"""Stage ``latency``: tables of real architectures with random weights, in every mode.
 
 Writes ``latency.parquet``, one table whose models are named ``pair/mode/model``, and
 ``latency.json`` with everything that is no cell: interpolation errors, parts, clocks, what
@@ -8,59 +8,121 @@ was left out and why.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 
 from profiler.architectures import PAIRS, PairShape
-from profiler.suite.environment import Ledger, Workplace, clocks, write_results
+from profiler.compiled import compiler_missing
+from profiler.suite.account import Account
+from profiler.suite.environment import Workplace, clocks, write_results
 from profiler.suite.grids import Grids
+from profiler.suite.kernels import KERNELS, profile_rounds, span
+from profiler.suite.ledger import Ledger, earlier_units
 from profiler.suite.pair_latency import PairMeasurement
-from profiler.suite.passes import MODES
+from profiler.suite.passes import COMPILED, MODES
 from profiler.suite.pieces import RANKS
 from traces.errors import DraftsimError
-from traces.files import write_latency
+from traces.files import read_latency, write_latency
 from traces.latency import CELL_COLUMNS, LatencyTable
 
 UNPAIRED = 0.4
 """What a target without a draft is given of a pair's time: no policy is predicted from it."""
 
 
-def run_latency(place: Workplace, pairs: Sequence[str] | None = None) -> None:
-    """Measure the pairs named (all by default) in both modes.
+def run_latency(
+    place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None,
+    *, profile: bool = False,
+) -> Account:  # fmt: skip
+    """Measure the pairs named (all by default) in the modes named (likewise).
 
-    Raises DraftsimError for an unknown pair, or where nothing at all could be measured.
+    With ``profile`` the kernels of some rounds are kept too.  What pairs measured before left in
+    the folder stays.  Returns what was left undone.
+
+    Raises
+    ------
+    DraftsimError
+        For an unknown pair, for a folder of another device, or where nothing could be measured.
     """
     chosen = chosen_pairs(pairs, place.quick)
-    ledger = Ledger(place, "latency", {"pairs": [p.name for p in chosen]})
-    notes: list[str] = []
-    late: list[str] = []
+    account = Account(place)
+    how = modes_here(place, modes, account)
+    units = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
+    asked = {name for names in units.values() for name in names}
+    ledger = Ledger(place, "latency", {}, _earlier(place, asked))
     before = clocks(place.device)
-    units = {p.name: [f"{p.name}.{mode}" for mode in MODES] for p in chosen}
     todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
-    for i, pair in enumerate(todo):
-        share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
-        if place.left < (0 if place.quick else 10):
-            notes.append(f"{pair.name}: no time left")
-            late.append(pair.name)
-            continue
-        if (why := place.lacks_memory(pair)) is not None:
-            notes.append(why)
-            place.say(why)
-            continue
-        if (models := build_or_none(place, pair, notes)) is None:
-            continue
-        _measure_pair(place, pair, models, share, ledger)
-        del models
+    with account.closing(lambda: _write(place, ledger, account, before)):
+        for i, pair in enumerate(todo):
+            share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
+            if place.left < (0 if place.quick else 10):
+                account.late[pair.name] = "no time left"
+                continue
+            if (models := build_or_none(place, pair, account)) is None:
+                continue
+            try:
+                _measure_pair(place, pair, models, share, ledger, how)
+            finally:
+                for name in units[pair.name]:
+                    _judge(account, name, ledger.get(name))
+            if profile and pair.draft is not None:
+                _profile(place, pair, models, how, account)
+            del models
+            place.unsettle()
+            _write(place, ledger, account, before)
+        if not asked & set(ledger.units):
+            raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
+    ledger.close(account)
+    return account
+
+
+def _profile(
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], how: Sequence[str],
+    account: Account,
+) -> None:  # fmt: skip
+    for mode in how:
+        try:
+            place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
+        except (DraftsimError, RuntimeError) as error:
+            account.fail(f"{pair.name}.{mode}, profile", error)
         place.release()
-        late += [name for name in units[pair.name] if unfinished(ledger.get(name))]
-        _write(place, ledger, notes, before)
-    if not ledger.units:
-        raise DraftsimError("nothing was measured: " + "; ".join(notes))
-    _write(place, ledger, notes, before)
-    ledger.close(late)
+
+
+def modes_here(place: Workplace, modes: Sequence[str] | None, account: Account) -> list[str]:
+    """The modes asked for that this device runs; why not the others, in `account`."""
+    asked = [mode for mode in MODES if mode in (modes or MODES)]
+    if COMPILED in asked and (why := compiler_missing(place.device)) is not None:
+        account.limit(COMPILED, f"mode {COMPILED} left out, nothing compiles here: {why}")
+        asked.remove(COMPILED)
+    if not asked:
+        raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
+    return asked
+
+
+def _judge(account: Account, name: str, unit: dict[str, Any] | None) -> None:
+    """File what a unit lacks as failed or late."""
+    if unit is None:
+        account.late[name] = "no time left"
+        return
+    failed = unit.get("failed") or {}
+    account.failed.update({f"{name}, {piece}": why for piece, why in failed.items()})
+    if late := [piece for piece in unit.get("unfinished", ()) if piece not in failed]:
+        account.late[name] = f"no time left for {', '.join(late)}"
+
+
+def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Units that the folder holds of pairs and modes that are not asked for."""
+
+    def rows() -> dict[str, list[list[Any]]]:
+        found: dict[str, list[list[Any]]] = {}
+        for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
+            pair, mode, name = model.split("/")
+            found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
+        return found
+
+    return earlier_units(place, place.out / "latency.json", asked.__contains__, rows, "cells")
 
 
 def unfinished(unit: dict[str, Any] | None) -> bool:
@@ -83,8 +145,11 @@ def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
     return target, pair.draft.build(place.device, place.dtype) if pair.draft else None
 
 
-def build_or_none(place: Workplace, pair: PairShape, notes: list[str]) -> tuple[Any, Any] | None:
-    """Target and draft; None and a note that names a smaller pair if the memory is too small."""
+def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[Any, Any] | None:
+    """Target and draft; None, and a smaller pair named in `account`, if the memory is too small."""
+    if (why := place.lacks_memory(pair)) is not None:
+        account.limit(pair.name, why)
+        return None
     try:
         models = build_pair(place, pair)
     except torch.OutOfMemoryError:
@@ -92,9 +157,9 @@ def build_or_none(place: Workplace, pair: PairShape, notes: list[str]) -> tuple[
     if models is None:
         # Not inside the handler: there the error's own frames hold what was built.
         place.release()
-        notes.append(f"{pair.name}: out of memory while it was built; {place.advice()}")
-        place.say(notes[-1])
+        account.limit(pair.name, f"{pair.name}: out of memory while it was built; {place.advice()}")
     else:
+        place.settle()
         place.say(f"{pair.name}: built")
     return models
 
@@ -111,14 +176,15 @@ def weight(pair: PairShape) -> float:
 
 
 def _measure_pair(
-    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger
-) -> None:
-    """Both modes, rank by rank: neither is complete before the other has what is needed."""
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
+    how: Sequence[str],
+) -> None:  # fmt: skip
+    """All modes, rank by rank: none is complete before the others have what is needed."""
     begin = time.monotonic()
     grids = Grids(place.quick)
     modes = {
         mode: PairMeasurement(place, pair, mode, models, grids, begin + share, kept)
-        for mode in MODES if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
+        for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
     }  # fmt: skip
     before = {mode: clocks(place.device) for mode in modes}
     spent = dict.fromkeys(modes, 0.0)
@@ -126,22 +192,28 @@ def _measure_pair(
         for k, (mode, measured) in enumerate(modes.items()):
             now = time.monotonic()
             measured.deadline = now + (begin + share - now) / (len(modes) - k)
-            measured.run(rank)
-            spent[mode] += time.monotonic() - now
-            state = [before[mode], clocks(place.device)]
-            unit = {**measured.unit(), "clocks": state, "seconds": spent[mode]}
-            ledger.put(f"{pair.name}.{mode}", unit)
+            try:
+                with span(f"{pair.name}.{mode}, rank {rank}"):
+                    measured.run(rank)
+            finally:
+                # Also where the driver took no more work: what was measured before stands.
+                spent[mode] += time.monotonic() - now
+                state = [before[mode], clocks(place.device)]
+                unit = {**measured.unit(), "clocks": state, "seconds": spent[mode]}
+                ledger.put(f"{pair.name}.{mode}", unit)
     for mode, measured in modes.items():
         off = 100 * measured.unit()["random_error"].get("median", float("nan"))
-        left = measured.unfinished
+        left = [name for name in measured.unfinished if name not in measured.failed]
         cut = f"; not in time: {', '.join(left)}" if left else ""
+        if measured.failed:
+            cut += f"; FAILED: {', '.join(measured.failed)}"
         place.say(
             f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f} % off at points at "
             f"random{cut}"
         )
 
 
-def _write(place: Workplace, ledger: Ledger, notes: Sequence[str], before: dict[str, str]) -> None:
+def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
     rows, units = [], {}
     for name, unit in ledger.units.items():
         pair, mode = name.rsplit(".", 1)
@@ -150,12 +222,15 @@ def _write(place: Workplace, ledger: Ledger, notes: Sequence[str], before: dict[
     if rows:
         frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
         shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
-        meta = {"kind": "measured", "attention": "sdpa", "shapes": shapes, **place.meta()}
+        meta = {
+            "kind": "measured", "attention": "sdpa", "shapes": shapes, "kernels": KERNELS,
+            **place.meta(),
+        }  # fmt: skip
         write_latency(LatencyTable(frame, meta), place.out / "latency.parquet")
     write_results(
         place.out / "latency.json",
         {
-            "stage": "latency", "meta": place.meta(), "left_out": list(notes),
+            "stage": "latency", "meta": place.meta(), **account.summary(), "kernels": KERNELS,
             "clocks": [before, clocks(place.device)], "units": units,
         },
     )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from profiler.architectures import Architecture, PairShape
 from profiler.runner import Runner
+from profiler.suite.account import reason
 from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.grids import Grids
 from profiler.suite.layers import layer_cells
@@ -26,13 +26,13 @@ from profiler.suite.passes import (
     prefill_cells,
     table_of,
 )
-from profiler.suite.pieces import BATCHED, SINGLE, WANTED, Piece
+from profiler.suite.pieces import SINGLE, Piece, pieces_of
 from profiler.suite.points import Point, error_summary, held_out
 from profiler.suite.rounds import host_cells
 from traces.errors import DraftsimError
 
 FINDINGS = ("cells", "held_out", "parts", "skipped", "drift")
-NO_TIME = ": no time left"
+NO_TIME, FAILED = ": no time left", ": failed: "
 
 TOLERANCE = 0.02
 """Interpolation error that a gap between grid points may have."""
@@ -41,13 +41,17 @@ FINER_SHARE = 0.15
 """Part of the time left that refining one grid may take: noise alone keeps it going."""
 
 
+class LimitError(DraftsimError):
+    """What the device's memory or the model's context rules out."""
+
+
 class PairMeasurement:
     """Everything measured of one pair in one mode, in order of importance.
 
-    Each piece adds to `cells`.  One that fails, for want of memory say, is named in `skipped`;
-    those not measured, or not wholly, for want of time are `unfinished`.  With ``kept``, the
-    `unit` of an earlier run, only the latter are measured.  Pieces of rank SINGLE are measured
-    whatever the `deadline` of the pair, until the stage's own time is spent.
+    Each piece adds to `cells`.  One that the memory does not hold is named in `skipped`; those
+    not measured, or not wholly, for want of time or because they `failed`, are `unfinished`.  With
+    ``kept``, the `unit` of an earlier run, only the latter are measured.  Pieces of rank SINGLE
+    are measured whatever the `deadline` of the pair, until the stage's own time is spent.
     """
 
     def __init__(
@@ -63,9 +67,12 @@ class PairMeasurement:
         self.cells, self.held_out, self.parts, self.skipped, self.drift = self._all = tuple(
             list(before.get(name, ())) for name in FINDINGS
         )
-        self.skipped[:] = [text for text in self.skipped if not text.endswith(NO_TIME)]
+        self.skipped[:] = [
+            text for text in self.skipped if not text.endswith(NO_TIME) and FAILED not in text
+        ]
+        self.failed: dict[str, str] = {}
         wanted = before.get("unfinished")
-        self._left = [p for p in self._pieces() if wanted is None or p.name in wanted]
+        self._left = [p for p in pieces_of(self) if wanted is None or p.name in wanted]
         self._now: Piece | None = None
         self._took: dict[str, float] = {}
 
@@ -91,16 +98,26 @@ class PairMeasurement:
                 self._left.remove(piece)
                 self._took[piece.kind] = time.monotonic() - begin
             except NoTimeError:
-                for some, count in zip(self._all, held, strict=True):
-                    del some[count:]  # another run measures the piece as a whole
+                self._undo(held)
             except torch.OutOfMemoryError:
-                self._fail(piece, "out of memory")
+                self._skip(piece, "out of memory")
+            except LimitError as error:
+                self._skip(piece, reason(error))
             except (DraftsimError, RuntimeError) as error:
                 # A driver's error ends this piece; what was measured before it is kept.
-                self._fail(piece, str(error).splitlines()[0])
+                self._undo(held)
+                self.failed[piece.name] = reason(error)
+                self.place.say(
+                    f"FAILED {self.pair.name}.{self.mode}, {piece.name}: {reason(error)}"
+                )
             self.place.release()
 
-    def _fail(self, piece: Piece, why: str) -> None:
+    def _undo(self, held: Sequence[int]) -> None:
+        """Forget what a piece found: another run measures it as a whole."""
+        for some, count in zip(self._all, held, strict=True):
+            del some[count:]
+
+    def _skip(self, piece: Piece, why: str) -> None:
         self.skipped.append(f"{piece.name}: {why}")
         self._left.remove(piece)
 
@@ -110,46 +127,6 @@ class PairMeasurement:
         late = self.late or time.monotonic() + ahead > self.deadline
         if late and self._now is not None and self._now.rank != SINGLE:
             raise NoTimeError("no time left")
-
-    def _pieces(self) -> list[Piece]:
-        grids = self.grids
-        names = [name for name, model in self.models.items() if model is not None]
-        paired = len(names) == 2
-        hosted = [b for b in grids.host_batches if paired and (b == 1 or b in grids.batches)]
-
-        def at(batch: int, rank: int) -> list[Piece]:
-            found = [Piece(f"{n}, batch {batch}", rank, partial(self.coarse, n, batch))
-                     for n in names]  # fmt: skip
-            if paired:
-                name = f"first draft passes, batch {batch}"
-                first = partial(self.coarse, "draft", batch, "catch_up")
-                found.append(Piece(name, rank, first))
-            if batch in hosted:
-                run = partial(self.host, batch)
-                found.append(Piece(f"the host at batch {batch}", rank, run))
-            return found
-
-        def finer(*of: Passes) -> list[Piece]:
-            return [
-                Piece(f"finer: {o.model}, {o.phase}, batch {o.batch}", WANTED,
-                      partial(self.finer, o)) for o in of
-            ]  # fmt: skip
-
-        def between(batch: int) -> Piece:
-            return Piece(f"between, batch {batch}", WANTED, partial(self.between, batch))
-
-        layers = [
-            Piece(f"{n}, layer by layer", WANTED if paired else BATCHED, partial(self.layers, n))
-            for n in names
-        ]
-        first = [Passes("draft", "catch_up", 1)] if paired else []
-        pieces = at(1, SINGLE)
-        pieces += [piece for b in grids.batches if b in hosted for piece in at(b, BATCHED)]
-        pieces += layers + finer(*first, *(Passes(n, "forward", 1) for n in names))
-        pieces += [piece for b in grids.batches if b not in hosted for piece in at(b, WANTED)]
-        pieces += [between(b) for b in grids.between]
-        pieces += finer(*(Passes("target", "forward", b) for b in grids.batches))
-        return pieces
 
     def coarse(self, name: str, batch: int, phase: str = "forward") -> None:
         """The coarse grid, and points at random within it; at batch 1 prompts and choices too."""
@@ -263,11 +240,11 @@ class PairMeasurement:
         return any(Passes(*row[:3]) == of for row in self.cells)
 
     def _lacks(self, of: Passes) -> None:
-        """Raise NoTimeError if these passes are still to be measured, else DraftsimError."""
+        """Raise NoTimeError if these passes are still to be measured, else LimitError."""
         part = "first draft passes" if of.phase == "catch_up" else of.model
         if f"{part}, batch {of.batch}" in self.unfinished:
             raise NoTimeError("no time left")
-        raise DraftsimError(f"no {of.phase} passes of the {of.model} at batch {of.batch}")
+        raise LimitError(f"no {of.phase} passes of the {of.model} at batch {of.batch}")
 
     def _shape(self, name: str) -> Architecture:
         shape = self.shapes[name]
@@ -277,12 +254,12 @@ class PairMeasurement:
     def _contexts(
         self, shape: Architecture, wanted: Any, batch: int, width: int, name: str
     ) -> list[int]:
-        """The contexts that fit; names the others, and raises DraftsimError if those are all."""
+        """The contexts that fit; names the others, and raises LimitError if those are all."""
         kept, why = fitting_contexts(self.place, shape, wanted, batch, width)
         named = [f"{name}, batch {batch}, {text}" for text in why]
         self.skipped += [text for text in named if text not in self.skipped]
         if not kept:
-            raise DraftsimError(f"no context of {tuple(wanted)} fits at batch {batch}")
+            raise LimitError(f"no context of {tuple(wanted)} fits at batch {batch}")
         return kept
 
     def _runner(self, name: str, slots: int, batch: int) -> Runner:
@@ -296,5 +273,10 @@ class PairMeasurement:
             for kind, drawn in (("held_out_error", False), ("random_error", True))
         }
         found = dict(zip(FINDINGS, self._all, strict=True))
-        skipped = [*self.skipped, *(name + NO_TIME for name in self.unfinished)]
-        return {**found, **errors, "skipped": skipped, "unfinished": self.unfinished}
+        why = dict.fromkeys(self.unfinished, NO_TIME)
+        why |= {name: FAILED + text for name, text in self.failed.items()}
+        skipped = [*self.skipped, *(name + text for name, text in why.items())]
+        return {
+            **found, **errors, "skipped": skipped, "unfinished": self.unfinished,
+            "failed": self.failed,
+        }  # fmt: skip

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from profiler.compiled import CompiledRunner
 from profiler.decoder import ModelToken
 from profiler.graphs import GraphRunner
 from profiler.latency import Stopwatch
@@ -20,8 +21,9 @@ from profiler.sampling import draw
 from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.sampling import GREEDY
 
-EAGER, GRAPH = "eager", "graph"
-MODES = (EAGER, GRAPH)
+EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
+MODES = (EAGER, GRAPH, COMPILED)
+RUNNERS = {EAGER: Runner, GRAPH: GraphRunner, COMPILED: CompiledRunner}
 MOST = 16
 """Passes in one timing at most."""
 LONG_CALLS, LONG_REPEATS = 2, 3
@@ -39,8 +41,8 @@ class Sample(NamedTuple):
 
 
 def make_runner(mode: str, model: Any, slots: int, batch: int = 1) -> Runner:
-    """The runner of a mode: what Hugging Face users get, or what an engine does."""
-    return (GraphRunner if mode == GRAPH else Runner)(model, slots, batch)
+    """The runner of a mode: what Hugging Face users get, their kernels in a graph, or compiled."""
+    return RUNNERS[mode](model, slots, batch)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.stack import LayerRunner
 from profiler.sources.train import default_exit_layers, train_exit_heads
 from profiler.suite.environment import Workplace
-from traces.errors import DraftsimError
 from traces.files import write_trace
 from traces.sources.early_exit import EarlyExit
 from traces.sources.files import write_exits
@@ -125,11 +124,3 @@ def record_early_exits(
     return {
         "layers": layers, "requests": len(some.requests), "seconds": time.monotonic() - begin,
     }  # fmt: skip
-
-
-def attempt_exits(*arguments: Any) -> dict[str, Any]:
-    """`record_early_exits`, its failure as a result: the rest of the stage stands without it."""
-    try:
-        return record_early_exits(*arguments)
-    except (DraftsimError, RuntimeError) as error:
-        return {"failed": str(error).splitlines()[0]}

@@ -131,7 +131,8 @@ def tables_of(table: LatencyTable, pair: str, mode: str) -> LatencyTable:
     own = table.cells[table.cells["model"].str.startswith(prefix)].copy()
     own["model"] = own["model"].str.removeprefix(prefix)
     shapes = table.meta.get("shapes", {}).get(pair, {})
-    meta = {**table.meta, "pair": pair, "mode": mode, "shapes": shapes}
+    kernels = table.meta.get("kernels", {}).get(mode)
+    meta = {**table.meta, "pair": pair, "mode": mode, "shapes": shapes, "kernels": kernels}
     return LatencyTable(own.reset_index(drop=True), meta)
 
 

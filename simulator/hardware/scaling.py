@@ -100,7 +100,7 @@ def fit_table(
             "the latencies were measured in float32, and data sheets are compared by their bf16 "
             "rates: measure in bfloat16 to carry them over"
         )
-    how: Mode = mode or ("graph" if latency.meta.get("mode") == "graph" else "eager")
+    how: Mode = mode or ("graph" if latency.meta.get("mode") in ("graph", "compiled") else "eager")
     observed = observations(latency, shapes or table_shapes(latency))
     fit = Roofline(home, how).fitted(observed)
     error = float(np.median(np.abs(fit.errors(observed))))

@@ -1,0 +1,232 @@
+"""What goes wrong in a stage is said, kept as unfinished, and never costs what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler.suite import forced_stage, latency_stage, pair_latency, trained_stage
+from profiler.suite.__main__ import main
+from profiler.suite.account import COMPLETE, FAILED, REFUSED
+from profiler.suite.environment import Workplace, open_workplace
+from profiler.suite.passes import MODES
+from tests.pretend_gpu import pretended
+from traces.files import read_latency, read_trace
+from traces.measured import read_measured
+
+PROMPTS = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
+SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "out"
+    place = open_workplace("cpu", tmp_path / "out", seconds=1, quick=True)
+    shutil.rmtree(place.work, ignore_errors=True)
+
+
+def stage(name: str, out: Path, *more: str, device: str = "cpu") -> int:
+    return main([name, "--device", device, "--quick", "--out", str(out), *more])
+
+
+def results(out: Path, name: str) -> Any:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def models(out: Path) -> set[str]:
+    return {m.rpartition("/")[0] for m in read_latency(out / "latency.parquet").cells["model"]}
+
+
+def test_a_capture_that_fails_is_loud_and_measured_again(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three times in a row: nothing of it counts as done, and eager passes are kept."""
+    with pretended() as gpu:
+        gpu.breaks_captures = True
+        for _ in range(3):
+            assert stage("latency", out, "--pairs", SMALL, device="cuda") == FAILED
+            said = " ".join(capsys.readouterr().err.split())
+            assert f"FAILED {SMALL}.graph, target, batch 1: CUDA error: operation failed" in said
+            found = results(out, "latency")
+            assert not found["complete"]
+            assert set(found["units"][f"{SMALL}.graph"]["failed"]) >= {"target, batch 1"}
+            assert not found["units"][f"{SMALL}.eager"]["failed"]
+            assert models(out) == {f"{SMALL}/eager"}
+        gpu.breaks_captures = False
+        assert stage("latency", out, "--pairs", SMALL, device="cuda") == COMPLETE
+    assert results(out, "latency")["complete"]
+    assert models(out) == {f"{SMALL}/{mode}" for mode in MODES}
+
+
+def test_forced_runs_that_fail_leave_those_that_do_not(out: Path) -> None:
+    with pretended() as gpu:
+        gpu.breaks_captures = True
+        assert stage("forced", out, "--pairs", SMALL, device="cuda") == FAILED
+        found = results(out, "forced")
+        assert set(found["failed"]) == {
+            f"{SMALL}.{mode}.{batch}" for mode in ("graph", "compiled") for batch in (1, 4)
+        }
+        runs = read_measured(out / "forced-measured.parquet").times
+        assert set(runs["mode"]) == {"eager"}
+        gpu.breaks_captures = False
+        assert stage("forced", out, "--pairs", SMALL, device="cuda") == COMPLETE
+    assert set(read_measured(out / "forced-measured.parquet").times["mode"]) == set(MODES)
+
+
+def test_a_piece_that_fails_is_undone_and_tried_again(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pair_latency.host_cells
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: misaligned address\nmore")
+
+    options = ("--pairs", SMALL, "--modes", "eager")
+    monkeypatch.setattr(pair_latency, "host_cells", broken)
+    assert stage("latency", out, *options) == FAILED
+    unit = results(out, "latency")["units"][f"{SMALL}.eager"]
+    assert unit["failed"] == {
+        f"the host at batch {n}": "CUDA error: misaligned address" for n in (1, 4)
+    }
+    assert set(unit["failed"]) <= set(unit["unfinished"])
+    assert "the host at batch 1: failed: CUDA error: misaligned address" in unit["skipped"]
+    monkeypatch.setattr(pair_latency, "host_cells", real)
+    assert stage("latency", out, *options) == COMPLETE
+    cells = read_latency(out / "latency.parquet").cells
+    assert not cells.duplicated(["model", "phase", "batch", "new_tokens", "context"]).any()
+    assert "host_round" in set(cells["phase"])
+
+
+def test_a_stage_told_to_end_leaves_what_it_has(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = pair_latency.host_cells
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(pair_latency, "host_cells", told)
+    before = signal.getsignal(signal.SIGTERM)
+    assert stage("latency", out, "--pairs", SMALL) == FAILED
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "error: stopped by SIGTERM: the same command goes on" in capsys.readouterr().err
+    assert results(out, "latency")["stopped"] == "stopped by SIGTERM"
+    assert not read_latency(out / "latency.parquet").cells.empty
+
+
+def test_a_part_that_fails_leaves_the_trained_stage_the_others(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = trained_stage.sampled_rounds, trained_stage.record_trace
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    def half(place: Workplace, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
+        if settings.sampling.temperature:
+            raise RuntimeError("no room")
+        return real[1](place, pair, prompts, settings, until)
+
+    monkeypatch.setattr(trained_stage, "record_early_exits", broken)
+    monkeypatch.setattr(trained_stage, "record_trace", half)
+    options = ("--seconds", "200")
+    assert stage("trained", out, *options) == FAILED
+    found = results(out, "trained")
+    assert found["failed"] == {
+        "sampled": "no room", "sampled-rounds": "the recording that it needs failed",
+        "exits": "no kernel image",
+    }  # fmt: skip
+    assert "FAILED exits: no kernel image" in capsys.readouterr().err
+    for part in ("greedy", "latency", "rounds_graph", "rounds_eager"):
+        assert found[part]
+    monkeypatch.undo()
+    assert stage("trained", out, *options) == COMPLETE
+    assert not results(out, "trained")["failed"]
+    assert (out / "trained-exits.parquet").is_file()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs that are measured at once."""
+
+    def latency(
+        place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: list[str]
+    ) -> None:
+        for mode in how:
+            cells = [["target", "forward", 1, 1, 16, 1e-3, 0.0, 3]]
+            ledger.put(f"{pair.name}.{mode}", {"cells": cells, "held_out": []})
+
+    def forced(place: Any, unit: Any, models: Any, trace: Any, share: float) -> Any:
+        request = trace.requests[0].id
+        row = [unit.pair.name, unit.mode, "svip", "exact", unit.batch, True, 0, request, 1e-3, 3]
+        return {"rows": [row], "repeats": 2, "groups": 1, "unfinished": False}
+
+    monkeypatch.setattr(latency_stage, "_measure_pair", latency)
+    monkeypatch.setattr(forced_stage, "_unit", forced)
+
+
+def test_other_pairs_join_those_of_the_folder(stand_ins: None, out: Path) -> None:
+    for name in ("latency", "forced"):
+        assert stage(name, out, "--pairs", SMALL, "--modes", "eager") == COMPLETE
+        assert stage(name, out, "--pairs", OTHER) == COMPLETE
+        assert stage(name, out, "--pairs", OTHER, "--modes", "eager") == COMPLETE
+        units = {unit.rsplit(".1", 1)[0] for unit in results(out, name)["units"]
+                 if not unit.endswith(".4")}  # fmt: skip
+        assert units == {f"{SMALL}.eager", *(f"{OTHER}.{mode}" for mode in MODES)}
+    assert models(out) == {f"{SMALL}/eager", *(f"{OTHER}/{mode}" for mode in MODES)}
+    runs = read_measured(out / "forced-measured.parquet").times
+    assert len(runs) == 8
+    assert set(runs["pair"]) == {SMALL, OTHER}
+
+
+def test_a_folder_is_of_one_device(
+    stand_ins: None, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage("latency", out, "--pairs", SMALL) == COMPLETE
+    options = ("--dtype", "bfloat16")
+    assert stage("latency", out, "--pairs", OTHER, *options) == REFUSED
+    assert "measured with another dtype: one --out holds one" in capsys.readouterr().err
+    # Where nothing of it would stay, it is measured anew.
+    assert stage("latency", out, "--pairs", SMALL, *options) == COMPLETE
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_of_some_rounds_are_kept(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cells(place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: Any) -> None:
+        for mode in how:
+            ledger.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
+
+    monkeypatch.setattr(latency_stage, "_measure_pair", cells)
+    with pretended() as gpu:
+        assert stage("latency", tmp_path, "--pairs", SMALL, "--profile", device=device) == 0
+    for mode in MODES:
+        document = json.loads((tmp_path / f"profile-{SMALL}-{mode}.json").read_text())
+        names = {event.get("name") for event in document["traceEvents"]}
+        assert {"rounds", "target, 5 wide", "draft, 1 wide"} <= names
+    assert "target, 5 wide" in gpu.ranges
+
+
+def test_a_pair_of_the_users_is_recorded(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows the recordings is the trained pair's, and tested with it."""
+    pair = ("--target", "bundled", "--draft", "bundled")
+    assert stage("trained", out, *pair) == REFUSED
+    assert "--target also takes --draft and --prompts" in capsys.readouterr().err
+    monkeypatch.setattr(trained_stage._Stage, "part", lambda *_, **__: {})
+    prompts = str(PROMPTS)
+    assert stage("trained", out, *pair, "--prompts", prompts, "--seconds", "60") == COMPLETE
+    trace = read_trace(out / "trained-trace.parquet")
+    assert len(trace.requests) == 8
+    assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
+    assert results(out, "trained")["greedy"]["requests"] == 8
