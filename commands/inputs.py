@@ -78,7 +78,7 @@ TrustOption = Annotated[
 MemoryOption = Annotated[
     Path | None,
     typer.Option(
-        "--memory", metavar="FILE", help="Correction memory of `draftsim calibrate`, for csd."
+        "--memory", metavar="FILE", help="Correction memory of `draftsim calibrate-memory`, for csd."
     ),
 ]
 

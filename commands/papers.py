@@ -46,14 +46,30 @@ def papers(
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
     ] = False,
     out: OutOption = None,
+    measured: Annotated[
+        bool,
+        typer.Option(help="What others measured on GPUs instead, predicted from a part of it."),
+    ] = False,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="--measured: folder with eagle_logs/ and specbench_logs/."
+        ),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Put every published table of CM-ASD, SpecBound, CSD and GammaTune beside ours.
 
     Each row says how the two relate: the same quantity (computed from the paper's own
     numbers), the same experiment on our pair, or a cell that needs the paper's weights.
-    Notes say where a paper contradicts itself.
+    Notes say where a paper contradicts itself.  With --measured the table is of public GPU
+    measurements: what was given of a study, how far off the predictions of the rest are, and how
+    often the side of 1x and the rank are right.
     """
+    if measured:
+        from commands.evidence import print_evidence
+
+        return print_evidence(logs, table, json)
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
     from traces.identity import check_folder
     from traces.outputs import find_runs, read_run

@@ -101,8 +101,8 @@ class Runner:
         if stop > self.cache.slots:
             raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
         self.cache.place(start)
-        if mask is None and not (self._maskless and (start == 0 or tokens.shape[0] == 1)):
-            mask = self._causal[start:stop, :stop]
+        if mask is None:
+            mask = self._causal_mask(start, stop)
         out = self.model(
             input_ids=tokens[None],
             attention_mask=None if mask is None else mask[None, None],
@@ -113,6 +113,12 @@ class Runner:
         )
         logits: Tensor = out.logits[0]
         return logits
+
+    def _causal_mask(self, start: int, stop: int) -> Tensor | None:
+        """What a pass over slots ``start`` to ``stop`` is told of causality, if it must be."""
+        if self._maskless and (start == 0 or stop == start + 1):
+            return None
+        return self._causal[start:stop, :stop]
 
     @torch.inference_mode()
     def forward_blocks(

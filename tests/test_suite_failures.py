@@ -225,7 +225,7 @@ def test_a_pair_of_the_users_is_recorded(
     assert "--target also takes --draft and --prompts" in capsys.readouterr().err
     monkeypatch.setattr(trained_stage._Stage, "part", lambda *_, **__: {})
     prompts = str(PROMPTS)
-    assert stage("trained", out, *pair, "--prompts", prompts, "--seconds", "60") == COMPLETE
+    assert stage("trained", out, *pair, "--prompts", prompts, "--seconds", "900") == COMPLETE
     trace = read_trace(out / "trained-trace.parquet")
     assert len(trace.requests) == 8
     assert read_trace(out / "trained-sampled.parquet").temperature == 1.0

@@ -120,7 +120,7 @@ class LayerRunner(Runner):
             raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
         self.cache.place(start)
         if mask is None:
-            mask = self._causal[start:stop, :stop]
+            mask = self._causal_mask(start, stop)
         if positions is None:
             at, cos, sin = (t[:, start:stop] for t in (self._positions, self._cos, self._sin))
         else:
@@ -128,7 +128,7 @@ class LayerRunner(Runner):
         states = hidden[None]
         for i in which:
             out = self._layers[i](
-                states, attention_mask=mask[None, None], position_ids=at,
+                states, attention_mask=None if mask is None else mask[None, None], position_ids=at,
                 position_embeddings=(cos, sin), past_key_values=self.cache, use_cache=True,
             )  # fmt: skip
             states = out[0] if isinstance(out, tuple) else out

@@ -1,4 +1,4 @@
-"""``draftsim calibrate``: a correction memory for CSD from recorded disagreements."""
+"""``draftsim calibrate-memory``: a correction memory for CSD from recorded disagreements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from commands.inputs import BUNDLED, TraceOption, load_policies, load_trace
 from commands.output import note
 
 
-def calibrate(
+def calibrate_memory(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Memory file to write (.npz).")],
     trace: TraceOption = BUNDLED,
     policy: Annotated[

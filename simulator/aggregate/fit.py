@@ -1,0 +1,185 @@
+"""Fits a server's costs to a handful of its runs, with intervals that hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+from scipy.stats import f, norm, t
+
+from simulator.aggregate.acceptance import Interval, TwoState
+from simulator.aggregate.server import COSTS, Server, ServerRun
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+ACCEPTANCE = "acceptance"
+DROPPED = ("step_s", "draft_token_s", "context_s", "draft_s", ACCEPTANCE, "token_s")
+"""What is left out first where the runs do not tell parameters apart."""
+SURE = 0.001
+"""Chance of seeing a step, at any of the thresholds tried, where there is none."""
+ALIKE = 1e-7
+"""Parameters whose columns are dependent up to this, relative, are not told apart."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted server, the intervals of what the runs determine, and what they do not."""
+
+    server: Server
+    intervals: dict[str, Interval]
+    """Simultaneous: all of them hold together with the level asked for."""
+    undetermined: tuple[str, ...]
+    noise: float
+    """Standard deviation of a run's speed, relative: as named, or as the runs scatter."""
+    covariance: Floats
+    """Of the determined parameters, in the order of `intervals`."""
+    level: float
+    freedom: float
+    """Runs beyond the parameters; infinite where the noise was named."""
+    misses: tuple[float, ...]
+    """Predicted over measured speed of each run, minus one."""
+
+
+def calibrate(
+    runs: Sequence[ServerRun], *, noise: float | None = None, level: float = 0.95,
+    threshold: int | None = None, always: int | None = None, find_step: bool = True,
+) -> Calibration:  # fmt: skip
+    """The costs that explain the runs best.
+
+    Parameters
+    ----------
+    noise:
+        Relative standard deviation of a run's tokens/s, if repeated runs tell it; else the
+        scatter of the runs about the fit stands for it.
+    threshold:
+        Tokens an iteration above which another kernel runs; looked for where None, and taken up
+        only where the runs leave little doubt (`SURE`).
+    always:
+        As of `Server`.
+
+    Raises
+    ------
+    DraftsimError
+        If there are too few runs, none without speculation, or fewer than one more than
+        determined parameters where the noise is not named.
+    """
+    if not any(run.k == 0 for run in runs):
+        raise DraftsimError("no run with speculation off (k = 0): measure one")
+    base = Server(threshold=threshold, always=always)
+    plain = _fitted(base, runs, noise, level)
+    if threshold is not None or not find_step:
+        return plain
+    tokens = sorted({run.batch * (run.k + 1) for run in runs})
+    tried = [
+        _fitted(replace(base, threshold=low), runs, noise, level)
+        for low in tokens[:-1] if len(runs) > len(plain.intervals) + 2
+    ]  # fmt: skip
+    tried = [one for one in tried if "step_s" in one.intervals]
+    if not tried:
+        return plain
+    best = min(tried, key=lambda one: _squares(one))
+    freedom = len(runs) - len(best.intervals)
+    if noise is None:
+        ratio = (_squares(plain) - _squares(best)) / (_squares(best) / freedom)
+        doubt = float(f.sf(ratio, 1, freedom))
+    else:
+        doubt = float(2 * norm.sf(np.sqrt(max(0.0, _squares(plain) - _squares(best))) / noise))
+    return best if doubt * len(tried) < SURE else plain
+
+
+def _squares(found: Calibration) -> float:
+    return float(np.square(found.misses).sum())
+
+
+def _fitted(
+    base: Server, runs: Sequence[ServerRun], noise: float | None, level: float
+) -> Calibration:
+    columns = base.columns([r.batch for r in runs], [r.k for r in runs], [r.context for r in runs])
+    unknown = np.array([r.round_tokens is None for r in runs])
+    known = np.array([r.round_tokens or 1.0 for r in runs])
+    lengths = [r.k for r in runs]
+    batches, speeds = (np.array([getattr(r, n) for r in runs], dtype=float)
+                       for n in ("batch", "tokens_per_s"))  # fmt: skip
+
+    def emitted(acceptance: float) -> Floats:
+        iid = [TwoState(acceptance).emitted(k) if u else 1.0
+               for k, u in zip(lengths, unknown, strict=True)]  # fmt: skip
+        return np.where(unknown, iid, known)
+
+    def gaps(x: Floats) -> Floats:
+        """Iteration predicted over measured, minus one; ``x`` costs and acceptance."""
+        return np.asarray(columns @ x[:-1] * speeds / (batches * emitted(float(x[-1]))) - 1)
+
+    start = np.array([*np.zeros(len(COSTS)), 0.6])
+    names = [*COSTS, ACCEPTANCE]
+    free = [
+        i for i, name in enumerate(names)
+        if (np.any(columns[:, i]) if name != ACCEPTANCE else unknown.any())
+    ]  # fmt: skip
+    if base.threshold is None:
+        free = [i for i in free if names[i] != "step_s"]
+    scale = np.array([*(1 / np.maximum(np.abs(columns).max(axis=0), 1e-12)), 1.0])
+    scale[:-1] *= float(np.median(batches * emitted(0.6) / speeds))
+
+    def solve(free: Sequence[int]) -> tuple[Floats, Floats]:
+        """The best values, and the slopes of the gaps there in units of the scale."""
+        low = np.array([-np.inf if i < len(COSTS) else 0.01 for i in free])
+        high = np.array([np.inf if i < len(COSTS) else 0.99 for i in free])
+        x0 = np.array([0.2 if i < len(COSTS) else start[-1] for i in free])
+
+        def part(y: Floats) -> Floats:
+            x = start.copy()
+            x[list(free)] = y * scale[list(free)]
+            return gaps(x)
+
+        found = least_squares(part, x0, bounds=(low, high), xtol=1e-14, ftol=1e-14, gtol=1e-14)
+        x = start.copy()
+        x[list(free)] = found.x * scale[list(free)]
+        return x, np.asarray(found.jac)
+
+    x, slopes = solve(free)
+    for name in DROPPED:
+        # Unknown or alike: what is left out is named, and counts as nothing.
+        sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
+        enough = len(runs) >= len(free) + (0 if noise is not None else 1)
+        if enough and sizes[-1] > ALIKE * sizes[0]:
+            break
+        if names.index(name) in free:
+            free = [i for i in free if names[i] != name]
+            x, slopes = solve(free)
+    freedom = len(runs) - len(free)
+    if noise is None and freedom < 1:
+        raise DraftsimError(
+            f"{len(runs)} runs for {len(free)} costs: measure one more, or name --noise"
+        )
+    final = gaps(x)
+    scatter = float(np.sqrt(np.square(final).sum() / freedom)) if freedom else 0.0
+    sigma = scatter if noise is None else noise
+    units = scale[free]
+    covariance = np.linalg.inv(slopes.T @ slopes) * sigma**2 * np.outer(units, units)
+    tail = 1 - (1 - level) / (2 * len(free))
+    reach = float(t.ppf(tail, freedom) if noise is None else norm.ppf(tail))
+    widths = reach * np.sqrt(np.diag(covariance))
+    intervals = {}
+    for i, width in zip(free, widths, strict=True):
+        least = -np.inf if names[i] == "step_s" else 0.0
+        intervals[names[i]] = Interval(
+            max(least, float(x[i])), max(least, float(x[i] - width)),
+            max(least, float(x[i] + width)),
+        )  # fmt: skip
+    server = base.with_costs(x[:-1])
+    if ACCEPTANCE in intervals:
+        server = replace(server, acceptance=float(x[-1]))
+    possible = [n for n in names if n != ACCEPTANCE or unknown.any()]
+    left = tuple(
+        n for n in possible
+        if n not in intervals and not (n == "step_s" and base.threshold is None)
+    )  # fmt: skip
+    return Calibration(
+        server, intervals, left, sigma, covariance, level,
+        np.inf if noise is not None else float(freedom), tuple((1 / (1 + final) - 1).tolist()),
+    )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Public GPU measurements beside what is predicted of each from a part of it.
+
+No constant is fitted to a row that it predicts: every row says what was given.
+"""
+
+from pathlib import Path
+
+from simulator.papers.measured.engines import engine_rows
+from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, RTX3090_SOURCE
+from simulator.papers.measured.ladder import ladder_rows
+from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
+from simulator.papers.measured.roofline import roofline_rows
+from simulator.papers.measured.rows import Evidence, Record, by_study, record
+
+__all__ = ["Evidence", "Record", "by_study", "measured_rows", "record", "sources"]
+
+
+def measured_rows(logs: Path | None = None) -> list[Evidence]:
+    """All rows; those of logs where their folder is named.
+
+    Raises DraftsimError if there are no logs in it.
+    """
+    return [*ladder_rows(), *engine_rows(), *roofline_rows(), *(log_rows(logs) if logs else ())]
+
+
+def sources() -> dict[str, str]:
+    """Where the figures are from, by study."""
+    found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
+    found |= {study.name: study.source for study in (*ENGINE_STUDIES, MINICPM)}
+    found |= {name: "read from the folder of --logs" for name in (EAGLE_STUDY, SPECBENCH_STUDY)}
+    found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
+    found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
+    return found

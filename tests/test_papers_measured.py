@@ -1,0 +1,165 @@
+"""Public GPU measurements, predicted from a part of each; and the acceptance family behind it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policies.basic import Fixed
+from simulator.aggregate.acceptance import (
+    TwoState,
+    emitted_at,
+    iid_mean,
+    members,
+    unevenness,
+)
+from simulator.formulas.leviathan import expected_tokens
+from simulator.papers.measured import by_study, measured_rows
+from simulator.papers.measured.figures import CLASSES, RTX3090
+from simulator.papers.measured.ladder import ONE, TWO, cycle_at
+from simulator.papers.measured.rows import Evidence, evidence, ranked, record
+from tests.conftest import Run
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.synthetic import Bursty, synthetic_trace
+
+TABLE = Path(__file__).parents[2] / "shared" / "tables" / "rtx3090-qwen3.8-27b-nmax.csv"
+DATA = Path("/work/shared/data")
+
+
+@pytest.mark.parametrize(("alpha", "gamma"), [(0.3, 1), (0.7, 4), (0.9, 8)])
+def test_an_even_member_is_the_textbook(alpha: float, gamma: int) -> None:
+    assert TwoState(alpha).emitted(gamma) == pytest.approx(expected_tokens(alpha, gamma))
+    assert iid_mean(gamma, expected_tokens(alpha, gamma)) == pytest.approx(alpha)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+def test_members_are_what_a_bursty_recording_replays(gamma: int) -> None:
+    """Rounds of a long synthetic recording, within four standard errors of the closed form."""
+    source = Bursty(0.9, 0.4, 20.0, 10.0)
+    trace = synthetic_trace(source, requests=40, tokens=1000, max_gamma=8, seed=5)
+    accepted = replay(trace, Fixed(gamma)).rounds["accepted"] + 1.0
+    share = 20 / 30
+    mean = 0.9 * share + 0.4 * (1 - share)
+    variance = share * (1 - share) * 0.5**2
+    member = TwoState(mean, variance / (mean * (1 - mean)), share, memory=1 - 1 / 20 - 1 / 10)
+    assert member.chances() == pytest.approx([0.9, 0.4])
+    # Neighbouring rounds are alike: blocks of them are not.
+    blocks = np.array([block.mean() for block in np.array_split(accepted, 100)])
+    error = blocks.std(ddof=1) / np.sqrt(len(blocks))
+    assert abs(accepted.mean() - member.emitted(gamma)) < 4 * error
+
+
+def test_one_total_leaves_an_interval_that_holds_what_made_it() -> None:
+    made = TwoState(0.7, uneven=0.15, memory=0.9, later=0.9)
+    for given in (1, 2, 4, 8):
+        totals = {given: made.emitted(given)}
+        for member in members(totals):
+            assert member.emitted(given) == pytest.approx(totals[given])
+        for asked in (1, 2, 4, 8, 12):
+            found = emitted_at(totals, asked)
+            assert found.low <= found.value <= found.high
+            assert found.holds(made.emitted(asked)) or asked == given
+    two = {2: made.emitted(2), 6: made.emitted(6)}
+    for asked in (1, 4, 8):
+        assert emitted_at(two, asked).value == pytest.approx(made.emitted(asked), rel=0.01)
+        narrow, wide = emitted_at(two, asked), emitted_at({2: two[2]}, asked)
+        assert narrow.high - narrow.low < wide.high - wide.low
+
+
+def test_the_family_covers_the_public_ladder() -> None:
+    """It was spanned without it: tokens a round of every length from every other one."""
+    held = total = 0
+    for ladder in RTX3090.values():
+        for given in ladder:
+            for asked in ladder:
+                found = emitted_at({given: ladder[given].emitted}, asked)
+                held += given == asked or found.holds(ladder[asked].emitted)
+                total += 1
+    assert held >= 0.95 * total
+
+
+def test_unevenness_is_found_again() -> None:
+    made = TwoState(0.7, uneven=0.2)
+    assert unevenness({g: made.emitted(g) for g in (1, 2, 4, 8)}) == pytest.approx(0.2, abs=0.011)
+    assert unevenness({g: TwoState(0.6).emitted(g) for g in (1, 4)}) == 0.0
+
+
+@pytest.mark.parametrize("totals", [{2: 3.5}, {2: 0.9}, {0: 1.0}])
+def test_impossible_totals_are_refused(totals: dict[int, float]) -> None:
+    with pytest.raises(DraftsimError, match="tokens a round at draft length"):
+        members(totals)
+
+
+def test_cycles_lie_on_a_line_from_a_plain_step() -> None:
+    assert cycle_at({2: 1.5}, 4) == pytest.approx(2.0)
+    assert cycle_at({2: 1.5, 4: 2.0}, 1) == pytest.approx(1.25)
+
+
+def test_orders_and_sides_are_judged_where_they_can_be_told() -> None:
+    rows = [
+        evidence("s", "g", "a", 1.5, 1.4, plain=1.0), evidence("s", "g", "b", 1.2, 1.6, plain=1.0),
+        evidence("s", "g", "c", 0.9, 1.01, plain=1.0),
+    ]  # fmt: skip
+    assert [row.sign_right for row in rows] == [True, True, None]
+    assert [row.rank_right for row in ranked(rows)] == [False, False, True]
+    said = record(ranked(rows))
+    assert (said.rows, said.sign_right, said.signs, said.rank_right, said.ranks) == (3, 2, 2, 1, 3)
+    assert said.worst == pytest.approx(-0.25)
+    assert ranked([Evidence("s", "g", "a", 1.0, 1.0, 0.0)])[0].rank_right is None
+
+
+@pytest.mark.skipif(not TABLE.is_file(), reason="the published table is not beside the project")
+def test_the_ladder_is_the_published_one() -> None:
+    lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+    head = lines[0].split(",")
+    for line in lines[1:]:
+        row = dict(zip(head, line.split(","), strict=True))
+        if row["drafter"] == "none":
+            continue
+        name = {"mtp": "MTP head", "dflash": "DFlash drafter"}[row["drafter"]]
+        run = RTX3090[name][int(row["n_max"])]
+        assert run.tokens_per_s == float(row["tok_s"])
+        assert run.emitted == float(row["mean_len"])
+        assert run.cycle == float(row["k_mean"])
+        assert run.gains == tuple(float(row[c]) for c in CLASSES)
+
+
+def test_the_table_of_evidence(run: Run) -> None:
+    ran = run("papers", "--measured", "--json", "-")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out[ran.out.index("{") :])
+    assert {"study", "given", "quantity", "predicted", "measured", "error"} <= set(
+        document["results"][0]
+    )
+    for row in document["results"]:
+        assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
+    records = {(r["study"], r["given"]): r for r in document["records"]}
+    for drafter, lengths in (("MTP head", 8), ("DFlash drafter", 4)):
+        study = f"RTX 3090 llama.cpp 27B 4-bit, {drafter}"
+        for kind, of in ((TWO, lengths * (lengths - 1) // 2 * (lengths - 2)),
+                         (ONE, lengths * (lengths - 1))):  # fmt: skip
+            for name in (kind, *(f"{kind}, {c}" for c in CLASSES)):
+                assert records[study, name]["rows"] == of
+                assert records[study, name]["median"] < 0.12
+    assert "thc1006" in ran.err
+    assert "--logs" in ran.err
+    assert run("papers", "--measured", "--table", "TPU").code == 2
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="the public logs are not beside the project")
+def test_half_a_log_predicts_the_other() -> None:
+    records = by_study(measured_rows(DATA))
+    for (study, given), said in records.items():
+        if study.startswith(("EAGLE", "Spec-Bench")):
+            assert said.median < 0.05, (study, given)
+            assert said.sign_right == said.signs > 0
+
+
+def test_a_folder_without_logs_is_refused(tmp_path: Path, run: Run) -> None:
+    ran = run("papers", "--measured", "--logs", tmp_path)
+    assert ran.code == 2
+    assert "holds neither eagle_logs" in ran.err
