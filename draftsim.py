@@ -16,6 +16,7 @@ from commands import (
     demo,
     fetch,
     imports,
+    memory,
     papers,
     profile,
     report,
@@ -60,6 +61,7 @@ app.command("simulate")(simulate.simulate)
 app.command("validate")(validate.validate)
 app.command("check")(check.check)
 app.command("calibrate")(calibrate.calibrate)
+app.command("calibrate-memory")(memory.calibrate_memory)
 app.command("serve")(serve.serve)
 app.command("sweep")(sweep.sweep)
 app.command("tune")(tune.tune)

@@ -52,7 +52,7 @@ def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
     return {
         "study": study, "given": given, "rows": str(record.rows),
         "median |error|": f"{record.median:.1%}", "worst": f"{record.worst:+.1%}",
-        "in the interval": share(record.covered, record.intervals),
+        "in acceptance's interval": share(record.covered, record.intervals),
         "right side of 1x": share(record.sign_right, record.signs),
         "right rank": share(record.rank_right, record.ranks),
     }  # fmt: skip

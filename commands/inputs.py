@@ -78,7 +78,9 @@ TrustOption = Annotated[
 MemoryOption = Annotated[
     Path | None,
     typer.Option(
-        "--memory", metavar="FILE", help="Correction memory of `draftsim calibrate-memory`, for csd."
+        "--memory",
+        metavar="FILE",
+        help="Correction memory of `draftsim calibrate-memory`, for csd.",
     ),
 ]
 

@@ -71,7 +71,9 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
         tmp_path,
     )  # fmt: skip
     memory = tmp_path / "memory.npz"
-    code, _, said = call("calibrate-memory", "--trace", tmp_path, "--out", memory, "--policy", "fixed")
+    code, _, said = call(
+        "calibrate-memory", "--trace", tmp_path, "--out", memory, "--policy", "fixed"
+    )
     assert (code, "3 prompts" in said) == (0, True)
     rule = ("--verify", "csd:threshold=0", "--policy", "fixed:gamma=4", "--memory", memory)
     code, _, said = call(*again, *rule)

@@ -64,7 +64,7 @@ class TwoState:
 
     def chances(self) -> Floats:
         """Acceptance at an easy and at a hard position; out of 0..1 if there is no such member."""
-        return _chances(*self._columns())[0]
+        return np.asarray(_chances(*self._columns())[0])
 
     @property
     def possible(self) -> bool:
@@ -76,7 +76,7 @@ class TwoState:
 
         Rounds begin where the one before ended, so more of them in hard stretches.
         """
-        return _survival(gamma, *self._columns())[0]
+        return np.asarray(_survival(gamma, *self._columns())[0])
 
     def emitted(self, gamma: int) -> float:
         """Mean tokens of a round that drafts `gamma`, the target's own one included."""
@@ -227,7 +227,7 @@ def _columns(members: Sequence[TwoState]) -> tuple[Floats, ...]:
 
 
 def _emitted(gamma: int, members: Sequence[TwoState]) -> Floats:
-    return 1.0 + _survival(gamma, *_columns(members)).sum(axis=1)
+    return np.asarray(1.0 + _survival(gamma, *_columns(members)).sum(axis=1))
 
 
 def _means(gamma: int, emitted: float, shapes: Sequence[TwoState]) -> list[TwoState]:

@@ -21,6 +21,8 @@ DROPPED = ("step_s", "draft_token_s", "context_s", "draft_s", ACCEPTANCE, "token
 """What is left out first where the runs do not tell parameters apart."""
 SURE = 0.001
 """Chance of seeing a step, at any of the thresholds tried, where there is none."""
+LEAST_STEP = 0.05
+"""A step smaller than this part of a verification is none: other bends look like it."""
 ALIKE = 1e-7
 """Parameters whose columns are dependent up to this, relative, are not told apart."""
 
@@ -81,14 +83,17 @@ def calibrate(
     tried = [one for one in tried if "step_s" in one.intervals]
     if not tried:
         return plain
-    best = min(tried, key=lambda one: _squares(one))
+    best = min(tried, key=_squares)
     freedom = len(runs) - len(best.intervals)
     if noise is None:
         ratio = (_squares(plain) - _squares(best)) / (_squares(best) / freedom)
         doubt = float(f.sf(ratio, 1, freedom))
     else:
         doubt = float(2 * norm.sf(np.sqrt(max(0.0, _squares(plain) - _squares(best))) / noise))
-    return best if doubt * len(tried) < SURE else plain
+    server = best.server
+    there = server.fixed_s + server.token_s * (server.threshold or 0)
+    large = abs(server.step_s) > LEAST_STEP * there
+    return best if large and doubt * len(tried) < SURE else plain
 
 
 def _squares(found: Calibration) -> float:
@@ -111,8 +116,9 @@ def _fitted(
         return np.where(unknown, iid, known)
 
     def gaps(x: Floats) -> Floats:
-        """Iteration predicted over measured, minus one; ``x`` costs and acceptance."""
-        return np.asarray(columns @ x[:-1] * speeds / (batches * emitted(float(x[-1]))) - 1)
+        """Logarithm of iteration predicted over measured; ``x`` costs and acceptance."""
+        ratio = columns @ x[:-1] * speeds / (batches * emitted(float(x[-1])))
+        return np.asarray(np.log(np.maximum(ratio, 1e-6)))
 
     start = np.array([*np.zeros(len(COSTS)), 0.6])
     names = [*COSTS, ACCEPTANCE]
@@ -142,15 +148,19 @@ def _fitted(
         return x, np.asarray(found.jac)
 
     x, slopes = solve(free)
-    for name in DROPPED:
+    while True:
         # Unknown or alike: what is left out is named, and counts as nothing.
-        sizes = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0), compute_uv=False)
+        _, sizes, ways = np.linalg.svd(slopes / np.linalg.norm(slopes, axis=0))
         enough = len(runs) >= len(free) + (0 if noise is not None else 1)
         if enough and sizes[-1] > ALIKE * sizes[0]:
             break
-        if names.index(name) in free:
-            free = [i for i in free if names[i] != name]
-            x, slopes = solve(free)
+        alike = np.abs(ways[-1]) > 0.1 * np.abs(ways[-1]).max()
+        within = {names[i] for i, same in zip(free, alike, strict=True) if same or not enough}
+        out = next((name for name in DROPPED if name in within), None)
+        if out is None:
+            break
+        free = [i for i in free if names[i] != out]
+        x, slopes = solve(free)
     freedom = len(runs) - len(free)
     if noise is None and freedom < 1:
         raise DraftsimError(
@@ -160,7 +170,8 @@ def _fitted(
     scatter = float(np.sqrt(np.square(final).sum() / freedom)) if freedom else 0.0
     sigma = scatter if noise is None else noise
     units = scale[free]
-    covariance = np.linalg.inv(slopes.T @ slopes) * sigma**2 * np.outer(units, units)
+    inverse = np.linalg.inv(slopes.T @ slopes)
+    covariance: Floats = np.asarray(inverse * sigma**2 * np.outer(units, units), dtype=np.float64)
     tail = 1 - (1 - level) / (2 * len(free))
     reach = float(t.ppf(tail, freedom) if noise is None else norm.ppf(tail))
     widths = reach * np.sqrt(np.diag(covariance))
@@ -181,5 +192,5 @@ def _fitted(
     )  # fmt: skip
     return Calibration(
         server, intervals, left, sigma, covariance, level,
-        np.inf if noise is not None else float(freedom), tuple((1 / (1 + final) - 1).tolist()),
+        np.inf if noise is not None else float(freedom), tuple(np.expm1(-final).tolist()),
     )  # fmt: skip

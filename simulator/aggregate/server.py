@@ -99,7 +99,11 @@ class Server:
 
     def with_costs(self, costs: Sequence[float] | Floats) -> Server:
         """The same server with other costs."""
-        return replace(self, **dict(zip(COSTS, map(float, costs), strict=True)))
+        fixed, token, context, draft, draft_token, step = map(float, costs)
+        return replace(
+            self, fixed_s=fixed, token_s=token, context_s=context, draft_s=draft,
+            draft_token_s=draft_token, step_s=step,
+        )  # fmt: skip
 
     def iteration_s(
         self, batch: npt.ArrayLike, k: npt.ArrayLike = 0, context: npt.ArrayLike = 0

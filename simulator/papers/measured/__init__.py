@@ -12,7 +12,7 @@ from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_row
 from simulator.papers.measured.roofline import roofline_rows
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
 
-__all__ = ["Evidence", "Record", "by_study", "measured_rows", "record", "sources"]
+__all__ = ["Evidence", "Record", "by_study", "log_rows", "measured_rows", "record", "sources"]
 
 
 def measured_rows(logs: Path | None = None) -> list[Evidence]:
@@ -27,7 +27,7 @@ def sources() -> dict[str, str]:
     """Where the figures are from, by study."""
     found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
     found |= {study.name: study.source for study in (*ENGINE_STUDIES, MINICPM)}
-    found |= {name: "read from the folder of --logs" for name in (EAGLE_STUDY, SPECBENCH_STUDY)}
+    found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
     found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
     found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
     return found

@@ -67,8 +67,8 @@ class EngineStudy(NamedTuple):
 
 VLLM_EAGLE = EngineStudy(
     "vLLM EAGLE, Llama-3.1-8B",
-    "github.com/vllm-project/vllm pull request 24343, comment of 2025-09-18 (Apache-2.0): MT-bench, "
-    "100 prompts one at a time; the GPU is not named",
+    "github.com/vllm-project/vllm pull request 24343, comment of 2025-09-18 (Apache-2.0): "
+    "MT-bench, 100 prompts one at a time; the GPU is not named",
     {1: {0: EngineRun(61.74, 1.0), 1: EngineRun(100.01, 1.71), 3: EngineRun(119.31, 2.31)}},
 )
 VLLM_FRSPEC = EngineStudy(
@@ -99,7 +99,7 @@ ENGINE_STUDIES = (VLLM_EAGLE, VLLM_FRSPEC, VLLM_5090)
 
 
 class Positions(NamedTuple):
-    """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts them."""
+    """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
 
     name: str
     source: str

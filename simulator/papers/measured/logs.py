@@ -42,7 +42,10 @@ class Turns(NamedTuple):
 
     def only(self, which: npt.NDArray[np.bool_]) -> Turns:
         """Some of the turns."""
-        return Turns(*(column[which] for column in self))
+        return Turns(
+            self.question[which], self.category[which], self.rounds[which], self.tokens[which],
+            self.seconds[which],
+        )  # fmt: skip
 
 
 def log_rows(folder: Path) -> list[Evidence]:
@@ -58,8 +61,8 @@ def log_rows(folder: Path) -> list[Evidence]:
         spec, plain = (_read(folder / name) for name in EAGLE)
         rows += _halves(EAGLE_STUDY, _eagle(spec), _eagle(plain, plain=True), categories=False)
     if all((folder / name).is_file() for name in SPECBENCH):
-        spec, plain = (_specbench(_read(folder / name)) for name in SPECBENCH)
-        rows += _halves(SPECBENCH_STUDY, spec, plain, categories=True)
+        both = [_specbench(_read(folder / name)) for name in SPECBENCH]
+        rows += _halves(SPECBENCH_STUDY, *both, categories=True)
     if not rows:
         raise DraftsimError(
             f"--logs {folder}: holds neither {EAGLE[0]} nor {SPECBENCH[0]} with its plain run "
@@ -85,8 +88,9 @@ def _halves(study: str, spec: Turns, plain: Turns, *, categories: bool) -> Itera
         yield evidence(
             study, f"{COST}: {name}", "seconds with speculation", cost.sum(), asked.seconds.sum()
         )
+        kind = f"{COST}, by category" if categories else COST
         yield from ranked(list(_speedups(
-            study, f"{COST}: {name}", asked, cost, _seconds(step, asked.tokens, asked.tokens),
+            study, f"{kind}: {name}", asked, cost, _seconds(step, asked.tokens, asked.tokens),
             others, categories,
         )))  # fmt: skip
         guess = _seconds(round_s, asked.tokens / per_round, asked.tokens)

@@ -1,4 +1,4 @@
-"""Latencies that papers publish, from data sheets and what other models' latencies say of launches."""
+"""Latencies that papers publish, from data sheets and launches seen in other models."""
 
 from __future__ import annotations
 
