@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.output import emit, note, print_table
+from commands.output import emit, note, print_table, write_rows
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.papers.measured import Record
 
 
-def print_evidence(logs: Path | None, study: str | None, json: str | None) -> None:
-    """Print the record of every study, or with JSON every row.
+def print_evidence(
+    logs: Path | None, study: str | None, json: str | None, out: Path | None
+) -> None:
+    """Print the record of every study, or with JSON every row; ``out`` gets every row too.
 
     Raises
     ------
@@ -37,6 +39,9 @@ def print_evidence(logs: Path | None, study: str | None, json: str | None) -> No
             for (name, given), record in records.items()
         ]}  # fmt: skip
         emit("papers", [row._asdict() for row in rows], json, more=more)
+    if out is not None:
+        write_rows(out, [row._asdict() for row in rows])
+        note(f"wrote {out}")
     shown = {row.study for row in rows}
     for name, text in sources().items():
         if any(name in other for other in shown):

@@ -69,7 +69,7 @@ def papers(
     if measured:
         from commands.evidence import print_evidence
 
-        return print_evidence(logs, table, json)
+        return print_evidence(logs, table, json, out)
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
     from traces.identity import check_folder
     from traces.outputs import find_runs, read_run

@@ -199,9 +199,14 @@ def test_devices_are_found_by_the_names_torch_gives_them() -> None:
     for name, key in (
         ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"), ("a100", "a100-80gb"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
-        ("NVIDIA H800", "h800"),
+        ("NVIDIA H800", "h800"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("5090", "rtx-5090"),
+        ("NVIDIA B200", "b200"), ("AMD Instinct MI300X OAM", "mi300x"),
     ):  # fmt: skip
         assert find_device(name).name == key
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40"):
+        with pytest.raises(DraftsimError, match="has no data-sheet entry"):
+            find_device(other)
     with pytest.raises(DraftsimError, match=r"'h20' has no data-sheet entry \(did you mean 'h200'"):
         find_device("h20")
     with pytest.raises(DraftsimError, match="h100-pcie"):

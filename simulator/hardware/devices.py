@@ -40,6 +40,25 @@ _ALL = (
     Device("h100", 3350e9, 989.5e12, 80e9, _HOPPER),
     Device("h200", 4800e9, 989.5e12, 141e9, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
     Device("h800", 3350e9, 989.5e12, 80e9, _H800),
+    Device("l4", 300e9, 121e12, 24e9, "NVIDIA L4 data sheet (242 TFLOP/s with sparsity, halved)"),
+    Device("l40s", 864e9, 362e12, 48e9, "NVIDIA L40S data sheet (362.05 TFLOP/s dense)"),
+    Device("a10", 600e9, 125e12, 24e9, "NVIDIA A10 data sheet (125 TFLOP/s dense)"),
+    Device(
+        "rtx-4090", 1008e9, 165.2e12, 24e9,
+        "NVIDIA Ada GPU Architecture white paper, appendix A (bf16, fp32 accumulate)",
+    ),
+    Device(
+        "rtx-5090", 1792e9, 209.5e12, 32e9,
+        "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A (bf16, fp32 accumulate)",
+    ),
+    Device(
+        "b200", 8000e9, 2250e12, 180e9,
+        "NVIDIA HGX B200 data sheet, an eighth (36 PFLOP/s bf16 with sparsity, halved)",
+    ),
+    Device(
+        "mi300x", 5300e9, 1307.4e12, 192e9,
+        "AMD Instinct MI300X data sheet (1,307.4 TFLOP/s bf16 dense)",
+    ),
     Device(
         "rtx-3090", 936e9, 71e12, 24e9,
         "NVIDIA Ampere GA102 GPU Architecture white paper, tables 2 and 9 (bf16, fp32 accumulate)",
@@ -49,7 +68,8 @@ _ALL = (
 DEVICES: Mapping[str, Device] = {d.name: d for d in _ALL}
 
 _ALIASES = {
-    "a100": "a100-80gb", "3090": "rtx-3090", "rtx3090": "rtx-3090",
+    "a100": "a100-80gb",
+    **{name: f"rtx-{n}" for n in ("3090", "4090", "5090") for name in (n, f"rtx{n}")},
 }  # fmt: skip
 
 
@@ -61,14 +81,28 @@ def find_device(name: str) -> Device:
     >>> find_device("NVIDIA H100 80GB HBM3").name
     'h100'
     """
-    text = name.lower().replace("nvidia", "").replace("geforce", "").strip().replace(" ", "-")
+    text = name.lower()
+    for maker in ("nvidia", "geforce", "amd", "instinct"):
+        text = text.replace(maker, "")
+    text = "-".join(text.split())
     text = _ALIASES.get(text, text)
     if text in DEVICES:
         return DEVICES[text]
     if text.startswith("a100") and "40gb" in text:
         return DEVICES["a100-40gb"]
-    for key in ("h200", "h100", "h800", "a100", "rtx-3090"):
-        if text.startswith(key) and "nvl" not in text and "pcie" not in text:
+    others = ("nvl", "pcie", "laptop", "-d", "-ti", "max-q")  # other cards of like names
+    for key in (
+        "h200",
+        "h100",
+        "h800",
+        "a100",
+        "b200",
+        "mi300x",
+        "rtx-3090",
+        "rtx-4090",
+        "rtx-5090",
+    ):
+        if text.startswith(key) and not any(other in text for other in others):
             return DEVICES[_ALIASES.get(key, key)]
     close = difflib.get_close_matches(text, DEVICES, n=1, cutoff=0.3)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
