@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -206,15 +207,39 @@ def _print(console: Any, title: str, rows: Sequence[Mapping[str, str]]) -> None:
     )  # fmt: skip
     for name in columns:
         words = name in ("policy", "rule")
-        # Words may be folded; a number never is, and its heading asks for no more room.
-        lines = [row.get(name, "-") for row in rows] + name.split("\n")
+        # Names are folded where they have places for it; a heading asks for no more room.
+        cells = [row.get(name, "-") for row in rows]
+        lines = "\n".join([*(map(in_lines, cells) if words else cells), name]).split("\n")
         table.add_column(
             Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words,
-            min_width=None if words else max(map(len, lines)),
+            min_width=max(map(len, lines)),
         )  # fmt: skip
     for row in rows:
-        table.add_row(*(Text(row.get(name, "-")) for name in columns))
+        cells = [row.get(name, "-") for name in columns]
+        table.add_row(*(
+            Text(in_lines(cell) if name in ("policy", "rule") else cell)
+            for name, cell in zip(columns, cells, strict=True)
+        ))  # fmt: skip
     console.print(table)
+
+
+NAME = 19
+"""Characters of a name on one line."""
+_WORD = r"(?:\[[^\]]*\]|[^:,-])"
+
+
+def in_lines(name: str, width: int = NAME) -> str:
+    """`name` on lines of at most `width` where it has places to break; never within a number.
+
+    >>> in_lines("spec-verification:beta=5,tau=0.533")
+    'spec-verification:\\nbeta=5,tau=0.533'
+    """
+    lines = [""]
+    for part in re.findall(rf"{_WORD}*[:,-]+\s*|{_WORD}+", name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 ORDER = [
