@@ -17,6 +17,7 @@ from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_direc
 from profiler.smollm2.drafters import store_draft, store_drafter, write_folder
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
 from profiler.smollm2.fitting import Plan, fit
+from profiler.smollm2.heads import Distilled, new_exit_heads, new_parallel_heads
 from profiler.smollm2.writer import RowWriter
 from tests import small_smollm2
 from traces.errors import DraftsimError
@@ -250,3 +251,51 @@ def test_feature_drafters_learn_and_are_read_back(
         torch.testing.assert_close(weights[name].float(), value.float(), rtol=1e-3, atol=1e-3)
     if kind == "eagle3":
         assert torch.equal(read.target_ids(torch.arange(100)), tokens)
+
+
+@pytest.mark.parametrize("kind", ["exit", "blockwise", "medusa", "specdec"])
+def test_heads_learn(
+    kind: str, target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    model = target[0]
+    chats = Chats(chats_folder, 2, ANSWERS, features=True)
+    table = model.get_input_embeddings().weight.detach()
+    candidates = Candidates(torch.arange(len(table)), torch.arange(0), 0)
+    torch.manual_seed(0)
+    heads = new_exit_heads(model, DEPTHS[1:]) if kind == "exit" else new_parallel_heads(model, kind)
+    module = Distilled(heads, table, candidates)
+    batch = chats.batch(chats.training[:6].tolist())
+    if kind == "exit":
+        # Untrained, a head is the logit lens at its own depth.
+        states = model(batch.tokens, output_hidden_states=True).hidden_states
+        lens = model.lm_head(model.model.norm(states[DEPTHS[2]])).argmax(-1)
+        own = model.lm_head(batch.states).argmax(-1)
+        there = batch.weights > 0
+        wanted = (lens == own)[there].float().mean()
+        torch.testing.assert_close(module.loss(batch)[1][1], wanted, rtol=0, atol=0.02)
+    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else 4)
+
+
+def test_parallel_heads_read_the_state_behind_which_they_are_asked(
+    target: tuple[Any, Any, Path], chats_folder: Path
+) -> None:
+    """A head that foresees nothing is scored on the tokens that `ParallelHeads` decodes."""
+    model = target[0]
+    chats = Chats(chats_folder, 1, ANSWERS)
+    table = model.get_input_embeddings().weight.detach()
+    batch = chats.batch(chats.training[:4].tolist())
+    heads = new_parallel_heads(model, "specdec")
+    torch.nn.init.normal_(heads.blocks[1].up.weight, std=0.3)
+    whole = Candidates(torch.arange(len(table)), torch.arange(0), 0)
+    agreement = Distilled(heads, table, whole).loss(batch)[1]
+    embedded = table[batch.tokens.roll(-1, 1)]
+    drafts = (heads.states(batch.states.flatten(0, 1), embedded.flatten(0, 1)) @ table.T).argmax(-1)
+    drafts = drafts.unflatten(0, batch.tokens.shape)  # (rows, length, k): of token t + 2 + i
+    own = (batch.states @ table.T).argmax(-1)  # of token t + 1
+    for index in range(heads.k):
+        there = batch.weights[:, 1 + index :] > 0
+        same = drafts[:, : -1 - index, index] == own[:, 1 + index :]
+        torch.testing.assert_close(agreement[index], same[there].float().mean())

@@ -4,6 +4,7 @@
     python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
+    python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec
     python -m profiler.smollm2 measure --trace RUN/trace.parquet    # what CARD.md says of them
 
 Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
@@ -31,9 +32,12 @@ from profiler.smollm2.drafters import store_draft, store_drafter
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
 from profiler.smollm2.fetch import STORED
 from profiler.smollm2.fitting import Plan, fit
+from profiler.smollm2.heads import Distilled, new_exit_heads, new_parallel_heads
 from profiler.smollm2.measure import measure
 from profiler.smollm2.places import DRAFTERS, NAME, cache, fetched, folder
 from profiler.smollm2.text import write_text
+from profiler.sources.heads import ExitHeads, ParallelHeads, save_module
+from profiler.sources.train import FILES
 from traces.files import read_trace
 
 SHARDS = 2
@@ -42,9 +46,10 @@ FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
-    "draft": Plan(steps=400),
+    "draft": Plan(steps=450, tokens=2048),
     "eagle3": Plan(steps=240),
-    "eagle": Plan(steps=150),
+    "eagle": Plan(steps=200, tokens=2048),
+    "heads": Plan(steps=100, tokens=2048),
 }
 
 
@@ -92,6 +97,28 @@ class Work:
         whole = int(self.model.config.vocab_size)
         self._unrolled("eagle", new_eagle(self.model, chats), whole, chats)
 
+    def heads(self) -> None:
+        """Exit heads and parallel heads, each kind by itself."""
+        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
+        table = self.model.get_input_embeddings().weight.detach()
+        # Behind the first depth the target knows next to nothing of its next token.
+        exits = new_exit_heads(self.model, self.depths[1:])
+        made: dict[str, ExitHeads | ParallelHeads] = {"exit": exits}
+        made |= {kind: new_parallel_heads(self.model, kind) for kind in ParallelHeads.KINDS}
+        for name, heads in made.items():
+            torch.manual_seed(0)
+            module = Distilled(heads, table, self._candidates(chats, len(table)))
+            kept = self.work / f"{name}.pt"
+            curve = fit(module, module.loss, chats, PLANS["heads"], kept)
+            settings: dict[str, Any] = {"width": heads.width, "rank": heads.rank}
+            if isinstance(heads, ExitHeads):
+                settings["layers"] = heads.layers
+            else:
+                settings |= {"kind": heads.kind, "k": heads.k}
+            read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
+            save_module(heads, settings, read_as, self.out / FILES[name])
+            self._report(name, chats, curve)
+
     def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:
         head = self.model.get_output_embeddings().weight.detach()
         module = Unrolled(drafter, head, self._candidates(chats, vocabulary), UNROLLED)
@@ -109,7 +136,7 @@ class Work:
 
     def _report(self, name: str, chats: Chats, curve: list[dict[str, Any]]) -> None:
         report: Mapping[str, Any] = {
-            "plan": asdict(PLANS[name]),
+            "plan": asdict(PLANS.get(name, PLANS["heads"])),
             "text": chats.counts,
             "chats": len(chats.training),
             "held_out_chats": len(chats.held_out),
@@ -137,6 +164,7 @@ def measure_all(path: Path, out: Path) -> None:
 
 STEPS: Mapping[str, Callable[[Work], None]] = {
     "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
+    "heads": Work.heads,
 }  # fmt: skip
 
 

@@ -41,10 +41,13 @@ def optimisers(module: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
         if parameter.requires_grad:
             is_layer = parameter.ndim == 2 and "projection" not in name
             (matrices if is_layer else others).append(parameter)
-    return [
-        torch.optim.Muon(matrices, lr=plan.muon_rate, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=plan.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=plan.muon_rate, weight_decay=0.01))
+    if others:
+        betas = (0.9, 0.95)
+        made.append(torch.optim.AdamW(others, lr=plan.adam_rate, betas=betas, weight_decay=0.0))
+    return made
 
 
 def fit(
