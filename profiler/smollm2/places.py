@@ -11,6 +11,10 @@ NAME = "smollm2"
 DRAFTERS = ("draft", "eagle", "eagle3")
 NAMES = (NAME, *(f"{NAME}-{drafter}" for drafter in DRAFTERS))
 """The target, and its drafters."""
+STORED = Path(__file__).parent / "weights"
+"""The drafters' weights as the project holds them (see `profiler.smollm2.drafters`)."""
+HEADS = "heads"
+"""Folder of exit heads and parallel heads in STORED."""
 
 
 def cache() -> Path:
