@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from draftsim import app
+from profiler.run import BUNDLED, shipped_heads
 from profiler.smollm2 import convert, fetch, places
 from tests import small_smollm2
 from traces.errors import DraftsimError
@@ -125,3 +126,9 @@ def test_only_what_is_known_is_fetched() -> None:
     done = CliRunner().invoke(app, ["fetch", "smollm3"])
     assert isinstance(done.exception, DraftsimError)
     assert str(done.exception) == "'smollm3' is not known: what can be fetched is smollm2"
+
+
+def test_a_target_finds_the_heads_that_the_project_has(tmp_path: Path) -> None:
+    heads = BUNDLED / "exit_heads"
+    assert shipped_heads("bundled") == shipped_heads(str(BUNDLED / "target")) == heads
+    assert shipped_heads(str(tmp_path)) is None
