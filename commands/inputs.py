@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,8 +148,8 @@ def load_policies(
 ) -> list[tuple[str, DraftPolicy]]:
     """(name, policy) of each text; none or ``all`` stand for every policy of the trace.
 
-    With ``all``, policies that read signals the trace lacks are left out.  ``signals`` and
-    ``max_gamma`` are those of another draft source, by default the trace's own.
+    With ``all``, policies that read signals the trace lacks are left out, with a note.
+    ``signals`` and ``max_gamma`` are those of another draft source, by default the trace's own.
     Raises DraftsimError naming what is wrong with a text.
     """
     from commands.user_policy import is_file, load_file
@@ -163,6 +163,7 @@ def load_policies(
     if every:
         names = [n for n in names if n != "all"] + policy_names("single")
     chosen: list[tuple[str, Any]] = []
+    lacking: dict[str, DraftPolicy] = {}
     for text in names:
         if is_file(text):
             name, own = load_file(text)
@@ -173,12 +174,28 @@ def load_policies(
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         implied = every and text in policy_names("single")
-        if implied and not (set(policy.reads) <= have and (signals or can_replay(trace, policy))):
+        if implied and not set(policy.reads) <= have:
+            lacking[text] = policy
+            continue
+        if implied and not (signals or can_replay(trace, policy)):
             continue
         name = describe(policy)
         if name not in dict(chosen):
             chosen.append((name, policy))
+    say_left_out(lacking, have)
     return chosen
+
+
+def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str]) -> None:
+    """A note naming policies that were left out, and the signals of theirs not in `have`."""
+    from commands.output import note
+
+    if lacking:
+        missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
+        note(
+            f"left out: {', '.join(lacking)}; not recorded: {', '.join(missing)} (record again "
+            "with `draftsim profile`)"
+        )
 
 
 def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> VerifyRule | None:

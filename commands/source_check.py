@@ -122,7 +122,7 @@ def arms(
     if drafting is not None:
         named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings)
         if not texts:
-            named = [n for n in named if set(n[1].reads) <= drafting.signals]
+            named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
         with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]

@@ -145,7 +145,7 @@ def load_source_policies(
 ) -> list[tuple[str, DraftPolicy]]:
     """(name, policy) of each text, with maxima that `source` can be replayed with."""
     limit = longest_draft(source, trace, recordings)
-    return load_policies(texts, trace, signals=source.signals, max_gamma=limit)
+    return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit)
 
 
 def replay_with(

@@ -24,6 +24,7 @@ from commands.inputs import (
     VerifyOption,
     load_policies,
     replay_all,
+    say_left_out,
 )
 from commands.output import JsonOption, emit, note, say_unjudged
 from commands.quiet import QUIETLY, say_machine, with_machine
@@ -227,6 +228,10 @@ def spot_check(
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
     chosen = named(load_policies(policy or list(ARMS), trace))
+    if not policy:
+        lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
+        say_left_out(lacking, trace.signals)
+        chosen = [(n, p) for n, p in chosen if n not in lacking]
     for name in (n for n, p in chosen if is_unfitted(p)):
         note(f"{name} runs unfitted: with the estimates and the rate it comes with")
     if "autoregressive" not in dict(chosen):

@@ -32,7 +32,7 @@ class ConfidenceFreeze(BatchPolicy):
         only k tokens are verified; True: the remaining steps are saved.
     """
 
-    reads = ("prob",)
+    reads = ("top_prob",)
 
     def __init__(self, gamma: int = 5, threshold: float = 0.4, stop_early: bool = False) -> None:
         whole("gamma", gamma, 1)
@@ -56,7 +56,7 @@ class ConfidenceFreeze(BatchPolicy):
         return [min(frozen, len(draft)) for draft in drafts]
 
     def _below(self, drafts: Sequence[Sequence[Any]], step: int) -> bool:
-        probs = [draft[step].prob for draft in drafts if len(draft) > step]
+        probs = [draft[step].top_prob for draft in drafts if len(draft) > step]
         return bool(sum(probs) / len(probs) < self.threshold)
 
 

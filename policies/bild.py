@@ -19,7 +19,8 @@ class BiLDFallback(DraftPolicy):
     Parameters
     ----------
     threshold:
-        Fallback threshold on the draft's probability, 0.6 in the released code.
+        Fallback threshold on the largest probability of the draft's softmax at T = 1, 0.6 in
+        the released code.
     gamma_max:
         Steps of the small model at most, 10 there.
     target_first:
@@ -30,7 +31,7 @@ class BiLDFallback(DraftPolicy):
         from the released control flow.
     """
 
-    reads = ("prob",)
+    reads = ("top_prob",)
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class BiLDFallback(DraftPolicy):
         n = len(draft)
         if n == 0:
             return not self._target_alone
-        return n < self.gamma_max and not draft[-1].prob < self.threshold
+        return n < self.gamma_max and not draft[-1].top_prob < self.threshold
 
     def submit(self, draft: Sequence[Any]) -> int:
         n = len(draft)
-        return n - (n > 0 and draft[-1].prob < self.threshold)
+        return n - (n > 0 and draft[-1].top_prob < self.threshold)
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         del draft

@@ -54,6 +54,16 @@ class DraftToken(Protocol):
         ...
 
     @property
+    def top_prob(self) -> float:
+        """Largest probability of the draft's softmax at T = 1, before any top-p."""
+        ...
+
+    @property
+    def raw_prob(self) -> float:
+        """Probability of this token in that softmax, however it was drawn."""
+        ...
+
+    @property
     def ends(self) -> bool:
         """Whether drafting must end after this token (the draft proposed EOS)."""
         ...

@@ -14,10 +14,9 @@ class DraftAndVerify(DraftPolicy):
     """Stops after a token the draft gave less than an adapting threshold (Draft&Verify, eq. 4).
 
     Zhang et al. 2024, "Draft & Verify: lossless LLM acceleration via self-speculative
-    decoding", and its released code.  The trigger token is kept.  That code compares the
-    draft's softmax at T = 1 before any top-p, also where it samples; here it is the probability
-    the token was drawn with.  The two are one in greedy decoding, and at temperature 1 without
-    top-p.
+    decoding", and its released code.  The trigger token is kept.  As there, the threshold is
+    held against the token's probability in the draft's softmax at T = 1 before any top-p, also
+    where tokens are drawn otherwise.
 
     Parameters
     ----------
@@ -29,7 +28,7 @@ class DraftAndVerify(DraftPolicy):
         Of `AdaptiveThreshold`, which is held after a draft of the maximum length.
     """
 
-    reads = ("prob",)
+    reads = ("raw_prob",)
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class DraftAndVerify(DraftPolicy):
         n = len(draft)
         if n == 0:
             return True
-        return n < self.gamma_max and not draft[-1].prob < self._threshold.value
+        return n < self.gamma_max and not draft[-1].raw_prob < self._threshold.value
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         del draft

@@ -78,13 +78,15 @@ class GammaTune(DraftPolicy):
 
 
 class GammaTunePlus(GammaTune):
-    """GammaTune that also stops after a token below `threshold` (GammaTune+, sec. 4).
+    """GammaTune that also stops where the draft's top-1 probability is below `threshold`.
 
-    The trigger token is kept, as in transformers' assistant threshold, with which the
-    paper says it is integrated.  `threshold` is not given there; 0.4 is transformers'.
+    GammaTune+, sec. 4.  The probability is of the draft's softmax at T = 1 before any top-p,
+    whichever token was drawn.  The trigger token is kept, as in transformers' assistant
+    threshold, with which the paper says it is integrated.  `threshold` is not given there; 0.4
+    is transformers'.
     """
 
-    reads = ("prob",)
+    reads = ("top_prob",)
 
     def __init__(
         self,
@@ -102,4 +104,4 @@ class GammaTunePlus(GammaTune):
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
-        return n < self._length and not (n and draft[-1].prob < self.threshold)
+        return n < self._length and not (n and draft[-1].top_prob < self.threshold)

@@ -1,7 +1,8 @@
-"""Drafted tokens that refuse the signals a policy did not declare.
+"""Drafted tokens and target scores that refuse what a policy or rule did not declare.
 
-Reading a signal has a price, which is charged by what a policy declares (`DraftPolicy.reads`).
-So what was not declared cannot be read: neither of a recording nor of real models.
+Reading a signal has a price, which is charged by what a policy declares (`DraftPolicy.reads`),
+and a recording is checked for what is declared.  So what was not declared cannot be read:
+neither of a recording nor of real models.
 """
 
 from __future__ import annotations
@@ -14,21 +15,33 @@ from policies.errors import DraftsimError
 
 T = TypeVar("T")
 
-SIGNALS = ("token_id", "prob", "entropy", "logit_margin", "prob_margin")
+SIGNALS = (
+    "token_id", "prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob",
+)  # fmt: skip
+"""What a policy or rule may declare in its ``reads``: see `policies.core.DraftToken`."""
+
+SCORES = (
+    "match", "token", "top1", "top2", "logsumexp", "entropy", "draft_logit", "draft_rank",
+)  # fmt: skip
+"""What a rule may declare in its ``needs``: see `policies.rules.TargetScore`."""
 
 
 class UndeclaredSignal(DraftsimError):
-    """A policy or rule read a signal that it does not declare."""
+    """A policy or rule read a signal, or a rule a score, that it does not declare.
 
-    def __init__(self, signal: str, reader: str | None = None) -> None:
-        # Both are kept as arguments: a simulated process raises an error anew from them.
-        super().__init__(signal, reader)
-        self.signal, self.reader = signal, reader
+    ``declared_in`` names the attribute that lacks it: ``reads`` or ``needs``.
+    """
+
+    def __init__(self, signal: str, reader: str | None = None, declared_in: str = "reads") -> None:
+        # All are kept as arguments: a simulated process raises an error anew from them.
+        super().__init__(signal, reader, declared_in)
+        self.signal, self.reader, self.declared_in = signal, reader, declared_in
 
     def __str__(self) -> str:
+        what = "signal" if self.declared_in == "reads" else "score"
         return (
-            f"{self.reader or 'a policy'} reads the signal {self.signal!r} without declaring it: "
-            "add it to `reads`"
+            f"{self.reader or 'a policy'} reads the {what} {self.signal!r} without declaring it: "
+            f"add it to `{self.declared_in}`"
         )
 
     def by(self, reader: object) -> UndeclaredSignal:
@@ -38,7 +51,7 @@ class UndeclaredSignal(DraftsimError):
         # A wrapper's own name would tell nobody anything.
         while hasattr(inner := getattr(reader, "policy", None), "reads"):
             reader = inner
-        return UndeclaredSignal(self.signal, type(reader).__name__)
+        return UndeclaredSignal(self.signal, type(reader).__name__, self.declared_in)
 
 
 class Guarded:
@@ -61,13 +74,20 @@ def guarded(kind: type[T], reads: Collection[str]) -> type[T]:
     What `reads` names is read as fast as of `kind` itself, so that a replay's inner loop pays
     nothing; a value given for another signal is dropped.
     """
-    made: type[T] = _guarded(kind, frozenset(reads))  # type: ignore[arg-type]
+    made: type[T] = _guarded(kind, frozenset(reads), "reads")  # type: ignore[arg-type]
+    return made
+
+
+def guarded_scores(kind: type[T], needs: Collection[str]) -> type[T]:
+    """`kind`, a class of target scores with slots, without those outside `needs`."""
+    made: type[T] = _guarded(kind, frozenset(needs), "needs")  # type: ignore[arg-type]
     return made
 
 
 @cache
-def _guarded(kind: type[Any], reads: frozenset[str]) -> type[Any]:
-    refused = {name: _refusal(name) for name in SIGNALS if name not in reads}
+def _guarded(kind: type[Any], declared: frozenset[str], declared_in: str) -> type[Any]:
+    every = SIGNALS if declared_in == "reads" else SCORES
+    refused = {name: _refusal(name, declared_in) for name in every if name not in declared}
     return (
         type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **refused})
         if refused
@@ -75,9 +95,9 @@ def _guarded(kind: type[Any], reads: frozenset[str]) -> type[Any]:
     )
 
 
-def _refusal(name: str) -> property:
+def _refusal(name: str, declared_in: str) -> property:
     def read(self: Any) -> Any:
-        raise UndeclaredSignal(name)
+        raise UndeclaredSignal(name, declared_in=declared_in)
 
     def drop(self: Any, value: Any) -> None:
         pass

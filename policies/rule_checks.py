@@ -60,6 +60,8 @@ def sample_round(
                 "entropy": entropy(drafter),
                 "logit_margin": float(top_mine[0] - top_mine[1]),
                 "prob_margin": float(sorted_mine[0] - sorted_mine[1]),
+                "top_prob": float(sorted_mine[0]),
+                "raw_prob": float(drafter[token]),
                 "ends": False,
             }
         )

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from policies.guard import SCORES as SCORES  # noqa: PLC0414
+
 R = TypeVar("R", bound="VerifyRule")
 
 
@@ -68,11 +70,6 @@ class TargetScore(Protocol):
     def draft_rank(self) -> int:
         """Tokens with a larger logit than the drafted one: 0 is the argmax."""
         ...
-
-
-SCORES = (
-    "match", "token", "top1", "top2", "logsumexp", "entropy", "draft_logit", "draft_rank",
-)  # fmt: skip
 
 
 class VerifyRule(ABC):

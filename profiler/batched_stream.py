@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from policies.core import Load
 from policies.guard import Guarded
-from profiler.sampling import log_probs_at
-from profiler.signals import signals
+from profiler.signals import drafted
+from profiler.tokens import Fetched
 from traces.sampling import GREEDY
 
 
@@ -33,15 +31,13 @@ class DraftStep:
 
     @property
     def values(self) -> list[list[float]]:
-        """Top-1 and top-2 logit, log-sum-exp, entropy and log probability of each row."""
+        """`profiler.signals.Drafted` of each row."""
         if self._values is None:
-            log_prob = log_probs_at(self.logits, self.picks, GREEDY)
-            table = torch.cat([signals(self.logits).stack(), log_prob[:, None]], dim=1)
-            self._values = table.tolist()  # (batch, 5)
+            self._values = drafted(self.logits, self.picks, GREEDY).stack().tolist()  # (batch, 7)
         return self._values
 
 
-class BatchToken:
+class BatchToken(Fetched):
     """A token just drafted for one row; reading a signal fetches those of the whole batch."""
 
     __slots__ = ("_eos", "_row", "_step")
@@ -54,28 +50,8 @@ class BatchToken:
         """Vocabulary id."""
         return self._step.ids[self._row]
 
-    @property
-    def prob(self) -> float:
-        """Probability the draft gave the token, at T = 1."""
-        # exp in float64 of a float32, exactly as Trace.signal derives it.
-        return math.exp(self._step.values[self._row][4])
-
-    @property
-    def entropy(self) -> float:
-        """Entropy at T = 1, nats."""
-        return self._step.values[self._row][3]
-
-    @property
-    def logit_margin(self) -> float:
-        """Top-1 minus top-2 raw logit."""
-        top1, top2, *_ = self._step.values[self._row]
-        return top1 - top2
-
-    @property
-    def prob_margin(self) -> float:
-        """Top-1 minus top-2 probability at T = 1."""
-        top1, top2, lse, *_ = self._step.values[self._row]
-        return math.exp(top1 - lse) - math.exp(top2 - lse)
+    def _fetch(self) -> Sequence[float]:
+        return self._step.values[self._row]
 
     @property
     def ends(self) -> bool:

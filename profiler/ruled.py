@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from policies.guard import Guarded, UndeclaredSignal
+from policies.guard import Guarded, UndeclaredSignal, guarded_scores
 from policies.rules import VerifyRule
-from profiler.sampling import log_probs_at
+from profiler.signals import drafted as numbers_of
 from profiler.signals import signals
 from traces.sampling import Sampling
 from traces.scores import RecordedScore
@@ -67,22 +67,20 @@ def judge(
     own = [t for t in draft if hasattr(t, "fill")] if reads_signals else []
     if own and len(own) == count:
         proposal = torch.cat([t.logits for t in own])  # (count, vocab)
-        log_prob = log_probs_at(proposal, drafted, sampling)[:, None]
-        side = torch.cat([signals(proposal).stack(), log_prob], dim=1)  # (count, 5)
-        parts.append(torch.cat([side, side.new_zeros(1, 5)]))
+        side = numbers_of(proposal, drafted, sampling).stack()  # (count, 7)
+        parts.append(torch.cat([side, torch.zeros_like(side[:1])]))
     rows = torch.cat([part.double() for part in parts], dim=1).tolist()
+    score = guarded_scores(RecordedScore, rule.needs)
     scores = []
     for token, row in zip(draft, rows, strict=False):
         pick, top1, top2, lse, entropy, logit, rank, drafted_id, match = row[:9]
-        scores.append(
-            RecordedScore((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank)))
-        )
+        scores.append(score((match == 1, int(pick), top1, top2, lse, entropy, logit, int(rank))))
         if hasattr(token, "fill"):
             token.fill(int(drafted_id), tuple(row[9:]))
     return Judged(
         _accepted(rule, draft, scores),
-        [not score.match for score in scores],
-        [score.draft_logit - score.logsumexp for score in scores],
+        [row[8] != 1 for row in rows[:count]],
+        [row[5] - row[3] for row in rows[:count]],
         [int(row[0]) for row in rows],
         [row[1] - row[3] for row in rows],
     )

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.sampling import ROWS, draw, log_probs_at, log_softmax_at, probs, tempered
-from profiler.signals import signals
-from traces.sampling import GREEDY, Sampling
-
-PLAIN = Sampling(1.0)
-"""From the raw logits as they are."""
+from profiler.sampling import ROWS, draw, log_softmax_at, probs, tempered
+from profiler.signals import drafted, signals
+from traces.sampling import Sampling
 
 
 class Sides:
@@ -63,19 +60,19 @@ class Sides:
         ``log_prob``: (rows,) that of drawing it, where the caller has it.
         """
         # Greedily the proposal is the argmax, which need not be sought again.
-        of = signals(logits, proposal if self.sampling.greedy else None)
-        if self.sampling in (GREEDY, PLAIN):  # then `log_probs_at`, with the same log-sum-exp
-            log_prob = logits.float().gather(1, proposal[:, None])[:, 0] - of.logsumexp
-        elif log_prob is None:
-            log_prob = log_probs_at(logits, proposal, self.sampling)
-        return {
+        best = proposal if self.sampling.greedy else None
+        of = drafted(logits, proposal, self.sampling, best=best, log_prob=log_prob)
+        columns = {
             "draft_token": proposal,
-            "draft_logprob": log_prob,
+            "draft_logprob": of.log_prob,
             "draft_top1": of.top1,
             "draft_top2": of.top2,
             "draft_logsumexp": of.logsumexp,
             "draft_entropy": of.entropy,
         }
+        if not self.sampling.plain:
+            columns["draft_raw_logprob"] = of.raw_log_prob
+        return columns
 
     def target(self, logits: Tensor, proposal: Tensor) -> dict[str, Tensor]:
         """The target's numbers about one proposal per row; each (rows,)."""

@@ -2,7 +2,7 @@
 
 The recorder and the real decoder must agree to the last bit of a float32, or a policy
 near its threshold would decide differently in replay; so both call these functions and
-both derive `prob` and the margins as `traces.trace.Trace.signal` does.
+both derive probabilities and margins as `traces.trace.Trace.signal` does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from profiler.sampling import log_probs_at
 from traces.errors import DraftsimError
+from traces.sampling import Sampling
 
 
 class Signals(NamedTuple):
@@ -49,6 +51,48 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     log_total = total.log()
     entropy = log_total - weights.mul_(below).sum(-1) / total
     return Signals(top1, top2, top1 + log_total, entropy)
+
+
+class Drafted(NamedTuple):
+    """Per drafted token, float32 columns of shape (rows,): `Signals`, and log-probabilities."""
+
+    top1: Tensor
+    top2: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    log_prob: Tensor
+    """That it was drawn with."""
+    top_log_prob: Tensor
+    """Of the likeliest token at T = 1."""
+    raw_log_prob: Tensor
+    """Its own at T = 1 without top-p."""
+
+    def stack(self) -> Tensor:
+        """(rows, 7)."""
+        return torch.stack(tuple(self), dim=-1)
+
+
+def drafted(
+    logits: Tensor,
+    tokens: Tensor,
+    sampling: Sampling,
+    *,
+    best: Tensor | None = None,
+    log_prob: Tensor | None = None,
+) -> Drafted:
+    """The numbers about one drafted token per row.
+
+    ``logits``: (rows, vocab) raw, any float dtype; ``tokens``: (rows,) drawn from them under
+    `sampling`; ``best`` as for `signals`; ``log_prob``: (rows,) that of drawing them, where the
+    caller has it.
+    """
+    of = signals(logits, best)
+    raw = logits.gather(1, tokens[:, None])[:, 0].float() - of.logsumexp
+    if sampling.plain:
+        log_prob = raw
+    elif log_prob is None:
+        log_prob = log_probs_at(logits, tokens, sampling)
+    return Drafted(*of, log_prob, of.top1 - of.logsumexp, raw)
 
 
 def check_finite(values: Tensor, model: str, where: str) -> None:

@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from profiler.sampling import log_probs_at
-from profiler.signals import signals
+from profiler.signals import drafted
 from traces.sampling import Sampling
 
 
-class ModelToken:
+class Fetched(ABC):
+    """The signals of a drafted token, of `profiler.signals.Drafted` as fetched to the host."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _fetch(self) -> Sequence[float]:
+        """The token's numbers, (7,)."""
+
+    # Derived in float64 from float32, exactly as Trace.signal does.
+
+    @property
+    def prob(self) -> float:
+        """Probability the draft drew the token with (T = 1 if greedy)."""
+        return math.exp(self._fetch()[4])
+
+    @property
+    def entropy(self) -> float:
+        """Entropy at T = 1, nats."""
+        return self._fetch()[3]
+
+    @property
+    def logit_margin(self) -> float:
+        """Top-1 minus top-2 raw logit."""
+        top1, top2, *_ = self._fetch()
+        return top1 - top2
+
+    @property
+    def prob_margin(self) -> float:
+        """Top-1 minus top-2 probability at T = 1."""
+        top1, top2, lse, *_ = self._fetch()
+        return math.exp(top1 - lse) - math.exp(top2 - lse)
+
+    @property
+    def top_prob(self) -> float:
+        """Largest probability at T = 1."""
+        return math.exp(self._fetch()[5])
+
+    @property
+    def raw_prob(self) -> float:
+        """Probability of the token at T = 1 without top-p."""
+        return math.exp(self._fetch()[6])
+
+
+class ModelToken(Fetched):
     """A token just drafted; its signals come to the host only when somebody reads one."""
 
     __slots__ = ("_eos", "_id", "_logits", "_sampling", "_values", "device_id")
@@ -40,9 +84,8 @@ class ModelToken:
     def _fetch(self) -> tuple[float, ...]:
         # One transfer for all signals: the wait costs more than the numbers.
         if self._values is None:
-            log_prob = log_probs_at(self._logits, self.device_id, self._sampling)
-            parts = [signals(self._logits).stack()[0], log_prob]
-            self._values = tuple(torch.cat(parts).tolist())
+            numbers = drafted(self._logits, self.device_id, self._sampling)
+            self._values = tuple(numbers.stack()[0].tolist())
         return self._values
 
     @property
@@ -51,29 +94,6 @@ class ModelToken:
         if self._id is None:
             self._id = int(self.device_id)
         return self._id
-
-    @property
-    def prob(self) -> float:
-        """Probability the draft drew the token with (T = 1 if greedy)."""
-        # exp in float64 of a float32, exactly as Trace.signal derives it.
-        return math.exp(self._fetch()[4])
-
-    @property
-    def entropy(self) -> float:
-        """Entropy at T = 1, nats."""
-        return self._fetch()[3]
-
-    @property
-    def logit_margin(self) -> float:
-        """Top-1 minus top-2 raw logit."""
-        top1, top2, *_ = self._fetch()
-        return top1 - top2
-
-    @property
-    def prob_margin(self) -> float:
-        """Top-1 minus top-2 probability at T = 1."""
-        top1, top2, lse, *_ = self._fetch()
-        return math.exp(top1 - lse) - math.exp(top2 - lse)
 
     @property
     def ends(self) -> bool:

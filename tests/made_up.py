@@ -100,6 +100,7 @@ class MadeUpDecoder:
             token_id=seen["draft_token"], ends=seen["draft_token"] in self.eos,
             prob=math.exp(seen["draft_logprob"]), entropy=seen["draft_entropy"],
             logit_margin=top1 - top2, prob_margin=math.exp(top1 - lse) - math.exp(top2 - lse),
+            top_prob=math.exp(seen["draft_logprob"]), raw_prob=math.exp(seen["draft_logprob"]),
         )  # fmt: skip
 
     def verify(self, draft: Sequence[Any]) -> int:

@@ -59,7 +59,7 @@ def test_fresh_shares_the_cost_and_nothing_else() -> None:
 
 def test_single_stream_drives_a_batch_policy_as_a_batch_of_one() -> None:
     policy = SingleStream(ConfidenceFreeze(gamma=3, threshold=0.5))
-    assert policy.reads == ("prob",)
+    assert policy.reads == ("top_prob",)
     policy.begin_round(Load(1, 10))
     draft: list[Token] = []
     for p in (0.9, 0.4, 0.9, 0.9):

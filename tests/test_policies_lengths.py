@@ -83,9 +83,9 @@ def test_gammatune_readings_of_full_acceptance_differ_on_a_cut_draft() -> None:
 
 
 def test_gammatune_plus_keeps_the_token_that_stops_it() -> None:
-    tokens = [Token(prob=0.9), Token(prob=0.39), Token(prob=0.9)]
+    tokens = [Token(top_prob=0.9), Token(top_prob=0.39), Token(top_prob=0.9)]
     assert sent(GammaTunePlus(gamma=5, threshold=0.4), [0], tokens=tokens) == [2]
-    tokens[1].prob = 0.4
+    tokens[1].top_prob = 0.4
     assert sent(GammaTunePlus(gamma=5, threshold=0.4), [0], tokens=tokens) == [5]
 
 

@@ -17,6 +17,7 @@ from policies import (
     Disco,
     DraftAndVerify,
     DraftPolicy,
+    GammaTunePlus,
     SpecDecPP,
 )
 from policies.threshold import AdaptiveThreshold
@@ -28,7 +29,8 @@ from tests.policy_rounds import Token, one_round, sent
     [
         (Confidence(20, 0.4), "prob", 0.4, math.nextafter(0.4, 0)),
         (SVIP(), "entropy", 0.5999, 0.6001),
-        (DraftAndVerify(0.8), "prob", 0.8, 0.7999),
+        (DraftAndVerify(0.8), "raw_prob", 0.8, 0.7999),
+        (GammaTunePlus(gamma=20, threshold=0.4), "top_prob", 0.4, math.nextafter(0.4, 0)),
         (AdaEDL(threshold=0.5), "entropy", 1.2499, 1.2501),  # (1 - .5)^2 / .2
         (Disco(threshold=0.5), "prob", 0.5, 0.4999),
     ],
@@ -100,7 +102,7 @@ def test_adaedl_can_drop_the_trigger_token_at_its_cost() -> None:
 
 
 def test_bild_drops_the_trigger_token_and_pays_a_target_step_after_a_rollback() -> None:
-    tokens = [Token(prob=0.9), Token(prob=0.59), Token(prob=0.9)]
+    tokens = [Token(top_prob=0.9), Token(top_prob=0.59), Token(top_prob=0.9)]
     policy = BiLDFallback()
     assert one_round(policy, 9, tokens) == (2, 1, 1)
     assert one_round(policy, 0, tokens) == (2, 1, 0)

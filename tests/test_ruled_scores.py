@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from policies.basic import Fixed
-from policies.core import speculate
+from policies.core import SIGNALS, speculate
 from policies.rule_registry import parse_rule
-from policies.rules import VerifyRule
+from policies.rules import SCORES, VerifyRule
 from profiler.decoder import ModelDecoder
 from profiler.ruled import judge, target_numbers
 from tests import bundled
@@ -24,7 +24,7 @@ def test_scores_are_the_recorded_ones() -> None:
     trace, seen = short_trace(), []
 
     class Spy(VerifyRule):
-        reads = ("token_id", "prob", "entropy", "logit_margin", "prob_margin")
+        reads, needs = SIGNALS, SCORES
 
         def accept(self, draft: list, scores: list) -> int:  # type: ignore[type-arg, override]
             seen.append((list(draft), list(scores)))
@@ -36,14 +36,14 @@ def test_scores_are_the_recorded_ones() -> None:
     draft, scores = seen[-1]
     start = int(trace.request_starts[1]) + 1
     row = int(trace.on_path[start])
-    recorded = score_tape(trace).rows(row, 4)
+    recorded = score_tape(trace).scores(SCORES).rows(row, 4)
     for i, (token, mine, theirs) in enumerate(zip(draft, scores, recorded, strict=True)):
         assert (mine.match, mine.token, mine.draft_rank) == (
             theirs.match, theirs.token, theirs.draft_rank
         )  # fmt: skip
         for name in ("top1", "top2", "logsumexp", "entropy", "draft_logit"):
             assert getattr(mine, name) == pytest.approx(getattr(theirs, name), abs=1e-3)
-        for name in ("token_id", "prob", "entropy", "logit_margin", "prob_margin"):
+        for name in SIGNALS:
             recorded_value = float(trace.signal(name)[row + i])
             assert getattr(token, name) == pytest.approx(recorded_value, abs=1e-3)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from policies.basic import Fixed
-from policies.core import DraftPolicy
+from policies.core import SIGNALS, DraftPolicy
 from policies.huggingface import Confidence
 from policies.rules import ExactMatch, RejectionSampling
 from profiler.sampling import draw, probs
@@ -142,7 +142,8 @@ def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None
         mine, theirs = real.draft([]), replayed.draft([])
     for field in ("token_id", "exit_layer"):
         assert getattr(mine, field) == getattr(theirs, field)
-    for field in ("prob", "entropy", "logit_margin", "prob_margin"):
+    assert source.held(recordings) == frozenset(SIGNALS)
+    for field in SIGNALS:
         assert getattr(mine, field) == pytest.approx(getattr(theirs, field), rel=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from policies.basic import Fixed
 from policies.batch import BatchPolicy
 from policies.checks import PolicyError, check_policy
-from policies.core import SIGNALS, DraftPolicy, Load, speculate
+from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
-from policies.rules import ExactMatch, VerifyRule
+from policies.rules import SCORES, ExactMatch, VerifyRule
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
 from tests.made_up import TRACE, MadeUpDecoder
@@ -143,3 +144,61 @@ def test_rules_are_held_to_what_they_declare() -> None:
     real = speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=NosyRule()), Fixed(4))
     with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
         next(real)
+
+
+class NeedyRule(VerifyRule):
+    """Accepts whatever is right, looking at a score of it."""
+
+    def __init__(self, score: str, declared: tuple[str, ...]) -> None:
+        self.score = score
+        self.declared = self.needs = declared
+
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        return sum(getattr(score, self.score) is NotImplemented for score in scores)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_rules_are_held_to_the_scores_that_they_declare(score: str) -> None:
+    said = f"^NeedyRule reads the score '{score}' without declaring it: add it to `needs`$"
+    served = Scenario(ClosedLoop(2), requests=3)
+    for declared in ((), tuple(s for s in SCORES if s != score)):
+        with pytest.raises(UndeclaredSignal, match=said):
+            replay(TRACE, Fixed(4), NeedyRule(score, declared))
+        with pytest.raises(UndeclaredSignal, match=said):
+            simulate(TRACE, CONSTANT, Fixed(4), served, rule=NeedyRule(score, declared))
+        assert str(pickle.loads(pickle.dumps(UndeclaredSignal(score, "NeedyRule", "needs")))) == (
+            said.strip("^$")
+        )
+    assert len(replay(TRACE, Fixed(4), NeedyRule(score, (score,))))
+
+
+def test_real_verification_holds_rules_to_their_scores() -> None:
+    from profiler.decoder import ModelDecoder
+    from tests import bundled
+
+    prompt = bundled.pair().encode(bundled.prompts()[0].text)
+    for declared in ((), ("match",)):
+        rule = NeedyRule("top1", declared)
+        real = speculate(ModelDecoder(*bundled.runners(), prompt, 12, rule=rule), Fixed(4))
+        with pytest.raises(UndeclaredSignal, match=r"^NeedyRule reads the score 'top1' without"):
+            next(real)
+
+
+class ObservesUndeclared(Fixed):
+    """Looks at a signal only when the round is over."""
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        assert all(token.entropy >= 0 for token in draft)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Undeclared(), Undeclared(declared=()), UndeclaredBatch(), ObservesUndeclared(3)],
+    ids=lambda p: type(p).__name__,
+)
+def test_engines_refuse_it(policy: Any) -> None:
+    """A proposer in a pretended vLLM, with drafts that carry every signal."""
+    from tests.test_engine_proposer import drafted
+
+    with pytest.raises(UndeclaredSignal, match=line(policy, "entropy")):
+        drafted(policy)

@@ -136,7 +136,8 @@ class RuleReplayDecoder(ReplayDecoder):
     ) -> None:
         super().__init__(trace, request, first)
         self._rule = rule
-        self._scores = score_tape(trace)
+        tape = score_tape(trace)
+        self._verdicts, self._scores = tape.verdicts, tape.scores(rule.needs)
         self._read = self._tape.tokens(rule.reads)
         self.mismatched: list[int] = []
         self.departed = False
@@ -149,7 +150,7 @@ class RuleReplayDecoder(ReplayDecoder):
             accepted = self._rule.accept(self._read.rows(row, count), scores)
         except UndeclaredSignal as error:
             raise error.by(self._rule) from None
-        verdicts = [score.match for score in scores]
+        verdicts = self._verdicts[row : row + count]
         seen = verdicts[: accepted + 1 + self._rule.look_ahead]
         if None in seen:
             raise self._unobserved(seen.index(None))
@@ -194,12 +195,7 @@ def replay(
     TailError
         If the policy drafts past the recorded tails.
     """
-    if missing := [s for s in policy.reads if s not in trace.signals]:
-        raise SignalError(
-            f"{type(policy).__name__} reads {', '.join(missing)}, which this trace does not hold "
-            f"(it holds {', '.join(sorted(trace.signals)) or 'no draft signals'}): "
-            "record one with `draftsim profile`, or choose a policy that reads none"
-        )
+    trace.check_reads(policy.reads, type(policy).__name__)
     if first is None:
         first = trace.first
     own_rule = prepared_rule(rule, trace)

@@ -50,6 +50,14 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def plain(self) -> bool:
+        """Whether a drawn token's probability is that of the softmax as it is: T = 1, no cut.
+
+        So it is where nothing is drawn, too.
+        """
+        return self.temperature in (0, 1) and self.top_p == 1
+
+    @property
     def label(self) -> str:
         """Both in a few characters, like ``T=1, top-p 0.9``; ``greedy`` without a temperature."""
         if self.greedy:

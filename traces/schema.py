@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy.typing as npt
 
+from traces.sampling import Sampling
+
 Array = npt.NDArray[Any]
 
 MATCH, MISMATCH, UNKNOWN = 1, 0, -1
@@ -19,6 +21,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "token": ("int32", "the true output token x_t; -1 in tails"),
     "draft_token": ("int32", "token the draft proposes; -1 not recorded"),
     "draft_logprob": ("float32", "log-probability of draft_token as sampled, nats (greedy: T = 1)"),
+    "draft_raw_logprob": (
+        "float32",
+        "log-probability of draft_token at T = 1 without top-p, nats; where drawn otherwise",
+    ),
     "draft_top1": ("float32", "draft's largest raw logit"),
     "draft_top2": ("float32", "draft's second largest raw logit"),
     "draft_logsumexp": ("float32", "log-sum-exp of the draft's raw logits (T = 1)"),
@@ -46,8 +52,16 @@ SIGNAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "entropy": ("draft_entropy",),
     "logit_margin": ("draft_top1", "draft_top2"),
     "prob_margin": ("draft_top1", "draft_top2", "draft_logsumexp"),
+    "top_prob": ("draft_top1", "draft_logsumexp"),
+    "raw_prob": ("draft_raw_logprob",),
 }
-"""Draft signal -> columns it is computed from."""
+"""Draft signal -> columns it is computed from, unless `signal_columns` says otherwise."""
+
+
+def signal_columns(signal: str, sampling: Sampling) -> tuple[str, ...]:
+    """The columns that `signal` is computed from in a recording drawn under `sampling`."""
+    same = (signal == "top_prob" and sampling.greedy) or (signal == "raw_prob" and sampling.plain)
+    return SIGNAL_COLUMNS["prob" if same else signal]
 
 
 @dataclass(frozen=True)

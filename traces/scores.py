@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from policies.guard import SCORES, guarded_scores
 from policies.rule_registry import describe_rule
-from policies.rules import SCORES, ExactMatch, VerifyRule
+from policies.rules import ExactMatch, VerifyRule
 from traces.errors import DraftsimError, SignalError
+from traces.tape import Rows
 from traces.trace import MATCH, UNKNOWN, Trace
 
 SCORE_COLUMNS: dict[str, str] = {
@@ -37,25 +39,28 @@ class RecordedScore:
 
 
 class ScoreTape:
-    """The target scores of every row of a trace, made when first read and then kept."""
+    """The target scores of every row of a trace."""
 
     def __init__(self, trace: Trace) -> None:
-        count = len(trace)
-        verdicts = {MATCH: True, UNKNOWN: None}
-        columns = {
+        known = {MATCH: True, UNKNOWN: None}
+        self.verdicts = [known.get(m, False) for m in trace.columns["match"].tolist()]
+        """Per row the lossless verdict; None where it was not recorded."""
+        self._columns: dict[str, Sequence[Any]] = {
             n: trace.columns[c].tolist() for n, c in SCORE_COLUMNS.items() if c in trace.columns
         }
-        columns["match"] = [verdicts.get(m, False) for m in columns["match"]]
-        self._fields = [columns.get(name) or [None] * count for name in SCORES]
-        self._scores: list[RecordedScore | None] = [None] * count
+        self._columns["match"] = self.verdicts
+        self._kept: dict[frozenset[str], Rows[RecordedScore]] = {}
 
-    def rows(self, start: int, count: int) -> list[RecordedScore]:
-        """The scores of `count` rows from `start`: a draft walks over consecutive rows."""
-        return [self._scores[row] or self._make(row) for row in range(start, start + count)]
+    def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
+        """The scores, one per row, that can be asked for those of `needs` alone."""
+        key = frozenset(needs)
+        if (scores := self._kept.get(key)) is None:
+            kind, names = guarded_scores(RecordedScore, key), [n for n in SCORES if n in key]
+            scores = self._kept[key] = Rows(kind, names, len(self.verdicts), self._column)
+        return scores
 
-    def _make(self, row: int) -> RecordedScore:
-        score = self._scores[row] = RecordedScore([values[row] for values in self._fields])
-        return score
+    def _column(self, name: str) -> Sequence[Any]:
+        return self._columns.get(name) or [None] * len(self.verdicts)
 
 
 _tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from traces.check import check_trace, normalised
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, SignalError
 from traces.sampling import Sampling
 from traces.schema import (
     COLUMNS,
@@ -35,6 +35,7 @@ from traces.schema import (
     UNKNOWN,
     Array,
     Request,
+    signal_columns,
 )
 
 __all__ = [
@@ -131,8 +132,8 @@ class Trace:
         """The draft signals the recording holds."""
         return frozenset(
             name
-            for name, needed in SIGNAL_COLUMNS.items()
-            if all(column in self.columns for column in needed)
+            for name in SIGNAL_COLUMNS
+            if all(column in self.columns for column in signal_columns(name, self.sampling))
         )
 
     @cached_property
@@ -172,15 +173,27 @@ class Trace:
             )
         if name == "token_id":
             return np.asarray(c["draft_token"])
-        if name == "prob":
-            return np.exp(c["draft_logprob"].astype(np.float64))
         if name == "entropy":
             return c["draft_entropy"].astype(np.float64)
+        if name in ("prob", "top_prob", "raw_prob"):
+            first, *less = (c[n] for n in signal_columns(name, self.sampling))
+            # The difference in float32, as the models' side takes it.
+            return np.exp((first - less[0] if less else first).astype(np.float64))
         top1, top2 = c["draft_top1"].astype(np.float64), c["draft_top2"].astype(np.float64)
         if name == "logit_margin":
             return np.asarray(top1 - top2)
         lse = c["draft_logsumexp"].astype(np.float64)
         return np.asarray(np.exp(top1 - lse) - np.exp(top2 - lse))
+
+    def check_reads(self, reads: Sequence[str], reader: str) -> None:
+        """Raise SignalError, naming `reader`, if it reads a draft signal that is not recorded."""
+        if missing := [s for s in reads if s not in self.signals]:
+            again = "it again" if self.signals else "one"
+            raise SignalError(
+                f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
+                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): record {again} with "
+                "`draftsim profile`, or choose a policy that reads none"
+            )
 
     def select(self, keep: Sequence[int]) -> Trace:
         """The trace of the requests with these indices, in this order."""

@@ -11,7 +11,7 @@ from traces.errors import DraftsimError
 from traces.replay import ReplayDecoder
 from traces.sources.base import SourceToken
 from traces.sources.lookup import Lookup
-from traces.sources.lookup_sources import LookupSource
+from traces.sources.lookup_sources import LookupSource, proposed
 from traces.trace import Trace
 
 
@@ -171,8 +171,7 @@ class _Found(Drafts):
             self._found = self._lookup.propose()
         if len(so_far) >= len(self._found):
             return None
-        token, prob, entropy, margin = self._found[len(so_far)]
-        return SourceToken(token, False, prob, entropy, None, margin)
+        return proposed(self._found[len(so_far)])
 
     def ids(self, draft: Sequence[Any]) -> list[int]:
         return [token.token_id for token in draft]

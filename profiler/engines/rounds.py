@@ -13,7 +13,7 @@ from typing import Any
 
 from policies.batch import BatchPolicy
 from policies.core import DraftPolicy, Round
-from policies.guard import Guarded
+from policies.guard import Guarded, UndeclaredSignal
 from profiler.engines.drafts import Drafts
 
 Policy = DraftPolicy | BatchPolicy
@@ -54,15 +54,36 @@ class Rounds(ABC):
     def join(self, stream: Stream) -> None:  # noqa: B027
         """A request begins to decode."""
 
-    @abstractmethod
-    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
-        """Token ids for every stream that decodes in the next iteration."""
+    policy: Policy
+    """The run's copy of the prototype."""
 
-    @abstractmethod
+    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+        """Token ids for every stream that decodes in the next iteration.
+
+        Raises UndeclaredSignal if the policy reads a signal that it does not declare.
+        """
+        try:
+            return self._drafts(streams, prefilling)
+        except UndeclaredSignal as error:
+            raise error.by(self.policy) from None
+
     def settle(
         self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
     ) -> None:
-        """Every stream's round ended."""
+        """Every stream's round ended.  Raises as `draft` does."""
+        ended = [s.settle(e, v) for s, e, v in zip(streams, emitted, verified, strict=True)]
+        try:
+            self._observe(streams, ended)
+        except UndeclaredSignal as error:
+            raise error.by(self.policy) from None
+
+    @abstractmethod
+    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]: ...
+
+    @abstractmethod
+    def _observe(
+        self, streams: Sequence[Stream], ended: Sequence[tuple[Round, list[Any]]]
+    ) -> None: ...
 
     def leave(self, stream: Stream) -> None:  # noqa: B027
         """A request has ended."""
@@ -74,6 +95,8 @@ class PerRequest(Rounds):
     As `simulator.serving.speculation.PerRequest` does it: requests decoded side by side
     cannot learn from each other's unfinished rounds.
     """
+
+    policy: DraftPolicy
 
     def __init__(self, policy: DraftPolicy, longest: int) -> None:
         self.policy, self.longest = policy.for_run(), longest
@@ -95,7 +118,7 @@ class PerRequest(Rounds):
         if stream.seat >= 0:
             self._seats[stream.seat] = self._seats[stream.seat][0], False
 
-    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
         return [self._draft(s, len(streams), prefilling) for s in streams]
 
     def _draft(self, stream: Stream, batch: int, prefilling: int) -> list[int]:
@@ -118,11 +141,8 @@ class PerRequest(Rounds):
         stream.pending = draft
         return drafts.ids(draft)
 
-    def settle(
-        self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
-    ) -> None:
-        for stream, tokens, seen in zip(streams, emitted, verified, strict=True):
-            outcome, draft = stream.settle(tokens, seen)
+    def _observe(self, streams: Sequence[Stream], ended: Sequence[tuple[Round, list[Any]]]) -> None:
+        for stream, (outcome, draft) in zip(streams, ended, strict=True):
             assert stream.policy is not None
             stream.policy.observe(outcome, [Guarded(t, stream.policy.reads) for t in draft])
 
@@ -130,10 +150,12 @@ class PerRequest(Rounds):
 class Jointly(Rounds):
     """A batch policy that decides for all streams of an iteration together."""
 
+    policy: BatchPolicy
+
     def __init__(self, policy: BatchPolicy, longest: int) -> None:
         self.policy, self.longest = policy.fresh(), longest
 
-    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
         policy = self.policy
         loads = [s.drafts.load._replace(batch=len(streams), prefilling=prefilling) for s in streams]
         caps = policy.plan_each([s.name for s in streams], loads)
@@ -162,12 +184,8 @@ class Jointly(Rounds):
         draft.append(token)
         return len(draft) < limit and not token.ends
 
-    def settle(
-        self, streams: Sequence[Stream], emitted: Sequence[Sequence[int]], verified: Sequence[int]
-    ) -> None:
-        self.policy.observe(
-            [s.settle(e, v)[0] for s, e, v in zip(streams, emitted, verified, strict=True)]
-        )
+    def _observe(self, streams: Sequence[Stream], ended: Sequence[tuple[Round, list[Any]]]) -> None:
+        self.policy.observe([outcome for outcome, _ in ended])
 
 
 def rounds_of(policy: Policy, longest: int) -> Rounds:

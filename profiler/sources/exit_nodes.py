@@ -78,5 +78,8 @@ def assemble(
         {name: merged[name].astype(np.float32) for name in SIGNALS},
         *layers, omegas, settings,
         tuple(starts.tolist()), meta,
-        merged["log_prob"].astype(np.float32) if "log_prob" in merged else None,
+        *(
+            merged[n].astype(np.float32) if n in merged else None
+            for n in ("log_prob", "raw_log_prob")
+        ),
     )  # fmt: skip

@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.sampling import log_probs_at, probs
+from profiler.sampling import probs
 from profiler.sources.adapter import Adapter
 from profiler.sources.draws import SharedDraws
 from profiler.sources.exit_nodes import Columns, ExitNodes, assemble
 from profiler.sources.heads import ExitHeads
-from profiler.sources.numbers import exit_columns
+from profiler.sources.numbers import drawn_columns, exit_columns
 from profiler.sources.stack import LayerRunner
 from traces.errors import DraftsimError
 from traces.sampling import GREEDY, Sampling
@@ -158,7 +158,7 @@ class ExitRecorder:
             part = exit_columns(logits, self._temperatures[i])
             if chance is not None:
                 part["argmax"] = drawn = chance.tokens(probs(logits, self.sampling), truth)
-                part["log_prob"] = log_probs_at(logits, drawn, self.sampling)
+                part |= drawn_columns(logits, drawn, part["logsumexp"], self.sampling)
             parts.append(part)
         return {
             name: torch.stack([part[name] for part in parts], 1).cpu().numpy() for name in parts[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from profiler.sampling import log_probs_at
 from profiler.signals import signals
+from traces.sampling import Sampling
 
 
 def log_confidence(logits: Tensor, temperature: float) -> Tensor:
@@ -25,3 +27,16 @@ def exit_columns(logits: Tensor, temperatures: list[float]) -> dict[str, Tensor]
         "logsumexp": of.logsumexp,
         "entropy": of.entropy,
     }
+
+
+def drawn_columns(
+    logits: Tensor, drawn: Tensor, logsumexp: Tensor, sampling: Sampling
+) -> dict[str, Tensor]:
+    """Log-probabilities of tokens drawn from `logits`, as `profiler.signals.drafted` has them.
+
+    ``logits``: (rows, vocab) raw; ``drawn``, ``logsumexp``: (rows,).
+    """
+    raw = logits.gather(1, drawn[:, None])[:, 0].float() - logsumexp
+    if sampling.plain:
+        return {"log_prob": raw}
+    return {"log_prob": log_probs_at(logits, drawn, sampling), "raw_log_prob": raw}

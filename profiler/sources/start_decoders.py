@@ -18,6 +18,7 @@ from traces.sampling import GREEDY
 from traces.sources.base import SourceToken
 from traces.sources.calls import HEAD, LAYER, PASS
 from traces.sources.lookup import Lookup, Proposal
+from traces.sources.lookup_sources import proposed
 from traces.sources.start_sources import HEADS
 
 
@@ -50,8 +51,7 @@ class LookupDecoder(SourceDecoder):
             self._proposals = self._lookup.propose()
         if len(so_far) >= len(self._proposals):
             return None
-        token, prob, entropy, margin = self._proposals[len(so_far)]
-        return SourceToken(token, False, prob, entropy, None, margin)
+        return proposed(self._proposals[len(so_far)])
 
     def verify(self, draft: Sequence[Any]) -> int:
         """One target pass over the last token and the draft."""

@@ -35,7 +35,7 @@ from simulator.serving.speculation import (
     TruncateToMinimum,
 )
 from simulator.serving.timeline import Timeline
-from traces.errors import DraftsimError, SignalError
+from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.replay import own_policy
 from traces.scores import prepared_rule
@@ -101,11 +101,7 @@ def simulate(
         If mode and policy do not fit, or the latency table lacks a model that must run.
     """
     began = time.perf_counter()
-    if missing := [s for s in policy.reads if s not in trace.signals]:
-        raise SignalError(
-            f"{type(policy).__name__} reads {', '.join(missing)}, which this trace does not hold: "
-            "record one with `draftsim profile`"
-        )
+    trace.check_reads(policy.reads, type(policy).__name__)
     own_rule = prepared_rule(rule, trace)
     if isinstance(policy, DraftPolicy):
         policy = own_policy(trace, policy)

@@ -66,7 +66,7 @@ class ServedSequence(ReplayDecoder):
         self._cap = lookahead + 1
         self._engine = engine
         self._rule = rule
-        self._scores = None if rule is None else score_tape(trace)
+        self._scores = None if rule is None else score_tape(trace).scores(rule.needs)
         self._read = self._tape.tokens(() if rule is None else rule.reads)
         self.prompt = job.prompt_tokens
         self.position = 1

@@ -11,7 +11,7 @@ from scipy.spatial import cKDTree
 
 from simulator.whatif.matchmodel import Bools, signal_table
 from traces.errors import DraftsimError
-from traces.schema import COLUMNS, MATCH, MISMATCH, UNKNOWN
+from traces.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
 from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
@@ -21,9 +21,7 @@ NEIGHBOURS = 8
 STALE = frozenset(n for n in COLUMNS if n.startswith("target_")) | {"draft_path_logprob", "overlap"}
 """Scores of the recorded drafts by the target, which new outcomes would contradict."""
 
-SCORES = frozenset(
-    {"draft_logprob", "draft_entropy", "draft_top1", "draft_top2", "draft_logsumexp"}
-)
+SCORES = frozenset(n for needed in SIGNAL_COLUMNS.values() for n in needed) - {"draft_token"}
 """What the signals of a draft are computed from; its token is none of it."""
 
 

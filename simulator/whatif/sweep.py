@@ -92,11 +92,7 @@ class Sweep:
             if not 0 < alpha < 1:
                 raise DraftsimError(f"alpha is {alpha:g}, expected strictly between 0 and 1")
         for name, policy in policies.items():
-            if missing := [s for s in policy.reads if s not in trace.signals]:
-                raise DraftsimError(
-                    f"policy {name} reads {', '.join(missing)}, which the trace does not hold: "
-                    "record one with `draftsim profile`, or leave the policy out"
-                )
+            trace.check_reads(policy.reads, f"policy {name}")
         self.alphas = tuple(alphas)
         self.batches = tuple(batches)
         self.method = method

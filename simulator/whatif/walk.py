@@ -200,7 +200,7 @@ class Walker:
 class _SureDrafts(dict[int, list[RecordedToken]]):
     """By length, drafts of tokens that no test of a token would stop at."""
 
-    token = RecordedToken(-1, False, 1.0, 0.0, float("inf"), 1.0)
+    token = RecordedToken(-1, False, 1.0, 0.0, float("inf"), 1.0, 1.0, 1.0)
 
     def __missing__(self, length: int) -> list[RecordedToken]:
         made = self[length] = [self.token] * length
@@ -247,18 +247,23 @@ def _never(walker: Walker, policy: Autoregressive) -> Plan:
 def _confidence(walker: Walker, policy: Confidence) -> Plan | None:
     if policy.roc_update != "off":
         return None
-    below = _below(walker, policy.confidence_threshold)
+    below = _below(walker, "prob", policy.confidence_threshold)
     return Plan(np.minimum(below, policy.gamma))
 
 
 def _heuristic(walker: Walker, policy: HFHeuristic) -> Plan | None:
     if policy.roc_update != "off":
         return None
-    return Plan(_below(walker, policy.confidence_threshold), adapts=True)
+    return Plan(_below(walker, "prob", policy.confidence_threshold), adapts=True)
 
 
 def _gammatune(walker: Walker, policy: GammaTune) -> Plan:
-    return Plan(_below(walker, getattr(policy, "threshold", 0.0)), adapts=True)
+    del policy
+    return Plan(walker.at_most(UNBOUNDED), adapts=True)
+
+
+def _gammatune_plus(walker: Walker, policy: GammaTunePlus) -> Plan:
+    return Plan(_below(walker, "top_prob", policy.threshold), adapts=True)
 
 
 def _svip(walker: Walker, policy: SVIP) -> Plan:
@@ -277,15 +282,15 @@ def _cmasd(walker: Walker, policy: CMASD) -> Plan | None:
     return Plan(np.asarray(reached.argmax(axis=1) + 1, dtype=np.int64))
 
 
-def _below(walker: Walker, threshold: float) -> Ints:
-    """Draft lengths if a token of less probability than `threshold` is the last."""
+def _below(walker: Walker, signal: str, threshold: float) -> Ints:
+    """Draft lengths if a token whose `signal`, a probability, is below `threshold` is the last."""
     if not threshold:
         return walker.at_most(UNBOUNDED)
-    return walker.stop_where(walker.trace.signal("prob") < threshold)
+    return walker.stop_where(walker.trace.signal(signal) < threshold)
 
 
 PLANS: Mapping[type[DraftPolicy], Callable[[Walker, Any], Plan | None]] = {
     Autoregressive: _never, Fixed: _fixed, Confidence: _confidence, HFHeuristic: _heuristic,
-    GammaTune: _gammatune, GammaTunePlus: _gammatune, SVIP: _svip, CMASD: _cmasd,
+    GammaTune: _gammatune, GammaTunePlus: _gammatune_plus, SVIP: _svip, CMASD: _cmasd,
 }  # fmt: skip
 """Of these very types: a subclass may decide otherwise."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from policies.core import Load
+from policies.core import SIGNALS, Load
 from traces.errors import DraftsimError
 from traces.rounds import Fidelity
 from traces.sources.calls import CallCounter
@@ -34,7 +34,7 @@ class Recordings:
 class SourceToken:
     """A replayed proposal; a signal that the source does not have is None."""
 
-    __slots__ = ("ends", "entropy", "exit_layer", "logit_margin", "prob", "prob_margin", "token_id")
+    __slots__ = ("ends", "exit_layer", *SIGNALS)
 
     def __init__(
         self,
@@ -45,6 +45,8 @@ class SourceToken:
         logit_margin: Any = None,
         prob_margin: Any = None,
         exit_layer: int | None = None,
+        top_prob: Any = None,
+        raw_prob: Any = None,
     ) -> None:
         self.token_id = token_id
         self.ends = ends
@@ -53,6 +55,8 @@ class SourceToken:
         self.logit_margin = logit_margin
         self.prob_margin = prob_margin
         self.exit_layer = exit_layer
+        self.top_prob = top_prob
+        self.raw_prob = raw_prob
 
 
 class Source(ABC):
@@ -65,6 +69,11 @@ class Source(ABC):
     """How its replay relates to really decoding with this source."""
     what: ClassVar[str]
     """One line: the method, where it is from, and what its label refers to."""
+
+    def held(self, recordings: Recordings) -> frozenset[str]:
+        """Those of `signals` that the tokens of these recordings carry."""
+        del recordings
+        return self.signals
 
     @abstractmethod
     def open(

@@ -68,6 +68,12 @@ class EarlyExit(Source):
         self.tau, self.omega, self.depth = tau, omega, depth
         self.layers, self.bonus = layers, bonus
 
+    def held(self, recordings: Recordings) -> frozenset[str]:
+        """All signals, but for a draw's raw probability where it was not recorded."""
+        exits = recordings.exits
+        lacks = exits is not None and not exits.sampling.plain and exits.raw_log_prob is None
+        return self.signals - {"raw_prob"} if lacks else self.signals
+
     def setting(self, gamma_max: int) -> ExitSetting:
         """What a recording must have followed for drafts of up to `gamma_max` tokens."""
         layers = None if self.layers is None else tuple(self.layers)
@@ -141,13 +147,18 @@ class ExitTape:
         top1, top2, lse, entropy = (record.signals[s][node, at] for s in
                                     ("top1", "top2", "logsumexp", "entropy"))  # fmt: skip
         layer = record.exit_layers[at]
-        log_prob = top1 - lse if record.log_prob is None else record.log_prob[node, at]
-        prob = float(np.exp(np.float64(log_prob)))
+        top = prob = float(np.exp(np.float64(top1 - lse)))
+        if record.log_prob is not None:
+            prob = float(np.exp(np.float64(record.log_prob[node, at])))
+        raw: float | None = prob
+        if not record.sampling.plain:
+            own = record.raw_log_prob
+            raw = None if own is None else float(np.exp(np.float64(own[node, at])))
         margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
         return ExitStep(
             SourceToken(
                 token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
-                layer,
+                layer, top, raw,
             ),
             self._used.index(at) + 1, layer,
         )  # fmt: skip

@@ -98,6 +98,8 @@ class ExitRecording:
     log_prob:
         (nodes, exits) float32: log-probability that token was drawn with;
         None along greedy outputs, where it follows from the signals.
+    raw_log_prob:
+        Likewise at T = 1 without top-p; None where it is `log_prob`, and in older recordings.
 
     Raises
     ------
@@ -116,6 +118,7 @@ class ExitRecording:
     path_starts: tuple[int, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
     log_prob: npt.NDArray[np.float32] | None = None
+    raw_log_prob: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         count, exits = len(self.nodes["token"]), len(self.exit_layers)
@@ -125,8 +128,9 @@ class ExitRecording:
             "log_confidence": (self.log_confidence, (count, exits, len(self.omegas))),
             **{name: (values, (count, exits)) for name, values in self.signals.items()},
         }
-        if self.log_prob is not None:
-            shapes["log_prob"] = (self.log_prob, (count, exits))
+        for name in ("log_prob", "raw_log_prob"):
+            if (drawn := getattr(self, name)) is not None:
+                shapes[name] = (drawn, (count, exits))
         for name, (values, shape) in shapes.items():
             if values.shape != shape:
                 raise DraftsimError(

@@ -19,6 +19,8 @@ from traces.sources.starts import START_SIGNALS, StartRecording
 
 EXITS, STARTS = "exits", "starts"
 ADAPTER_FILE = "exits-kangaroo.parquet"
+DRAWN = ("log_prob", "raw_log_prob")
+"""Columns of early exits along sampled outputs."""
 STARTS_OF = ("blockwise", "medusa", "specdec", "space", "layer-skip")
 
 
@@ -28,8 +30,9 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
     columns["argmax"] = _lists(recording.argmax)
     columns["log_confidence"] = _lists(recording.log_confidence.reshape(len(recording.argmax), -1))
     columns |= {name: _lists(recording.signals[name]) for name in EXIT_SIGNALS}
-    if recording.log_prob is not None:
-        columns["log_prob"] = _lists(recording.log_prob)
+    for name in DRAWN:
+        if (values := getattr(recording, name)) is not None:
+            columns[name] = _lists(values)
     header = {
         "exit_layers": recording.exit_layers, "layers": recording.layers,
         "omegas": recording.omegas, "settings": recording.settings,
@@ -56,8 +59,7 @@ def read_exits(path: PathLike) -> ExitRecording:
             {name: _matrix(table, name, shape, "float32") for name in EXIT_SIGNALS},
             exits, int(header["layers"]), omegas, settings, tuple(header["path_starts"]),
             header["meta"],
-            _matrix(table, "log_prob", shape, "float32")
-            if "log_prob" in table.column_names else None,
+            **{n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, DraftsimError) as error:
         raise _contradiction(path, error) from error

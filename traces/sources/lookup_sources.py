@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from policies.core import SIGNALS
 from traces.errors import DraftsimError
 from traces.rounds import Fidelity
 from traces.sources.base import (
@@ -58,8 +59,7 @@ class LookupReplay(SourceReplay):
         proposals = self._proposals()
         if len(so_far) >= len(proposals):
             return None
-        token, prob, entropy, margin = proposals[len(so_far)]
-        return SourceToken(token, False, prob, entropy, None, margin)
+        return proposed(proposals[len(so_far)])
 
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
@@ -122,7 +122,7 @@ class REST(LookupSource):
 
     name = "rest"
     what = "REST (arXiv:2311.08252), heaviest chain of its tree; exact for the chain"
-    signals: ClassVar[frozenset[str]] = frozenset({"token_id", "prob", "entropy", "prob_margin"})
+    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS) - {"logit_margin"}
 
     def __init__(
         self,
@@ -165,6 +165,12 @@ class Lookahead(LookupSource):
         """Pools the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
+
+
+def proposed(proposal: Proposal) -> SourceToken:
+    """The drafted token of a proposal, which is the likeliest one and nobody draws."""
+    token, prob, entropy, margin = proposal
+    return SourceToken(token, False, prob, entropy, None, margin, top_prob=prob, raw_prob=prob)
 
 
 def read_corpus(path: str | Path) -> list[list[int]]:

@@ -49,7 +49,7 @@ def replay_source(
             f"for a draft model alone, not for {source.name!r}: use --verify {lossless}"
         )
     prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
-    check_signals(policy, source)
+    check_signals(policy, source, recordings or Recordings())
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings or Recordings(), first)
     shared = own_policy(trace, policy)
@@ -72,9 +72,20 @@ def fidelity_of(source: Source, trace: Trace) -> Fidelity:
     return "exact in distribution" if sampled else source.fidelity
 
 
-def check_signals(policy: DraftPolicy, source: Source) -> None:
-    """Raise SignalError where `policy` reads what tokens of `source` do not carry."""
-    if missing := [s for s in policy.reads if s not in source.signals]:
+def check_signals(
+    policy: DraftPolicy, source: Source, recordings: Recordings | None = None
+) -> None:
+    """Raise SignalError where `policy` reads what tokens of `source` do not carry.
+
+    Those of these `recordings`; or of real decoding, which computes all of `Source.signals`.
+    """
+    held = source.signals if recordings is None else source.held(recordings)
+    if missing := [s for s in policy.reads if s in source.signals - held]:
+        raise SignalError(
+            f"{type(policy).__name__} reads {', '.join(missing)}, which this recording of "
+            f"{source.name!r} drafts lacks: record it again"
+        )
+    if missing := [s for s in policy.reads if s not in held]:
         raise SignalError(
             f"{type(policy).__name__} reads {', '.join(missing)}, which {source.name!r} drafts do "
             f"not have (they have {', '.join(sorted(source.signals))}): choose a policy that "

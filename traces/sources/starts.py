@@ -146,7 +146,8 @@ class StartReplay(SourceReplay):
         top1, top2, lse, entropy = (record.signals[name][at] for name in START_SIGNALS)
         token = int(record.token[at])
         margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
+        prob = float(np.exp(np.float64(top1 - lse)))  # of the likeliest token, drawn greedily
         return SourceToken(
-            token, token in self.eos, float(np.exp(np.float64(top1 - lse))), float(entropy),
-            float(top1) - float(top2), margin,
+            token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
+            top_prob=prob, raw_prob=prob,
         )  # fmt: skip
