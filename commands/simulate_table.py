@@ -225,7 +225,7 @@ def _print(console: Any, title: str, rows: Sequence[Mapping[str, str]]) -> None:
 
 NAME = 19
 """Characters of a name on one line."""
-_WORD = r"(?:\[[^\]]*\]|[^:,-])"
+_WORD = r"(?>\[[^\]]*\]|[^:,-]|-(?=\d))"
 
 
 def in_lines(name: str, width: int = NAME) -> str:
@@ -235,7 +235,7 @@ def in_lines(name: str, width: int = NAME) -> str:
     'spec-verification:\\nbeta=5,tau=0.533'
     """
     lines = [""]
-    for part in re.findall(rf"{_WORD}*[:,-]+\s*|{_WORD}+", name):
+    for part in re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name):
         if lines[-1] and len(lines[-1] + part.rstrip()) > width:
             lines.append("")
         lines[-1] += part
