@@ -145,11 +145,11 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
     arguments = ("serve", "--trace", recorded.folder, "--settings", recorded.out, "--batch", "1",
                  "--requests", "20", "--json", "-")  # fmt: skip
     rows = run(*arguments).rows
-    assert [r["policy"] for r in rows] == ["settings.json", "off", "K=1", "K=3", "K=5"]
-    tuned, off = rows[:2]
+    assert [r["policy"] for r in rows] == ["off", "settings.json", "K=1", "K=3", "K=5"]
+    off, tuned = rows[:2]
     assert tuned["throughput_tok_s"] > off["throughput_tok_s"]
     both = run(*arguments, "--policy", "fixed:gamma=2").rows
-    assert [r["policy"] for r in both] == ["settings.json", "fixed:gamma=2"]
+    assert [r["policy"] for r in both] == ["autoregressive", "settings.json", "fixed:gamma=2"]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,14 @@ def test_exact_at_every_cell_of_a_ragged_grid(cells: Cells) -> None:
 def test_between_cells_it_stays_within_them_and_outside_it_is_flagged(
     cells: Cells, at: tuple[int, int, int]
 ) -> None:
-    seconds, origin = read(table(cells), *at)
+    t = table(cells)
+    batches, widths = {k[0] for k in cells}, {k[1] for k in cells}
+    if (batches != {at[0]} and len(batches) == 1) or (widths != {at[1]} and len(widths) == 1):
+        # What was never varied is refused, and nothing in between or beyond is made up.
+        with pytest.raises(DraftsimError, match="alone"):
+            read(t, *at)
+        return
+    seconds, origin = read(t, *at)
     assert np.isfinite(seconds)
     assert seconds >= 0
     assert (origin == MEASURED) == (at in cells)
@@ -103,9 +110,11 @@ def test_linear_in_each_direction() -> None:
     assert read(t, 2, 3, 0)[1] == EXTRAPOLATED
 
 
-def test_a_table_of_batch_one_says_nothing_sure_about_four() -> None:
+def test_a_table_of_batch_one_says_nothing_about_four() -> None:
     t = table({(1, n, c): 0.01 + 1e-5 * c for n in (1, 2) for c in (0, 100)})
-    assert read(t, 4, 1, 50)[1] == EXTRAPOLATED
+    with pytest.raises(DraftsimError, match="at batch 1 alone, and batch 4 is asked"):
+        read(t, 4, 1, 50)
+    assert read(t.assumed_batch_free(), 4, 1, 50)[0] == read(t, 1, 1, 50)[0]
     assert read(t, 1, 1, 50)[1] == INTERPOLATED
 
 

@@ -98,8 +98,8 @@ def test_latencies_in_words() -> None:
         ("const:target=1,draft", "the part 'draft'"),
         ("const:traget=1,draft=1", "names 'traget' .did you mean 'target'"),
         ("const:target=1,target=2,draft=1", "gives 'target' twice"),
-        ("const:target=-1,draft=1", "constant latency of target is -1.0"),
-        ("const:target=nan,draft=1", "constant latency of target is nan"),
+        ("const:target=-1,draft=1", "gives target=-1, expected > 0"),
+        ("const:target=nan,draft=1", "gives target=nan, expected > 0"),
         ("constant:target=1", "does not begin with 'const:'"),
     ],
 )

@@ -104,6 +104,8 @@ def simulate(
     trace.check_reads(policy.reads, type(policy).__name__)
     own_rule = prepared_rule(rule, trace)
     if isinstance(policy, DraftPolicy):
+        # Named before it is told what the recording supplies.
+        name = name or describe(policy)
         policy = own_policy(trace, policy)
     lookahead = scenario.limits.lookahead
     if lookahead is None:

@@ -74,6 +74,7 @@ class Walker:
     def replay(self, policy: DraftPolicy, name: str | None = None) -> RoundLog:
         """The log of `traces.replay.replay`; raises what it raises."""
         trace = self.trace
+        name = name or describe(policy)
         policy = own_policy(trace, policy)
         plan = PLANS.get(type(policy))
         planned = None
@@ -84,7 +85,7 @@ class Walker:
             return replay(trace, policy, name=name)
         lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
         return RoundLog(
-            found, trace.requests, name or describe(policy), verify=lossless,
+            found, trace.requests, name, verify=lossless,
             fidelity=fidelity_of(trace), reads=policy.reads, first=self._first,
         )  # fmt: skip
 
