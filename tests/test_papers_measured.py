@@ -70,7 +70,7 @@ def test_one_total_leaves_an_interval_that_holds_what_made_it() -> None:
 
 
 def test_the_family_covers_the_public_ladder() -> None:
-    """It was spanned without it: tokens a round of every length from every other one."""
+    """Tokens a round of every length from every other one; its form was chosen in view of them."""
     held = total = 0
     for ladder in RTX3090.values():
         for given in ladder:

@@ -76,26 +76,7 @@ VLLM_FRSPEC = EngineStudy(
     VLLM_EAGLE.source,
     {1: {0: EngineRun(61.74, 1.0), 1: EngineRun(104.59, 1.68), 3: EngineRun(121.46, 2.23)}},
 )
-VLLM_5090 = EngineStudy(
-    "vLLM EAGLE-3 NVFP4 8B, RTX 5090",
-    "huggingface.co/pyloxsystems/hochelaga-8b-eagle3-drafter, model card (2026-05-20): streams at "
-    "once, tokens/s of all; acceptance is not given",
-    {
-        1: {
-            0: EngineRun(211.9, 1.0), 1: EngineRun(197.1, None), 2: EngineRun(178.6, None),
-            4: EngineRun(154.2, None), 8: EngineRun(115.7, None),
-        },
-        50: {
-            0: EngineRun(6551.9, 1.0), 1: EngineRun(2438.1, None), 2: EngineRun(2028.8, None),
-            4: EngineRun(1578.1, None), 8: EngineRun(994.6, None),
-        },
-        100: {
-            0: EngineRun(8760.0, 1.0), 1: EngineRun(3844.4, None), 2: EngineRun(2764.5, None),
-            4: EngineRun(1890.6, None), 8: EngineRun(1136.7, None),
-        },
-    },
-)  # fmt: skip
-ENGINE_STUDIES = (VLLM_EAGLE, VLLM_FRSPEC, VLLM_5090)
+ENGINE_STUDIES = (VLLM_EAGLE, VLLM_FRSPEC)
 
 
 class Positions(NamedTuple):
