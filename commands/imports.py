@@ -42,11 +42,15 @@ def import_file(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Limit the log was decoded under; default 1024.")
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Which drafter, where the log tells of several: eagle."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Turn another program's log into a trace that every command takes.
 
-    FORMAT: specbench, vllm, prometheus, sglang, llamacpp, eagle, rounds, or auto.
+    FORMAT: specbench, vllm, prometheus, sglang, llamacpp, eagle, rounds, by-start, or auto.
 
     A log that holds the rounds in order makes a trace; counts alone make a survival curve, or
     the interval of curves that they allow.  Where a log does not hold its draft lengths, every
@@ -59,6 +63,7 @@ def import_file(
 
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
+        "drafter": drafter,
     }  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     takes = find_importer(form, files).takes

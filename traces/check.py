@@ -64,6 +64,7 @@ def check_trace(
     _check_rows(columns, requests)
     _check_tails(columns, max_gamma)
     _check_values(columns)
+    _check_by_start(columns, max_gamma)
     signals = [s for s, needed in SIGNAL_COLUMNS.items() if all(c in columns for c in needed)]
     if signals and max_gamma is None:
         raise DraftsimError(
@@ -152,6 +153,22 @@ def _check_tails(columns: Mapping[str, Array], max_gamma: int | None) -> None:
     heads = tail[offset[tail] == 1] - 1
     if (match[heads] != MISMATCH).any():
         raise DraftsimError("trace has an off-path tail after a position that was no mismatch")
+
+
+def _check_by_start(columns: Mapping[str, Array], max_gamma: int | None) -> None:
+    if "accepted" not in columns:
+        return
+    accepted, match = columns["accepted"], columns["match"]
+    if max_gamma is None:
+        raise DraftsimError("trace holds drafts accepted by start but no max_gamma: say how many")
+    if columns["offset"].any() or any(n.startswith("draft_") for n in columns):
+        raise DraftsimError(
+            "trace holds drafts accepted by start and rows or signals of single drafts: keep one"
+        )
+    if len(accepted) and not (accepted.min() >= 0 and accepted.max() <= max_gamma):
+        raise DraftsimError(f"trace column 'accepted' holds values beyond 0 to {max_gamma}")
+    if not np.array_equal(accepted > 0, match == MATCH):
+        raise DraftsimError("trace columns 'accepted' and 'match' disagree on a first draft")
 
 
 def _check_values(columns: Mapping[str, Array]) -> None:

@@ -69,7 +69,7 @@ class ReplayDecoder:
         """A single stream: batch 1 at the current context."""
         start = self._start + self.position
         run = self._runs[start]
-        known = start + run not in self._tape.unknown
+        known = start not in self._tape.unknown
         length = min(run, self._limit - self.position - 1) if known else None
         return Load(1, self._info.prompt_length + self.position, length)
 
@@ -97,12 +97,17 @@ class ReplayDecoder:
         accepted = len(draft)
         if run < accepted:
             accepted = run
-            if self._tape.unknown and start + run in self._tape.unknown:
+            if self._tape.open_ended and start in self._tape.open_ended:
                 raise self._unobserved(run)
         self._advance(accepted)
         return accepted
 
     def _unobserved(self, ahead: int) -> SignalError:
+        if self._trace.by_start:
+            return SignalError(
+                f"request {self._info.id!r} had all {ahead} drafts accepted at position "
+                f"{self.position}, and no more were ever tried: lower the policy's maximum"
+            )
         return SignalError(
             f"request {self._info.id!r} was not observed at position {self.position + ahead}, "
             "where this policy drafts: impute the trace first (`Trace.impute`)"

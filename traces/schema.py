@@ -41,6 +41,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "target_draft_logit": ("float32", "target's raw logit of draft_token"),
     "target_draft_rank": ("int32", "rank of draft_token under the target, 0 = argmax"),
     "target_path_logprob": ("float32", "target's log-probability of x_t likewise"),
+    "accepted": (
+        "int16",
+        "drafts accepted of a round that begins here, where its drafts are its own; none in tails",
+    ),
     "overlap": ("float32", "sum over v of min(target, draft) as sampled"),
 }
 """Name -> (numpy dtype, meaning) of the long table."""

@@ -46,7 +46,7 @@ def runs(trace: Trace) -> Runs:
     lengths = trace.run_lengths[starts]
     ends = starts + lengths
     inside = ends < bounds[np.searchsorted(bounds, starts, side="right")]
-    rejected = inside & (np.append(match, UNKNOWN)[ends] == MISMATCH)
+    rejected = inside & ~trace.open_ended[starts]
     return Runs(lengths, rejected, ends)
 
 

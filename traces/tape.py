@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from policies.guard import SIGNALS, guarded
-from traces.trace import MATCH, UNKNOWN, Trace
+from traces.trace import MATCH, Trace
 
 T = TypeVar("T")
 
@@ -93,7 +93,9 @@ class Tape:
         starts = trace.request_starts
         self.starts: list[int] = starts.tolist()
         self.runs: list[int] = trace.run_lengths.tolist()
-        self.unknown = set(np.flatnonzero(match == UNKNOWN).tolist())
+        self.open_ended = set(np.flatnonzero(trace.open_ended).tolist())
+        # As far as drafts were tried from every start, what was accepted is all there is.
+        self.unknown = set() if trace.by_start else self.open_ended
         self.signals = bool(trace.signals)
         self.rows: list[int] = []
         self.row_limit: list[int] = []

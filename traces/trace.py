@@ -61,8 +61,8 @@ class Trace:
     requests:
         The request table, in recording order.
     max_gamma:
-        Longest draft the off-path tails allow; None if the recording holds no tails
-        because it holds no signals either (imported logs, synthetic traces).
+        Longest draft the off-path tails allow, or that was tried from every start; None if
+        the recording holds neither (imported logs, synthetic traces).
     meta:
         Provenance: models and revisions, tokenizer, dtype, sampling, seeds, device,
         library versions.  `sampling` is read from ``meta["sampling"]``.
@@ -154,13 +154,33 @@ class Trace:
         Under lossless verification a draft of n tokens started at s has
         ``min(n, run_lengths[s])`` accepted.  A position whose match was not recorded
         ends a run.
+
+        A drafter on the target's features drafts otherwise from every start, so its accepted
+        drafts are no runs of matches: where the trace holds ``accepted``, these are they.
         """
         index = np.arange(len(self.on_path))
         starts = self.request_starts
         stops = np.repeat(starts[1:], np.diff(starts))
+        if self.by_start:
+            return np.minimum(self.columns["accepted"][self.on_path], stops - index)
         ends = np.flatnonzero(self.columns["match"][self.on_path] != MATCH)
         nearest = np.append(ends, len(index))[np.searchsorted(ends, index)]
         return np.asarray(np.minimum(nearest, stops) - index)
+
+    @property
+    def by_start(self) -> bool:
+        """Whether acceptance was recorded for every start of a round."""
+        return "accepted" in self.columns
+
+    @cached_property
+    def open_ended(self) -> Array:
+        """Whether the run from an on-path position may be longer than `run_lengths` says."""
+        starts, ends = self.request_starts, np.arange(len(self.on_path)) + self.run_lengths
+        inside = ends < np.repeat(starts[1:], np.diff(starts))
+        if self.by_start:
+            return np.asarray(inside & (self.run_lengths == self.max_gamma))
+        match = np.append(self.columns["match"][self.on_path], MISMATCH)
+        return np.asarray(inside & (match[ends] == UNKNOWN))
 
     def signal(self, name: str) -> Array:
         """The draft signal `name` for every row (see `policies.core.DraftToken`)."""

@@ -93,7 +93,7 @@ class ServedSequence(ReplayDecoder):
         start = self._start + self.position
         run = self._runs[start]
         length: int | None = min(run, self._limit - self.position - 1)
-        if start + run in self._tape.unknown:
+        if start in self._tape.unknown:
             length = None
         engine = self._engine
         return Load(engine.batch, self.prompt + self.position, length, engine.prefilling)
@@ -128,7 +128,7 @@ class ServedSequence(ReplayDecoder):
         self.declare(policy.reads)
         signals, rows, runs = self._signals, self._rows, self._runs
         tokens, make = self._tokens.known, self._tokens.make
-        row_limit, unknown = self._row_limit, self._tape.unknown
+        row_limit, open_ended = self._row_limit, self._tape.open_ended
         most, length, new = self._cap - 1, self.length, tuple.__new__
         catch_up = 1
         while (position := self.position) < length:
@@ -169,7 +169,7 @@ class ServedSequence(ReplayDecoder):
             accepted = drafted
             if run < drafted:
                 accepted = run
-                if unknown and at + run in unknown:
+                if at in open_ended:
                     raise self._unobserved(run)
             after = position + accepted + 1
             if after < self._seam and after < length:
@@ -204,7 +204,7 @@ class ServedSequence(ReplayDecoder):
                 raise error.by(self._rule) from None
         start = self._start + self.position
         run = self._runs[start]
-        if run < len(draft) and start + run in self._tape.unknown:
+        if run < len(draft) and start in self._tape.open_ended:
             raise self._unobserved(run)
         return min(len(draft), run)
 

@@ -68,6 +68,11 @@ class MatchModel:
         self.trace = trace
         self.ridge = ridge
         recorded = trace.columns["match"][trace.on_path]
+        if trace.by_start:
+            raise DraftsimError(
+                "the trace holds acceptance by start, which cannot be made better or worse: leave "
+                "out what asks for another acceptance"
+            )
         if (recorded == UNKNOWN).any():
             raise DraftsimError("some matches were not recorded: impute the trace first")
         match: Bools = recorded == MATCH

@@ -25,7 +25,7 @@ from policies.huggingface import Confidence, HFHeuristic
 from policies.registry import describe
 from traces.replay import fidelity_of, own_policy, replay
 from traces.rounds import ROUND_DTYPE, RoundLog
-from traces.schema import MATCH, UNKNOWN
+from traces.schema import MATCH
 from traces.tape import RecordedToken
 from traces.trace import Trace
 
@@ -62,7 +62,7 @@ class Walker:
         starts = trace.request_starts
         self.positions = int(starts[-1])
         match = trace.columns["match"][trace.on_path]
-        self._known = not (match == UNKNOWN).any()
+        self._known = not trace.open_ended.any()
         tokens = np.diff(starts)
         self._begins, self._ends = starts[:-1].tolist(), starts[1:].tolist()
         self._end = np.repeat(starts[1:], tokens)

@@ -21,6 +21,8 @@ class Options:
     """How the log's drafts were chosen, see `traces.importers.schedules.reading`."""
     max_new_tokens: int = 1024
     """Token limit of a request."""
+    drafter: str | None = None
+    """Which of several drafters a log tells of."""
 
 
 class Importer(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 from policies.spec import choice
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Importer, Options
+from traces.importers.by_start import ByStart
 from traces.importers.eagle import Eagle
 from traces.importers.llamacpp import LlamaCpp
 from traces.importers.prometheus import Prometheus
@@ -20,7 +21,7 @@ from traces.importers.vllm import VLLM
 from traces.trace import Trace
 
 _ALL: tuple[Importer, ...] = (
-    SpecBench(), VLLM(), Prometheus(), SGLang(), LlamaCpp(), Eagle(), Rounds(),
+    SpecBench(), VLLM(), Prometheus(), SGLang(), LlamaCpp(), Eagle(), Rounds(), ByStart(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"

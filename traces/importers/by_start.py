@@ -1,0 +1,106 @@
+"""Reading accepted lengths by start, as SpecDecode-Bench's simulator keeps them.
+
+One row a request: ``id``, ``prompt_token_ids``, ``generated_token_ids`` and, for each way of
+drafting, an entry like ``acc_eagle`` with ``acc_len``: per output position the tokens that a
+round emits which begins there, the target's own included.  A drafter on the target's features
+drafts otherwise from every start, so these are no runs of matches; fixed lengths and the
+oracle replay exactly from them.  Source of the format: SpecDecode-Bench/simulator,
+``request.py`` and ``data/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.rows import read_json_rows
+from traces.schema import Request
+from traces.trace import Trace
+
+PREFIX = "acc_"
+
+
+class ByStart:
+    """SpecDecode-Bench's ``combined_*.jsonl``."""
+
+    name = "by-start"
+    summary = "accepted lengths by start (acc_eagle.acc_len), as in SpecDecode-Bench's simulator"
+    takes = ("drafter",)
+
+    def sniff(self, text: str) -> bool:
+        return '"acc_len"' in text or '"acc_eagle_three"' in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Trace:
+        requests: list[Request] = []
+        lengths: list[Any] = []
+        tokens: list[int] = []
+        drafter = options.drafter
+        for file in files:
+            for where, row in zip(*read_json_rows(file), strict=True):
+                drafter, found = _lengths(where, row, drafter)
+                output = _ids(where, row, "generated_token_ids")[: len(found)]
+                if len(output) != len(found):
+                    raise FileError(
+                        f"{where}: {len(found)} accepted lengths and {len(output)} output tokens: "
+                        "use an unedited file"
+                    )
+                prompt = tuple(_ids(where, row, "prompt_token_ids"))
+                lengths.append(found)
+                tokens += output
+                requests.append(
+                    Request(
+                        str(row.get("id", len(requests))), str(row.get("category", file.stem)),
+                        len(prompt), len(output), len(output), "length", prompt,
+                    )
+                )  # fmt: skip
+        accepted = np.concatenate(lengths) - 1
+        if not (longest := int(accepted.max())):
+            raise FileError(f"{files[0]}: no draft of {drafter} was ever accepted")
+        counts = [len(found) for found in lengths]
+        columns = {
+            "request": np.repeat(np.arange(len(counts)), counts),
+            "position": np.concatenate([np.arange(n) for n in counts]),
+            "offset": np.zeros(len(accepted), np.int16),
+            "match": (accepted > 0).astype(np.int8),
+            "accepted": accepted,
+            "token": np.array(tokens),
+        }
+        meta = {
+            "kind": self.name, "source": [file.name for file in files], "drafter": drafter,
+            "draft_lengths": "by start", "draft_lengths_known": True,
+        }  # fmt: skip
+        return Trace(columns, requests, longest, meta)
+
+
+def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str, Any]:
+    """Name of the drafter, and the (positions,) tokens of a round from each."""
+    found = {}
+    for key, value in row.items():
+        if key.startswith(PREFIX):
+            entry = value.get("acc_len") if isinstance(value, dict) else value
+            if entry is not None:
+                found[key.removeprefix(PREFIX)] = entry
+    if drafter not in found:
+        have = ", ".join(found) or "none"
+        if drafter is None and len(found) == 1:
+            drafter = next(iter(found))
+        elif drafter is None:
+            raise FileError(f"{where}: holds accepted lengths of {have}: name one with --drafter")
+        else:
+            raise FileError(f"{where}: has no accepted lengths of {drafter!r} (there are: {have})")
+    entry = found[drafter]
+    if not isinstance(entry, list) or not entry or not all(type(n) is int and n > 0 for n in entry):
+        raise FileError(f"{where}: {PREFIX}{drafter} holds no list of lengths of 1 or more")
+    return drafter, np.array(entry, dtype=np.int64)
+
+
+def _ids(where: str, row: dict[str, Any], name: str) -> list[int]:
+    ids = row.get(name)
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise FileError(f"{where}: has no {name}: expected a list of token ids")
+    return ids
