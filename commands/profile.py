@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.drafters import profile_drafters, split_drafters
 from commands.engine_options import (
     EngineBatchOption,
     EngineLengthOption,
@@ -116,7 +117,8 @@ def profile(
         list[str] | None,
         typer.Option(
             metavar="S",
-            help="Of --exit-layers: also follow this setting, like early-exit:tau=0.7; repeatable.",
+            help="Also record a drafter on the target's features, eagle:model=DIR (EAGLE, EAGLE-3, "
+            "MTP); of --exit-layers: also follow a setting, like early-exit:tau=0.7; repeatable.",
         ),
     ] = None,
     heads_text: Annotated[
@@ -203,9 +205,12 @@ def profile(
         raise DraftsimError("--memory and --split say how to decode under --verify: name a rule")
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
-    if (source or heads_text) and not exit_layers:
-        raise DraftsimError("--source and --heads-text belong to --exit-layers: add it")
-    if latency_only and (again or exit_layers or force):
+    drafters, others = split_drafters(source or [])
+    if (others or heads_text) and not exit_layers:
+        raise DraftsimError(
+            "--source (but eagle:model=DIR) and --heads-text belong to --exit-layers: add it"
+        )
+    if latency_only and (again or exit_layers or drafters or force):
         raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
     if force and again:
         raise DraftsimError("--verify, --method and --papers add to a folder: drop --force")
@@ -215,20 +220,22 @@ def profile(
             measure_again(info, out, settings)
             return
         pair = None
-        if exit_layers:
+        if exit_layers or drafters:
             from commands.source_runs import check_layers
 
             pair = info.load()
             check_layers(pair)
         recording = Recording(info, prompts, out, settings, limit, pair)
-        if force or not ((again or exit_layers) and is_complete(out)):
+        if force or not ((again or pair is not None) and is_complete(out)):
             run_profile(recording, force)
         elif not settings.sampling.greedy:
             add_sampled(recording)
-        if pair is not None:
+        if pair is not None and exit_layers:
             from commands.source_runs import profile_sources
 
-            profile_sources(pair, info, out, sources=source or [], text=heads_text, repeats=repeats)
+            profile_sources(pair, info, out, sources=others, text=heads_text, repeats=repeats)
+        if pair is not None and drafters:
+            profile_drafters(pair, out, drafters, repeats=repeats)
         if again:
             decode_again(info, out, again, memory, not settings.sampling.greedy)
 

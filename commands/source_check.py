@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +66,7 @@ def source_check(
     """
     import pandas as pd
 
+    from commands.drafters import load_drafters
     from commands.remeasure import Remeasured
     from commands.source_modules import modules_of
     from commands.validate import REMEDY, spread_over_categories
@@ -74,6 +76,7 @@ def source_check(
     from simulator.validation import compare
     from traces.files import read_latency, read_trace
     from traces.measured import MeasuredRuns, write_measured
+    from traces.sources.feature_source import Eagle
 
     info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
@@ -81,7 +84,8 @@ def source_check(
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
     every = arms(trace, recordings, chosen, policy, source)
     pair = info.load()
-    modules = modules_of(pair, info, run)
+    drafters = load_drafters(pair, [a.source for a in every if isinstance(a.source, Eagle)])
+    modules = replace(modules_of(pair, info, run), drafters=drafters)
     total = repeats * len(chosen) * len(every)
     again = Remeasured(pair, total, modules, trace) if remeasure else None
     start = _openers(pair, modules, trace, every)
@@ -236,9 +240,12 @@ def _openers(
 
 
 def as_recorded(source: Source, recordings: Recordings) -> Source:
-    """`source` with what only its recording knows: the layers that layer skip leaves out."""
+    """`source` with what only its recording knows: skipped layers, a drafter's folder."""
+    from traces.sources.feature_source import Eagle
     from traces.sources.start_sources import LayerSkip
 
+    if isinstance(source, Eagle) and not Path(source.model or "").is_dir():
+        return Eagle(str(source.recording(recordings).meta["model"]))
     if isinstance(source, LayerSkip) and source.skip is None:
         return LayerSkip(recordings.starts[source.key].meta["skip"])
     return source

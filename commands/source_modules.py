@@ -21,21 +21,22 @@ HEADS = "exit_heads"
 
 def heads_digest(modules: Modules) -> str:
     """A digest of all trained weights but the adapter's."""
-    return _digest(modules.exits, *modules.parallel.values(), modules.masks)
+    return digest(modules.exits, *modules.parallel.values(), modules.masks)
 
 
 def adapter_digest(modules: Modules) -> str:
     """A digest of the adapter's weights."""
-    return _digest(modules.adapter)
+    return digest(modules.adapter)
 
 
-def _digest(*modules: Any) -> str:
-    digest = hashlib.sha256()
+def digest(*modules: Any) -> str:
+    """A digest of the weights of `modules`, those that are not None."""
+    made = hashlib.sha256()
     for module in modules:
         if module is not None:
             for name, weights in sorted(module.state_dict().items()):
-                digest.update(name.encode() + weights.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+                made.update(name.encode() + weights.detach().float().cpu().numpy().tobytes())
+    return made.hexdigest()[:16]
 
 
 def modules_of(

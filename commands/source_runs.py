@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.drafters import load_drafters, measure_drafters, recorded_drafters
 from commands.output import note
 from commands.source_modules import adapter_digest, heads_digest, modules_of
 from commands.sources import STAMP, load_source, stamp_of
@@ -37,10 +38,7 @@ def check_layers(pair: Pair) -> None:
 
 def has_sources(folder: Path) -> bool:
     """Whether a run folder holds recordings of other sources than the draft model."""
-    from traces.sources.files import STARTS_OF
-
-    names = ("exits", "exits-kangaroo", *(f"starts-{name}" for name in STARTS_OF))
-    return any((folder / f"{name}.parquet").is_file() for name in names)
+    return any(any(folder.glob(f"{name}*.parquet")) for name in ("exits", "starts-"))
 
 
 def profile_sources(
@@ -245,6 +243,12 @@ def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
 def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     """Measure the sources of a run folder again; its recordings are kept."""
     from traces.files import read_trace
+    from traces.sources.files import read_recordings
 
-    modules = modules_of(pair, info, out)
-    measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)
+    recordings = read_recordings(out)
+    drafters = load_drafters(pair, recorded_drafters(recordings))
+    if drafters:
+        measure_drafters(pair, out, drafters, repeats=repeats, again=True)
+    if recordings.exits is not None or len(recordings.starts) > len(drafters):
+        modules = modules_of(pair, info, out)
+        measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)

@@ -26,8 +26,8 @@ SourceOption = Annotated[
         "--source",
         metavar="S",
         help="Draft with this source, name[:key=value,...], instead of the draft model: "
-        "early-exit, kangaroo, layer-skip, blockwise, medusa, medusa-tree, space, specdec, pld, "
-        "rest or lookahead.",
+        "eagle:model=NAME, early-exit, kangaroo, layer-skip, blockwise, medusa, medusa-tree, "
+        "space, specdec, ngram, suffix, pld, rest or lookahead.",
     ),
 ]
 
@@ -103,10 +103,13 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     """
     from traces.sources.adapter import Kangaroo
     from traces.sources.early_exit import EarlyExit
+    from traces.sources.feature_source import Eagle
     from traces.sources.registry import describe_source
     from traces.sources.start_sources import LayerSkip
     from traces.sources.starts import StartSource
 
+    if isinstance(source, Eagle):
+        return source.recording(recordings).offsets
     if isinstance(source, StartSource) and source.key not in recordings.starts:
         raise DraftsimError(f"{source.name!r} drafts were not recorded: {RECORD} records them")
     if isinstance(source, LayerSkip):
@@ -193,6 +196,7 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> RoundLog:
 
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
     """Every named system that can be replayed and priced; a note names the others and why."""
+    from traces.sources.feature_source import RECORD as DRAFTERS
     from traces.sources.registry import SYSTEMS
 
     logs: list[RoundLog] = []
@@ -202,7 +206,7 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
             log = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
-            reason = f"{RECORD} records them" if RECORD in text else text
+            reason = next((f"{by} records them" for by in (RECORD, DRAFTERS) if by in text), text)
             missing.setdefault(reason, []).append(name)
             continue
         if not is_measured(log, latency):
@@ -235,6 +239,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     import pandas as pd
 
     from traces.latency import CELL_COLUMNS, LatencyTable
+    from traces.sources.engine_lookups import NGram, Suffix
     from traces.sources.lookup_sources import PLD, REST, Lookahead
 
     if not latency.is_constant:
@@ -242,7 +247,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     free = pd.DataFrame(
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
-            for cls in (PLD, REST, Lookahead)
+            for cls in (PLD, REST, Lookahead, NGram, Suffix)
             if not latency.has(cls.name, "forward")
         ],
         columns=list(CELL_COLUMNS),

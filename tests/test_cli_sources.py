@@ -68,8 +68,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None:
     ran = run("simulate", "--policy", "all", "--resamples", 20, "--json", "-")
     found = {row["policy"]: row for row in ran.rows if row["policy"] in SYSTEMS}
-    assert set(found) == set(SYSTEMS)
-    assert "not listed" not in ran.err
+    # The bundled recording has no drafters on features, and its latencies not every lookup.
+    note = next(line for line in ran.err.splitlines() if "not listed" in line)
+    lacking = {name for name in SYSTEMS if name in note.replace("profile --source eagle:", "")}
+    assert lacking <= {"eagle", "eagle3", "mtp", "ngram", "suffix"}
+    assert set(found) == set(SYSTEMS) - lacking
+    assert "`draftsim profile --source eagle:model=DIR` records them" in note
     tokens = ran.rows[0]["tokens"]
     for name, row in found.items():
         source = parse_source(SYSTEMS[name].source)
@@ -80,7 +84,7 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
 def test_what_was_not_recorded_is_one_note(run: Run, plain: Path) -> None:
     ran = run("simulate", "--trace", plain, "--json", "-")
     listed = {row["policy"] for row in ran.rows} & set(SYSTEMS)
-    assert listed == {"pld", "rest", "lookahead"}
+    assert listed == {"pld", "rest", "lookahead", "ngram", "suffix"}
     notes = [line for line in ran.err.splitlines() if "not listed" in line]
     assert len(notes) == 1
     assert "draftsim profile --exit-layers" in notes[0]

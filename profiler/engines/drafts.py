@@ -11,7 +11,7 @@ from traces.errors import DraftsimError
 from traces.replay import ReplayDecoder
 from traces.sources.base import SourceToken
 from traces.sources.lookup import Lookup
-from traces.sources.lookup_sources import LookupSource, proposed
+from traces.sources.lookup_sources import LookupSource, Served, proposed
 from traces.trace import Trace
 
 
@@ -139,7 +139,7 @@ class LookedUp(DraftSource):
     def __init__(self, source: LookupSource, eos: frozenset[int] = frozenset()) -> None:
         self.source, self.eos = source, eos
         self.signals = source.signals
-        self._served: list[list[int]] = []
+        self._served: list[Served] = []
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         """Searches what was served so far."""
@@ -147,14 +147,15 @@ class LookedUp(DraftSource):
 
     def close(self, request: Asked, output: Sequence[int]) -> None:
         """Kept for lookups in earlier requests."""
-        self._served.append([*request.prompt, *output])
+        self._served.append(Served([*request.prompt], [*output]))
 
 
 class _Found(Drafts):
     def __init__(self, request: Asked, output: Sequence[int], lookup: Lookup) -> None:
         self._limit, self._prompt = request.limit, len(request.prompt)
         self._lookup = lookup
-        self._lookup.extend([*request.prompt, *output])
+        self._lookup.extend(request.prompt)
+        self._lookup.extend(output)
         self._found: list[Any] | None = None
         self.position = len(output)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pandas as pd
 import torch
 
+from profiler.features.latency import drafter_rounds
 from profiler.latency import Block, Step, Sweeps
 from profiler.pass_latency import UNTIMED, UNTIMED_PLAIN
 from profiler.sources.adapter import AdapterRunner
@@ -15,6 +16,7 @@ from profiler.sources.modules import Modules
 from profiler.sources.numbers import log_confidence
 from profiler.sources.stack import LayerRunner
 from traces.sources.base import prompt_tokens, true_tokens
+from traces.sources.engine_lookups import NGram, Suffix
 from traces.sources.lookup_sources import PLD, REST, Lookahead, LookupSource, served_before
 from traces.trace import Trace
 
@@ -30,8 +32,10 @@ class SourceLatency:
     * ``adapter``/``forward``: Kangaroo's adapter and the output projection, over contexts;
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
+    * ``eagle``, ``eagle3``, ``mtp``/``forward``: passes of drafters on features, over both;
     * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
-    * ``pld``, ``rest``, ``lookahead``/``forward``: one lookup, at a long context.
+    * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``suffix``/``forward``: one lookup, at a
+      long context.
 
     Parameters
     ----------
@@ -49,12 +53,13 @@ class SourceLatency:
         steps = []
         if trace is not None:
             if lookups is None:
-                lookups = [PLD(), REST(), Lookahead()]
+                lookups = [PLD(), REST(), Lookahead(), NGram(), Suffix()]
             steps = [Step(s.name, "forward", 1, 0, _lookup(trace, s)) for s in lookups]
         self._layers, self._depth = target.layers, first_exit(target, modules)
         with torch.inference_mode():
             blocks = [*_rounds(target, modules, self._depth, widths, contexts)]
             blocks += _passes(target, modules, widths, contexts)
+            blocks += drafter_rounds(target, modules.drafters, widths, contexts)
             self._sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
 
     def sweep(self) -> None:
@@ -204,11 +209,13 @@ def _lookup(trace: Trace, source: LookupSource) -> Callable[[], object]:
     """One round's work of a lookup on the longest request: take in a few tokens and propose."""
     longest = max(range(len(trace.requests)), key=lambda i: trace.requests[i].tokens)
     starts, output = trace.request_starts, true_tokens(trace)
-    ids = prompt_tokens(trace, longest) + output[int(starts[longest]) : int(starts[longest + 1])]
+    prompt = prompt_tokens(trace, longest)
+    said = output[int(starts[longest]) : int(starts[longest + 1])]
     eos = frozenset(trace.meta.get("eos_token_ids") or ())
     lookup = source.lookup(eos, lambda: served_before(trace, longest))
-    lookup.extend(ids)
-    turn = iter(ids * 1000)
+    lookup.extend(prompt)
+    lookup.extend(said)
+    turn = iter((prompt + said) * 1000)
 
     def once() -> None:
         lookup.extend([next(turn), next(turn)])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from profiler.features.base import FeatureDrafter
+from profiler.features.record import FeatureRecorder
 from profiler.sources.adapter import Adapter
 from profiler.sources.adapter_record import AdapterRecorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
@@ -26,6 +28,7 @@ from traces.errors import DraftsimError
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings
 from traces.sources.exits import ExitSetting
+from traces.sources.feature_source import Eagle
 from traces.sources.starts import StartRecording
 from traces.trace import Trace
 
@@ -38,12 +41,26 @@ class Modules:
     parallel: Mapping[str, ParallelHeads] = field(default_factory=dict)
     masks: MaskEmbeddings | None = None
     adapter: Adapter | None = None
+    drafters: Mapping[str, FeatureDrafter] = field(default_factory=dict)
+    """On the target's features, by the name of their recording."""
 
     def heads(self, kind: str) -> ParallelHeads:
         """Parallel heads of a kind; DraftsimError if there are none."""
         if kind not in self.parallel:
             raise DraftsimError(f"no {kind!r} heads for this target: train some first")
         return self.parallel[kind]
+
+    def drafter(self, source: Eagle) -> FeatureDrafter:
+        """The drafter that `source` names; DraftsimError if it was not loaded."""
+        if source.key in self.drafters:
+            return self.drafters[source.key]
+        fitting = [d for d in self.drafters.values() if source.model in (None, d.kind)]
+        if len(fitting) != 1:
+            raise DraftsimError(
+                f"no drafter {source.model or ''!r} for this target: name its folder, "
+                "eagle:model=DIR"
+            )
+        return fitting[0]
 
 
 def load_modules(folder: Path, target: Any) -> Modules:
@@ -77,6 +94,7 @@ def record_sources(
     skip: Sequence[int] | None = None,
     skip_offsets: int = 8,
     adapter_gamma: int = 12,
+    draft_offsets: int = 8,
     only: Sequence[str] | None = None,
     seed: int = 0,
     advance: Callable[[str], None] = lambda name: None,
@@ -94,9 +112,10 @@ def record_sources(
         Layers left out by layer skip (None: every second), and its longest draft.
     adapter_gamma:
         Longest draft recorded of Kangaroo's adapter.
+    draft_offsets:
+        Longest draft recorded of drafters on the target's features.
     only:
-        Names of sources to record: ``early-exit``, ``kangaroo`` and
-        `traces.sources.files.STARTS_OF`; None: all.
+        Names of sources to record, drafters on features by that of their recording; None: all.
     seed:
         Of the draws along sampled outputs.
     advance:
@@ -134,6 +153,10 @@ def record_sources(
     chosen = None if skip is None else list(skip)
     makers["layer-skip"] = lambda runner: SkipRecorder(runner, chosen, skip_offsets)
     starts: dict[str, StartRecording] = {}
+    for name, drafter in modules.drafters.items():
+        makers[name] = lambda runner, drafter=drafter: FeatureRecorder(  # type: ignore[misc]
+            runner, drafter, longest, draft_offsets
+        )
     for name, make in makers.items():
         if only is None or name in only:
             small = make(LayerRunner(target, longest))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from policies.core import DraftPolicy, Round, own_copy, speculate
+from profiler.features.decoder import FeatureDecoder
 from profiler.sources.adapter_decoder import KangarooDecoder
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
@@ -30,6 +31,7 @@ from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source, prompt_tokens
 from traces.sources.calls import CALL_KINDS, Call, pack_calls
 from traces.sources.early_exit import EarlyExit
+from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import LookupSource, served_before
 from traces.sources.replay import check_signals
 from traces.sources.start_sources import Heads, LayerSkip, Space
@@ -113,6 +115,8 @@ class SourceRunner:
         if isinstance(source, LayerSkip):
             skip = default_skip(self.target.layers) if source.skip is None else source.skip
             return LayerSkipDecoder(self.target, skip, *begin)
+        if isinstance(source, Eagle):
+            return FeatureDecoder(self.target, self.modules.drafter(source), *begin)
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
 
     def run(

@@ -83,15 +83,35 @@ class LayerRunner(Runner):
         return self.project(self.normed(hidden))
 
     @torch.inference_mode()
-    def forward_with_states(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """One ordinary pass: logits (tokens, vocab), and the normed states they are read from."""
+    def forward_with_states(
+        self, tokens: Tensor, start: int, depths: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """One ordinary pass: logits (tokens, vocab), and states of the tokens.
+
+        These are what the head reads, (tokens, hidden), or with ``depths`` those behind so many
+        layers each, fewer than there are, (tokens, hidden x depths).
+        """
         seen: list[Tensor] = []
-        hook = self._head.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+        watched = [self._layers[depth] for depth in depths] or [self._head]
+        hooks = [
+            module.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+            for module in watched
+        ]
         try:
             logits = self.forward(tokens, start)
         finally:
-            hook.remove()
-        return logits, seen[0]
+            for hook in hooks:
+                hook.remove()
+        return logits, torch.cat([states[0] for states in seen], -1)
+
+    def states(self, tokens: Tensor, start: int, depths: Sequence[int] = ()) -> Tensor:
+        """The states of `forward_with_states`, by no more layers than that takes."""
+        hidden, parts, at = self.embed(tokens), [], 0
+        for depth in depths or (self.layers,):
+            hidden = self.run_layers(hidden, start, range(at, depth))
+            parts.append(hidden)
+            at = depth
+        return torch.cat(parts, -1) if depths else self.normed(hidden)
 
     def run_layers(
         self,

@@ -72,7 +72,7 @@ class LookupDecoder(SourceDecoder):
         return accepted
 
 
-class _StateDecoder(SourceDecoder):
+class StateDecoder(SourceDecoder):
     """Verifies by the target's layers, keeping the state behind the last accepted token."""
 
     def __init__(
@@ -88,7 +88,7 @@ class _StateDecoder(SourceDecoder):
         return self._prompt + len(self.output) - 1
 
 
-class HeadsDecoder(_StateDecoder):
+class HeadsDecoder(StateDecoder):
     """Drafts with parallel heads, of which the first `k` (None: all) are used."""
 
     @torch.inference_mode()
@@ -132,7 +132,7 @@ class HeadsDecoder(_StateDecoder):
         return accepted
 
 
-class SpaceDecoder(_StateDecoder):
+class SpaceDecoder(StateDecoder):
     """Verifies the draft and drafts behind every candidate in the same pass (SPACE)."""
 
     @torch.inference_mode()
@@ -194,7 +194,7 @@ class SpaceDecoder(_StateDecoder):
         return accepted, tokens, width
 
 
-class LayerSkipDecoder(_StateDecoder):
+class LayerSkipDecoder(StateDecoder):
     """Drafts with some of the target's layers left out (Draft & Verify).
 
     Draft states stay in the cache for the rest of the round and are then overwritten by the

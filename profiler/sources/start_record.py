@@ -39,6 +39,14 @@ class StartRecorder(ABC):
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         """(starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
 
+    def target_ids(self, drafted: Tensor) -> Tensor:
+        """Target ids of the drafter's, any shape: the same, unless its vocabulary is smaller."""
+        return drafted
+
+    def draft_ids(self, tokens: Tensor) -> Tensor:
+        """The drafter's ids of target ids, any shape; -1 where it lacks one."""
+        return tokens
+
     def meta(self) -> dict[str, Any]:
         """Provenance, and what the replay must know."""
         return {}
@@ -56,7 +64,7 @@ class StartRecorder(ABC):
         flat = logits.flatten(0, 1)
         for name, values in zip(START_SIGNALS, signals(flat), strict=True):
             rows[name][1:] = values.reshape(-1, k).cpu().numpy()
-        rows["token"][1:] = logits.argmax(-1).cpu().numpy()
+        rows["token"][1:] = self.target_ids(logits.argmax(-1)).cpu().numpy()
         ended = np.isin(rows["token"], list(eos)).cumsum(1)
         rows["token"][:, 1:][ended[:, :-1] > 0] = -1
         true = torch.tensor(output + [-1] * k, device=logits.device)
@@ -64,8 +72,10 @@ class StartRecorder(ABC):
             k, device=logits.device
         )
         wanted = true[index]  # (count - 1, k)
-        of_true = logits.float().gather(-1, wanted.clamp(min=0)[..., None])
-        rank = (logits.float() > of_true).sum(-1).masked_fill(wanted < 0, -1)
+        known = self.draft_ids(wanted)
+        of_true = logits.float().gather(-1, known.clamp(min=0)[..., None])
+        rank = (logits.float() > of_true).sum(-1).masked_fill(known < 0, logits.shape[-1])
+        rank = rank.masked_fill(wanted < 0, -1)
         rows["rank"][1:] = rank.cpu().numpy()
         return rows
 

@@ -3,7 +3,9 @@
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings, Source, SourceToken
 from traces.sources.early_exit import EarlyExit
+from traces.sources.engine_lookups import NGram, Suffix
 from traces.sources.exits import ExitRecording, ExitSetting
+from traces.sources.feature_source import Eagle
 from traces.sources.files import (
     read_exits,
     read_recordings,
@@ -38,6 +40,7 @@ __all__ = [
     "SOURCES",
     "SYSTEMS",
     "Blockwise",
+    "Eagle",
     "EarlyExit",
     "ExitRecording",
     "ExitSetting",
@@ -46,12 +49,14 @@ __all__ = [
     "Lookahead",
     "Medusa",
     "MedusaTree",
+    "NGram",
     "Recordings",
     "Source",
     "SourceToken",
     "Space",
     "SpecDec",
     "StartRecording",
+    "Suffix",
     "System",
     "describe_source",
     "parse_source",

@@ -25,6 +25,11 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("lookahead", "forward"),
     ("adapter", "forward"),
     ("target", "pass"),
+    ("ngram", "forward"),
+    ("suffix", "forward"),
+    ("eagle", "forward"),
+    ("eagle3", "forward"),
+    ("mtp", "forward"),
 )
 """(model, phase) of the latency table that a call's time is read from."""
 
@@ -47,6 +52,8 @@ LAYER, HEAD, EXIT_HEAD = (
 )
 ADAPTER = CALL_KINDS.index(("adapter", "forward"))
 PASS = CALL_KINDS.index(("target", "pass"))
+FEATURES = {kind: CALL_KINDS.index((kind, "forward")) for kind in ("eagle", "eagle3", "mtp")}
+"""Passes of drafters on the target's features, by the drafter's kind."""
 
 
 class CallCounter:

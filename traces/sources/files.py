@@ -21,7 +21,7 @@ EXITS, STARTS = "exits", "starts"
 ADAPTER_FILE = "exits-kangaroo.parquet"
 DRAWN = ("log_prob", "raw_log_prob")
 """Columns of early exits along sampled outputs."""
-STARTS_OF = ("blockwise", "medusa", "specdec", "space", "layer-skip")
+STARTS_FILE = "starts-{}.parquet"
 
 
 def write_exits(recording: ExitRecording, path: PathLike) -> None:
@@ -104,7 +104,7 @@ def write_recordings(recordings: Recordings, folder: Path) -> None:
     if recordings.adapter is not None:
         write_exits(recordings.adapter, folder / ADAPTER_FILE)
     for name, recording in recordings.starts.items():
-        write_starts(recording, folder / f"starts-{name}.parquet")
+        write_starts(recording, folder / STARTS_FILE.format(name))
 
 
 def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
@@ -115,10 +115,11 @@ def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
     exits = folder / exits_file(sampled)
     if sampled:
         return Recordings(read_exits(exits) if exits.exists() else None)
-    paths = {name: folder / f"starts-{name}.parquet" for name in STARTS_OF}
+    before, after = STARTS_FILE.split("{}")
+    paths = sorted(folder.glob(STARTS_FILE.format("*")))
     return Recordings(
         read_exits(exits) if exits.exists() else None,
-        {name: read_starts(path) for name, path in paths.items() if path.exists()},
+        {p.name.removeprefix(before).removesuffix(after): read_starts(p) for p in paths},
         read_exits(folder / ADAPTER_FILE) if (folder / ADAPTER_FILE).exists() else None,
     )
 

@@ -25,8 +25,9 @@ class Proposal(NamedTuple):
 class Lookup(ABC):
     """Proposals for one growing sequence.
 
-    `extend` appends true tokens (prompt first); `propose` gives the continuation that the
-    lookup would draft now.  Both sides, replay and real decoding, run this very object.
+    `extend` appends true tokens, first the prompt by itself; `propose` gives the
+    continuation that the lookup would draft now.  Both sides, replay and real decoding, run
+    this very object.
     """
 
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from policies.core import SIGNALS
 from traces.errors import DraftsimError
@@ -23,6 +23,13 @@ from traces.sources.lookup import Datastore, Lookup, NGramPool, PromptLookup, Pr
 from traces.trace import Trace
 
 EARLIER = "earlier"
+
+
+class Served(NamedTuple):
+    """A request that was served before."""
+
+    prompt: list[int]
+    output: list[int]
 
 
 class LookupReplay(SourceReplay):
@@ -69,8 +76,8 @@ class LookupReplay(SourceReplay):
 class LookupSource(Source):
     """A source that searches token sequences."""
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
-        """A lookup for one request; ``corpus()`` gives the sequences served before it."""
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+        """A lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError
 
     def open(
@@ -88,11 +95,11 @@ class LookupSource(Source):
         return decoder
 
 
-def served_before(trace: Trace, request: int) -> list[list[int]]:
+def served_before(trace: Trace, request: int) -> list[Served]:
     """Prompt and output of every request recorded before this one."""
     output, starts = true_tokens(trace), trace.request_starts
     return [
-        prompt_tokens(trace, i) + output[int(starts[i]) : int(starts[i + 1])]
+        Served(prompt_tokens(trace, i), output[int(starts[i]) : int(starts[i + 1])])
         for i in range(request)
     ]
 
@@ -107,7 +114,7 @@ class PLD(LookupSource):
         PromptLookup(num_tokens, max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """Searches the request's own tokens."""
         del corpus
         return PromptLookup(self.num_tokens, self.max_ngram, eos)
@@ -136,10 +143,10 @@ class REST(LookupSource):
         self.max_suffix, self.min_suffix = max_suffix, min_suffix
         self._store: Datastore | None = None
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """Searches the datastore; one from a file is read once."""
         if self.corpus == EARLIER:
-            store = Datastore(corpus())
+            store = Datastore([served.prompt + served.output for served in corpus()])
         else:
             if self._store is None:
                 self._store = Datastore(read_corpus(self.corpus))
@@ -161,7 +168,7 @@ class Lookahead(LookupSource):
         NGramPool(ngram, guesses)
         self.ngram, self.guesses = ngram, guesses
 
-    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Sequence[int]]]) -> Lookup:
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """Pools the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)

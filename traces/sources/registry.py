@@ -9,6 +9,8 @@ from policies.spec import describe_spec, parse_spec
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit
+from traces.sources.engine_lookups import NGram, Suffix
+from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 
@@ -19,7 +21,7 @@ SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
         PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
-        Space, SpecDec,
+        Space, SpecDec, Eagle, NGram, Suffix,
     )
 }  # fmt: skip
 
@@ -69,6 +71,12 @@ SYSTEMS: Mapping[str, System] = {
     "pld": System(
         "pld", "fixed:gamma=10", "Prompt lookup decoding, as transformers 5.23 does it"
     ),
+    "ngram": System(
+        "ngram:k=5,min_n=2,max_n=5", "fixed:gamma=5", "vLLM's n-gram proposer, n-grams of 2 to 5"
+    ),
+    "suffix": System(
+        "suffix", "fixed:gamma=24", "Suffix decoding (arXiv:2411.04975) as vLLM runs it"
+    ),
     "rest": System("rest", "fixed:gamma=10", "REST (arXiv:2311.08252), heaviest chain"),
     "lookahead": System(
         "lookahead", "fixed:gamma=4", "Lookahead decoding (arXiv:2402.02057), text n-grams only"
@@ -79,6 +87,9 @@ SYSTEMS: Mapping[str, System] = {
         "medusa-tree", "fixed:gamma=3", "Medusa's tree of candidates, approximate"
     ),
     "space": System("space", "fixed:gamma=4", "SPACE (arXiv:2402.11809), frozen target"),
+    "eagle": System("eagle:model=eagle", "fixed:gamma=4", "EAGLE (arXiv:2401.15077) as a chain"),
+    "eagle3": System("eagle:model=eagle3", "fixed:gamma=4", "EAGLE-3 (arXiv:2503.01840), a chain"),
+    "mtp": System("eagle:model=mtp", "fixed:gamma=2", "MTP modules (arXiv:2412.19437)"),
     "specdec": System("specdec", "fixed:gamma=4", "SpecDec(k) (arXiv:2203.16487), one pass"),
 }  # fmt: skip
 

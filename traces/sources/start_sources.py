@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from policies.parameters import whole
-from traces.errors import DraftsimError, TailError
+from traces.errors import DraftsimError
 from traces.rounds import Fidelity
 from traces.sources.base import SourceReplay, SourceToken
 from traces.sources.calls import CALL_KINDS, HEAD, LAYER, PASS
@@ -215,12 +215,7 @@ class LayerSkipReplay(StartReplay):
 
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """The next token of the chain from here."""
-        if len(so_far) >= self.width:
-            raise TailError(
-                f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
-                f"request {self.info.id!r}, and {self.width} were recorded: lower its maximum, "
-                "or record longer drafts"
-            )
+        self.check_tail(len(so_far))
         self.calls.add(LAYER, 1, int(self.recording.meta["layers"]))
         self.calls.add(HEAD, 1)
         return self.token(len(so_far))

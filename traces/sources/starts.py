@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import SIGNALS
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, TailError
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
 from traces.trace import Trace
 
@@ -83,10 +83,8 @@ class StartSource(Source):
         """Name of its recording."""
         return self.name
 
-    def open(
-        self, trace: Trace, recordings: Recordings, first: int
-    ) -> Callable[[int], SourceReplay]:
-        """Needs the source's own recording of the same requests."""
+    def recording(self, recordings: Recordings) -> StartRecording:
+        """The source's own among `recordings`; DraftsimError if it is not there."""
         recording = recordings.starts.get(self.key)
         if recording is None:
             have = ", ".join(sorted(recordings.starts)) or "none"
@@ -94,6 +92,13 @@ class StartSource(Source):
                 f"no recording of {self.key!r} drafts (there are: {have}): record them with "
                 "`draftsim profile --exit-layers`"
             )
+        return recording
+
+    def open(
+        self, trace: Trace, recordings: Recordings, first: int
+    ) -> Callable[[int], SourceReplay]:
+        """Needs the source's own recording of the same requests."""
+        recording = self.recording(recordings)
         if first < 1:
             raise DraftsimError(f"{self.name} is recorded behind the prefill: replay with first=1")
         if np.diff(recording.request_starts).tolist() != [r.tokens for r in trace.requests]:
@@ -139,6 +144,15 @@ class StartReplay(SourceReplay):
                 break
             run += 1
         return run
+
+    def check_tail(self, offset: int) -> None:
+        """Raise TailError if no draft was recorded at this offset."""
+        if offset >= self.width:
+            raise TailError(
+                f"the policy drafted {offset + 1} tokens at position {self.position} of "
+                f"request {self.info.id!r}, and {self.width} were recorded: lower its maximum, "
+                "or record longer drafts"
+            )
 
     def token(self, offset: int) -> SourceToken:
         """The recorded draft at this offset from here."""

@@ -1,0 +1,115 @@
+"""Drafters on the target's features: loaded, recorded along a trace, timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.output import note
+from commands.source_modules import digest
+from commands.sources import STAMP, load_source, stamp_of
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from profiler.features import FeatureDrafter
+    from profiler.loading import Pair
+    from traces.sources.base import Recordings
+    from traces.sources.feature_source import Eagle
+
+OFFSETS = 8
+"""Longest draft recorded of a drafter that one layer drafts with."""
+
+
+def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
+    """The drafters on features among sources given as text, and the others.
+
+    Raises DraftsimError where one names no folder, or two are called alike.
+    """
+    from traces.sources.feature_source import Eagle
+
+    found: list[Eagle] = []
+    others = []
+    for text in texts:
+        source = load_source(text)
+        if not isinstance(source, Eagle):
+            others.append(text)
+            continue
+        if source.model is None:
+            raise DraftsimError(
+                f"--source {text} names no drafter: give its folder, eagle:model=DIR"
+            )
+        if any(source.key == other.key for other in found):
+            raise DraftsimError(
+                f"two drafters are called {Path(source.model).name}: record them in two runs"
+            )
+        found.append(source)
+    return found, others
+
+
+def load_drafters(pair: Pair, sources: Iterable[Eagle]) -> dict[str, FeatureDrafter]:
+    """The drafters in the folders that `sources` name, by the name of their recording."""
+    from profiler.features import read_drafter
+
+    return {s.key: read_drafter(s.model, pair.target) for s in sources if s.model is not None}
+
+
+def recorded_drafters(recordings: Recordings) -> list[Eagle]:
+    """The drafters of a run's recordings, with the folders they were read from."""
+    from traces.sources.feature_source import PREFIX, Eagle
+
+    return [
+        Eagle(str(r.meta["model"])) for k, r in recordings.starts.items() if k.startswith(PREFIX)
+    ]
+
+
+def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats: int) -> None:
+    """Record what `sources` draft along the trace in `out`, and measure their passes.
+
+    What the folder already holds of this trace and these weights is kept.
+    """
+    from dataclasses import replace
+
+    from profiler.profile import progress_bar
+    from profiler.sources.modules import Modules, record_sources
+    from traces.files import read_trace
+    from traces.sources.base import Recordings
+    from traces.sources.files import read_recordings, write_recordings
+
+    trace, kept = read_trace(out / "trace.parquet"), read_recordings(out)
+    modules = Modules(drafters=load_drafters(pair, sources))
+    todo = []
+    for source in sources:
+        weights = digest(modules.drafters[source.key])
+        provenance = {STAMP: stamp_of(trace), "drafter": weights, "model": str(source.model)}
+        found = kept.starts.get(source.key)
+        if found is None or any(found.meta.get(n) != v for n, v in provenance.items()):
+            todo.append((source.key, provenance))
+    with progress_bar() as progress:
+        task = progress.add_task("recording drafters", total=len(todo))
+        for key, provenance in todo:
+            made = record_sources(
+                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key]
+            ).starts[key]
+            stamped = replace(made, meta={**made.meta, **provenance})
+            write_recordings(Recordings(starts={key: stamped}), out)
+            progress.advance(task)
+    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=bool(todo))
+    names = ", ".join(key for key, _ in todo)
+    note(f"recorded {names or 'no drafter anew'} into {out}")
+
+
+def measure_drafters(
+    pair: Pair, out: Path, drafters: Mapping[str, FeatureDrafter], *, repeats: int, again: bool
+) -> None:
+    """Put the cells of `drafters` into the latency table of `out`, unless they are there."""
+    from commands.source_runs import timed_layers, with_sources
+    from profiler.features.latency import measure_drafters as measured
+    from traces.files import read_latency, write_latency
+
+    path = out / "latency.parquet"
+    table = read_latency(path)
+    if not again and all(table.has(d.kind, "forward") for d in drafters.values()):
+        return
+    note("measuring the latencies of drafters")
+    write_latency(with_sources(table, measured(timed_layers(pair), drafters, repeats)), path)

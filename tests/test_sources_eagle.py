@@ -1,0 +1,206 @@
+"""EAGLE, EAGLE-3 and MTP as a draft source: recorded, replayed, and real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from policies.basic import Fixed
+from policies.core import DraftPolicy
+from policies.huggingface import Confidence
+from profiler.decoder import greedy
+from profiler.features import FeatureDrafter
+from profiler.sources.latency import measure_sources
+from profiler.sources.modules import Modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.stack import LayerRunner
+from simulator.calls import call_seconds
+from tests.features import drafters, miniature
+from tests.outputs import trace_of
+from traces.errors import DraftsimError, TailError
+from traces.latency import LatencyTable
+from traces.sources import (
+    Eagle,
+    Recordings,
+    parse_source,
+    read_recordings,
+    replay_source,
+    write_recordings,
+)
+from traces.sources.calls import FEATURES
+
+KINDS = ("eagle", "eagle3", "eagle3-variant", "mtp", "mtp-several")
+OFFSETS = 6
+LIMIT = 30
+
+
+def _trained(drafter: FeatureDrafter, target: Any, texts: list[torch.Tensor]) -> None:
+    """A moment of training, so that some drafts are accepted and some are not."""
+    from profiler.features import target_features, unroll
+
+    drafter.train()
+    optimiser = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    steps = drafter.modules_in_turn if drafter.modules_in_turn > 1 else 3
+    for turn in range(90):
+        ids = texts[turn % len(texts)][None]
+        states = unroll(drafter, ids, target_features(target, ids, drafter.feature_layers), steps)
+        loss = torch.zeros(())
+        for step, out in enumerate(states):
+            labels = drafter.draft_ids(ids)[:, 2 + step :].flatten()
+            logits = drafter.logits(out)[:, : len(labels)].flatten(0, 1)
+            loss = loss + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    drafter.eval().requires_grad_(False)
+
+
+class Case:
+    """A miniature target of four layers, its outputs, and drafters with a moment of training."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.target = miniature()
+        generator = torch.Generator().manual_seed(4)
+        prompts = [torch.randint(96, (n,), generator=generator) for n in (9, 1, 2, 17)]
+        runner = LayerRunner(self.target, 64)
+        self.outputs = [greedy(runner, p, LIMIT, frozenset()) for p in prompts]
+        # A token of one output ends it.
+        self.eos = [self.outputs[3][-1]]
+        self.outputs[3] = self.outputs[3][: self.outputs[3].index(self.eos[0]) + 1]
+        for i in range(3):
+            if self.eos[0] in self.outputs[i]:
+                self.outputs[i] = self.outputs[i][: self.outputs[i].index(self.eos[0]) + 1]
+        self.trace = trace_of(self.outputs, LIMIT, [p.tolist() for p in prompts], self.eos)
+        texts = [
+            torch.cat([p, torch.tensor(o)]) for p, o in zip(prompts, self.outputs, strict=True)
+        ]
+        made = drafters(self.target)
+        for kind in KINDS:
+            _trained(made[kind], self.target, texts)
+        self.modules = Modules(drafters={f"eagle.{kind}": made[kind] for kind in KINDS})
+        self.recordings = record_sources(
+            self.target, self.trace, self.modules, draft_offsets=OFFSETS,
+            only=list(self.modules.drafters),
+        )  # fmt: skip
+        self.runner = SourceRunner(self.target, self.trace, self.modules)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return Case()
+
+
+class Moody(DraftPolicy):
+    """Drafts one to five tokens, or none, by turns: first passes of every width."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def keep_drafting(self, draft: Any) -> bool:
+        return len(draft) < (3, 0, 1, 0, 0, 5, 2)[self.turn % 7]
+
+    def observe(self, outcome: Any, draft: Any) -> None:
+        self.turn += 1
+
+
+POLICIES: list[DraftPolicy] = [Fixed(4), Fixed(1), Confidence(5, 0.4), Moody()]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftPolicy) -> None:
+    source = Eagle(kind)
+    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+    real = case.runner.run(source, policy)
+    assert real.outputs == case.outputs
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    assert real.log.calls is not None
+    assert log.calls is not None
+    np.testing.assert_array_equal(real.log.calls, log.calls)
+    drafted, accepted = log.rounds["drafted"].sum(), log.rounds["accepted"].sum()
+    assert 0 < accepted < drafted
+    assert log.fidelity == "exact"
+
+
+def test_first_passes_take_in_what_was_verified(case: Case) -> None:
+    log = replay_source(case.trace, Eagle("eagle"), Fixed(4), recordings=case.recordings)
+    assert log.calls is not None
+    rounds = log.rounds
+    first = True
+    for i in range(len(log)):
+        if i and rounds["position"][i] <= rounds["position"][i - 1]:
+            first = True
+        widths = log.calls[log.calls["round"] == i]
+        if not rounds["drafted"][i]:
+            continue
+        took = 1 if first else int(rounds["accepted"][i - 1]) + 1
+        total = int((widths["new_tokens"] * widths["count"]).sum())
+        assert total == took + int(rounds["drafted"][i]) - 1
+        assert set(widths["kind"].tolist()) == {FEATURES["eagle"]}
+        first = False
+
+
+def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
+    write_recordings(case.recordings, tmp_path)
+    again = read_recordings(tmp_path)
+    assert set(again.starts) == {f"eagle.{kind}" for kind in KINDS}
+    for source in (Eagle("eagle3"), Eagle("some/where/mtp-several")):
+        ours = replay_source(case.trace, source, Fixed(2), recordings=case.recordings)
+        theirs = replay_source(case.trace, source, Fixed(2), recordings=again)
+        np.testing.assert_array_equal(ours.rounds, theirs.rounds)
+
+
+def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
+    one = Recordings(starts={"eagle.mine": case.recordings.starts["eagle.eagle3"]})
+    for text in ("eagle", "eagle:model=eagle3", "eagle:model=drafters/mine"):
+        log = replay_source(case.trace, parse_source(text), Fixed(2), recordings=one)
+        assert log.source == "eagle"
+    with pytest.raises(DraftsimError, match=r"0 recorded drafters .* mtp names .*mine \(eagle3\)"):
+        replay_source(case.trace, Eagle("mtp"), Fixed(2), recordings=one)
+    with pytest.raises(DraftsimError, match="5 recorded drafters are what no model names"):
+        replay_source(case.trace, Eagle(), Fixed(2), recordings=case.recordings)
+    with pytest.raises(DraftsimError, match=r"there are: none.*draftsim profile --source eagle"):
+        replay_source(case.trace, Eagle(), Fixed(2))
+    with pytest.raises(DraftsimError, match="no drafter 'other' for this target"):
+        case.modules.drafter(Eagle("other"))
+    assert case.modules.drafter(Eagle("mtp")).modules_in_turn == 1
+
+
+def test_drafting_past_the_recording_is_refused(case: Case) -> None:
+    with pytest.raises(TailError, match=f"{OFFSETS} were recorded"):
+        replay_source(case.trace, Eagle("eagle"), Fixed(OFFSETS + 1), recordings=case.recordings)
+    log = replay_source(case.trace, Eagle("mtp-several"), Fixed(9), recordings=case.recordings)
+    assert log.rounds["drafted"].max() == 3  # modules in turn end a draft
+
+
+def test_ranks_are_those_under_the_drafters_own_vocabulary(case: Case) -> None:
+    recording = case.recordings.starts["eagle.eagle3"]
+    drafter = case.modules.drafters["eagle.eagle3"]
+    true = torch.tensor([token for output in case.outputs for token in output])
+    lacking = (drafter.draft_ids(true) < 0).numpy()
+    first = recording.rank[:, 0]
+    starts = np.array(recording.request_starts[:-1])
+    rows = np.setdiff1d(np.arange(len(first)), starts)
+    assert (first[rows][lacking[rows]] == 64).all()
+    right = recording.token[rows, 0] == true.numpy()[rows]
+    np.testing.assert_array_equal(first[rows] == 0, right)
+    assert lacking[rows].any()
+    assert right.any()
+
+
+def test_every_pass_has_a_measured_cell_and_a_price(case: Case) -> None:
+    runner = LayerRunner(case.target, 64)
+    cells = measure_sources(
+        runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=2, lookups=[]
+    )
+    table = LatencyTable(cells, {})
+    for kind in KINDS:
+        log = replay_source(case.trace, Eagle(kind), Fixed(3), recordings=case.recordings)
+        seconds, passes = call_seconds(log, table, verify=False)
+        assert (seconds[log.rounds["drafted"] > 0] > 0).all()
+        assert passes.passes == log.rounds["draft_forwards"].sum()

@@ -1,0 +1,240 @@
+"""N-grams and suffix decoding: against the engines' own code, and against plain searches."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from policies.basic import Fixed
+from tests.outputs import decoded, trace_of
+from traces.sources import NGram, Suffix, parse_source, replay_source
+from traces.sources.lookup_sources import Served, served_before
+from traces.sources.ngram import NGramLookup
+from traces.sources.suffix import SuffixLookup, SuffixTree
+
+
+def _missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+needs_vllm = pytest.mark.skipif(
+    _missing("vllm.v1.spec_decode.ngram_proposer"),
+    reason="vLLM is not installed here: run with the engine's own environment (make vllm)",
+)
+needs_arctic = pytest.mark.skipif(
+    _missing("arctic_inference.suffix_decoding"),
+    reason="arctic-inference is not installed: pip install arctic-inference",
+)
+
+
+def _texts(seed: int, count: int, most: int, tokens: int) -> Iterator[list[int]]:
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        yield random.integers(tokens, size=random.integers(1, most)).tolist()
+
+
+def _searched(ids: list[int], k: int, min_n: int, max_n: int) -> list[int]:
+    """The longest n-gram at the end that ends earlier too, leftmost, by trying all."""
+    for n in range(max_n, min_n - 1, -1):
+        for start in range(len(ids) - n):
+            if ids[start : start + n] == ids[len(ids) - n :]:
+                return ids[start + n : start + n + k]
+    return []
+
+
+SETTINGS = [(5, 5, 5), (3, 1, 4), (4, 2, 3), (1, 1, 1), (8, 2, 6)]
+
+
+@pytest.mark.parametrize(("k", "min_n", "max_n"), SETTINGS)
+def test_ngrams_are_those_a_search_finds(k: int, min_n: int, max_n: int) -> None:
+    found = 0
+    for ids in _texts(1, 300, 60, 3):
+        lookup = NGramLookup(k, min_n, max_n)
+        half = len(ids) // 2
+        lookup.extend(ids[:half])
+        lookup.extend(ids[half:])
+        mine = [p.token_id for p in lookup.propose()]
+        assert mine == _searched(ids, k, min_n, max_n)
+        found += bool(mine)
+    assert found >= (7 if min_n == 5 else 50)
+
+
+@needs_vllm
+@pytest.mark.parametrize(("k", "min_n", "max_n"), SETTINGS)
+def test_ngrams_are_vllms(k: int, min_n: int, max_n: int) -> None:
+    from vllm.v1.spec_decode import ngram_proposer
+
+    theirs = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
+    for seed, tokens in ((2, 2), (3, 5), (4, 30)):
+        for ids in _texts(seed, 300, 80, tokens):
+            lookup = NGramLookup(k, min_n, max_n)
+            lookup.extend(ids)
+            want = theirs(np.array(ids, np.int32), min_n, max_n, 10_000, k).tolist()
+            assert [p.token_id for p in lookup.propose()] == want
+
+
+class Plain:
+    """Suffix decoding by strings in a dictionary, as slowly as it reads."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.counts: dict[tuple[int, ...], int] = {}
+        self.follow: dict[tuple[int, ...], list[int]] = {}
+
+    def add(self, sequence: Sequence[int], token: int) -> None:
+        """`token` follows `sequence`."""
+        end = tuple(sequence)
+        for n in range(min(len(end), self.depth - 1), -1, -1):
+            string = end[len(end) - n :]
+            order = self.follow.setdefault(string, [])
+            longer = (*string, token)
+            before = self.counts.get(longer, 0)
+            self.counts[longer] = before + 1
+            if not before:
+                order.append(token)
+                continue
+            level = [self.counts[(*string, t)] for t in order]
+            at = order.index(token)
+            level[at] = before
+            if at and level[at - 1] in (before, before + 1):
+                order.insert(level.index(level[at - 1]), order.pop(at))
+
+    def draft(
+        self, context: Sequence[int], most: int, factor: float, least: float
+    ) -> tuple[list[int], float]:
+        best: tuple[list[int], float] = ([], 0.0)
+        for n in range(1, len(context)):
+            string = tuple(context[len(context) - n :])
+            if string not in self.counts:
+                break
+            tokens: list[int] = []
+            share, score = 1.0, 0.0
+            while len(tokens) < min(most, int(n * factor + 1e-6)) and self.follow.get(string):
+                token = self.follow[string][0]
+                share *= self.counts[(*string, token)] / self.counts[string]
+                if share < least:
+                    break
+                tokens.append(token)
+                score += share
+                string = (*string, token)
+            if score >= best[1] - 1e-6:
+                best = tokens, score
+        return best
+
+
+def test_suffix_drafts_are_those_a_dictionary_gives() -> None:
+    drafted = 0
+    for seed, tokens in ((5, 3), (6, 8)):
+        own, all_, tree = Plain(8), Plain(8), SuffixTree(8)
+        for served in _texts(seed, 4, 40, tokens):
+            tree.begin()
+            tree.extend(served)
+            for i, token in enumerate(served):
+                all_.add(served[:i], token)
+        prompt, output = list(_texts(seed + 10, 2, 60, tokens))
+        for i, token in enumerate(prompt):
+            own.add(prompt[:i], token)
+        lookup = SuffixLookup(tree, 6, 8, 1.5, 0.15)
+        lookup.extend(prompt)
+        for i, token in enumerate(output):
+            own.add([*prompt, *output[:i]], token)
+            all_.add(output[:i], token)
+            lookup.extend([token])
+            context = [*prompt, *output[: i + 1]][-8:]
+            first, second = (p.draft(context, 6, 1.5, 0.15) for p in (own, all_))
+            want = first if first[1] >= second[1] - 1e-6 else second
+            mine = lookup.propose()
+            assert [p.token_id for p in mine] == want[0]
+            assert sum(p.prob or 0 for p in mine) == pytest.approx(want[1], abs=1e-5)
+            drafted += len(mine)
+    assert drafted > 40
+
+
+@needs_arctic
+@pytest.mark.parametrize(
+    ("depth", "factor", "least", "tokens"),
+    [(24, 1.0, 0.1, 6), (6, 2.0, 0.0, 3), (10, 1.5, 0.3, 12), (64, 0.5, 0.1, 2)],
+)
+def test_suffix_drafts_are_arctics(depth: int, factor: float, least: float, tokens: int) -> None:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    cache, tree, drafted = SuffixDecodingCache(depth, 10_000), SuffixTree(depth), 0
+    texts = list(_texts(depth, 24, 120, tokens))
+    for number, (prompt, output) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+        cache.start_request(number, prompt)
+        lookup = SuffixLookup(tree, depth, depth, factor, least)
+        lookup.extend(prompt)
+        for i, token in enumerate(output):
+            cache.add_active_response(number, [token])
+            lookup.extend([token])
+            context = [*prompt, *output[: i + 1]][-depth:]
+            theirs = cache.speculate(
+                number, context, max_spec_tokens=depth, max_spec_factor=factor,
+                min_token_prob=least,
+            )  # fmt: skip
+            mine = lookup.propose()
+            assert [p.token_id for p in mine] == list(theirs.token_ids)
+            assert [p.prob for p in mine] == list(theirs.probs)
+            drafted += len(mine)
+        cache.stop_request(number)
+    assert drafted > 100
+
+
+def test_nothing_is_proposed_behind_the_end() -> None:
+    for lookup in (NGramLookup(5, 2, 3, frozenset({9})), SuffixLookup(None, eos=frozenset({9}))):
+        lookup.extend([1, 2, 3, 9, 4, 1, 2, 3, 9, 4, 1])
+        lookup.extend([2])
+        assert [p.token_id for p in lookup.propose()] == [3, 9]
+
+
+def test_bad_parameters_are_named() -> None:
+    for text, message in (
+        ("ngram:min_n=4,max_n=3", "max_n is 3, expected >= 4"), ("ngram:k=0", "k is 0"),
+        ("suffix:min_prob=2", "min_prob is 2"), ("suffix:factor=-1", "factor is -1"),
+        ("suffix:depth=0", "depth is 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            parse_source(text)
+
+
+def test_a_served_request_helps_the_next_but_not_itself_twice() -> None:
+    said = list(range(10, 30))
+    trace = trace_of([said, said, said], 20, [[1, 2], [3, 4], [5, 6]])
+    rounds = {
+        cached: replay_source(trace, Suffix(cached=cached), Fixed(24)).rounds
+        for cached in (True, False)
+    }
+    assert rounds[False]["drafted"].sum() == 0  # no token recurs within a request
+    assert rounds[True]["accepted"].sum() > 20
+    source = Suffix()
+    again = [replay_source(trace, source, Fixed(24)).rounds for _ in range(2)]
+    np.testing.assert_array_equal(again[0], again[1])
+    np.testing.assert_array_equal(again[0], rounds[True])
+    lookup = source.lookup(frozenset(), lambda: served_before(trace, 1))
+    lookup.extend([3, 4])
+    lookup.extend([10, 11])
+    assert [p.token_id for p in lookup.propose()] == [12, 13]  # a match of two allows two
+    assert served_before(trace, 1) == [Served([1, 2], said)]
+
+
+@pytest.mark.parametrize(
+    "source", [NGram(4, 1, 3), NGram(), Suffix(), Suffix(factor=2.0, cached=False)]
+)
+def test_replayed_rounds_are_the_real_ones(source: NGram | Suffix) -> None:
+    case = decoded(256)
+    from profiler.sources.run import SourceRunner
+
+    real = SourceRunner(case.pair.target, case.trace).run(source, Fixed(6))
+    log = replay_source(case.trace, source, Fixed(6))
+    assert real.outputs == case.outputs
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    assert real.log.calls is not None
+    assert log.calls is not None
+    np.testing.assert_array_equal(real.log.calls, log.calls)
+    assert log.fidelity == "exact"

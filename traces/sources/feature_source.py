@@ -1,0 +1,91 @@
+"""Drafters on the target's features: EAGLE, EAGLE-3 and MTP modules, drafting a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+from traces.errors import DraftsimError
+from traces.sources.base import Recordings, SourceReplay, SourceToken
+from traces.sources.calls import FEATURES
+from traces.sources.starts import StartRecording, StartReplay, StartSource
+from traces.trace import Trace
+
+PREFIX = "eagle."
+RECORD = "`draftsim profile --source eagle:model=DIR`"
+
+
+class Eagle(StartSource):
+    """A drafter that continues the target's features (arXiv:2401.15077, 2503.01840, 2412.19437).
+
+    Its keys and values of this round's tokens come from its own outputs in the place of
+    features, so a draft depends on where its round began.  The first pass of a round takes in
+    what was verified since the one before; the others one token each, or, with several MTP
+    modules, which run in turn, the same tokens over again.
+
+    ``model`` is the drafter's folder, or names a recorded one: by its folder's own name, or its
+    kind (eagle, eagle3, mtp) where that is the only one.  None: the only one recorded.
+    """
+
+    name = "eagle"
+    what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
+
+    def __init__(self, model: str | None = None) -> None:
+        self.model = model
+
+    @property
+    def key(self) -> str:
+        """Name of the recording of the drafter in the folder ``model``."""
+        return PREFIX + PurePath(self.model or "").name
+
+    def recording(self, recordings: Recordings) -> StartRecording:
+        """The one that ``model`` names; DraftsimError if there is none, or more than one."""
+        mine = {k: r for k, r in recordings.starts.items() if k.startswith(PREFIX)}
+        if self.model is not None and self.key in mine:
+            return mine[self.key]
+        fitting = [r for r in mine.values() if self.model in (None, r.meta["kind"])]
+        if len(fitting) == 1:
+            return fitting[0]
+        have = ", ".join(f"{k.removeprefix(PREFIX)} ({r.meta['kind']})" for k, r in mine.items())
+        raise DraftsimError(
+            f"{len(fitting)} recorded drafters are what {self.model or 'no model'} names "
+            f"(there are: {have or 'none'}): name one, eagle:model=NAME, or record it with {RECORD}"
+        )
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The chain over the recorded rows."""
+        return EagleReplay(trace, request, recording, first)
+
+
+class EagleReplay(StartReplay):
+    """A pass per drafted token, of which a round's first takes in what was verified."""
+
+    def __init__(
+        self, trace: Trace, request: int, recording: StartRecording, first: int = 1
+    ) -> None:
+        super().__init__(trace, request, recording, first)
+        self._call = FEATURES[recording.meta["kind"]]
+        self._turns = int(recording.meta["modules"])
+        # Output tokens known when a module last ran; the prefill runs them all.
+        self._ran = [0] * self._turns
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next token of the chain from here; None when the modules are used up."""
+        offset = len(so_far)
+        if offset >= self.width and self.width == self._turns > 1:
+            return None
+        self.check_tail(offset)
+        width = 1
+        if not offset or self._turns > 1:
+            width = self.position - self._ran[offset] + offset
+            width = min(width, self.info.prompt_length + self.position - 1)
+            self._ran[offset] = self.position
+        self.calls.add(self._call, width)
+        return self.token(offset)
+
+    def charge(self, submitted: int) -> int:
+        """An ordinary verification over the draft and the last token."""
+        return submitted + 1

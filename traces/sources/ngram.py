@@ -1,0 +1,66 @@
+"""vLLM's n-gram proposer: what followed the earliest occurrence of the longest n-gram."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.parameters import whole
+from traces.sources.lookup import Lookup, Proposal
+
+
+class NGramLookup(Lookup):
+    """Copies what followed the earliest occurrence of the longest n-gram at the sequence's end.
+
+    As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the
+    end, n from ``max_n`` down to ``min_n``, the longest that ends earlier too wins, among its
+    occurrences the leftmost; up to ``k`` tokens that follow are proposed.  Unlike transformers'
+    prompt lookup it does not fall below ``min_n``, and copies end-of-sequence tokens, behind
+    which the sequence would be over.
+
+    Parameters
+    ----------
+    k:
+        vLLM's ``num_speculative_tokens``.
+    min_n, max_n:
+        vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``.
+    eos:
+        Ids behind which nothing is proposed.
+    """
+
+    def __init__(
+        self, k: int = 5, min_n: int = 5, max_n: int = 5, eos: frozenset[int] = frozenset()
+    ) -> None:
+        whole("k", k, 1)
+        whole("min_n", min_n, 1)
+        whole("max_n", max_n, min_n)
+        self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
+        self._ids: list[int] = []
+        # Of every n-gram that something follows, the index after its first occurrence.
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append, and index every n-gram that ends before the last token."""
+        self._ids += tokens
+        for end in range(self._indexed + 1, len(self._ids)):
+            for n in range(self.min_n, min(self.max_n, end) + 1):
+                self._after.setdefault(tuple(self._ids[end - n : end]), end)
+        self._indexed = max(len(self._ids) - 1, 0)
+
+    def propose(self) -> list[Proposal]:
+        """What followed; empty where no n-gram recurs."""
+        ids = self._ids
+        for n in range(min(self.max_n, len(ids) - 1), self.min_n - 1, -1):
+            if (start := self._after.get(tuple(ids[-n:]))) is not None:
+                return until_eos(ids[start : start + self.k], self.eos)
+        return []
+
+
+def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[Proposal]:
+    """Proposals of `tokens` up to the first that ends a sequence, which is proposed too."""
+    chosen: list[Proposal] = []
+    for token in tokens:
+        chosen.append(Proposal(token))
+        if token in eos:
+            break
+    return chosen
