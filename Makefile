@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install vllm smollm2 demo test bench check-code clean
+.PHONY: install vllm smollm2 demo notebooks test bench check-code clean
 
 install: .venv/.installed
 
@@ -36,6 +36,9 @@ smollm2: install
 
 demo: install
 	$(BIN)/draftsim demo --out demo
+
+notebooks: install
+	$(BIN)/python notebooks/run.py
 
 test: install
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder

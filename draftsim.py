@@ -47,8 +47,14 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+RENAMED = {"batches": "batch", "contexts": "context", "draws": "resamples"}
+"""What options were called before one name stood for one thing; still understood."""
+
 app = typer.Typer(
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: RENAMED.get(name, name),
+    },
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
     no_args_is_help=True,
     add_completion=False,
@@ -106,7 +112,7 @@ def main() -> None:
             raise
         _fail(
             "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
-            "lower --max-new-tokens, --max-gamma or --batches; the same command goes on where it "
+            "lower --max-new-tokens, --max-gamma or --batch; the same command goes on where it "
             "can", 2,
         )  # fmt: skip
     except (KeyboardInterrupt, typer.Abort):

@@ -96,5 +96,5 @@ def _check_measured(latency: LatencyTable, batches: list[int]) -> None:
     if not latency.is_constant and max(batches) > (largest := int(own["batch"].max())):
         raise DraftsimError(
             f"--batch {max(batches)} is beyond the largest batch measured, {largest}: profile the "
-            f"pair again with --batches 1,...,{max(batches)}"
+            f"pair again with --batch 1,...,{max(batches)}"
         )

@@ -17,7 +17,7 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="RUN", help="Folder for everything it makes.")
     ] = Path("demo"),
-    prompts: Annotated[int, typer.Option(min=4, help="Prompts to profile.")] = 40,
+    limit: Annotated[int, typer.Option(min=4, help="Use so many prompts.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 96,
     json: JsonOption = None,
@@ -38,7 +38,7 @@ def demo(
         # A folder of another pair is refused; an earlier demo's is measured anew, here and now.
         claimed(info, out)
         info = claimed(info, out, force=True)
-        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, prompts)
+        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, limit)
         run_profile(recording, force=True)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None)

@@ -268,11 +268,6 @@ def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> i
     )
 
 
-def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The columns of the printed table."""
-    return [{key: row[key] for key in SHOWN} for row in rows]
-
-
 def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
     """What share of the error each kind of iteration has."""
     for row in rows:

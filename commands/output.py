@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,10 +30,25 @@ JsonOption = Annotated[
 ]
 
 
+TABLES = (".csv", ".tex", ".parquet", ".json")
+
+
+def _placed(path: Path | None) -> Path | None:
+    """`path`, refused before any work is done for it."""
+    if path is not None and path.suffix not in TABLES:
+        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+    if path is not None and not path.parent.is_dir():
+        raise DraftsimError(f"--out {path}: cannot be written, {path.parent} is no folder")
+    return path
+
+
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Also write the rows: .csv, .tex, .parquet or .json."
+        "--out",
+        metavar="FILE",
+        callback=_placed,
+        help="Also write the rows: .csv, .tex, .parquet or .json.",
     ),
 ]
 
@@ -47,52 +62,71 @@ def emit(
     title: str | None = None,
     more: Mapping[str, Any] | None = None,
     out: Path | None = None,
+    printed: Callable[[], None] | None = None,
 ) -> None:
     """Print `rows` as a table (columns `show`), or write them as JSON to `json_to`.
 
     ``more`` are keys that the JSON has beside its results.  With ``out`` all columns are also
-    written to that file, in the form its suffix names.
+    written to that file, in the form its suffix names.  ``printed`` prints them in place of the
+    table, where a command has tables of its own.
     """
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    if out is not None and out.suffix == ".json":
-        emit(command, records, str(out), more=more)
-    elif out is not None:
-        write_rows(out, [_plain(r) for r in records])
     if out is not None:
+        write_rows(out, records, command, more)
         note(f"wrote {out}")
     if json_to is None:
-        print_table(records, show, title)
+        if printed is None:
+            print_table(records, show, title)
+        else:
+            printed()
         return
-    results = [_plain(r) for r in records]
-    document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
-    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    text = _document(command, records, more)
     if json_to == "-":
         sys.stdout.write(text)
         return
     write_atomically(json_to, text.encode())
 
 
-TABLES = (".csv", ".tex", ".parquet")
+def _document(
+    command: str, records: Sequence[Mapping[Any, Any]], more: Mapping[str, Any] | None
+) -> str:
+    results = [_plain(r) for r in records]
+    document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
-def write_rows(path: Path, records: Sequence[Mapping[Any, Any]]) -> None:
+def write_rows(
+    path: Path,
+    records: Sequence[Mapping[Any, Any]],
+    command: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Write a table in the form that the suffix names, whole or not at all.
+
+    ``command`` and ``more`` are what JSON holds beside the rows.
 
     Raises
     ------
     DraftsimError
         For another suffix than `TABLES`, or a place that cannot be written to.
     """
-    frame = pd.DataFrame(list(records))
+    frame = pd.DataFrame([{k: _flat(v) for k, v in _plain(r).items()} for r in records])
     if path.suffix == ".csv":
         content = frame.to_csv(index=False).encode()
     elif path.suffix == ".tex":
         content = _latex(frame).encode()
     elif path.suffix == ".parquet":
         content = frame.to_parquet(index=False)
+    elif path.suffix == ".json":
+        content = _document(command, records, more).encode()
     else:
-        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}, .json")
+        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
     write_atomically(path, content)
+
+
+def _flat(value: Any) -> Any:
+    """A value for one cell: what holds others is JSON text there."""
+    return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
 def _latex(frame: pd.DataFrame) -> str:

@@ -94,7 +94,7 @@ def profile(
         int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed sweeps over all latency cells.")] = 15,
-    batches: Annotated[
+    batch: Annotated[
         str,
         typer.Option(metavar="B,...", help="Batch sizes whose latencies are measured, 1 included."),
     ] = "1",
@@ -192,7 +192,7 @@ def profile(
     from profiler.run import RunInfo
     from traces.sampling import Sampling
 
-    grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batches", batches)}))
+    grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid, chat)
     info = RunInfo(
         _kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None,
@@ -302,7 +302,7 @@ def run_profile(recording: Recording, force: bool = False) -> None:
     texts, pair = recording.texts(), recording.load()
     if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
         raise DraftsimError(
-            "--batches: encoder-decoder pairs are decoded one request at a time: use --batches 1"
+            "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"
         )
 
     def is_kept(name: str, options: dict[str, Any]) -> bool:

@@ -22,7 +22,9 @@ SHOWN = (
 ALL = "all"
 
 
-def recorded_check(names: Sequence[str], markdown: Path | None, json: str | None) -> None:
+def recorded_check(
+    names: Sequence[str], markdown: Path | None, json: str | None, out: Path | None = None
+) -> None:
     """Print predicted | measured | error | spread of the recordings, and the bounds kept.
 
     ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
@@ -54,17 +56,18 @@ def recorded_check(names: Sequence[str], markdown: Path | None, json: str | None
     shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
     said = [bounds_row(name, one) for name, one in kept.items()]
     remarks = remarks_on(parts)
-    if json is None:
+
+    def printed() -> None:
         print_table(shown)
         print_table(said)
         for remark in remarks:
             print(remark)
-    else:
-        more = {
-            "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
-            "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
-        }  # fmt: skip
-        emit("validate", rows, json, more=more)
+
+    more = {
+        "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
+        "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
+    }  # fmt: skip
+    emit("validate", rows, json, more=more, out=out, printed=printed)
     if markdown is not None:
         lines = "".join(f"\n* {remark}" for remark in remarks)
         tables = f"{markdown_table(shown)}\n{markdown_table(said)}"

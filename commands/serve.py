@@ -97,7 +97,8 @@ def serve(
         typer.Option(
             metavar="RESULTS",
             help="Keep the rows: JSON lines, each written when finished; if the name ends in "
-            ".parquet, .csv or .tex a table at the end, until then the lines in RESULTS.jsonl.",
+            ".parquet, .csv, .tex or .json a table at the end, until then the lines in "
+            "RESULTS.jsonl.",
         ),
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Draw PNG files into this folder.")] = None,

@@ -42,7 +42,8 @@ def write_as(
     if path.suffix == ".parquet":
         write_table(rows, path, meta, complete)
     else:
-        write_rows(path, flat(rows).to_dict("records"))
+        nested = path.suffix == ".json"
+        write_rows(path, rows if nested else flat(rows).to_dict("records"), "serve")
 
 
 def rows_file(out: Path | None) -> Path | None:

@@ -23,7 +23,7 @@ from commands.inputs import (
     replay_all,
     say_memory,
 )
-from commands.output import JsonOption, emit, note, say_unjudged
+from commands.output import JsonOption, OutOption, emit, note, say_unjudged
 from commands.quiet import say_disturbed
 from commands.ranking import (
     Ranking,
@@ -96,6 +96,7 @@ def simulate(
     plots: Annotated[
         Path | None, typer.Option(help="Also draw the results as PNG files into this folder.")
     ] = None,
+    out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
     """Predict every policy's speedup from a recorded trace and measured latencies.
@@ -121,7 +122,7 @@ def simulate(
             row for group in same_requests(logs)
             for row in _rows(ranking, group, table, against, resamples, prefill, by_category)
         ]  # fmt: skip
-        _emit(told(rows), json, prefill)
+        _emit(told(rows), json, prefill, out)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
@@ -136,7 +137,7 @@ def simulate(
         table = with_free_lookups(table)
         ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
         rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
-        _emit(rows, json, prefill)
+        _emit(rows, json, prefill, out)
         return
     if robustness:
         from commands.figures import robustness_families
@@ -144,7 +145,8 @@ def simulate(
         from simulator.robustness import speedup_by_gamma
 
         families = robustness_families(recorded.max_gamma or 24)
-        emit("simulate", spread_over(speedup_by_gamma(recorded, families, table)), json)
+        spread = spread_over(speedup_by_gamma(recorded, families, table))
+        emit("simulate", spread, json, out=out)
         return
     ranking = Ranking([])
     if texts is None or texts:
@@ -165,7 +167,7 @@ def simulate(
     rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    _emit(with_quality(rows, runs, recorded), json, prefill)
+    _emit(with_quality(rows, runs, recorded), json, prefill, out)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -219,12 +221,10 @@ def _rows(
     ]
 
 
-def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool) -> None:
+def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None) -> None:
     """Print or write the rows, and say what was read outside the measured cells, or not at all."""
-    if json is None:
-        print_ranked(rows)
-    else:
-        emit("simulate", rows, json, more={"headline": headline(rows)})
+    more = {"headline": headline(rows)}
+    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows))
     outside = [row for row in rows if row["outside"]]
     if outside:
         worst = max(outside, key=lambda row: row["outside"])

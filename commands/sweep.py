@@ -92,7 +92,7 @@ def sweep(
     ] = None,
     gpu: GpuOption = None,
     assume_batch_free: AssumeOption = False,
-    verify: Annotated[
+    verify_ratio: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
     ] = 1.0,
     tilt: Annotated[
@@ -102,8 +102,8 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the table as Parquet (and as .csv or .tex, if so named), and where each "
-            "policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
+            help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and where "
+            "each policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
             "sweep goes on where it was.",
         ),
     ] = None,
@@ -157,19 +157,19 @@ def sweep(
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
         table = _one(tables or latencies(None, trace, False), mode)
         if ladder:
-            _ladder(recorded, table, policy, resamples, seed, plots, json)
+            _ladder(recorded, table, policy, resamples, seed, plots, json, out)
             return
         found = tuned_rows(
             recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
         )
         if not found:
             raise DraftsimError("--tune needs a --policy with values in braces")
-        emit("sweep", found, json, show=SEARCHED)
+        emit("sweep", found, json, show=SEARCHED, out=out)
         return
     study = Sweep(
         recorded,
         _policies(policy, gamma, recorded),
-        _prices(ratios, tables, context, verify, gpu),
+        _prices(ratios, tables, context, verify_ratio, gpu),
         _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
@@ -182,7 +182,7 @@ def sweep(
     frame = _run(study, _executor(jobs, cluster), out, json)
     rows, ends = overview(frame), thresholds(frame)
     if wanted is not None and wanted != out:
-        write_rows(wanted, frame.to_dict("records"))
+        write_rows(wanted, frame.to_dict("records"), "sweep")
         note(f"wrote {wanted}")
     if assumed:
         rows["assumed"] = assumed
@@ -270,7 +270,7 @@ def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
 
 def _ladder(
     trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
-    seed: int, plots: Path | None, json: str | None,
+    seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
     from simulator.plots import save
     from simulator.whatif.grid import expand
@@ -279,6 +279,6 @@ def _ladder(
 
     chosen = dict(load_policies(expand(policy), trace)) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
-    emit("sweep", rungs, json, show=RUNGS)
+    emit("sweep", rungs, json, show=RUNGS, out=out)
     if plots is not None:
         note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")

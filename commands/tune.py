@@ -43,19 +43,20 @@ def tune(
             metavar="ttft=S,tpot=S", help="Targets in seconds: only requests within them count."
         ),
     ] = None,
-    batches: Annotated[
+    batch: Annotated[
         str | None,
-        typer.Option(metavar="B,B,...", help="Batch sizes searched. Default: those measured."),
+        typer.Option(metavar="B,...", help="Batch sizes searched. Default: those measured."),
     ] = None,
     by_context: Annotated[
         bool, typer.Option("--by-context", help="vLLM's batch x context form.")
     ] = False,
-    contexts: Annotated[
+    context: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="With --by-context. Default: those measured."),
+        typer.Option(metavar="N,...", help="With --by-context. Default: those measured."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what the engine reads.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what the engine reads; the rows are --json's."),
     ] = None,
     check: Annotated[
         bool,
@@ -65,10 +66,11 @@ def tune(
             "simulated time, under other random numbers than the search's.",
         ),
     ] = False,
-    draws: Annotated[
+    resamples: Annotated[
         int | None,
         typer.Option(
-            min=4, help="Resamples over prompts. Default: 1000; 8 for sglang, each served."
+            min=4,
+            help="Bootstrap resamples over prompts. Default: 1000; 8 for sglang, each served.",
         ),
     ] = None,
     seed: Annotated[
@@ -80,16 +82,16 @@ def tune(
     from simulator.tune import write_settings
 
     recorded, table = load_trace(trace, "tune"), one_latency(latency, trace, gpu)
-    if engine is not Engine.VLLM and (by_context or contexts):
+    if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
-    sizes = _numbers("--batches", batches)
+    sizes = _numbers("--batch", batch)
     if engine is Engine.HF and sizes not in (None, [1]):
-        raise DraftsimError("assisted generation of hf decodes one request: leave out --batches")
+        raise DraftsimError("assisted generation of hf decodes one request: leave out --batch")
     targets = parse_slo(slo)
     common: dict[str, Any] = {"slo": targets, "seed": seed}
-    if draws is not None:
-        common["draws"] = draws
-    tuned = _search(engine, recorded, table, sizes, by_context, contexts, common)
+    if resamples is not None:
+        common["draws"] = resamples
+    tuned = _search(engine, recorded, table, sizes, by_context, context, common)
     rows = [dict(row) for row in tuned.rows]
     shown = [c for c in SHOWN if c != "context" or by_context]
     if targets is not None:
@@ -116,7 +118,7 @@ def tune(
 
 def _search(
     engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
-    by_context: bool, contexts: str | None, common: dict[str, Any],
+    by_context: bool, context: str | None, common: dict[str, Any],
 ) -> Tuned:  # fmt: skip
     from simulator.tune import tune_huggingface, tune_sglang, tune_vllm
 
@@ -125,8 +127,8 @@ def _search(
     if engine is Engine.SGLANG:
         return tune_sglang(trace, latency, batches, **common)
     return tune_vllm(
-        trace, latency, batches, by_context=by_context or contexts is not None,
-        contexts=_numbers("--contexts", contexts), **common,
+        trace, latency, batches, by_context=by_context or context is not None,
+        contexts=_numbers("--context", context), **common,
     )  # fmt: skip
 
 

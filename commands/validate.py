@@ -26,7 +26,7 @@ from commands.inputs import (
     replay_all,
     say_left_out,
 )
-from commands.output import JsonOption, emit, note, say_unjudged
+from commands.output import JsonOption, OutOption, emit, note, say_unjudged
 from commands.quiet import QUIETLY, say_machine, with_machine
 from commands.ranking import is_unfitted, named
 from commands.sources import SourceOption, split_systems
@@ -115,6 +115,7 @@ def validate(
     rate: RateOption = None,
     requests: RequestsOption = 40,
     seed: SeedOption = 0,
+    out: OutOption = None,
     json: JsonOption = None,
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
@@ -124,7 +125,7 @@ def validate(
     stand in further columns.
 
     With --batch the prompts are decoded in groups, each until its slowest has ended, and
-    compared with the simulator's static batches; profile with the same --batches first.
+    compared with the simulator's static batches; profile with the same --batch first.
 
     With --source the source drafts in place of the draft model; --policy also takes named
     systems with a source of their own.  Profile with --exit-layers first.
@@ -142,18 +143,18 @@ def validate(
 
         if run is not None:
             raise DraftsimError("--recorded runs nothing: drop --run")
-        recorded_check(recorded, markdown, json)
+        recorded_check(recorded, markdown, json, out)
         return
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     if engine is not None:
-        from commands.engine_check import engine_check, load_names, say_kinds, shown
+        from commands.engine_check import SHOWN, engine_check, load_names, say_kinds
 
         found = engine_check(
             engine, run, trace, policy or ENGINE_ARMS, load_names(load, rate), requests, repeats,
             limit, seed,
         )  # fmt: skip
-        emit("validate", found if json is not None else shown(found), json)
+        emit("validate", found, json, show=SHOWN, out=out)
         if json is None:
             say_kinds(found)
         return
@@ -190,7 +191,7 @@ def validate(
         rows = spot_check(
             run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
         )
-    emit("validate", rows, json, show=[c for c in rows.columns if c not in QUIETLY])
+    emit("validate", rows, json, show=[c for c in rows.columns if c not in QUIETLY], out=out)
     if json is None:
         say_verdict(rows)
 

@@ -45,7 +45,7 @@ def test_every_way_of_asking_for_a_batch_is_refused(table: LatencyTable) -> None
         price(log, table, batch=4)
     with pytest.raises(DraftsimError, match="batch 1 alone"):
         InBatches(log, 4, resamples=2).at_latency(table)
-    with pytest.raises(DraftsimError, match="profile --batches"):
+    with pytest.raises(DraftsimError, match="profile --batch"):
         serve(trace(), table, {"fixed": Fixed(3)}, scenario)
     assert price(log, table).total_s > 0
     # One sequence at a time is known.

@@ -37,7 +37,7 @@ def test_the_command_writes_file_and_rows(
     run: Run,
     recorded: SimpleNamespace, engine: str, key: str,
 ) -> None:  # fmt: skip
-    more = [] if engine == "hf" else ["--batches", "1,16", "--draws", "4"]
+    more = [] if engine == "hf" else ["--batch", "1,16", "--resamples", "4"]
     ran = run(
         "tune", "--engine", engine, "--trace", recorded.folder, "--slo", "ttft=5,tpot=0.05",
         "--out", recorded.out, "--json", "-", *more,
@@ -51,7 +51,7 @@ def test_the_command_writes_file_and_rows(
 
 def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -> None:
     ran = run(
-        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4", "--check",
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4", "--check",
         "--json", "-",
     )  # fmt: skip
     document = json.loads(ran.out)
@@ -69,8 +69,8 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
     [
         (["--engine", "vllm", "--slo", "fast"], "expected ttft=SECONDS"),
         (["--engine", "vllm", "--slo", "tpot=-1"], "expected ttft=SECONDS"),
-        (["--engine", "vllm", "--batches", "0"], "expected whole numbers >= 1"),
-        (["--engine", "hf", "--batches", "1,2"], "decodes one request"),
+        (["--engine", "vllm", "--batch", "0"], "expected whole numbers >= 1"),
+        (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a form of vllm's"),
         (["--engine", "tgi"], "tgi"),
     ],
@@ -90,7 +90,7 @@ def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamesp
     slow.loc[slow["model"] == "draft", "median_s"] *= 20
     write_latency(LatencyTable(slow), recorded.folder / "latency.parquet")
     ran = run(
-        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4", "--check",
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4", "--check",
         "--out", recorded.out, "--json", "-",
     )  # fmt: skip
     assert json.loads(recorded.out.read_text()) is None
@@ -139,7 +139,7 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
     run: Run, recorded: SimpleNamespace
 ) -> None:
     run(
-        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batches", "1,4",
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4",
         "--out", recorded.out, "--json", "-",
     )  # fmt: skip
     arguments = ("serve", "--trace", recorded.folder, "--settings", recorded.out, "--batch", "1",

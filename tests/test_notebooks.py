@@ -1,4 +1,4 @@
-"""The notebooks, each executed in a clean kernel as a reader would."""
+"""The notebooks: kept as executed, and executed again in a clean kernel as a reader would."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from tests.conftest import ROOT
 from traces.recordings import recordings
 
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LIMIT_S = 600
-"""Against a hang, not a measure of speed: each takes seconds on an idle core."""
+from notebooks.run import NOTEBOOKS, executed  # noqa: E402
 
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 
 
-def test_there_are_five() -> None:
+def test_there_are_five_and_the_readme_links_them() -> None:
     assert [p.stem[0] for p in NOTEBOOKS] == list("12345")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"(notebooks/{p.name})" in readme for p in NOTEBOOKS)
 
 
 @by_name
-def test_it_is_kept_without_outputs_and_tells_nothing_of_a_machine(path: Path) -> None:
+def test_it_is_kept_executed_and_tells_nothing_of_a_machine(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
+    complete(notebook, path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
-    assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text(encoding="utf-8"))
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    # What would differ at every run without telling a reader anything.
+    assert all(cell.metadata == {} for cell in code)
+    assert set(notebook.metadata.language_info) == {"name"}
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/(home|root|tmp|work|Users)/| at 0x[0-9a-f]{6}", text)
+
+
+def test_they_are_modest() -> None:
+    assert sum(p.stat().st_size for p in NOTEBOOKS) < 1.5e6
 
 
 @by_name
@@ -41,26 +50,19 @@ def test_it_runs_from_a_clean_kernel(path: Path, monkeypatch: pytest.MonkeyPatch
         pytest.skip("needs the bundled recording in traces/recorded/bundled")
     pytest.importorskip("torch", reason="notebooks 1 and 5 run real models")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(
-        notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": ROOT}}
-    )
-    client.execute()
+    complete(executed(path), path)
+
+
+def complete(notebook: Any, path: Path) -> None:
+    """That a notebook has all its outputs, and no errors or warnings among them."""
     outputs = [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error"]
     assert not [o for o in outputs if o.output_type == "stream" and o.name == "stderr"], (
         "a reader would see warnings"
     )
     assert sum("image/png" in o.get("data", {}) for o in outputs) >= 1
-    assert last_result(notebook, path)
-
-
-def last_result(notebook: Any, path: Path) -> bool:
-    """What the notebook set out to show."""
-    text = "\n".join(
-        str(o.get("data", {}).get("text/plain", ""))
-        for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs
-    )  # fmt: skip
+    text = "\n".join(str(o.get("data", {}).get("text/plain", "")) for o in outputs)
+    # What the notebook set out to show.
     expected = {
         "1": "oracle",
         "2": "independent",
@@ -69,4 +71,4 @@ def last_result(notebook: Any, path: Path) -> bool:
         # Real rounds are the replayed ones, under every policy.
         "5": "{'autoregressive': 0, 'fixed:gamma=4': 0, 'mine': 0}",
     }
-    return expected[path.stem[0]] in text
+    assert expected[path.stem[0]] in text

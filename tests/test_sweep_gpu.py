@@ -214,7 +214,7 @@ def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path)
 
 def command(run: Run, files: Path, engine: str, *more: str) -> Any:
     return run(
-        "tune", "--engine", engine, "--trace", files / "trace.parquet", "--draws", "4",
+        "tune", "--engine", engine, "--trace", files / "trace.parquet", "--resamples", "4",
         "--latency", *(m.format(files) for m in more),
     )  # fmt: skip
 

@@ -190,7 +190,7 @@ class LatencyTable:
             if asked != own:
                 raise DraftsimError(
                     f"these latencies know the {model}'s passes at batch {own:g} alone, and batch "
-                    f"{asked:g} is asked: measure it (`draftsim profile --batches 1,4,16,64`), ask "
+                    f"{asked:g} is asked: measure it (`draftsim profile --batch 1,4,16,64`), ask "
                     f"for batch {own:g}, or take every batch to cost the same with "
                     "--assume-batch-free"
                 )

@@ -1,0 +1,132 @@
+"""One name for one thing over all commands; what each prints can be had as a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import typing
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import draftsim
+from commands.output import OutOption
+from tests.conftest import ROOT, Run
+
+COMMANDS = {str(c.name): c.callback for c in draftsim.app.registered_commands}
+PRINT_NO_TABLE = {"profile", "calibrate", "report", "fetch"}
+MAKE_SOMETHING = {"demo", "import", "tune"}
+"""Their --out names what they make, and rows are --json's."""
+OWN = {"serve", "sweep"}
+"""Their --out also holds what an interrupted run goes on from."""
+DIFFER = {
+    "sampled",  # a run's own outputs, or those of several runs
+    "engine",  # one whose settings are written, or one that is run
+    "run",  # a folder, or for a report also a bundled recording's name
+}
+
+
+def hints(name: str) -> dict[str, object]:
+    callback = COMMANDS[name]
+    assert callback is not None
+    return typing.get_type_hints(callback, include_extras=True)
+
+
+def test_an_option_is_the_same_thing_in_every_command() -> None:
+    kinds: dict[str, set[str]] = {}
+    for command in COMMANDS:
+        for option, kind in hints(command).items():
+            plain = typing.get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+            name = plain.__name__ if isinstance(plain, type) else str(plain)
+            # One or several of it are the same thing.
+            name = re.sub(r"list\[|\]| \| None|pathlib\.", "", name)
+            kinds.setdefault(option, set()).add(name)
+    differing = {option: found for option, found in kinds.items() if len(found) > 1}
+    assert set(differing) == DIFFER, differing
+    assert not {"batches", "contexts", "draws"} & set(kinds)
+    for option in ("batch", "context", "verify"):
+        assert kinds[option] == {"str"}
+    assert kinds["prompts"] == {"Path"}
+
+
+@pytest.mark.parametrize("old", ["batches", "contexts"])
+def test_older_names_are_understood(old: str, synthetic_run: Path, run: Run) -> None:
+    new = draftsim.RENAMED[old]
+    command = (
+        "sweep", "--trace", synthetic_run, "--c", "0.1", "--policy", "fixed:gamma=2",
+        "--jobs", 1, "--resamples", 2,
+    )  # fmt: skip
+    said = [run(*command, f"--{name}", "x").err for name in (old, new)]
+    assert said[0] == said[1]
+    assert old not in run("sweep", "--help").out
+
+
+def test_every_command_writes_what_it_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "take `--json -`\nand `--out FILE`" in readme
+    for name in COMMANDS:
+        has = hints(name)
+        if name in PRINT_NO_TABLE:
+            assert "json" not in has
+            continue
+        assert "json" in has, name
+        if name in MAKE_SOMETHING | OWN:
+            assert has["out"] != OutOption
+        else:
+            assert has["out"] == OutOption, name
+    told = re.search(r"; of (.*) `--out`\s+is what they make.*\n?.*\. (.*) print none", readme)
+    assert told is not None
+    assert set(re.findall(r"`(\w+)`", told[1])) == MAKE_SOMETHING
+    assert set(re.findall(r"`(\w+)`", told[2])) == PRINT_NO_TABLE
+
+
+def commands(folder: Path) -> dict[str, tuple[object, ...]]:
+    pair = ("--policy", "fixed:gamma=2", "--policy", "fixed:gamma=4")
+    return {
+        "simulate": ("simulate", "--trace", folder, *pair, "--resamples", 10),
+        "robustness": ("simulate", "--trace", folder, "--robustness"),
+        "check": ("check", "--trace", folder, "--tokens", 1000),
+        "serve": (
+            "serve", "--trace", folder, *pair, "--batch", 1, "--requests", 8,
+        ),
+        "sweep": (
+            "sweep", "--trace", folder, *pair, "--c", "0.1,0.2", "--jobs", 1, "--resamples", 2,
+        ),
+        "ladder": ("sweep", "--trace", folder, "--ladder", *pair, "--resamples", 10),
+        "list": ("list", "--rules"),
+        "recorded": ("validate", "--recorded", "bundled"),
+        "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-weights"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", commands(Path()))
+def test_tables_by_suffix(name: str, synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    if name == "recorded" and not (ROOT / "traces/recorded/bundled/measured.parquet").is_file():
+        pytest.skip("needs the bundled recording's measured runs")
+    command = commands(synthetic_run)[name]
+    out = {suffix: tmp_path / f"t{suffix}" for suffix in (".csv", ".tex", ".parquet", ".json")}
+    for path in out.values():
+        ran = run(*command, "--out", path, "--json", "-")
+        assert ran.code in (0, 1), ran.err  # 1: a formula that disagrees
+        assert str(path) in ran.err
+    results = json.loads(out[".json"].read_text())["results"]
+    with out[".csv"].open() as file:
+        assert len(list(csv.DictReader(file))) == len(results) > 0
+    assert len(pd.read_parquet(out[".parquet"])) == len(results)
+    assert out[".tex"].read_text().count(r" \\") == len(results) + 1
+
+
+@pytest.mark.parametrize(("out", "said"), [("t.xyz", "the suffix"), ("no/t.csv", "no folder")])
+def test_a_place_that_cannot_be_is_refused_at_once(
+    out: str, said: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worked(*_: object, **__: object) -> None:
+        raise AssertionError("it worked first")
+
+    monkeypatch.setattr("commands.simulate.load_trace", worked)
+    ran = run("simulate", "--out", tmp_path / out)
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
