@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.output import emit, note, print_table, write_rows
+from commands.output import emit, note, print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -31,17 +31,14 @@ def print_evidence(
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
     records = by_study(rows)
-    if json is None:
-        print_table([_line(*names, record) for names, record in records.items()])
-    else:
-        more = {"records": [
-            {"study": name, "given": given, **record._asdict()}
-            for (name, given), record in records.items()
-        ]}  # fmt: skip
-        emit("papers", [row._asdict() for row in rows], json, more=more)
-    if out is not None:
-        write_rows(out, [row._asdict() for row in rows])
-        note(f"wrote {out}")
+    more = {"records": [
+        {"study": name, "given": given, **record._asdict()}
+        for (name, given), record in records.items()
+    ]}  # fmt: skip
+    emit(
+        "papers", [row._asdict() for row in rows], json, more=more, out=out,
+        printed=lambda: print_table([_line(*names, one) for names, one in records.items()]),
+    )  # fmt: skip
     shown = {row.study for row in rows}
     for name, text in sources().items():
         if any(name in other for other in shown):
