@@ -159,3 +159,26 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     missing = run("report", "--run", tmp_path / "nowhere", "--out", out)
     assert missing.code == 2
     assert missing.err.count("\n") == 1
+
+
+def test_other_latencies_price_the_page_and_no_measured_time_stands_beside_them(
+    run: Run, tmp_path: Path
+) -> None:
+    write_trace(recording(), tmp_path / "trace.parquet")
+    write_latency(latency((1,)), tmp_path / "latency.parquet")
+    write_measured(measured(), tmp_path / "measured.parquet")
+    out = tmp_path / "report.html"
+    ran = run(
+        "report", "--run", tmp_path, "--out", out, "--resamples", 50, "--no-serve",
+        "--latency", "const:target=0.02,draft=0.001", "--policy", "fixed:gamma=2",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    text = out.read_text()
+    log = replay(recording(), parse_policy("fixed:gamma=2"), name="fixed:gamma=2")
+    other = LatencyTable.constant(0.02, 0.001)
+    [shown] = [p for p in data_of(text)["policies"] if p["policy"] == "fixed:gamma=2"]
+    expected = summarize([log], other)["speedup"].iloc[1]
+    assert shown["speedup"] == pytest.approx(expected)
+    assert expected != pytest.approx(summarize([log], latency((1,)))["speedup"].iloc[1])
+    # Times measured on another device are no check of what is predicted for this one.
+    assert "Predicted against measured" not in text
