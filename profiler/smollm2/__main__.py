@@ -47,8 +47,8 @@ UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
     "draft": Plan(steps=500, tokens=2048),
     "eagle3": Plan(steps=240),
-    "eagle": Plan(steps=200, tokens=2048),
-    "heads": Plan(steps=100, tokens=2048),
+    "eagle": Plan(steps=150, tokens=2048),
+    "heads": Plan(steps=300, tokens=2048),
 }
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from traces.errors import DraftsimError
@@ -34,8 +33,6 @@ def convert_gguf(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) 
     ordinary ones, and refuses to save it: they move to a model that never was.
     """
     check_packages()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
     source = {"gguf_file": path.name}
     with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
         read: Any = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
