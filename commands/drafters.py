@@ -50,8 +50,13 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
 def load_drafters(pair: Pair, sources: Iterable[Eagle]) -> dict[str, FeatureDrafter]:
     """The drafters in the folders that `sources` name, by the name of their recording."""
     from profiler.features import read_drafter
+    from profiler.run import model_path
 
-    return {s.key: read_drafter(s.model, pair.target) for s in sources if s.model is not None}
+    return {
+        s.key: read_drafter(model_path(s.model, "draft"), pair.target)
+        for s in sources
+        if s.model is not None
+    }
 
 
 def recorded_drafters(recordings: Recordings) -> list[Eagle]:

@@ -12,11 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from commands.drafters import load_drafters
 from draftsim import app
+from profiler import features
+from profiler.loading import Pair
 from profiler.run import BUNDLED, shipped_heads
 from profiler.smollm2 import convert, fetch, places
 from tests import small_smollm2
 from traces.errors import DraftsimError
+from traces.sources.feature_source import Eagle
 
 
 @pytest.fixture
@@ -132,3 +136,14 @@ def test_a_target_finds_the_heads_that_the_project_has(tmp_path: Path) -> None:
     heads = BUNDLED / "exit_heads"
     assert shipped_heads("bundled") == shipped_heads(str(BUNDLED / "target")) == heads
     assert shipped_heads(str(tmp_path)) is None
+
+
+def test_a_feature_drafter_goes_by_its_name(small: tuple[Any, Any, Path], cache: Path) -> None:
+    model, words, _ = small
+    pair, sources = Pair(model, model, words, {}), [Eagle("smollm2-eagle")]
+    with pytest.raises(DraftsimError, match=r"smollm2-eagle is not at .*`draftsim fetch smollm2`"):
+        load_drafters(pair, sources)
+    drafter = features.Eagle(features.layer_config(model.config))
+    features.write_drafter(drafter, places.folder("smollm2-eagle"))
+    (found,) = load_drafters(pair, sources).values()
+    assert found.kind == "eagle"
