@@ -113,6 +113,7 @@ def simulate(
     """
     from traces.outputs import find_runs, read_run
     from traces.recordings import folder_of
+    from traces.sources.replay import check_rule
 
     if rounds is not None:
         logs, table = recorded_rounds(rounds, latency, trace)
@@ -134,6 +135,7 @@ def simulate(
         _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
         recordings = load_recordings(trace, recorded)
         rule = load_rule(verify, recorded, memory)
+        check_rule(rule, drafting, recorded)
         table = with_free_lookups(table)
         ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
         rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)

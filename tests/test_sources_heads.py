@@ -205,7 +205,7 @@ def test_rounds_cost_their_calls() -> None:
     drafting = RoundLog(log.rounds, log.requests, "x", source="layer-skip", calls=layered)
     assert verify_phase(drafting, LatencyTable(alone)) == "forward"
     with pytest.raises(DraftsimError, match="no 'forward' cells of 'heads'"):
-        price(log, cells(("target", "forward", 1, 1.0)))
+        price(log, cells(("target", "forward", 1, 1.0), ("target", "forward", 3, 2.0)))
     bare = RoundLog(log.rounds, log.requests, "x", source="medusa")
     with pytest.raises(DraftsimError, match="does not hold their calls"):
         price(bare, table)

@@ -42,13 +42,7 @@ def replay_source(
     TailError
         If the policy drafts past what was recorded off the path.
     """
-    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
-    if rule is not None and not rule.lossless:
-        raise DraftsimError(
-            f"{type(rule).__name__} needs the target's scores of wrong drafts, which are recorded "
-            f"for a draft model alone, not for {source.name!r}: use --verify {lossless}"
-        )
-    prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
+    lossless = check_rule(rule, source, trace)
     check_signals(policy, source, recordings or Recordings())
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings or Recordings(), first)
@@ -64,6 +58,18 @@ def replay_source(
         verify=lossless, fidelity=fidelity_of(source, trace), reads=policy.reads, first=first,
         calls=pack_calls(calls),
     )  # fmt: skip
+
+
+def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
+    """Name of the rule that `source` is verified with; DraftsimError if `rule` is another."""
+    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
+    if rule is not None and not rule.lossless:
+        raise DraftsimError(
+            f"{type(rule).__name__} needs the target's scores of wrong drafts, which are recorded "
+            f"for a draft model alone, not for {source.name!r}: use --verify {lossless}"
+        )
+    prepared_rule(rule, trace)  # refuses a lossless rule that does not fit the recording
+    return lossless
 
 
 def fidelity_of(source: Source, trace: Trace) -> Fidelity:
