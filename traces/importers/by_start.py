@@ -85,14 +85,13 @@ def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str,
             entry = value.get("acc_len") if isinstance(value, dict) else value
             if entry is not None:
                 found[key.removeprefix(PREFIX)] = entry
-    if drafter not in found:
-        have = ", ".join(found) or "none"
-        if drafter is None and len(found) == 1:
-            drafter = next(iter(found))
-        elif drafter is None:
+    have = ", ".join(found) or "none"
+    if drafter is None:
+        if len(found) != 1:
             raise FileError(f"{where}: holds accepted lengths of {have}: name one with --drafter")
-        else:
-            raise FileError(f"{where}: has no accepted lengths of {drafter!r} (there are: {have})")
+        [drafter] = found
+    elif drafter not in found:
+        raise FileError(f"{where}: has no accepted lengths of {drafter!r} (there are: {have})")
     entry = found[drafter]
     if not isinstance(entry, list) or not entry or not all(type(n) is int and n > 0 for n in entry):
         raise FileError(f"{where}: {PREFIX}{drafter} holds no list of lengths of 1 or more")
