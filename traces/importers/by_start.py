@@ -79,7 +79,7 @@ class ByStart:
 
 def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str, Any]:
     """Name of the drafter, and the (positions,) tokens of a round from each."""
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in row.items():
         if key.startswith(PREFIX):
             entry = value.get("acc_len") if isinstance(value, dict) else value
@@ -89,8 +89,8 @@ def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str,
     if drafter is None:
         if len(found) != 1:
             raise FileError(f"{where}: holds accepted lengths of {have}: name one with --drafter")
-        [drafter] = found
-    elif drafter not in found:
+        return _lengths(where, row, next(iter(found)))
+    if drafter not in found:
         raise FileError(f"{where}: has no accepted lengths of {drafter!r} (there are: {have})")
     entry = found[drafter]
     if not isinstance(entry, list) or not entry or not all(type(n) is int and n > 0 for n in entry):
