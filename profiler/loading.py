@@ -61,7 +61,8 @@ class Pair:
                 turns, tokenize=False, add_generation_prompt=True
             )
         # A template writes all special tokens itself.
-        ids: list[int] = self.tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        options = {"add_special_tokens": False} if chat else {}
+        ids: list[int] = self.tokenizer(text, **options)["input_ids"]
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
 

@@ -61,6 +61,10 @@ EAGLE = {
     "question_id": 81,
     "choices": [{"index": 0, "idxs": [9, 4], "new_tokens": [25, 10], "wall_time": [1.0, 0.5]}],
 }  # fmt: skip
+BY_START = {
+    "id": "q0", "prompt_token_ids": [1, 2], "generated_token_ids": [3, 4, 5],
+    "acc_eagle": {"acc_len": [2, 1, 1]},
+}  # fmt: skip
 ROUNDS = "request,drafted,accepted\na,3,3\na,3,1\nb,2,0\n"
 
 
@@ -75,6 +79,7 @@ def example(name: str) -> Any:
     return {
         "specbench": row(1, [3, 1, 2]), "vllm": DETAILED, "sglang": SGLANG, "eagle": EAGLE,
         "prometheus": SCRAPE.format(10, 20, 9, 6, 3), "llamacpp": LLAMACPP, "rounds": ROUNDS,
+        "by-start": BY_START,
     }[name]  # fmt: skip
 
 
@@ -84,12 +89,16 @@ def counts(name: str, *files: Path, **options: Any) -> Totals:
     return found
 
 
+TRACES = ("specbench", "vllm", "rounds", "by-start")
+"""Formats that hold rounds in order; the others hold counts."""
+
+
 @pytest.mark.parametrize("name", list(IMPORTERS))
 def test_every_format_knows_its_own_file_and_no_other(name: str, tmp_path: Path) -> None:
     file = written(tmp_path, example(name))
     assert looks_like(file) == [name]
     found = import_log(AUTO, [file], Options())
-    assert isinstance(found, Trace if name in ("specbench", "vllm", "rounds") else Totals)
+    assert isinstance(found, Trace if name in TRACES else Totals)
     # A byte-order mark changes nothing.
     marked = tmp_path / "marked"
     marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())

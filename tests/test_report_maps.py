@@ -7,16 +7,25 @@ from pathlib import Path
 import pytest
 
 from policies.registry import parse_policy
-from simulator.ratios import break_even_ratio
+from simulator.ratios import RatioSums, break_even_ratio, own_ratios
 from simulator.report import build_report
+from simulator.report.ratio_model import carried
 from simulator.whatif.tilt import Tilter
 from tests.browser import Browser
-from tests.report_pages import data, move, recording, value
+from tests.report_pages import data, latency, move, recording, value
 from traces.latency import LatencyTable
 from traces.replay import replay
+from traces.rounds import RoundLog
 from traces.synthetic import synthetic_trace
+from traces.trace import Trace
 
 pytest_plugins = ("tests.report_browser",)
+
+
+def sums(trace: Trace, log: RoundLog) -> RatioSums:
+    """What the page computes with: all that the rounds cost, carried over to other ratios."""
+    own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
+    return RatioSums(*carried(trace, latency(), own)(log))
 
 
 def rows_of(browser: Browser, name: str) -> dict[float, list[float]]:
@@ -39,21 +48,24 @@ def test_the_maps_draw_the_break_even_that_python_finds(opened: Browser) -> None
     assert len(by_length) >= 8
     for length, drawn in by_length.items():
         log = replay(recording(), parse_policy(f"fixed:gamma={int(length)}"))
-        assert drawn == pytest.approx(list(break_even_ratio(log, v)), rel=1e-9)
+        assert drawn == pytest.approx(list(break_even_ratio(sums(recording(), log), v)), rel=1e-9)
     by_rate = rows_of(opened, "map-alpha")
     assert len(by_rate) >= 10
     tilter = Tilter(recording())
     for alpha in (0.5, 0.8):
-        log = replay(tilter.to(alpha), parse_policy(f"fixed:gamma={gamma}"))
-        assert by_rate[alpha] == pytest.approx(list(break_even_ratio(log, v)), rel=1e-9)
+        other = tilter.to(alpha)
+        log = replay(other, parse_policy(f"fixed:gamma={gamma}"))
+        assert by_rate[alpha] == pytest.approx(
+            list(break_even_ratio(sums(other, log), v)), rel=1e-9
+        )
     # The textbook formula stands beside it, dashed.
     assert opened.run("return document.querySelectorAll('[data-dashed=textbook]').length") == 1
     # Rows whose break-even lies outside the map say so at its edge.
     move(opened, "v", "End", 1)
     cs, most = data()["sliders"]["c"]["values"], data()["sliders"]["v"]["values"][-1]
     fixed = {g: replay(recording(), parse_policy(f"fixed:gamma={g}")) for g in range(1, 13)}
-    even = {g: break_even_ratio(log, most).ratio for g, log in fixed.items()}
-    below = [[g, "left"] for g, ratio in even.items() if ratio <= cs[0]]
+    evens = {g: break_even_ratio(sums(recording(), log), most).ratio for g, log in fixed.items()}
+    below = [[g, "left"] for g, ratio in evens.items() if ratio <= cs[0]]
     assert 0 < len(below) < 12
     assert below == opened.run(
         "return [...document.querySelectorAll('#map-recorded [data-beyond]')]"

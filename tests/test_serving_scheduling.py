@@ -182,7 +182,9 @@ def test_scalar_reading_equals_the_table(model, batch, width, context):
 def test_a_run_says_what_was_not_measured():
     alone = simulate(SMALL, GRID, Fixed(4), Scenario(ClosedLoop(1), requests=20)).row()
     assert alone["interpolated"] > 0 == alone["extrapolated"]
-    sparse = table([("target", "forward", 1, 1, 0, 0.1), ("draft", "forward", 1, 1, 0, 0.01)])
+    sizes = [(b, n) for b in (1, 2) for n in (1, 5)]
+    rates = (("target", 0.1), ("draft", 0.01))
+    sparse = table([(m, "forward", b, n, 0, s) for m, s in rates for b, n in sizes])
     run = simulate(SMALL, sparse, Fixed(4), Scenario(ClosedLoop(3), requests=20))
     beyond = [c for c in run.coverage if c.origin == "extrapolated" and c.model == "target"]
     assert beyond[0].batch.high == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from policies import Fixed
 from policies.core import Round
 from profiler.architectures import ARCHITECTURES, PAIRS
+from profiler.machine.stopwatch import Clock, Stopwatch
 from profiler.profile import Settings
 from profiler.suite import (
     kept_pair,
@@ -254,6 +256,8 @@ def test_a_call_behind_another_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -
         return run
 
     monkeypatch.setattr(passes.time, "perf_counter", lambda: clock[0])
+    told = Clock(lambda: clock[0], lambda: clock[0], lambda: 0)
+    monkeypatch.setattr(passes, "Stopwatch", partial(Stopwatch, clock=told))
     sample = Timer(torch.device("cpu"), repeats=4).behind(takes(8.0), takes(0.25))
     assert sample == (0.25, 0.0, 3)  # calls of seconds are not repeated more often than that
 

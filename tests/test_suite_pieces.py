@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from profiler.architectures import PAIRS
+from profiler.machine.stopwatch import Clock, Stopwatch
 from profiler.spotcheck import Arm
 from profiler.suite import latency_stage, pair_latency, passes
 from profiler.suite.arms import ARMS, MORE_ARMS, arms_of, more_arms_of, sweeps
@@ -218,6 +219,8 @@ def test_errors_at_random_are_those_of_the_final_table() -> None:
 def test_long_calls_are_timed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(passes.time, "perf_counter", lambda: clock[0])
+    told = Clock(lambda: clock[0], lambda: clock[0], lambda: 0)
+    monkeypatch.setattr(passes, "Stopwatch", partial(Stopwatch, clock=told))
     for seconds, calls, repeats in ((0.02, 2 + 2 * LONG_REPEATS, LONG_REPEATS),
                                     (0.004, 2 + 3 * 5, 5)):  # fmt: skip
         made = [0]
