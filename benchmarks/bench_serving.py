@@ -63,6 +63,12 @@ CASES: dict[str, tuple[DraftPolicy | BatchPolicy, Scenario]] = {
     "fixed 4, Poisson": (Fixed(4), Scenario(Poisson(8.0), Limits(64), requests=1600)),
     "fixed 4, alone": (Fixed(4), Scenario(ClosedLoop(1), Limits(1), requests=200)),
     "fixed 4, batch 2": (Fixed(4), Scenario(ClosedLoop(2), Limits(2), requests=200)),
+    **{
+        f"fixed 4, closed loop of {n}": (
+            Fixed(4), Scenario(ClosedLoop(n), Limits(n), requests=400 * max(1, n // 8)),
+        )
+        for n in (1, 4, 16, 64)
+    },
 }  # fmt: skip
 
 
