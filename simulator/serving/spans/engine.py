@@ -21,7 +21,7 @@ from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Sequenced, Slot
 from simulator.serving.slab import Floats
 from simulator.serving.source import Events
-from simulator.serving.spans.ledger import BLOCKS, LONGEST, Ledger
+from simulator.serving.spans.ledger import BLOCKS, LONGEST_DRAFT, Ledger
 from simulator.serving.spans.rounds import (
     ACCEPTED,
     CATCH_UP,
@@ -45,7 +45,7 @@ STEPS = 16
 """Iterations run one by one before spans are tried again."""
 
 Wait = Generator[simpy.Event, Any, bool]
-WORK = [CONTEXT, DRAFTED, LONGEST, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
+WORK = [CONTEXT, DRAFTED, LONGEST_DRAFT, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
 """Rows of the ledger in the order of the fields of `Work`."""
 
 

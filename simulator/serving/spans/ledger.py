@@ -20,7 +20,7 @@ from simulator.serving.spans.rounds import (
     ReplayedSequence,
 )
 
-BLOCKS, LONGEST = ROWS, ROWS + 1
+BLOCKS, LONGEST_DRAFT = ROWS, ROWS + 1
 """Two rows more: cache blocks held, and draft passes of the request that drafts most."""
 
 
@@ -54,7 +54,9 @@ class Ledger:
         work[DRAFT_CONTEXT, start:stop] += own[DRAFTING] * prompt_tokens
         work[EMITTED, stop - 1] -= sequence.over
         work[BLOCKS, start:stop] += (own[CONTEXT] + (prompt_tokens + self._ahead)) // self._block
-        np.maximum(work[LONGEST, start:stop], own[FORWARDS], out=work[LONGEST, start:stop])
+        np.maximum(
+            work[LONGEST_DRAFT, start:stop], own[FORWARDS], out=work[LONGEST_DRAFT, start:stop]
+        )
         self._end = max(self._end, stop)
         return self.now + count
 
