@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def latencies(
-    names: Sequence[str] | None, trace_name: str, priced: bool
+    names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False
 ) -> dict[str, LatencyTable]:
     """The tables named, by name; none where something else prices already (`priced`).
 
+    With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
     A table of the GPU suite, which holds many pairs and modes, stands for one table each, or
     for the one named behind it (``FILE:PAIR/MODE``).
     """
     if not names:
-        return {} if priced else {trace_name: load_latency(None, trace_name)}
+        return {} if priced else {trace_name: load_latency(None, trace_name, assume_batch_free)}
     found: dict[str, LatencyTable] = {}
     for name in names:
         path, _, chosen = name.rpartition(":")
@@ -36,7 +37,9 @@ def latencies(
                 f"--latency {name}: {path} holds {', '.join(filter(None, tables)) or 'one pair'}, "
                 f"not {chosen!r}"
             )
-        for pair, table in tables.items():
+        for pair, own in tables.items():
+            # A table of many pairs is no pair's: each one knows its own batches.
+            table = own.assumed_batch_free() if assume_batch_free else own
             if not chosen:
                 found[f"{path}:{pair}" if pair else path] = table
             elif pair == chosen:
@@ -45,11 +48,11 @@ def latencies(
 
 
 def in_batches(
-    tables: dict[str, LatencyTable], ratios: tuple[float, ...], largest: int, assume: bool
+    tables: Mapping[str, LatencyTable], ratios: Sequence[float], largest: int, assume: bool
 ) -> str:
-    """What batches up to `largest` take to cost nothing; tables are changed to say so.
+    """What batches up to `largest` take to cost nothing; empty for nothing.
 
-    Raises DraftsimError where nobody said that they may.
+    Raises DraftsimError where nobody said that they may, be it of tables or of ratios (`assume`).
     """
     from traces.latency import BATCH_FREE_SAID
 
@@ -60,10 +63,9 @@ def in_batches(
             "--assume-batch-free"
         )
     said = BATCH_FREE_SAID if largest > 1 and ratios else ""
-    for name, table in tables.items():
-        tables[name] = table.assumed_batch_free() if assume else table
-        tables[name].check_sizes("target", "forward", largest, 1)
-        said = said or tables[name].said_batch_free(largest)
+    for table in tables.values():
+        table.check_sizes("target", "forward", largest, 1)
+        said = said or table.said_batch_free(largest)
     return said
 
 
@@ -77,13 +79,12 @@ def one_latency(
     DraftsimError
         If it is more than one table or GPU, or the table cannot be carried over.
     """
-    tables = latencies(None if name is None else [name], trace_name, False)
+    named = None if name is None else [name]
+    tables = latencies(named, trace_name, False, assume_batch_free)
     if len(tables) != 1:
         raise DraftsimError(
             f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
         )
-    if assume_batch_free:
-        tables = {own: table.assumed_batch_free() for own, table in tables.items()}
     wanted = gpu_names(gpu)
     if not wanted:
         return next(iter(tables.values()))

@@ -147,7 +147,7 @@ def sweep(
 
     recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
     ratios = _axis(c, "c", low=0.0)
-    tables = latencies(latency, trace, bool(ratios) and gpu is None)
+    tables = latencies(latency, trace, bool(ratios) and gpu is None, assume_batch_free)
     sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
     assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.devices import one_latency
-from commands.inputs import BUNDLED, GpuOption, LatencyOption, TraceOption, load_trace
+from commands.inputs import (
+    BUNDLED,
+    AssumeOption,
+    GpuOption,
+    LatencyOption,
+    TraceOption,
+    load_trace,
+)
 from commands.output import JsonOption, emit, note
 from traces.errors import DraftsimError
 
@@ -37,6 +44,7 @@ def tune(
     trace: TraceOption = BUNDLED,
     latency: LatencyOption = None,
     gpu: GpuOption = None,
+    assume_batch_free: AssumeOption = False,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -81,7 +89,8 @@ def tune(
     """Search the draft lengths that pay, and write them as the engine's configuration."""
     from simulator.tune import write_settings
 
-    recorded, table = load_trace(trace, "tune"), one_latency(latency, trace, gpu)
+    recorded = load_trace(trace, "tune")
+    table = one_latency(latency, trace, gpu, assume_batch_free)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batch", batch)
@@ -98,6 +107,8 @@ def tune(
         shown.append("within_slo")
     if gpu is not None:
         shown.append("scaled")
+    if any(row["assumed"] for row in rows):
+        shown.append("assumed")
     if check:
         _served(recorded, table, tuned, rows, targets, seed)
         shown += ["served_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse"]

@@ -86,11 +86,15 @@ def files(tmp_path: Path) -> list[str]:
     return ["--trace", str(tmp_path / "t.parquet"), "--latency", str(tmp_path / "l.parquet")]
 
 
-def test_serve_and_sweep_say_what_to_do(run: Run, files: list[str], tmp_path: Path) -> None:
+def test_every_command_says_what_to_do(run: Run, files: list[str], tmp_path: Path) -> None:
     serving = ["serve", *files, "--policy", "fixed:gamma=2", "--batch", "1,4", "--requests", "8"]
     sweeping = ["sweep", *files, "--policy", "fixed:gamma=2", "--batch", "1,4", "--resamples", "0"]
     ratios = ["sweep", *files[:2], "--c", "0.1", "--policy", "fixed:gamma=2", "--batch", "4"]
-    for command in (serving, sweeping, ratios):
+    tuning = [
+        ["tune", "--engine", engine, *files, "--batch", "1,4", "--resamples", "4"]
+        for engine in ("vllm", "sglang")
+    ]
+    for command in (serving, sweeping, ratios, *tuning):
         result = run(*command)
         assert result.code == 2
         assert "--assume-batch-free" in result.err
@@ -107,3 +111,10 @@ def test_serve_and_sweep_say_what_to_do(run: Run, files: list[str], tmp_path: Pa
         assert result.code == 0, result.err
         rows = json.loads(result.out)["results"]
         assert {row["assumed"] for row in rows} == {BATCH_FREE_SAID}
+    for command in tuning:
+        result = run(*command, "--assume-batch-free", "--json", "-")
+        assert result.code == 0, result.err
+        document = json.loads(result.out)
+        assert [row["assumed"] for row in document["results"]] == ["", BATCH_FREE_SAID]
+        assert any(f"batch 4: taken to cost nothing: {BATCH_FREE_SAID}" in w
+                   for w in document["warnings"])  # fmt: skip

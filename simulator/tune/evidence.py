@@ -58,11 +58,18 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
     return found
 
 
+def origin(latency: LatencyTable, batch: int) -> dict[str, Any]:
+    """Columns of a row that say where its seconds come from."""
+    return {"scaled": "scaled" in latency.meta, "assumed": latency.said_batch_free(batch)}
+
+
 def about_row(row: Mapping[str, Any]) -> list[str]:
     """What one searched batch and context leaves uncertain, without saying which."""
     found = []
     if row["outside"] > 0:
         found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
+    if row["assumed"]:
+        found.append(f"taken to cost nothing: {row['assumed']}")
     lo, hi = row["gain_lo"], row["gain_hi"]
     if not np.isfinite([lo, hi]).all():
         found.append("the gain has no interval")

@@ -21,7 +21,7 @@ from simulator.tune.choice import (
     resamples,
 )
 from simulator.tune.costs import Slo, longest_draft, price_grid
-from simulator.tune.evidence import about_recording, about_row, summed_up
+from simulator.tune.evidence import about_recording, about_row, origin, summed_up
 from simulator.tune.settings import Tuned
 from traces.errors import DraftsimError, TailError
 from traces.latency import LatencyTable
@@ -144,8 +144,7 @@ def tune_huggingface(
         "default": str(default),
         "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
         "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
-        "held_out": held_out or not pays, "served_gain": None,
-        "scaled": "scaled" in latency.meta,
+        "held_out": held_out or not pays, "served_gain": None, **origin(latency, 1),
     }  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *summed_up([row])]

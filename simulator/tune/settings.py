@@ -14,7 +14,7 @@ from policies.basic import Autoregressive
 from policies.batch import BatchPolicy
 from policies.core import DraftPolicy
 from simulator.tune.costs import Grid
-from simulator.tune.evidence import about_row, summed_up
+from simulator.tune.evidence import about_row, origin, summed_up
 from simulator.tune.formats import CHECKS, check_settings
 from traces.errors import FileError
 from traces.latency import LatencyTable
@@ -23,7 +23,8 @@ ENGINES = tuple(CHECKS)
 
 TUNE_COLUMNS = (
     "engine", "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain",
-    "gain_lo", "gain_hi", "within_slo", "outside", "held_out", "served_gain", "scaled", "warnings",
+    "gain_lo", "gain_hi", "within_slo", "outside", "held_out", "served_gain", "scaled",
+    "assumed", "warnings",
 )  # fmt: skip
 """Columns of `Tuned.rows`: tokens per second of decoding over the whole batch (SGLang's, which
 are served, include prompts); the gain is a ratio to
@@ -32,7 +33,8 @@ read outside the measured cells, ``held_out`` whether the gain is one of prompts
 choice was not made on; ``served_gain`` is the rate of the whole setting, served at that batch,
 over that of the best single option or of no speculation there (None where nothing is served);
 ``deploy`` is off where no speculation beats the setting, else on; ``scaled`` says that the
-latencies were carried over from another device."""
+latencies were carried over from another device, ``assumed`` what figures take to cost nothing
+on somebody's word (`traces.latency.LatencyTable.said_batch_free`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,7 @@ def switched_off(
             "throughput_tok_s": grid.batch * float(grid.tokens[0].sum() / grid.seconds[0].sum()),
             "default": "off", "gain": 1.0, "gain_lo": 1.0, "gain_hi": 1.0,
             "within_slo": float(grid.within[0]), "outside": float(grid.outside[0]),
-            "held_out": True, "served_gain": 1.0, "scaled": "scaled" in latency.meta,
+            "held_out": True, "served_gain": 1.0, **origin(latency, grid.batch),
         }
         for grid in grids
     ]  # fmt: skip

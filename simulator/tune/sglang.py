@@ -33,6 +33,7 @@ from simulator.tune.evidence import (
     about_recording,
     about_row,
     about_served,
+    origin,
     summed_up,
 )
 from simulator.tune.repair import mended
@@ -166,7 +167,7 @@ def tune_sglang(
             "within_slo": float(within[i][option]), "outside": float(grids[i].outside.max()),
             "held_out": held_out and kept,
             "served_gain": float(best.rates[i].mean()) / max(rival, 1e-300),
-            "scaled": "scaled" in latency.meta,
+            **origin(latency, batch),
         }  # fmt: skip
         said = about_served(
             f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])

@@ -37,6 +37,7 @@ from simulator.tune.evidence import (
     about_recording,
     about_row,
     about_served,
+    origin,
     summed_up,
 )
 from simulator.tune.formats import CONTEXT_END
@@ -162,7 +163,7 @@ def tune_vllm(
             "outside": float(max(grid.outside[1 + option], grid.outside[0])),
             "held_out": own is not None,
             "served_gain": float(found.rates[i].mean()) / max(rival, 1e-300),
-            "scaled": "scaled" in latency.meta,
+            **origin(latency, grid.batch),
         }  # fmt: skip
         said = about_served(
             f"K={options[found.best[i]]}", float(found.gains[i]), kept, bool(found.worse[i])
