@@ -19,6 +19,7 @@ from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
+from tests.own_policy import Told
 from traces import synthetic_trace, write_latency
 from traces.sources.lookup_sources import PLD
 
@@ -59,7 +60,7 @@ def names() -> list[str]:
 def policy(name: str) -> DraftPolicy | BatchPolicy:
     if name == OWN:
         return policy_from(name, LONGEST)
-    return parse_policy(name, max_gamma=LONGEST, vocab_size=512)
+    return parse_policy(name, max_gamma=LONGEST)
 
 
 class Alike(BatchPolicy):
@@ -95,7 +96,9 @@ def main(folder: Path) -> dict[str, Any]:
     forced = Forced(TRACE, texts, engine.vocabulary)
     found = {n: served(engine, Setup(policy(n), forced), prompts) for n in names()}
     batch = served(engine, Setup(Alike(), forced), prompts)
-    lookup = served(engine, Setup(parse_policy("fixed:gamma=4"), LookedUp(PLD())), prompts)
+    Told.sizes.clear()
+    lookup = served(engine, Setup(Told(4), LookedUp(PLD())), prompts)
+    lookup["vocabularies"] = [*Told.sizes]
     small = Grid((1, 2, 4), (1, 3), (32,), ((1, 16), (2, 16)), (1, 3), (1, 3), (16, 32), 1, 1)
     measured = EngineTable(engine, small, folder / "checkpoint")
     latency = measured.run()

@@ -1,11 +1,11 @@
-"""A user's own policy in a module of its own, to be imported by name."""
+"""Policies of a user's own in a module of their own, to be imported by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from policies import DraftPolicy
+from policies import DraftPolicy, Fixed
 
 
 class StopWhenUnsure(DraftPolicy):
@@ -19,3 +19,12 @@ class StopWhenUnsure(DraftPolicy):
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         sure = not draft or draft[-1].prob > self.threshold
         return sure and len(draft) < self.gamma
+
+
+class Told(Fixed):
+    """Drafts a fixed length, and remembers the vocabulary sizes that runs began with."""
+
+    sizes: ClassVar[list[int | None]] = []
+
+    def begin_run(self, vocab_size: int | None) -> None:
+        self.sizes.append(vocab_size)

@@ -11,8 +11,11 @@ import numpy as np
 from profiler.engines.proposer import Proposer
 
 
-def config(longest: int) -> Any:
-    return SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=longest))
+def config(longest: int, vocabulary: int = 97) -> Any:
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=longest),
+        model_config=SimpleNamespace(get_vocab_size=lambda: vocabulary),
+    )
 
 
 class PretendRunner:

@@ -16,7 +16,7 @@ from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
 from profiler.engines.rounds import Policy
 from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
-from tests.own_policy import StopWhenUnsure
+from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
 from traces import replay, synthetic_trace
 from traces.errors import DraftsimError
@@ -50,7 +50,7 @@ def rounds(log: RoundLog, request: int) -> list[tuple[int, ...]]:
 
 
 def one_stream() -> list[DraftPolicy]:
-    named = [parse_policy(n, max_gamma=LONGEST, vocab_size=VOCABULARY) for n in policy_names()]
+    named = [parse_policy(n, max_gamma=LONGEST) for n in policy_names()]
     kept = [p for p in named if not isinstance(p, SingleStream)]
     return [*kept, StopWhenUnsure()]
 
@@ -142,6 +142,15 @@ def _with_prompts(trace: Trace) -> Trace:
     token[trace.on_path] = [t for text in TEXTS.values() for t in text]
     columns["token"] = token
     return Trace(columns, requests, trace.max_gamma, {**trace.meta, "eos_token_ids": []})
+
+
+def test_policies_are_told_the_vocabulary_that_signals_are_over() -> None:
+    Told.sizes.clear()
+    drafted(Told(2))  # a recording's signals are over its own vocabulary
+    proposer = Proposer(config(LONGEST, vocabulary=512))
+    proposer.use(Setup(Told(2), LookedUp(PLD())))
+    assert Told.sizes == [TRACE.vocab_size, 512]
+    assert TRACE.vocab_size != VOCABULARY
 
 
 def test_the_setup_comes_from_the_environment(tmp_path: Any) -> None:

@@ -86,6 +86,10 @@ def test_a_lookup_drafts_as_its_replay(ran: Any) -> None:
     assert ours == {n: [r[:4] for r in own] for n, own in rounds(log).items()}
 
 
+def test_policies_are_told_the_vocabulary_of_the_engines_model(ran: Any) -> None:
+    assert ran["lookup"]["vocabularies"] == [512]
+
+
 def test_the_engine_says_what_it_is(ran: Any) -> None:
     assert ran["meta"]["engine"]["name"] == "vllm"
     assert ran["meta"]["engine"]["method"] == "custom_class"

@@ -58,6 +58,8 @@ class DraftSource(ABC):
 
     signals: frozenset[str] = frozenset({"token_id"})
     """What its tokens carry, of `policies.core.SIGNALS`."""
+    vocab_size: int | None = None
+    """Size of the vocabulary that the signals are over; None where it is the engine's."""
 
     @abstractmethod
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
@@ -87,7 +89,7 @@ class Forced(DraftSource):
 
     def __init__(self, trace: Trace, texts: Mapping[int, Sequence[int]], vocabulary: int) -> None:
         self.trace, self.texts, self.vocabulary = trace, texts, vocabulary
-        self.signals = trace.signals
+        self.signals, self.vocab_size = trace.signals, trace.vocab_size
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         """Raises DraftsimError for a request that names no recorded sequence."""

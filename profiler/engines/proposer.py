@@ -32,6 +32,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.vocabulary = int(vllm_config.model_config.get_vocab_size())
         self.setup: Setup | None = None
         self.finished: dict[str, Stream] = {}
         """Streams that have ended, by the request's own name; kept only after `use`."""
@@ -47,7 +48,7 @@ class Proposer:
         self.setup, self._keep = setup, True
         self._streams.clear()
         self.finished = {}
-        self._rounds = rounds_of(setup.policy, self.longest)
+        self._rounds = self._rounds_of(setup)
 
     def propose(
         self,
@@ -88,8 +89,12 @@ class Proposer:
     def _started(self) -> Rounds:
         if self._rounds is None:
             self.setup = self.setup or setup_from(longest=self.longest)
-            self._rounds = rounds_of(self.setup.policy, self.longest)
+            self._rounds = self._rounds_of(self.setup)
         return self._rounds
+
+    def _rounds_of(self, setup: Setup) -> Rounds:
+        size = setup.source.vocab_size or self.vocabulary
+        return rounds_of(setup.policy, self.longest, size)
 
     def _join(self, name: str, state: Any) -> None:
         assert self.setup is not None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.batch import BatchPolicy
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, own_copy
 from policies.guard import Guarded, UndeclaredSignal
 from profiler.engines.drafts import Drafts
 
@@ -98,8 +98,8 @@ class PerRequest(Rounds):
 
     policy: DraftPolicy
 
-    def __init__(self, policy: DraftPolicy, longest: int) -> None:
-        self.policy, self.longest = policy.for_run(), longest
+    def __init__(self, policy: DraftPolicy, longest: int, vocab_size: int | None = None) -> None:
+        self.policy, self.longest = own_copy(policy, vocab_size), longest
         self._seats: list[tuple[DraftPolicy, bool]] = []
 
     def join(self, stream: Stream) -> None:
@@ -188,8 +188,12 @@ class Jointly(Rounds):
         self.policy.observe([outcome for outcome, _ in ended])
 
 
-def rounds_of(policy: Policy, longest: int) -> Rounds:
-    """The rounds of a prototype, which is not touched, at most `longest` tokens a draft."""
+def rounds_of(policy: Policy, longest: int, vocab_size: int | None = None) -> Rounds:
+    """The rounds of a prototype, which is not touched, at most `longest` tokens a draft.
+
+    ``vocab_size`` is that of the drafts' signals.  Raises ValueError if the policy needs it, and
+    neither it nor the prototype has one.
+    """
     if isinstance(policy, BatchPolicy):
         return Jointly(policy, longest)
-    return PerRequest(policy, longest)
+    return PerRequest(policy, longest, vocab_size)
