@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,11 @@ OFFSETS = 8
 def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
     """The drafters on features among sources given as text, and the others.
 
+    A folder is named in full from here on, so that the run can be used from anywhere.
     Raises DraftsimError where one names no folder, or two are called alike.
     """
+    import os
+
     from traces.sources.feature_source import Eagle
 
     found: list[Eagle] = []
@@ -39,9 +42,12 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
             raise DraftsimError(
                 f"--source {text} names no drafter: give its folder, eagle:model=DIR"
             )
+        if Path(source.model).is_dir():
+            source = Eagle(os.path.abspath(source.model))
         if any(source.key == other.key for other in found):
             raise DraftsimError(
-                f"two drafters are called {Path(source.model).name}: record them in two runs"
+                f"two drafters are called {Path(str(source.model)).name}, by which tables tell "
+                "them apart: rename a folder"
             )
         found.append(source)
     return found, others
@@ -59,19 +65,18 @@ def load_drafters(pair: Pair, sources: Iterable[Eagle]) -> dict[str, FeatureDraf
     }
 
 
-def recorded_drafters(recordings: Recordings) -> list[Eagle]:
+def recorded_sources(recordings: Recordings) -> list[Eagle]:
     """The drafters of a run's recordings, with the folders they were read from."""
-    from traces.sources.feature_source import PREFIX, Eagle
+    from traces.sources.feature_source import Eagle, recorded_drafters
 
-    return [
-        Eagle(str(r.meta["model"])) for k, r in recordings.starts.items() if k.startswith(PREFIX)
-    ]
+    return [Eagle(str(r.meta["model"])) for r in recorded_drafters(recordings).values()]
 
 
 def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats: int) -> None:
     """Record what `sources` draft along the trace in `out`, and measure their passes.
 
-    What the folder already holds of this trace and these weights is kept.
+    What the folder already holds of this trace and these weights is kept, wherever the weights
+    lie by now; other drafters that it holds are left as they are.
     """
     from dataclasses import replace
 
@@ -83,38 +88,50 @@ def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats
 
     trace, kept = read_trace(out / "trace.parquet"), read_recordings(out)
     modules = Modules(drafters=load_drafters(pair, sources))
-    todo = []
-    for source in sources:
-        weights = digest(modules.drafters[source.key])
-        provenance = {STAMP: stamp_of(trace), "drafter": weights, "model": str(source.model)}
-        found = kept.starts.get(source.key)
+    stamp, todo, places = stamp_of(trace), {}, {s.key: {"model": str(s.model)} for s in sources}
+    for key, place in places.items():
+        provenance = {STAMP: stamp, "drafter": digest(modules.drafters[key])}
+        found = kept.starts.get(key)
         if found is None or any(found.meta.get(n) != v for n, v in provenance.items()):
-            todo.append((source.key, provenance))
+            todo[key] = {**provenance, **place}
+        elif found.meta.get("model") != place["model"]:
+            moved = replace(found, meta={**found.meta, **place})
+            write_recordings(Recordings(starts={key: moved}), out)
     with progress_bar() as progress:
         task = progress.add_task("recording drafters", total=len(todo))
-        for key, provenance in todo:
+        for key, provenance in todo.items():
             made = record_sources(
                 pair.target, trace, modules, draft_offsets=OFFSETS, only=[key]
             ).starts[key]
             stamped = replace(made, meta={**made.meta, **provenance})
             write_recordings(Recordings(starts={key: stamped}), out)
             progress.advance(task)
-    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=bool(todo))
-    names = ", ".join(key for key, _ in todo)
-    note(f"recorded {names or 'no drafter anew'} into {out}")
+    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=todo)
+    note(f"recorded {', '.join(todo) or 'no drafter anew'} into {out}")
 
 
 def measure_drafters(
-    pair: Pair, out: Path, drafters: Mapping[str, FeatureDrafter], *, repeats: int, again: bool
-) -> None:
-    """Put the cells of `drafters` into the latency table of `out`, unless they are there."""
+    pair: Pair, out: Path, drafters: Mapping[str, FeatureDrafter], *, repeats: int,
+    again: Collection[str],
+) -> None:  # fmt: skip
+    """Put cells of `drafters` into the latency table of `out`, at the target's batch sizes.
+
+    Those that are there are kept, but of the names in `again`.
+    """
     from commands.source_runs import timed_layers, with_sources
     from profiler.features.latency import measure_drafters as measured
     from traces.files import read_latency, write_latency
 
     path = out / "latency.parquet"
     table = read_latency(path)
-    if not again and all(table.has(d.kind, "forward") for d in drafters.values()):
+    passes = table.cells[table.cells["phase"] == "forward"].groupby("model")["batch"].unique()
+    batches = sorted(int(b) for b in passes["target"])
+    lacking = {
+        name: drafter for name, drafter in drafters.items()
+        if name in again or not {*batches} <= {*passes.get(name, ())}
+    }  # fmt: skip
+    if not lacking:
         return
-    note("measuring the latencies of drafters")
-    write_latency(with_sources(table, measured(timed_layers(pair), drafters, repeats)), path)
+    note(f"measuring the latencies of {', '.join(lacking)}")
+    cells = measured(timed_layers(pair), lacking, repeats, batches=batches)
+    write_latency(with_sources(table, cells), path)

@@ -159,7 +159,7 @@ def simulate(
     if systems:
         _refuse_with("--policy", verify=verify, systems=systems)
         recordings = load_recordings(trace, recorded)
-        more = [replay_system(name, recorded, recordings) for name in systems]
+        more = [log for name in systems for log in replay_system(name, recorded, recordings)]
     # What the papers call by a name is listed with everything else.
     if verify is None and (texts is None or "all" in texts):
         more += replay_methods(recorded)

@@ -115,6 +115,8 @@ def arms(
     policy: Sequence[str] | None, source: str | None,
 ) -> list[Arm]:  # fmt: skip
     """What to run: plain decoding, then every policy and named system asked for."""
+    from traces.sources.replay import replay_source
+
     texts, systems = split_systems(policy)
     drafting = load_source(source)
     if drafting is not None and systems:
@@ -135,10 +137,12 @@ def arms(
     for system in systems:
         own, arm = load_system(system, trace, recordings)
         runs.append((arm, own))
-    for arm, unset in runs:
+    for (name, policy_of), unset in runs:
         own = as_recorded(unset, recordings)
-        log = replay_some(trace, arm, own, recordings, chosen)
-        found.append(Arm(*arm, own, log))
+        log = replay_source(
+            trace, own, policy_of, recordings=recordings, name=name, requests=chosen
+        )
+        found.append(Arm(name, policy_of, own, log))
     return found
 
 
@@ -249,35 +253,6 @@ def as_recorded(source: Source, recordings: Recordings) -> Source:
     if isinstance(source, LayerSkip) and source.skip is None:
         return LayerSkip(recordings.starts[source.key].meta["skip"])
     return source
-
-
-def replay_some(
-    trace: Trace, arm: tuple[str, DraftPolicy], source: Source, recordings: Recordings,
-    chosen: Sequence[int],
-) -> RoundLog:  # fmt: skip
-    """`traces.sources.replay.replay_source` of some requests, which may not renumber them.
-
-    A datastore holds what was served before, so the trace itself cannot be cut.
-    """
-    from policies.core import speculate
-    from traces.replay import own_policy
-    from traces.rounds import RoundLog
-    from traces.sources.calls import pack_calls
-    from traces.sources.replay import check_signals
-
-    name, policy = arm
-    check_signals(policy, source)
-    decoder_of = source.open(trace, recordings, trace.first)
-    shared = own_policy(trace, policy)
-    rounds, calls = [], []
-    for i in chosen:
-        decoder = decoder_of(i)
-        rounds.append(list(speculate(decoder, shared.fresh())))
-        calls.append(decoder.calls.rounds)
-    return RoundLog(
-        RoundLog.pack(rounds), [trace.requests[i] for i in chosen], name, source=source.name,
-        fidelity=source.fidelity, reads=policy.reads, first=trace.first, calls=pack_calls(calls),
-    )  # fmt: skip
 
 
 def _log(rounds: Sequence[Sequence[Round]], like: RoundLog) -> RoundLog:

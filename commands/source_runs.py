@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.drafters import load_drafters, measure_drafters, recorded_drafters
+from commands.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.output import note
 from commands.source_modules import adapter_digest, heads_digest, modules_of
 from commands.sources import STAMP, load_source, stamp_of
@@ -246,9 +246,9 @@ def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     from traces.sources.files import read_recordings
 
     recordings = read_recordings(out)
-    drafters = load_drafters(pair, recorded_drafters(recordings))
+    drafters = load_drafters(pair, recorded_sources(recordings))
     if drafters:
-        measure_drafters(pair, out, drafters, repeats=repeats, again=True)
+        measure_drafters(pair, out, drafters, repeats=repeats, again=drafters)
     if recordings.exits is not None or len(recordings.starts) > len(drafters):
         modules = modules_of(pair, info, out)
         measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)

@@ -177,21 +177,31 @@ def split_systems(texts: Sequence[str] | None) -> tuple[list[str] | None, list[s
 
 
 def load_system(
-    name: str, trace: Trace, recordings: Recordings
+    name: str, trace: Trace, recordings: Recordings, source: Source | None = None
 ) -> tuple[Source, tuple[str, DraftPolicy]]:
-    """Source, and (name, policy), of a named system."""
+    """Source (its own, unless `source` is one of its kind), and (name, policy), of a system."""
     from traces.sources.registry import SYSTEMS, parse_source
 
     system = SYSTEMS[name]
-    source = parse_source(system.source)
+    source = source or parse_source(system.source)
     [(_, policy)] = load_source_policies([system.policy], source, trace, recordings)
     return source, (name, policy)
 
 
-def replay_system(name: str, trace: Trace, recordings: Recordings) -> RoundLog:
-    """A named system replayed; DraftsimError where its source was not recorded."""
-    source, policy = load_system(name, trace, recordings)
-    return replay_with(trace, source, [policy], recordings)[0]
+def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[RoundLog]:
+    """A named system replayed, with each drafter of its kind that was recorded.
+
+    Raises DraftsimError where its source was not recorded.
+    """
+    from traces.sources.feature_source import Eagle, of_kind
+    from traces.sources.registry import SYSTEMS, parse_source
+
+    source = parse_source(SYSTEMS[name].source)
+    every: list[Source] = [source]
+    if isinstance(source, Eagle):
+        every = [*of_kind(str(source.model), recordings)] or every
+    found = [load_system(name, trace, recordings, own) for own in every]
+    return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
 
 
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
@@ -203,16 +213,16 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
     missing: dict[str, list[str]] = {}
     for name in SYSTEMS:
         try:
-            log = replay_system(name, trace, recordings)
+            found = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
             reason = next((f"{by} records them" for by in (RECORD, DRAFTERS) if by in text), text)
             missing.setdefault(reason, []).append(name)
             continue
-        if not is_measured(log, latency):
-            missing.setdefault(f"{RECORD} measures their latencies", []).append(name)
-            continue
-        logs.append(log)
+        if not all(is_measured(log, latency) for log in found):
+            by = DRAFTERS if found[0].drafter != "draft" else RECORD
+            missing.setdefault(f"{by} measures their latencies", []).append(name)
+        logs += [log for log in found if is_measured(log, latency)]
     if missing:
         parts = (f"{', '.join(names)} ({why})" for why, names in missing.items())
         note(f"not listed: {'; '.join(parts)}")
@@ -223,10 +233,12 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     """Whether the table has cells for all that the rounds ran."""
     import numpy as np
 
-    from traces.sources.calls import CALL_KINDS
+    from traces.sources.calls import CALL_KINDS, DRAFTER
 
-    assert log.calls is not None
-    kinds = {CALL_KINDS[kind] for kind in np.unique(log.calls["kind"]).tolist()}
+    if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
+        return False
+    ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
+    kinds = {CALL_KINDS[kind] for kind in ran if kind != DRAFTER}
     # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs;
     # a pass costs much the same whatever preceded it.
     named = {("target", "layer"): ("exit", "layer"), ("target", "pass"): ("target", "forward")}

@@ -179,7 +179,8 @@ class Decoder(Protocol):
 
     The loop shows a policy each token behind a guard that refuses the signals it does not
     declare.  A decoder with a method ``declare(reads)``, called before the first round, has the
-    guard within its tokens.
+    guard within its tokens.  One whose drafter takes in all that was verified (features of the
+    target in the place of its own) says so by ``takes_verified = True``.
     """
 
     @property
@@ -221,7 +222,8 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
 
     ``catch_up`` follows the draft model's cache: a pass per drafted token means the
     last drafted token itself was never processed, so after a fully accepted round the
-    next first pass takes that token and the bonus token together.
+    next first pass takes that token and the bonus token together.  A drafter that
+    ``takes_verified`` tokens has processed none of them.
 
     Raises
     ------
@@ -238,6 +240,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     declare = getattr(decoder, "declare", None)
     if declare is not None:
         declare(policy.reads)
+    anew = getattr(decoder, "takes_verified", False)
     catch_up = 1
     try:
         while (remaining := decoder.remaining) > 0:
@@ -266,7 +269,7 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             observe(outcome, seen)
             yield outcome
             if forwards:
-                processed = accepted if accepted < forwards else forwards - 1
+                processed = 0 if anew else accepted if accepted < forwards else forwards - 1
                 catch_up = accepted - processed + 1
             else:
                 catch_up += 1

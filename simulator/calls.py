@@ -10,7 +10,7 @@ import numpy.typing as npt
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import RoundLog
-from traces.sources.calls import ADAPTER, CALL_KINDS, LAYER
+from traces.sources.calls import ADAPTER, CALL_KINDS, DRAFTER, LAYER
 
 FALLBACKS = {
     ("exit", "head"): ("target", "head"),
@@ -56,9 +56,13 @@ def call_seconds(
     total = inside = outside = 0
     for kind in np.unique(calls["kind"]).tolist():
         mine = calls[calls["kind"] == kind]
-        model, phase = _cells(latency, *CALL_KINDS[kind])
+        model, phase = CALL_KINDS[kind]
+        if kind == DRAFTER:
+            model = latency.drafter(log.drafter)
+        model, phase = _cells(latency, model, phase)
         at = context[mine["round"]]
-        if (model, phase) not in ((model, "layer"), ("target", "forward"), ("target", "pass")):
+        attends = kind == DRAFTER or phase == "layer" or (model == "target" and phase != "head")
+        if not attends:
             # Nothing else attends to the context: it is read where it was measured.
             own = latency.cells[
                 (latency.cells["model"] == model) & (latency.cells["phase"] == phase)

@@ -45,5 +45,6 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
 
 def _name(log: RoundLog, other: RoundLog) -> str:
     """As short as tells `log` from `other`."""
-    same = log.policy == other.policy and log.verify != other.verify
-    return log.verify if same else log.policy
+    if log.policy != other.policy:
+        return log.policy
+    return log.verify if log.verify != other.verify else log.source

@@ -12,7 +12,8 @@ Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compare
 with like.  Decode time counts the rounds; prefill is kept apart.
 
 A round of another source costs its calls (`simulator.calls`) in place of the draft passes,
-and of the target's pass where they include the verification.
+and of the target's pass where they include the verification.  Rounds of a drafter on the
+target's features are those of a draft model, whose passes are the drafter's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from traces.rounds import ROUND_DTYPE, RoundLog
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MODELS = ("target", "draft")
+HOSTS = ("target", "draft")
+"""Models under which a host phase may be stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +91,10 @@ class Priced:
 
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
         """What ran at no cost because `latency` lacks its cells, as served rows name it."""
-        models = MODELS if self.log.rounds["draft_forwards"].any() else MODELS[:1]
+        drafts = self.log.calls is None and self.log.rounds["draft_forwards"].any()
+        models = ("target", self.log.drafter) if drafts else ("target",)
         phases = ["host_round", *(["signal"] if self.log.reads else [])]
-        missing = [p for p in phases if not any(latency.has(m, p) for m in MODELS)]
+        missing = [p for p in phases if not any(latency.has(m, p) for m in HOSTS)]
         if prefill:
             missing += [f"{m} prefill" for m in models if not latency.has(m, "prefill")]
         return [*missing, *self.left_out]
@@ -145,7 +148,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         If the log lacks the calls of its source, the table lacks the cells of a part that
         ran, or ``batch < 1``.
     """
-    if log.calls is None and log.source not in ("draft-model", "none"):
+    drafter = log.drafter if log.drafter == "draft" else latency.drafter(log.drafter)
+    if log.calls is None and log.drafter == "draft" and log.source not in ("draft-model", "none"):
         raise DraftsimError(
             f"rounds drafted by {log.source!r} have another cost than a draft model's passes, and "
             "this log does not hold their calls: replay them with `replay_source`"
@@ -159,7 +163,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
     prefill_s, passes = np.zeros(len(prompts)), NO_PASSES
     calls = log.calls
-    for model in MODELS if forwards.any() and calls is None else MODELS[:1]:
+    for model in ("target", drafter) if forwards.any() and calls is None else ("target",):
         if latency.has(model, "prefill"):
             seconds, count = _prefill(latency, model, batch, prompts)
             prefill_s, passes = prefill_s + seconds, passes + count
@@ -186,11 +190,11 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         passes += count
 
     catch_up = rounds["catch_up"].astype(np.int64)
-    if latency.has("draft", "prefill"):
+    if latency.has(drafter, "prefill"):
         # A first pass at position 0 is the draft's prefill, booked above.
         catch_up[rounds["position"] == 0] = 0
     if calls is None:
-        draft_s, count = _draft(latency, batch, forwards, catch_up, context)
+        draft_s, count = _draft(latency, drafter, batch, forwards, catch_up, context)
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
     signal_s: Floats = np.zeros(len(log))
@@ -199,7 +203,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     host_s: Floats = np.full(len(log), _host(latency, "host_round", batch), dtype=np.float64)
     host_s += forwards * _host(latency, "host_draft", batch)
     # The last drafted token was never fed to the draft model, so its cache holds one fewer.
-    for model, rejected in zip(MODELS, (accepted < drafted, accepted < forwards - 1), strict=True):
+    for model, rejected in (("target", accepted < drafted), (drafter, accepted < forwards - 1)):
         if latency.has(model, "rollback") and (calls is None or model == "target"):
             host_s += rejected * _scalar(latency, model, "rollback", batch)
     left_out: tuple[str, ...] = ()
@@ -235,21 +239,21 @@ def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Fl
 
 
 def _draft(
-    latency: LatencyTable, batch: int, forwards: Ints, catch_up: Ints, context: Ints
+    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Ints, context: Ints
 ) -> tuple[Floats, PassCount]:
-    """Seconds of each round's draft passes, shape (rounds,); ``catch_up`` 0 was paid before."""
+    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before."""
     seconds = np.zeros(len(forwards))
     ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
     before = np.maximum(context[ran] - catch_up[ran], 0)
-    phase = latency.first_draft_phase
-    seconds[ran], first = _passes(latency, "draft", batch, catch_up[ran], before, phase)
+    phase = latency.first_draft_phase(model)
+    seconds[ran], first = _passes(latency, model, batch, catch_up[ran], before, phase)
     ran = np.flatnonzero(forwards > 1)
     start, count = context[ran], forwards[ran] - 1
     if not len(ran):
         return seconds, first
     # Passes after the first run over consecutive contexts: a running sum prices any span.
     low, high = int(start.min()), int((start + count).max())
-    span = latency.estimate("draft", "forward", batch=batch, context=np.arange(low, high))
+    span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
     begin, end = start - low, start + count - low
     seconds[ran] += _spans(span.seconds, begin, end)
     rest = PassCount(
@@ -302,7 +306,7 @@ def _count(origin: npt.NDArray[np.int8]) -> PassCount:
 
 def _host(latency: LatencyTable, phase: str, batch: int) -> float:
     """Seconds of a host phase, under whichever model it was stored."""
-    return sum(_scalar(latency, m, phase, batch) for m in MODELS if latency.has(m, phase))
+    return sum(_scalar(latency, m, phase, batch) for m in HOSTS if latency.has(m, phase))
 
 
 def _scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.conftest import ROOT, Run
 from tests.conftest import SMALL_PROFILE as USUAL
-from traces.files import read_latency
+from traces.files import read_latency, write_latency
 from traces.sources import read_recordings
 
 SMALL_PROFILE = (*USUAL, "--limit", "1")
@@ -26,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     layer = layer_config(AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target"))
     write_drafter(Eagle(layer), out / "one")
+    write_drafter(Eagle(layer), out / "another")
     write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), out / "three")
     return out
 
@@ -42,8 +44,9 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
     assert set(found.starts) == {"eagle.one", "eagle.three"}
     assert found.exits is None
     table = read_latency(out / "latency.parquet")
-    assert table.has("eagle", "forward")
-    assert table.has("eagle3", "forward")
+    for name in ("eagle.one", "eagle.three"):
+        assert table.has(name, "forward")
+        assert table.has(name, "prefill")
 
     kept = {p.name: p.read_bytes() for p in out.glob("*.parquet")}
     assert run(*SMALL_PROFILE, "--out", out, *sources).code == 0
@@ -54,7 +57,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         "--policy", "confidence", "--json", "-",
     ).rows  # fmt: skip
     assert [r["policy"] for r in rows] == ["autoregressive", "fixed:gamma=3", "confidence:gamma=8"]
-    assert rows[1]["source"] == "eagle"
+    assert rows[1]["source"] == "eagle:model=three"
     assert rows[1]["fidelity"] == "exact"
 
     checked = run(
@@ -72,7 +75,61 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
             assert row["predicted_s"] > 0
 
     assert run(*SMALL_PROFILE, "--out", out, "--latency-only").code == 0
-    assert read_latency(out / "latency.parquet").has("eagle3", "forward")
+    assert read_latency(out / "latency.parquet").has("eagle.three", "forward")
+
+
+def test_a_run_takes_in_further_drafters_of_a_kind(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={folder / 'one'}")
+    assert made.code == 0, made.err
+    kept = {p.name: p.read_bytes() for p in out.glob("*.parquet") if p.stem != "latency"}
+    cells = read_latency(out / "latency.parquet").cells
+
+    monkeypatch.chdir(folder)  # the drafter is named from where one is, and found from elsewhere
+    made = run(*SMALL_PROFILE, "--out", out, "--source", "eagle:model=another")
+    assert made.code == 0, made.err
+    assert "recorded eagle.another into" in made.err
+    monkeypatch.chdir(tmp_path)
+    assert {n: (out / n).read_bytes() for n in kept} == kept
+    now = read_latency(out / "latency.parquet").cells
+    assert set(now["model"]) - set(cells["model"]) == {"eagle.another"}
+    pd.testing.assert_frame_equal(
+        now[now["model"] != "eagle.another"].reset_index(drop=True), cells
+    )
+
+    asked = ("--source", "eagle:model=one", "--policy", "fixed:gamma=3", "--json", "-")
+    first = run("simulate", "--trace", out, *asked).rows[1]
+    table = read_latency(out / "latency.parquet")
+    slower = table.scaled({"eagle.one": 10.0}, "a test")
+    write_latency(slower, out / "latency.parquet")
+    dear = run("simulate", "--trace", out, *asked).rows[1]
+    assert dear["wall_s"] > first["wall_s"]
+    write_latency(table.scaled({"eagle.another": 10.0}, "a test"), out / "latency.parquet")
+    assert run("simulate", "--trace", out, *asked).rows[1]["wall_s"] == first["wall_s"]
+
+    # What is of a kind is listed drafter by drafter, and told apart by its source.
+    every = run("simulate", "--trace", out, "--policy", "eagle", "--json", "-").rows
+    assert [(r["policy"], r["source"]) for r in every[1:]] == [
+        ("eagle", "eagle:model=another"), ("eagle", "eagle:model=one")
+    ]  # fmt: skip
+    refused = run("simulate", "--trace", out, "--source", "eagle", "--policy", "fixed:gamma=2")
+    assert refused.code == 2
+    assert "another (eagle), one (eagle)" in refused.err
+    row = run("validate", "--run", out, "--source", "eagle:model=another", "--policy",
+              "fixed:gamma=3", "--repeats", 1, "--json", "-").rows[1]  # fmt: skip
+    assert (row["source"], row["rounds_differ"]) == ("eagle:model=another", 0)
+
+    # Weights that lie elsewhere by now are the same weights.
+    (folder / "one").rename(tmp_path / "one")
+    drafts = read_recordings(out).starts["eagle.one"].token
+    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}")
+    assert "recorded no drafter anew" in made.err
+    moved = read_recordings(out).starts["eagle.one"]
+    assert moved.meta["model"] == str(tmp_path / "one")
+    assert (moved.token == drafts).all()
+    (tmp_path / "one").rename(folder / "one")
 
 
 def test_what_is_amiss_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:

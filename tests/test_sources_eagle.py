@@ -6,23 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from policies.basic import Fixed
-from policies.core import DraftPolicy
+from policies.core import DraftPolicy, speculate
 from policies.huggingface import Confidence
 from profiler.decoder import greedy
-from profiler.features import FeatureDrafter
+from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features.latency import measure_drafters
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from profiler.sources.stack import LayerRunner
-from simulator.calls import call_seconds
+from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, TailError
-from traces.latency import LatencyTable
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.rounds import RoundLog
 from traces.sources import (
     Eagle,
     Recordings,
@@ -31,7 +34,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.calls import FEATURES
+from traces.sources.calls import DRAFTER, pack_calls
 
 KINDS = ("eagle", "eagle3", "eagle3-variant", "mtp", "mtp-several")
 OFFSETS = 6
@@ -111,38 +114,48 @@ class Moody(DraftPolicy):
 POLICIES: list[DraftPolicy] = [Fixed(4), Fixed(1), Confidence(5, 0.4), Moody()]
 
 
+def replayed(case: Case, source: Eagle, policy: DraftPolicy) -> tuple[RoundLog, Any]:
+    """The log of a replay, and the calls that it counts whether or not they are priced."""
+    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+    decoder_of = source.open(case.trace, case.recordings, 1)
+    decoders = [decoder_of(i) for i in range(len(case.outputs))]
+    for decoder in decoders:
+        list(speculate(decoder, policy.fresh()))
+    return log, pack_calls(decoder.calls.rounds for decoder in decoders)
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftPolicy) -> None:
     source = Eagle(kind)
-    log = replay_source(case.trace, source, policy, recordings=case.recordings)
+    log, calls = replayed(case, source, policy)
     real = case.runner.run(source, policy)
     assert real.outputs == case.outputs
     np.testing.assert_array_equal(real.log.rounds, log.rounds)
-    assert real.log.calls is not None
-    assert log.calls is not None
-    np.testing.assert_array_equal(real.log.calls, log.calls)
+    np.testing.assert_array_equal(real.log.calls, calls)
+    if kind == "mtp-several":
+        np.testing.assert_array_equal(log.calls, calls)
+    else:
+        assert log.calls is None
     drafted, accepted = log.rounds["drafted"].sum(), log.rounds["accepted"].sum()
     assert 0 < accepted < drafted
     assert log.fidelity == "exact"
 
 
-def test_first_passes_take_in_what_was_verified(case: Case) -> None:
-    log = replay_source(case.trace, Eagle("eagle"), Fixed(4), recordings=case.recordings)
-    assert log.calls is not None
-    rounds = log.rounds
-    first = True
-    for i in range(len(log)):
-        if i and rounds["position"][i] <= rounds["position"][i - 1]:
-            first = True
-        widths = log.calls[log.calls["round"] == i]
+@pytest.mark.parametrize("policy", [Fixed(4), Moody()], ids=lambda p: type(p).__name__)
+def test_first_passes_take_in_what_was_verified(case: Case, policy: DraftPolicy) -> None:
+    rounds = replay_source(case.trace, Eagle("eagle"), policy, recordings=case.recordings).rounds
+    calls = case.runner.run(Eagle("eagle"), policy).log.calls
+    assert calls is not None
+    assert set(calls["kind"].tolist()) == {DRAFTER}
+    for i in range(len(rounds)):
         if not rounds["drafted"][i]:
             continue
-        took = 1 if first else int(rounds["accepted"][i - 1]) + 1
+        began = rounds["position"][i] - rounds["catch_up"][i]  # where it last drafted
+        assert began in {0, *rounds["position"][rounds["request"] == rounds["request"][i]]}
+        widths = calls[calls["round"] == i]
         total = int((widths["new_tokens"] * widths["count"]).sum())
-        assert total == took + int(rounds["drafted"][i]) - 1
-        assert set(widths["kind"].tolist()) == {FEATURES["eagle"]}
-        first = False
+        assert total == int(rounds["catch_up"][i] + rounds["drafted"][i]) - 1
 
 
 def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
@@ -159,7 +172,8 @@ def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
     one = Recordings(starts={"eagle.mine": case.recordings.starts["eagle.eagle3"]})
     for text in ("eagle", "eagle:model=eagle3", "eagle:model=drafters/mine"):
         log = replay_source(case.trace, parse_source(text), Fixed(2), recordings=one)
-        assert log.source == "eagle"
+        assert log.source == "eagle:model=mine"
+        assert log.drafter == "eagle.mine"
     with pytest.raises(DraftsimError, match=r"0 recorded drafters .* mtp names .*mine \(eagle3\)"):
         replay_source(case.trace, Eagle("mtp"), Fixed(2), recordings=one)
     with pytest.raises(DraftsimError, match="5 recorded drafters are what no model names"):
@@ -198,9 +212,78 @@ def test_every_pass_has_a_measured_cell_and_a_price(case: Case) -> None:
     cells = measure_sources(
         runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=2, lookups=[]
     )
-    table = LatencyTable(cells, {})
     for kind in KINDS:
+        table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})
         log = replay_source(case.trace, Eagle(kind), Fixed(3), recordings=case.recordings)
-        seconds, passes = call_seconds(log, table, verify=False)
-        assert (seconds[log.rounds["drafted"] > 0] > 0).all()
-        assert passes.passes == log.rounds["draft_forwards"].sum()
+        priced = price(log, table)
+        assert (priced.draft_s[log.rounds["drafted"] > 0] > 0).all()
+        assert table.has(log.drafter, "prefill")
+
+
+TARGET = pd.DataFrame(
+    [("target", "forward", 1, n, c, 0.01 + 1e-4 * n, 0.0, 1) for n in (1, 9) for c in (8, 64)],
+    columns=list(CELL_COLUMNS),
+)
+
+
+def test_two_drafters_of_a_kind_cost_what_each_costs(case: Case) -> None:
+    starts = case.recordings.starts["eagle.eagle"]
+    both = Recordings(starts={"eagle.quick": starts, "eagle.slow": starts})
+    rows = [
+        (f"eagle.{name}", "forward", 1, n, c, s * (1e-3 + 1e-4 * n + 1e-6 * c), 0.0, 1)
+        for name, s in (("quick", 1.0), ("slow", 3.0)) for n in (1, 2, 9) for c in (8, 64)
+    ]  # fmt: skip
+    own = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    table = LatencyTable(pd.concat([TARGET, own], ignore_index=True), {})
+    quick, slow = (
+        price(replay_source(case.trace, Eagle(name), Fixed(3), recordings=both), table)
+        for name in ("quick", "slow")
+    )
+    assert (quick.log.source, slow.log.source) == ("eagle:model=quick", "eagle:model=slow")
+    np.testing.assert_array_equal(quick.log.rounds, slow.log.rounds)
+    np.testing.assert_allclose(slow.draft_s, 3 * quick.draft_s)
+    np.testing.assert_allclose(slow.verify_s, quick.verify_s)
+    # One by one, by hand: the first pass over what was verified, the others over one token.
+    at, seconds = quick.log.context, np.zeros(len(quick.log))
+    for i, row in enumerate(quick.log.rounds):
+        for step in range(int(row["draft_forwards"])):
+            width, seen = (1, at[i] + step - 1) if step else (row["catch_up"], at[i])
+            seconds[i] += 1e-3 + 1e-4 * width + 1e-6 * (seen - (0 if step else width))
+    np.testing.assert_allclose(quick.draft_s, seconds)
+    with pytest.raises(DraftsimError, match=r"no passes of the drafter 'eagle.slow'.* --source"):
+        price(slow.log, LatencyTable(TARGET, {}))
+    assert price(slow.log, LatencyTable.constant(0.01, 0.002)).draft_s.sum() == pytest.approx(
+        0.002 * slow.log.rounds["draft_forwards"].sum()
+    )
+
+
+def test_batched_passes_of_a_drafter_are_those_of_its_rows(case: Case) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for kind, drafter in case.modules.drafters.items():
+        width = int(drafter.config.hidden_size)
+        tokens = torch.randint(96, (3, 12), generator=generator)
+        fused = torch.randn(3, 12, width, generator=generator)
+        together = DrafterRunner(drafter, 16, 3)
+        parts = [together.run_batch(tokens[:, a:b], fused[:, a:b], a) for a, b in ((0, 7), (7, 12))]
+        for row in range(3):
+            alone = DrafterRunner(drafter, 16)
+            for (a, b), part in zip(((0, 7), (7, 12)), parts, strict=True):
+                expected = alone.run(tokens[row, a:b], fused[row, a:b], a)
+                for ours, theirs in zip(part, expected, strict=True):
+                    torch.testing.assert_close(ours[row], theirs, msg=kind)
+
+
+def test_drafters_are_timed_at_every_batch(case: Case) -> None:
+    drafters = {k: case.modules.drafters[f"eagle.{k}"] for k in ("eagle3", "mtp-several")}
+    cells = measure_drafters(
+        LayerRunner(case.target, 64), drafters, 2, widths=(1, 2), contexts=(8,), batches=(1, 2)
+    )
+    assert set(cells["model"]) == {*drafters}
+    for _, own in cells.groupby("model"):
+        passes = own[own["phase"] == "forward"]
+        sizes = {*zip(passes["batch"], passes["new_tokens"], passes["context"], strict=True)}
+        assert sizes == {(b, n, 8) for b in (1, 2) for n in (1, 2)}
+        prompts = own[own["phase"] == "prefill"]
+        assert {*zip(prompts["batch"], prompts["new_tokens"], strict=True)} == {
+            (b, n) for b in (1, 2) for n in (32, 64)
+        }

@@ -92,7 +92,7 @@ def read_latency(path: PathLike) -> LatencyTable:
         raise _named(path, error) from error
 
 
-_LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first")
+_LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first", "drafter")
 
 
 def write_rounds(log: RoundLog, path: PathLike) -> None:
@@ -146,7 +146,7 @@ def read_rounds(path: PathLike) -> RoundLog:
     return RoundLog(
         rounds, requests, header["policy"], header["source"], header["verify"],
         header["fidelity"], tuple(reads), first, columns.get("mismatched"),
-        calls=_calls(path, table),
+        calls=_calls(path, table), drafter=str(header.get("drafter", "draft")),
     )  # fmt: skip
 
 

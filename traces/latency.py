@@ -207,10 +207,23 @@ class LatencyTable:
         """Whether the table holds any cell of this model and phase."""
         return (model, phase) in self._grids
 
-    @property
-    def first_draft_phase(self) -> str:
+    def drafter(self, model: str) -> str:
+        """The model whose cells hold the passes of the drafter `model`.
+
+        A textbook table knows one drafter, whichever it is.  Raises DraftsimError if it has none.
+        """
+        if self.has(model, "forward"):
+            return model
+        if self.is_constant:
+            return "draft"
+        raise DraftsimError(
+            f"latency table has no passes of the drafter {model!r}: `draftsim profile --source "
+            "eagle:model=DIR` measures them"
+        )
+
+    def first_draft_phase(self, model: str) -> str:
         """Phase that prices a round's first draft pass: its own, where it was measured."""
-        return "catch_up" if self.has("draft", "catch_up") else "forward"
+        return "catch_up" if self.has(model, "catch_up") else "forward"
 
     def scaled(self, factors: Mapping[str, float], note: str) -> LatencyTable:
         """The table with each model's times multiplied, marked as scaled with `note`."""

@@ -35,7 +35,8 @@ class RoundLog:
     ``rule`` is the rule as the run left it; both are None where verification is lossless.
 
     ``calls`` is the work of sources other than a draft model, which is not a pass per drafted
-    token: rows of `traces.sources.calls.CALL_DTYPE`; None for a draft model.
+    token: rows of `traces.sources.calls.CALL_DTYPE`; None where it is, as for a draft model.
+    ``drafter`` is the model of the latency table that these passes are of.
     """
 
     rounds: npt.NDArray[Any]
@@ -49,6 +50,7 @@ class RoundLog:
     mismatched: npt.NDArray[np.int32] | None = None
     rule: VerifyRule | None = None
     calls: npt.NDArray[np.void] | None = None
+    drafter: str = "draft"
 
     def __len__(self) -> int:
         return len(self.rounds)

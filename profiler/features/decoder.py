@@ -15,7 +15,7 @@ from profiler.sources.stack import LayerRunner
 from profiler.sources.start_decoders import StateDecoder
 from profiler.tokens import ModelToken
 from traces.sampling import GREEDY
-from traces.sources.calls import FEATURES
+from traces.sources.calls import DRAFTER
 
 
 class FeatureToken(ModelToken):
@@ -34,6 +34,8 @@ class FeatureToken(ModelToken):
 
 class FeatureDecoder(StateDecoder):
     """Decodes one prompt, drafting with `drafter` (`policies.core.Decoder`)."""
+
+    takes_verified = True
 
     @torch.inference_mode()
     def __init__(
@@ -55,7 +57,7 @@ class FeatureDecoder(StateDecoder):
         if offset >= self._drafter.modules_in_turn > 1:
             return None
         logits, width = self._chain.draft(offset, so_far[-1].device_id if so_far else None)
-        self.calls.add(FEATURES[self._drafter.kind], width)
+        self.calls.add(DRAFTER, width)
         drafted = self._drafter.target_ids(logits.argmax(-1))
         return FeatureToken(drafted, logits, GREEDY, self.eos or None)
 

@@ -13,12 +13,14 @@ from traces.errors import DraftsimError
 class DrafterRunner:
     """Runs entries of one sequence, any slots rewritten at will; an entry's slot is its position.
 
-    ``slots``: entries that its cache has room for, branches of trees included.
+    ``slots``: entries that its cache has room for, branches of trees included; ``batch``:
+    sequences of as many entries, for `run_batch`.
     """
 
-    def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
+    def __init__(self, drafter: FeatureDrafter, slots: int, batch: int = 1) -> None:
         self.drafter = drafter
-        self.cache = SlotCache(drafter.modules_in_turn, slots)
+        self.cache = SlotCache(drafter.modules_in_turn, slots, batch)
+        self._rows = torch.arange(batch, device=drafter.device)[:, None]
         positions = torch.arange(slots, device=drafter.device)
         self._causal = torch.ones(slots, slots, dtype=torch.bool, device=drafter.device).tril_()
         self._cos, self._sin = drafter.rotary(positions[None])
@@ -55,3 +57,18 @@ class DrafterRunner:
             (self._cos[:, at], self._sin[:, at]), mask[None, None], self.cache, module,
         )  # fmt: skip
         return states[0], feature[0]
+
+    @torch.inference_mode()
+    def run_batch(
+        self, tokens: Tensor, fused: Tensor, start: int, *, module: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, of (batch, entries) tokens and (batch, entries, hidden), each causal."""
+        batch, count = tokens.shape
+        stop = start + count
+        places = torch.arange(start, stop, device=tokens.device).expand(batch, count)
+        self.cache.place_ragged(self._rows[:batch], places, stop)
+        at = slice(start, stop)
+        return self.drafter.step(
+            self.drafter.embed(tokens), fused, (self._cos[:, at], self._sin[:, at]),
+            self._causal[at, :stop][None, None], self.cache, module,
+        )  # fmt: skip

@@ -32,7 +32,7 @@ class SourceLatency:
     * ``adapter``/``forward``: Kangaroo's adapter and the output projection, over contexts;
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
-    * ``eagle``, ``eagle3``, ``mtp``/``forward``: passes of drafters on features, over both;
+    * ``eagle.NAME``/``forward``, ``prefill``: passes of a drafter on features, over both;
     * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
     * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``suffix``/``forward``: one lookup, at a
       long context.

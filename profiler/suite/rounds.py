@@ -81,7 +81,7 @@ def run_group(
 
 def first_pass(latency: LatencyTable, batch: int, width: int, context: int) -> float:
     """What the cells say a round's first draft pass takes, over `width` tokens, seconds."""
-    phase = latency.first_draft_phase
+    phase = latency.first_draft_phase("draft")
     return float(
         latency.seconds(
             "draft", phase, batch=batch, new_tokens=width, context=max(context - width, 0)

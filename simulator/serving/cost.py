@@ -117,7 +117,7 @@ class IterationCost:
         self._target = PassReader(latency, "target")
         self._mixed = MixedPasses(latency)
         self._draft = PassReader(latency, "draft") if speculates else None
-        first = latency.first_draft_phase
+        first = latency.first_draft_phase("draft")
         own_first = speculates and first != "forward"
         self._first = PassReader(latency, "draft", first) if own_first else self._draft
         self._prefill = {

@@ -119,7 +119,7 @@ def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None
         count = steps.longest[ran]
         first = np.maximum(np.round(steps.catch_up[ran] * batch) / batch, 1.0)
         draft = latency.estimate(
-            "draft", latency.first_draft_phase, batch=batch, new_tokens=first,
+            "draft", latency.first_draft_phase("draft"), batch=batch, new_tokens=first,
             context=np.maximum(held[ran] - first, 0),
         )  # fmt: skip
         later = latency.estimate("draft", "forward", batch=batch, context=held[ran] + count / 2)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
-from simulator.pricing import MODELS
+from simulator.pricing import HOSTS
 from traces.latency import LatencyTable
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ class LatencyCost:
 def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
     """Seconds of a phase measured at one size, under whichever models it was stored; else 0."""
     cells, total = latency.cells, 0.0
-    for model in MODELS:
+    for model in HOSTS:
         if latency.has(model, phase):
             own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
             # Read at the size it was measured at, whatever the context.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,16 @@ class Recordings:
     """By the name of the source that drafted."""
     adapter: ExitRecording | None = None
     """Of Kangaroo's adapter: one exit."""
+
+
+class Drafter(NamedTuple):
+    """The model that a source drafts with, where it has one of its own."""
+
+    model: str
+    """Its name in latency tables."""
+    by_passes: bool
+    """Whether a drafted token is a pass, the first over what was verified since the one before:
+    such rounds cost what a draft model's do, any others their calls."""
 
 
 class SourceToken:
@@ -69,6 +79,16 @@ class Source(ABC):
     """How its replay relates to really decoding with this source."""
     what: ClassVar[str]
     """One line: the method, where it is from, and what its label refers to."""
+
+    def label(self, recordings: Recordings) -> str:
+        """Its name in tables, which tells it from the others of these recordings."""
+        del recordings
+        return self.name
+
+    def drafter(self, recordings: Recordings) -> Drafter | None:
+        """The model it drafts with; None where it has none but the target."""
+        del recordings
+        return None
 
     def held(self, recordings: Recordings) -> frozenset[str]:
         """Those of `signals` that the tokens of these recordings carry."""

@@ -27,11 +27,10 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("target", "pass"),
     ("ngram", "forward"),
     ("suffix", "forward"),
-    ("eagle", "forward"),
-    ("eagle3", "forward"),
-    ("mtp", "forward"),
+    ("drafter", "forward"),
 )
-"""(model, phase) of the latency table that a call's time is read from."""
+"""(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
+the log's own (`traces.rounds.RoundLog.drafter`)."""
 
 CALL_DTYPE = np.dtype(
     [
@@ -52,8 +51,8 @@ LAYER, HEAD, EXIT_HEAD = (
 )
 ADAPTER = CALL_KINDS.index(("adapter", "forward"))
 PASS = CALL_KINDS.index(("target", "pass"))
-FEATURES = {kind: CALL_KINDS.index((kind, "forward")) for kind in ("eagle", "eagle3", "mtp")}
-"""Passes of drafters on the target's features, by the drafter's kind."""
+DRAFTER = CALL_KINDS.index(("drafter", "forward"))
+"""A pass of a drafter on the target's features."""
 
 
 class CallCounter:

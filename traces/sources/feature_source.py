@@ -7,8 +7,8 @@ from pathlib import PurePath
 from typing import Any
 
 from traces.errors import DraftsimError
-from traces.sources.base import Recordings, SourceReplay, SourceToken
-from traces.sources.calls import FEATURES
+from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken
+from traces.sources.calls import DRAFTER
 from traces.sources.starts import StartRecording, StartReplay, StartSource
 from traces.trace import Trace
 
@@ -39,12 +39,12 @@ class Eagle(StartSource):
         """Name of the recording of the drafter in the folder ``model``."""
         return PREFIX + PurePath(self.model or "").name
 
-    def recording(self, recordings: Recordings) -> StartRecording:
-        """The one that ``model`` names; DraftsimError if there is none, or more than one."""
-        mine = {k: r for k, r in recordings.starts.items() if k.startswith(PREFIX)}
+    def recorded(self, recordings: Recordings) -> str:
+        """Name of the recording that ``model`` names; DraftsimError if none or several fit."""
+        mine = recorded_drafters(recordings)
         if self.model is not None and self.key in mine:
-            return mine[self.key]
-        fitting = [r for r in mine.values() if self.model in (None, r.meta["kind"])]
+            return self.key
+        fitting = [k for k, r in mine.items() if self.model in (None, r.meta["kind"])]
         if len(fitting) == 1:
             return fitting[0]
         have = ", ".join(f"{k.removeprefix(PREFIX)} ({r.meta['kind']})" for k, r in mine.items())
@@ -53,6 +53,19 @@ class Eagle(StartSource):
             f"(there are: {have or 'none'}): name one, eagle:model=NAME, or record it with {RECORD}"
         )
 
+    def recording(self, recordings: Recordings) -> StartRecording:
+        """The one that ``model`` names; DraftsimError if there is none, or more than one."""
+        return recordings.starts[self.recorded(recordings)]
+
+    def label(self, recordings: Recordings) -> str:
+        """As it is named on the command line: by its folder's own name."""
+        return f"{self.name}:model={self.recorded(recordings).removeprefix(PREFIX)}"
+
+    def drafter(self, recordings: Recordings) -> Drafter:
+        """Its passes are timed under the name of its recording."""
+        key = self.recorded(recordings)
+        return Drafter(key, int(recordings.starts[key].meta["modules"]) == 1)
+
     def replay(
         self, trace: Trace, request: int, recording: StartRecording, first: int
     ) -> SourceReplay:
@@ -60,14 +73,26 @@ class Eagle(StartSource):
         return EagleReplay(trace, request, recording, first)
 
 
+def recorded_drafters(recordings: Recordings) -> dict[str, StartRecording]:
+    """The recordings of drafters on features, by name."""
+    return {k: r for k, r in recordings.starts.items() if k.startswith(PREFIX)}
+
+
+def of_kind(kind: str, recordings: Recordings) -> list[Eagle]:
+    """The recorded drafters of a kind, by name."""
+    mine = recorded_drafters(recordings)
+    return [Eagle(k.removeprefix(PREFIX)) for k, r in mine.items() if r.meta["kind"] == kind]
+
+
 class EagleReplay(StartReplay):
     """A pass per drafted token, of which a round's first takes in what was verified."""
+
+    takes_verified = True
 
     def __init__(
         self, trace: Trace, request: int, recording: StartRecording, first: int = 1
     ) -> None:
         super().__init__(trace, request, recording, first)
-        self._call = FEATURES[recording.meta["kind"]]
         self._turns = int(recording.meta["modules"])
         # Output tokens known when a module last ran; the prefill runs them all.
         self._ran = [0] * self._turns
@@ -83,7 +108,7 @@ class EagleReplay(StartReplay):
             width = self.position - self._ran[offset] + offset
             width = min(width, self.info.prompt_length + self.position - 1)
             self._ran[offset] = self.position
-        self.calls.add(self._call, width)
+        self.calls.add(DRAFTER, width)
         return self.token(offset)
 
     def charge(self, submitted: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from policies.core import DraftPolicy, Round, speculate
 from policies.registry import describe
 from policies.rules import VerifyRule
@@ -23,8 +25,9 @@ def replay_source(
     recordings: Recordings | None = None,
     name: str | None = None,
     first: int | None = None,
+    requests: Sequence[int] | None = None,
 ) -> RoundLog:
-    """Decode every request of `trace` again with `source` drafting, in recording order.
+    """Decode `requests` of `trace` (None: all) again with `source` drafting, in recording order.
 
     Drafts are verified losslessly: exactly, or by rejection sampling along a sampled trace,
     whose replay is exact in distribution.  Only the target's output is taken from `trace`, and
@@ -43,20 +46,26 @@ def replay_source(
         If the policy drafts past what was recorded off the path.
     """
     lossless = check_rule(rule, source, trace)
-    check_signals(policy, source, recordings or Recordings())
+    recordings = recordings or Recordings()
+    check_signals(policy, source, recordings)
     first = trace.first if first is None else first
-    decoder_of = source.open(trace, recordings or Recordings(), first)
+    decoder_of = source.open(trace, recordings, first)
+    drafter = source.drafter(recordings)
+    # Some of them may look up what others said: the trace itself is not cut.
+    chosen = range(len(trace.requests)) if requests is None else requests
     shared = own_policy(trace, policy)
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
-    for i in range(len(trace.requests)):
+    for i in chosen:
         decoder = decoder_of(i)
         rounds.append(list(speculate(decoder, shared.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog(
-        RoundLog.pack(rounds), trace.requests, name or describe(policy), source=source.name,
-        verify=lossless, fidelity=fidelity_of(source, trace), reads=policy.reads, first=first,
-        calls=pack_calls(calls),
+        RoundLog.pack(rounds), [trace.requests[i] for i in chosen], name or describe(policy),
+        source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
+        reads=policy.reads, first=first,
+        calls=None if drafter is not None and drafter.by_passes else pack_calls(calls),
+        drafter="draft" if drafter is None else drafter.model,
     )  # fmt: skip
 
 
