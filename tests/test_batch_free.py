@@ -37,6 +37,7 @@ def measured(batches: tuple[int, ...] = (1,), widths: tuple[int, ...] = (1, 5)) 
     return LatencyTable(DataFrame(rows, columns=list(CELL_COLUMNS)))
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("table", [parse_latency(CONSTANT), measured()])
 def test_every_way_of_asking_for_a_batch_is_refused(table: LatencyTable) -> None:
     log = replay(trace(), Fixed(3))
@@ -54,6 +55,7 @@ def test_every_way_of_asking_for_a_batch_is_refused(table: LatencyTable) -> None
     assert row["fidelity"] == "exact"
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("table", [parse_latency(CONSTANT), measured()])
 def test_an_assumption_is_answered_and_named(table: LatencyTable) -> None:
     free = table.assumed_batch_free()

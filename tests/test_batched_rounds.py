@@ -65,6 +65,7 @@ def test_the_recording_exercises_what_the_tests_are_about() -> None:
     assert {r.ended for r in trace().requests} == {"eos", "length"}
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("batch", [1, 2, 3, 9, 16])
 def test_outputs_are_those_of_each_sequence_alone(batch: int, continuous: bool) -> None:
@@ -83,6 +84,7 @@ POLICIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 def test_rounds_are_the_replays(policy: DraftPolicy, continuous: bool) -> None:
@@ -147,6 +149,7 @@ STYLES: list[tuple[Any, Any, type[Speculation]]] = [
 ]
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize(("policy", "style", "simulated"), STYLES)
 def test_rounds_are_those_the_simulator_serves(
     policy: Any, style: Any, simulated: type[Speculation]

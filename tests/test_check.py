@@ -21,11 +21,13 @@ def frame() -> pd.DataFrame:
     return run_checks(tokens=4000, seed=1)
 
 
+@pytest.mark.invariant(7)
 def test_every_closed_form_agrees_with_simulation(frame: pd.DataFrame) -> None:
     assert tuple(frame.columns) == Check._fields
     assert frame["ok"].all(), frame[~frame["ok"]].to_string()
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize(
     "formula",
     ["Leviathan eq. 1", "Leviathan Thm 3.8", "Leviathan Thm 3.11", "Leviathan optimal gamma",
@@ -55,6 +57,7 @@ def test_without_randomness_agreement_is_exact() -> None:
     assert not compare("f", "", 2.0, Estimate(1.0, float("nan"))).ok
 
 
+@pytest.mark.invariant(7)
 def test_z_is_calibrated() -> None:
     """Over independent outputs z has mean 0 and sd 1, or 4 errors would not mean 4."""
     closed, repeats = leviathan.expected_tokens(0.5, 2), 80

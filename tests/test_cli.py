@@ -127,6 +127,7 @@ def bad_inputs(recorded: Path, folder: Path) -> dict[str, tuple[list[object], st
     }
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize(
     "case",
     [
@@ -147,6 +148,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.invariant(12)
 def test_a_policy_that_reads_what_the_trace_lacks_is_refused(run: Run, tmp_path: Path) -> None:
     trace = synthetic_trace(0.6, requests=2, tokens=40, seed=2)
     write_trace(trace, tmp_path / "bare.parquet")
@@ -206,6 +208,7 @@ def test_a_run_folder_is_asked_for_where_one_is_needed(run: Run, tmp_path: Path)
     assert "not a run folder" in ran.err
 
 
+@pytest.mark.invariant(14)
 def test_without_torch_simulate_and_check_work(recorded: Path) -> None:
     """The import system refuses torch and transformers, as where they are not installed."""
     script = (

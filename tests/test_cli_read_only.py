@@ -78,6 +78,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 OF_A_TRACE = {"simulate", "check", "serve", "sweep", "tune"}
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_is_one_line(name: str, read_only: Path, synthetic_run: Path, run: Run) -> None:
     *command, place = COMMANDS[name]

@@ -37,6 +37,7 @@ def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
     return [Arm(t, parse_policy(t, max_gamma=trace.max_gamma)) for t in texts]
 
 
+@pytest.mark.invariant(1)
 def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
     trace = bundled.greedy_trace()
     assert_decoded_as_replayed(bundled.pair(), trace, named(POLICIES, trace))
@@ -49,6 +50,7 @@ def test_rounds_that_differ_are_counted() -> None:
     assert rounds_differ(three, four) >= abs(len(three) - len(four)) > 0
 
 
+@pytest.mark.invariant(2)
 def test_without_eos_the_draft_is_capped_by_what_remains() -> None:
     """Outputs that run into the limit: the last rounds draft no more than fits."""
     trace = bundled.record(2, max_new=23, eos=False)
@@ -66,6 +68,7 @@ def test_without_eos_the_draft_is_capped_by_what_remains() -> None:
         assert (log.rounds["drafted"] <= remaining - 1).all()
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize(
     ("policy", "settings"),
     [
@@ -99,6 +102,7 @@ def test_transformers_needs_the_predicted_number_of_target_passes(
         assert passes == expected[i], request.id
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
 def test_sampled_rounds_agree_with_replay_in_distribution(sampling: Sampling) -> None:
     """Mean accepted per round of real rejection sampling against the recorded coins."""
@@ -127,6 +131,7 @@ def tiny(seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, 0.8)], ids=["all", "top-p"])
 def test_rejection_sampling_leaves_the_targets_distribution(sampling: Sampling) -> None:
     """All 125 three-token outputs, against their exact probabilities."""

@@ -55,6 +55,7 @@ def one_stream() -> list[DraftPolicy]:
     return [*kept, StopWhenUnsure()]
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("policy", one_stream(), ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize(("batch", "chunks"), [(1, 1), (3, 2)])
 def test_rounds_are_the_replays(policy: DraftPolicy, batch: int, chunks: int) -> None:

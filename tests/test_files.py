@@ -35,6 +35,7 @@ QUIET = settings(
 )
 
 
+@pytest.mark.invariant(13)
 def test_trace_comes_back_bit_for_bit(trace_file: Path) -> None:
     assert_same(read_trace(trace_file), small_trace())
     assert stat.S_IMODE(trace_file.stat().st_mode) == 0o644
@@ -100,6 +101,7 @@ def test_missing_directory_text_and_foreign_files(tmp_path: Path) -> None:
         write_trace(small_trace(), tmp_path)
 
 
+@pytest.mark.invariant(13)
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
 def test_an_interrupted_write_leaves_the_old_file(
     trace_file: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
@@ -134,6 +136,7 @@ def test_random_bytes(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.invariant(13)
 @given(st.data())
 @QUIET
 def test_every_truncation_is_found(trace_file: Path, data: st.DataObject) -> None:
@@ -144,6 +147,7 @@ def test_every_truncation_is_found(trace_file: Path, data: st.DataObject) -> Non
         read_trace(cut)
 
 
+@pytest.mark.invariant(13)
 @given(st.data())
 @settings(QUIET, max_examples=300)
 def test_a_changed_byte_is_found(trace_file: Path, data: st.DataObject) -> None:

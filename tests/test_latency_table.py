@@ -38,6 +38,7 @@ SIZES = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(0, 400))
 GRIDS = st.dictionaries(SIZES, st.floats(1e-4, 1.0), min_size=1, max_size=15)
 
 
+@pytest.mark.invariant(5)
 @given(GRIDS)
 @QUIET
 def test_exact_at_every_cell_of_a_ragged_grid(cells: Cells) -> None:
@@ -46,6 +47,7 @@ def test_exact_at_every_cell_of_a_ragged_grid(cells: Cells) -> None:
         assert read(t, *key) == (seconds, MEASURED)
 
 
+@pytest.mark.invariant(5)
 @given(GRIDS, SIZES)
 @QUIET
 def test_between_cells_it_stays_within_them_and_outside_it_is_flagged(
@@ -110,6 +112,7 @@ def test_linear_in_each_direction() -> None:
     assert read(t, 2, 3, 0)[1] == EXTRAPOLATED
 
 
+@pytest.mark.invariant(5)
 def test_a_table_of_batch_one_says_nothing_about_four() -> None:
     t = table({(1, n, c): 0.01 + 1e-5 * c for n in (1, 2) for c in (0, 100)})
     with pytest.raises(DraftsimError, match="at batch 1 alone, and batch 4 is asked"):

@@ -47,6 +47,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.invariant(4)
 @pytest.mark.parametrize("text", [*policy_names(), *VARIANTS])
 def test_every_built_in_policy_keeps_the_contract(text: str) -> None:
     check_policy(parse_policy(text))
@@ -212,6 +213,7 @@ def test_each_breach_is_named(broken: DraftPolicy, message: str) -> None:
     assert str(caught.value).startswith(type(broken).__name__)
 
 
+@pytest.mark.invariant(11)
 def test_checking_leaves_the_policy_as_it_was() -> None:
     policy = parse_policy("hf-heuristic:persist=persistent")
     before = vars(policy).copy()

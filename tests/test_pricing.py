@@ -95,6 +95,7 @@ def naive(log: RoundLog, latency: LatencyTable) -> np.ndarray:
     return np.array(out)
 
 
+@pytest.mark.invariant(10)
 @pytest.mark.parametrize("reads", [(), ("prob",)])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
@@ -122,6 +123,7 @@ def test_plain_decoding_pays_no_draft() -> None:
     )
 
 
+@pytest.mark.invariant(10)
 @pytest.mark.parametrize("first", [0, 1])
 def test_autoregressive_is_the_replay_of_a_policy_that_never_drafts(first: int) -> None:
     trace = synthetic_trace(0.6, tokens=20, requests=3)
@@ -130,6 +132,7 @@ def test_autoregressive_is_the_replay_of_a_policy_that_never_drafts(first: int) 
     np.testing.assert_array_equal(built.rounds, replayed.rounds)
 
 
+@pytest.mark.invariant(5)
 def test_origin_of_every_pass_is_counted() -> None:
     request = Request("r", "c", 16, 400, 400, "length")
     rounds = [
@@ -155,6 +158,7 @@ def test_origin_of_every_pass_is_counted() -> None:
     assert passes.extrapolated == (origins == EXTRAPOLATED).sum() == 2
 
 
+@pytest.mark.invariant(10)
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -202,6 +206,7 @@ def test_bad_input_names_value_and_remedy() -> None:
         price(other, table(CELLS))
 
 
+@pytest.mark.invariant(14)
 def test_simulator_imports_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; "

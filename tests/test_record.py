@@ -21,6 +21,7 @@ from traces.sampling import GREEDY, Sampling
 from traces.trace import MATCH
 
 
+@pytest.mark.invariant(8)
 def test_recorded_output_is_what_transformers_generates() -> None:
     trace, pair = bundled.greedy_trace(), bundled.pair()
     for i, request in enumerate(trace.requests):

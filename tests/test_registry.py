@@ -102,6 +102,7 @@ def test_whitespace_none_and_case_of_flags() -> None:
     assert parse_policy("adaedl:keep_trigger_token=False").keep_trigger_token is False  # type: ignore[attr-defined]
 
 
+@pytest.mark.invariant(15)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -130,6 +131,7 @@ def test_mistakes_are_named_with_the_remedy(text: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.invariant(15)
 @settings(max_examples=30)
 @given(st.text(max_size=30))
 def test_any_text_parses_or_raises_a_value_error(text: str) -> None:

@@ -126,6 +126,7 @@ def matches_trace(match: Sequence[int], max_gamma: int, limit: int | None = None
     return Trace(columns, [request], max_gamma)
 
 
+@pytest.mark.invariant(12)
 @pytest.mark.parametrize("max_gamma", [1, 2, 5])
 @pytest.mark.parametrize("run", [0, 1, 3])
 def test_the_tail_ends_exactly_where_it_was_recorded(run: int, max_gamma: int) -> None:
@@ -163,6 +164,7 @@ def test_first_follows_the_recording() -> None:
     assert len(replay(matches_trace([1], 4), Fixed(1), first=1)) == 0
 
 
+@pytest.mark.invariant(12)
 def test_unknown_positions_are_refused_where_a_draft_meets_them() -> None:
     base = synthetic_trace(1.0, requests=1, tokens=9)
     match = np.array(base.columns["match"])
@@ -207,6 +209,7 @@ def test_oracle_wastes_nothing() -> None:
         assert len(replay(trace, Fixed(gamma))) >= len(rounds)
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.8, 5), (0.6, 4), (0.5, 1)])
 def test_iid_block_efficiency_is_the_closed_form(alpha: float, gamma: int) -> None:
     # Leviathan et al. 2023, eq. 1; the rounds that the token limit caps are left out.
@@ -226,6 +229,7 @@ def test_load_reports_context_and_run() -> None:
     assert decoder.remaining == 1
 
 
+@pytest.mark.invariant(11)
 def test_a_learning_policy_is_left_as_it_was_given() -> None:
     trace = synthetic_trace(0.9, requests=4, tokens=60)
     policy = HFHeuristic(3, persist="persistent")

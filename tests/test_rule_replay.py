@@ -82,6 +82,7 @@ def test_a_round_is_exact_wherever_it_begins(text: str) -> None:
     assert (departed == 0) == (text == "exact")
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("eos", [(), (EOS,)])
 @pytest.mark.parametrize("policy", [Fixed(4), Confidence(gamma=GAMMA)])
 def test_lossless_replay_is_the_real_run(policy: Any, eos: tuple[int, ...]) -> None:
@@ -107,6 +108,7 @@ def test_a_lossy_rule_that_forgives_nothing_stays_exact(text: str) -> None:
     assert not log.mismatched.any()
 
 
+@pytest.mark.invariant(2)
 @pytest.mark.parametrize("text", RULES[1:])
 def test_lossy_replay_is_labelled_and_decodes_every_token(text: str) -> None:
     exact, log = replay(TRACE, Fixed(5)), replay(TRACE, Fixed(5), parse_rule(text))
@@ -127,6 +129,7 @@ class Trust(VerifyRule):
         return len(draft)
 
 
+@pytest.mark.invariant(2)
 def test_tokens_accepted_past_the_recorded_end_are_not_emitted() -> None:
     trace = record(PROMPTS, (EOS,))
     log = replay(trace, Fixed(5), Trust(), first=0)

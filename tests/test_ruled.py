@@ -83,6 +83,7 @@ def test_a_lossy_rule_departs_from_greedy_output() -> None:
     assert log.verify == "spec-verification:beta=50,tau=100"
 
 
+@pytest.mark.invariant(2)
 def test_emitted_tokens_are_counted_and_scored_as_one_pass_would() -> None:
     """Outputs, log-likelihoods and mismatches against one plain pass over each output."""
     trace = short_trace()

@@ -15,6 +15,7 @@ from traces.replay import replay
 from traces.sampling import Sampling
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
 def test_a_stochastic_rules_seed_reproduces(sampling: Sampling) -> None:
     trace = bundled.record(3, sampling, max_new=16, seed=3)

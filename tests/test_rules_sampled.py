@@ -51,6 +51,7 @@ def test_full_lenience_keeps_every_lossless_verdict_coin_for_coin() -> None:
         assert accept(rule, drafted) == leading([x.match for x in drafted])
 
 
+@pytest.mark.invariant(6)
 def test_stochastic_rules_repeat_with_their_seed_and_accept_a_generator() -> None:
     drafted = [positions(seed, 1, greedy=False) for seed in range(200)]
 

@@ -36,6 +36,7 @@ def test_files_of_a_run_share_an_identity(small_run: Path) -> None:
     assert not list(small_run.glob(".*"))
 
 
+@pytest.mark.invariant(13)
 def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
     latency = read_latency(folder / "latency.parquet")
     other = replace(latency, meta={**latency.meta, "run_id": "another"})

@@ -70,6 +70,7 @@ def thrice(policy: Any, run: Callable[[], Any]) -> None:
     assert pickle.dumps(policy) == before
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("text", dict.fromkeys([*policy_names(), *VARIANTS, *LEARNERS]))
 def test_replays_of_one_policy_are_alike(text: str) -> None:
     policy = parse_policy(text, max_gamma=RECORDED.max_gamma)
@@ -78,6 +79,7 @@ def test_replays_of_one_policy_are_alike(text: str) -> None:
     assert walker.replay(policy).rounds.tolist() == replay(RECORDED, policy).rounds.tolist()
 
 
+@pytest.mark.invariant(11)
 @pytest.mark.parametrize("text", LEARNERS)
 def test_every_way_to_run_leaves_a_learner_as_it_was(text: str) -> None:
     policy = parse_policy(text, max_gamma=24)
@@ -105,6 +107,7 @@ def outcome(policy: Any, scenario: Scenario) -> tuple[int, int, int]:
     return run.recorder.iterations, run.recorder.drafted, run.recorder.accepted
 
 
+@pytest.mark.invariant(6)
 @pytest.mark.parametrize("text", rule_names())
 def test_replays_under_one_rule_are_alike(text: str) -> None:
     rule = parse_rule(text)

@@ -119,6 +119,7 @@ def algorithm_1(
     return counts
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_sampling_and_its_reversal_are_algorithm_1(seed: int) -> None:
     torch = pytest.importorskip("torch")

@@ -20,6 +20,7 @@ POLICIES = (
 )  # fmt: skip
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_outputs_are_those_of_generate(kind: str) -> None:
     trace, target = recorded(kind), models(kind)[0]
@@ -51,6 +52,7 @@ def test_recorded_tails_are_what_the_draft_says_on_its_own(kind: str) -> None:
     assert tails > 0
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_rounds_equal_replay_for_every_policy(kind: str) -> None:
     trace = recorded(kind)

@@ -21,6 +21,7 @@ from traces.replay import replay
 from traces.synthetic import synthetic_trace
 
 
+@pytest.mark.invariant(2)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     mode=st.sampled_from(["continuous", "static", "static-minimum", "static-mean"]),
@@ -67,6 +68,7 @@ def test_conservation(mode, gamma, max_batch, budget, blocks, block_size, rate, 
     assert run.recorder.rejected == (0 if fits else 25)
 
 
+@pytest.mark.invariant(2)
 def test_preemption_recomputes_and_loses_nothing():
     limits = Limits(max_batch=8, kv_blocks=14, block_size=16)
     scenario = Scenario(ClosedLoop(8), limits, requests=30, warmup=0.0)
@@ -79,6 +81,7 @@ def test_preemption_recomputes_and_loses_nothing():
     assert tight.row()["mean_kv_blocks"] <= 14
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize("policy", [Fixed(3), Oracle()])
 def test_rounds_are_those_of_the_clock_free_replay(policy):
     scenario = Scenario(Poisson(5), Limits(max_batch=8, lookahead=39), requests=20, warmup=0.0)

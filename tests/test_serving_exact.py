@@ -56,6 +56,7 @@ def everything(policy: DraftPolicy | BatchPolicy, trace: Trace, scenario: Scenar
     return run, row, run.requests, series, run.coverage
 
 
+@pytest.mark.invariant(3)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     policy=st.sampled_from(["fixed:gamma=3", "gammatune", "cm-asd", "goodput", "turbospec"]),
@@ -128,6 +129,7 @@ def test_the_clock_lets_others_go_first():
 # --- a sequence's own rounds ----------------------------------------------------------------
 
 
+@pytest.mark.invariant(9)
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from([*policy_names("single"), "fixed:gamma=1", "oracle:convention=run+1"]),
@@ -176,6 +178,7 @@ def test_rounds_of_a_sequence_end_where_the_recording_does():
 # --- reading latencies ----------------------------------------------------------------------
 
 
+@pytest.mark.invariant(5)
 @pytest.mark.parametrize("cells", [RAGGED, GRID])
 @settings(max_examples=250, deadline=None)
 @given(
@@ -201,6 +204,7 @@ def test_readings_equal_the_table_s_on_ragged_grids_too(cells, batch, width, con
     assert reader.coverage == list(seen.values()), "asking does not count"
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("cells", [RAGGED, GRID, LatencyTable.constant(0.02, 0.002, 0.03)])
 @settings(max_examples=200, deadline=None)
 @given(
@@ -248,6 +252,7 @@ def test_a_series_does_not_depend_on_how_time_is_cut(steps):
     np.testing.assert_allclose(left["value"], right["value"], atol=1e-9)
 
 
+@pytest.mark.invariant(6)
 def test_a_file_served_twice_is_served_alike(tmp_path):
     path = arrival_file(tmp_path / "a.csv", *(f"{i / 3},{20 + i},{1 + i % 50}" for i in range(40)))
     scenario = Scenario(ArrivalFile(path), Limits(4, kv_blocks=12), requests=None)

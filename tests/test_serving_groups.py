@@ -38,6 +38,7 @@ def grid() -> LatencyTable:
 TRACE = synthetic_trace(0.7, requests=7, tokens=25, max_gamma=8, concentration=3.0, seed=5)
 
 
+@pytest.mark.invariant(10)
 @pytest.mark.parametrize("text", ["autoregressive", "fixed:gamma=3", "svip", "gammatune"])
 def test_groups_of_one_cost_what_clock_free_pricing_says(text: str) -> None:
     policy = parse_policy(text, max_gamma=8)

@@ -64,6 +64,7 @@ def test_break_even_load():
     assert math.isnan(break_even_load([1, 2], [3, 1], [2, 2]))
 
 
+@pytest.mark.invariant(13)
 def test_killed_run_leaves_readable_rows_marked_incomplete(tmp_path):
     path = tmp_path / "rows.jsonl"
     script = textwrap.dedent(

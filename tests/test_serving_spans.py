@@ -109,6 +109,7 @@ POLICIES = st.sampled_from(
 )
 
 
+@pytest.mark.invariant(3)
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ARRIVALS, LIMITS, POLICIES, st.sampled_from(["grid", "narrow", "constant"]), st.data())
 def test_spans_are_their_iterations(arrivals, limits, policy, cells, data):
@@ -151,6 +152,7 @@ def test_the_last_to_think_ends_a_static_batch_that_waits_for_company():
     assert_same(SIGNALLED, GRID, Fixed(3), scenario)
 
 
+@pytest.mark.invariant(3)
 def test_long_spans_at_every_size_of_batch():
     long = bernoulli(0.6, 5, 700, seed=4)
     for batch in (1, 2, 5):
@@ -201,6 +203,7 @@ SIZES = st.tuples(
 )
 
 
+@pytest.mark.invariant(3)
 @settings(max_examples=60, deadline=None)
 @given(SIZES)
 def test_many_readings_are_the_readings_one_by_one(sizes):

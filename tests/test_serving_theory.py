@@ -54,6 +54,7 @@ def two_point(rng: np.random.Generator, size: int) -> np.ndarray:
     return np.where(rng.random(size) < 0.8, 0.5, 3.0)
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize(
     ("service", "second_moment"),
     [(exponential, 2.0), (constant, 1.0), (two_point, 0.8 * 0.25 + 0.2 * 9)],
@@ -98,6 +99,7 @@ def test_closed_network_bounds(clients, batch):
     assert run.little_error < 1e-9
 
 
+@pytest.mark.invariant(10)
 @pytest.mark.parametrize("policy", [Autoregressive(), Fixed(1), Fixed(4), Fixed(8)])
 @pytest.mark.parametrize("latency", [GRID, LatencyTable.constant(0.1, 0.01, 0.12)])
 def test_light_load_equals_clock_free_pricing(policy, latency):
@@ -159,6 +161,7 @@ def test_ragged_batches_keep_each_sequence_expectation():
     assert (frame["first_s"].unique()[1:] >= starts[:-1] - 1e-9).all()
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1)])
 def test_pearl_tokens_per_step(alpha, gamma):
     trace = bernoulli(alpha, 40, 401, seed=7)
@@ -176,6 +179,7 @@ def test_pearl_tokens_per_step(alpha, gamma):
     assert run.simulated_s >= (frame["rounds"] - 3).sum() * step
 
 
+@pytest.mark.invariant(7)
 @pytest.mark.parametrize(
     ("alpha", "lookahead", "c"), [(0.8, 1, 0.1), (0.8, 5, 0.1), (0.3, 3, 0.2), (0.9, 4, 0.6)]
 )

@@ -124,6 +124,7 @@ def replayed(case: Case, source: Eagle, policy: DraftPolicy) -> tuple[RoundLog, 
     return log, pack_calls(decoder.calls.rounds for decoder in decoders)
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_rounds_are_the_real_ones(case: Case, kind: str, policy: DraftPolicy) -> None:
@@ -185,6 +186,7 @@ def test_a_drafter_is_named_by_folder_or_kind(case: Case) -> None:
     assert case.modules.drafter(Eagle("mtp")).modules_in_turn == 1
 
 
+@pytest.mark.invariant(12)
 def test_drafting_past_the_recording_is_refused(case: Case) -> None:
     with pytest.raises(TailError, match=f"{OFFSETS} were recorded"):
         replay_source(case.trace, Eagle("eagle"), Fixed(OFFSETS + 1), recordings=case.recordings)

@@ -242,6 +242,7 @@ def case() -> Case:
     return Case()
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize(
     "name",
     ["specbound", "low threshold", "no annealing", "adadecode", "kangaroo", "one layer"],

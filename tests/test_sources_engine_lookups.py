@@ -223,6 +223,7 @@ def test_a_served_request_helps_the_next_but_not_itself_twice() -> None:
     assert served_before(trace, 1) == [Served([1, 2], said)]
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize(
     "source", [NGram(4, 1, 3), NGram(), Suffix(), Suffix(factor=2.0, cached=False)]
 )

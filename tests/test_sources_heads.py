@@ -88,6 +88,7 @@ SOURCES: list[tuple[Source, DraftPolicy]] = [
 ]
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize(("source", "policy"), SOURCES)
 def test_replayed_rounds_are_the_real_ones(case: Case, source: Source, policy: DraftPolicy) -> None:
     source = case.skip if isinstance(source, LayerSkip) else source
@@ -162,6 +163,7 @@ def test_a_tree_level_is_right_where_it_holds_the_true_token() -> None:
     assert verify["new_tokens"].tolist() == [1 + 2 + 4, 1 + 2, 1]
 
 
+@pytest.mark.invariant(12)
 def test_drafting_past_the_recorded_chain_is_an_error() -> None:
     trace = trace_of([[10, 11, 12, 13, 14, 15]], 6, [(1,)], [])
     record = starts([[7, 7]] * 6, [[9, 9]] * 6)

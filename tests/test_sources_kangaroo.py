@@ -82,6 +82,7 @@ def case() -> tuple[Trace, Recordings]:
     return trace, record_sources(model(), trace, modules, only=["kangaroo"], adapter_gamma=6)
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_replayed_rounds_are_the_real_ones(name: str) -> None:
     trace, recordings = case()

@@ -134,6 +134,7 @@ def bundled() -> Any:
     return pair, read_prompts(folder / "prompts.jsonl")[:5]
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("num_tokens", [3, 10])
 def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     bundled: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def case(sampling: Sampling = HOT) -> tuple[Trace, Recordings]:
     return trace, record(trace, 1)
 
 
+@pytest.mark.invariant(1)
 @SAMPLINGS
 @pytest.mark.parametrize("name", list(ARMS))
 def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
@@ -174,6 +175,7 @@ def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling(
         assert counts_fit(np.bincount(free.numpy(), minlength=4), head.numpy())
 
 
+@pytest.mark.invariant(8)
 @pytest.mark.parametrize("sampling", [Sampling(1.3), Sampling(1.3, 0.7)])
 @pytest.mark.parametrize("bonus", [False, True])
 def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampling) -> None:

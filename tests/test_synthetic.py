@@ -117,6 +117,7 @@ def test_every_policy_can_be_replayed(name: str) -> None:
         assert 1 <= emitted <= accepted + 1
 
 
+@pytest.mark.invariant(6)
 def test_the_seed_decides() -> None:
     first, again, other = (synthetic_trace(0.5, tokens=50, seed=s) for s in (1, 1, 2))
     assert np.array_equal(first.columns["match"], again.columns["match"])

@@ -56,6 +56,7 @@ def line(policy: object, signal: str) -> str:
     )
 
 
+@pytest.mark.invariant(4)
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_a_replay_refuses_each_signal_that_is_not_declared(signal: str) -> None:
     others = tuple(s for s in SIGNALS if s != signal)
@@ -85,6 +86,7 @@ def test_lookups_refuse_it() -> None:
     assert len(replay_source(REPEATING, PLD(), Undeclared("token_id", ("token_id",))))
 
 
+@pytest.mark.invariant(4)
 @pytest.mark.parametrize(
     "mode", ["continuous", "static", "static-minimum", "static-mean", "pearl", "dsi"]
 )
@@ -116,6 +118,7 @@ def real_runs() -> list[Callable[[Any], Any]]:
     ]
 
 
+@pytest.mark.invariant(4)
 def test_real_models_refuse_it() -> None:
     policies = [Undeclared("entropy", ()), Undeclared("entropy", ("prob",))]
     for run in real_runs():
@@ -157,6 +160,7 @@ class NeedyRule(VerifyRule):
         return sum(getattr(score, self.score) is NotImplemented for score in scores)
 
 
+@pytest.mark.invariant(4)
 @pytest.mark.parametrize("score", SCORES)
 def test_rules_are_held_to_the_scores_that_they_declare(score: str) -> None:
     said = f"^NeedyRule reads the score '{score}' without declaring it: add it to `needs`$"
@@ -191,6 +195,7 @@ class ObservesUndeclared(Fixed):
         assert all(token.entropy >= 0 for token in draft)
 
 
+@pytest.mark.invariant(4)
 @pytest.mark.parametrize(
     "policy",
     [Undeclared(), Undeclared(declared=()), UndeclaredBatch(), ObservesUndeclared(3)],

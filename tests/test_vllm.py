@@ -44,6 +44,7 @@ def rounds(log: RoundLog) -> dict[str, list[list[int]]]:
     return {name: own for name, own in found.items() if own}
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("name", names())
 def test_the_engine_takes_the_rounds_of_the_replay(ran: Any, name: str) -> None:
     own = policy(name)

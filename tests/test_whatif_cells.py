@@ -31,6 +31,7 @@ SUMMARIZED = (
 )  # fmt: skip
 
 
+@pytest.mark.invariant(10)
 def test_rows_agree_with_single_runs() -> None:
     frame = study().run(Local(1))
     assert tuple(frame.columns) == COLUMNS

@@ -99,6 +99,7 @@ def test_a_killed_process_is_one_clear_error() -> None:
         Sweep(recorded(), {"deadly": Deadly()}, Prices((0.1,)), batches=(1, 2)).run(Local(2))
 
 
+@pytest.mark.invariant(6)
 def test_processes_give_the_same_rows() -> None:
     sweep = study(resamples=10)
     pd.testing.assert_frame_equal(sweep.run(Local(2)), sweep.run(Local(1)))

@@ -55,6 +55,7 @@ def alike(one: RoundLog, other: RoundLog) -> None:
         assert getattr(one, name) == getattr(other, name), name
 
 
+@pytest.mark.invariant(9)
 @pytest.mark.parametrize("name", [*PLANNED, *ASKED])
 def test_rounds_are_those_of_the_usual_replay(name: str) -> None:
     for trace in (recorded(), tilt_to(recorded(), 0.8), iid_like(recorded(), 0.3)):
@@ -62,6 +63,7 @@ def test_rounds_are_those_of_the_usual_replay(name: str) -> None:
         alike(Walker(trace).replay(policy, name), replay(trace, policy, name=name))
 
 
+@pytest.mark.invariant(9)
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 30), eos=st.sampled_from([0.0, 1.0]), signals=st.booleans(),
@@ -97,6 +99,7 @@ def test_built_in_policies_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> Non
         walker.replay(Even(3))
 
 
+@pytest.mark.invariant(11)
 def test_a_prototype_is_left_as_it_was() -> None:
     policy, trace = HFHeuristic(persist="persistent"), recorded()
     first, again = (Walker(trace).replay(policy) for _ in range(2))

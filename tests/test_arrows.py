@@ -1,0 +1,56 @@
+"""Who may import whom: policies <- traces <- {profiler, simulator} <- commands; no clock below."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+MAY = {
+    "policies": {"policies"},
+    "traces": {"policies", "traces"},
+    "profiler": {"policies", "traces", "profiler"},
+    "simulator": {"policies", "traces", "simulator"},
+    "commands": {"policies", "traces", "profiler", "simulator", "commands"},
+}
+CLOCKS = {"time", "datetime", "timeit", "sched", "asyncio", "threading", "simpy"}
+MODELS = {"torch", "transformers", "tokenizers", "safetensors", "vllm"}
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, wherever in it that stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports by a relative name"
+            found.add(str(node.module).partition(".")[0])
+    return found
+
+
+def files(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found
+    return found
+
+
+@pytest.mark.invariant(14)
+@pytest.mark.parametrize("package", MAY)
+def test_imports_follow_the_arrows(package: str) -> None:
+    for path in files(package):
+        assert imported(path) & MAY.keys() <= MAY[package], path
+        if package in ("policies", "traces", "simulator"):
+            assert not imported(path) & MODELS, path
+
+
+@pytest.mark.invariant(4)
+def test_policies_know_no_clock() -> None:
+    for path in files("policies"):
+        names = imported(path)
+        assert not names & CLOCKS, path
+        assert names - set(sys.stdlib_module_names) <= {"policies", "numpy"}, path
