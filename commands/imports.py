@@ -50,8 +50,6 @@ def import_file(
 ) -> None:
     """Turn another program's log into a trace that every command takes.
 
-    FORMAT: specbench, vllm, prometheus, sglang, llamacpp, eagle, rounds, by-start, or auto.
-
     A log that holds the rounds in order makes a trace; counts alone make a survival curve, or
     the interval of curves that they allow.  Where a log does not hold its draft lengths, every
     known schedule is tried on it; if none or several fit, what is predicted from it is a lower

@@ -25,9 +25,8 @@ SourceOption = Annotated[
     typer.Option(
         "--source",
         metavar="S",
-        help="Draft with this source, name[:key=value,...], instead of the draft model: "
-        "eagle:model=NAME, early-exit, kangaroo, layer-skip, blockwise, medusa, medusa-tree, "
-        "space, specdec, ngram, suffix, pld, rest or lookahead.",
+        help="Draft with this source, name[:key=value,...], instead of the draft model "
+        "(`draftsim list --sources`).",
     ),
 ]
 

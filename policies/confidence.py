@@ -65,6 +65,8 @@ def cmasd_confidence(
         as a confidence (``literal``).  The prose and the figure need
         1 - H / log |V| (``intended``).
 
+    Notes
+    -----
     The margin component, a sigmoid of a non-negative margin, spans [0.5, 1) only; the
     softmax component (p1 - p2) / (1 - 1/|V|) is clipped at 1.
     """

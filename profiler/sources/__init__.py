@@ -1,0 +1,1 @@
+"""Other draft sources for real: recorded, trained, timed and decoded with."""

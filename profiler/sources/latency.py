@@ -16,8 +16,8 @@ from profiler.sources.modules import Modules
 from profiler.sources.numbers import log_confidence
 from profiler.sources.stack import LayerRunner
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.engine_lookups import NGram, Suffix
-from traces.sources.lookup_sources import PLD, REST, Lookahead, LookupSource, served_before
+from traces.sources.lookup_sources import LookupSource, served_before
+from traces.sources.registry import SOURCES
 from traces.trace import Trace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
@@ -53,7 +53,7 @@ class SourceLatency:
         steps = []
         if trace is not None:
             if lookups is None:
-                lookups = [PLD(), REST(), Lookahead(), NGram(), Suffix()]
+                lookups = [s() for s in SOURCES.values() if issubclass(s, LookupSource)]
             steps = [Step(s.name, "forward", 1, 0, _lookup(trace, s)) for s in lookups]
         self._layers, self._depth = target.layers, first_exit(target, modules)
         with torch.inference_mode():

@@ -88,11 +88,6 @@ def import_specbench(
     max_new_tokens:
         Limit of a turn; a shorter one ended with EOS.
 
-    Where a turn ended with EOS and a draft of known length reached it, the log does not
-    tell a drafted EOS from a rejected draft; the position is taken as a mismatch, which
-    emits the same tokens.  Turns that failed (``ERROR``, or no tokens) are left out and
-    named in ``meta["left_out"]``.
-
     Raises
     ------
     FileError
@@ -100,6 +95,13 @@ def import_specbench(
         turn and round; if it is a log of plain decoding, or of a method that drafts trees.
     DraftsimError
         If `draft_lengths` is none of the above.
+
+    Notes
+    -----
+    Where a turn ended with EOS and a draft of known length reached it, the log does not
+    tell a drafted EOS from a rejected draft; the position is taken as a mismatch, which
+    emits the same tokens.  Turns that failed (``ERROR``, or no tokens) are left out and
+    named in ``meta["left_out"]``.
     """
     read = None if draft_lengths == "infer" else reading(draft_lengths)
     log = _read(file)
