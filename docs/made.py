@@ -1,0 +1,231 @@
+"""Parts of the pages that are read from the code, so that they cannot go stale.
+
+Each function returns Markdown; `MAKERS` are the names that a page can ask for, in a line like
+``{{ columns trace }}`` (see `docs.hooks`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+import draftsim
+from commands import catalogue
+from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
+from policies.core import Round
+from policies.guard import SIGNALS
+from traces.latency import CELL_COLUMNS, PHASES
+from traces.methods import METHODS
+from traces.parquet import KINDS
+from traces.rounds import ROUND_DTYPE
+from traces.schema import COLUMNS, SIGNAL_COLUMNS, Request
+from traces.sources.calls import CALL_DTYPE, CALL_KINDS
+from traces.sources.exits import NODE_COLUMNS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def columns(kind: str) -> str:
+    """The columns of a file, with types, meanings and units."""
+    if kind in ("trace", "latency"):
+        found = COLUMNS if kind == "trace" else CELL_COLUMNS
+        return table(
+            ("column", "type", "meaning"), [(code(n), t, what) for n, (t, what) in found.items()]
+        )
+    if kind == "rounds":
+        said = {"request": "index into the header's requests", **attribute_docs(Round)}
+        types = [(name, ROUND_DTYPE[name].name) for name in ROUND_DTYPE.names or ()]
+        return table(("column", "type", "meaning"), [(code(n), t, said[n]) for n, t in types])
+    if kind == "calls":
+        return table(
+            ("field", "type"), [(code(n), CALL_DTYPE[n].name) for n in CALL_DTYPE.names or ()]
+        )
+    if kind == "nodes":
+        return table(("column", "type"), [(code(n), t) for n, t in NODE_COLUMNS.items()])
+    if kind == "requests":
+        said = attribute_docs(Request)
+        return table(
+            ("field", "type", "meaning"),
+            [(code(f.name), f.type, said.get(f.name, "")) for f in fields(Request)],
+        )
+    raise KeyError(kind)
+
+
+def kinds() -> str:
+    """The kinds of recordings."""
+    return table(("kind", "holds"), [(code(name), what) for name, what in KINDS.items()])
+
+
+def phases() -> str:
+    """The phases of a latency table."""
+    return table(("phase", "what was timed"), [(code(n), what) for n, what in PHASES.items()])
+
+
+def calls() -> str:
+    """The kinds of calls of sources other than a draft model."""
+    rows = [(i, code(model), code(phase)) for i, (model, phase) in enumerate(CALL_KINDS)]
+    return table(("kind", "model", "phase"), rows)
+
+
+def signals() -> str:
+    """The draft signals, what they are, and the columns they are computed from."""
+    from policies.core import DraftToken
+
+    rows = []
+    for name in SIGNALS:
+        said = inspect.getdoc(getattr(DraftToken, name)) or ""
+        rows.append((code(name), said, ", ".join(map(code, SIGNAL_COLUMNS[name]))))
+    return table(("signal", "meaning", "columns of the trace"), rows)
+
+
+def row_columns(where: str) -> str:
+    """The columns in a tuple ``module:NAME``, and what the string behind it says of them."""
+    module, _, name = where.partition(":")
+    names = getattr(importlib.import_module(module), name)
+    return ", ".join(map(code, names)) + ".\n\n" + string_behind(module, name)
+
+
+def string(where: str) -> str:
+    """The string behind ``module:NAME``."""
+    module, _, name = where.partition(":")
+    return string_behind(module, name)
+
+
+def docstring(where: str) -> str:
+    """The docstring of ``module:Name.attribute``, or of ``module:``, behind its first paragraph."""
+    module, _, path = where.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split(".") if path else ():
+        found = getattr(found, part)
+    text = as_markdown(inspect.getdoc(found) or "")
+    return text if path else text.partition("\n\n")[2]
+
+
+def catalogued(kind: str) -> str:
+    """What `draftsim list` shows: policies, rules, sources or formats."""
+    if kind == "formats":
+        return table(
+            ("format", "what writes it", "options"),
+            [(code(r["name"]), r["what"], r["options"]) for r in catalogue.format_rows()],
+        )
+    found: list[dict[str, Any]] = {
+        "policies": catalogue.policy_rows, "rules": catalogue.rule_rows,
+        "sources": catalogue.source_rows,
+    }[kind]()  # fmt: skip
+    return table(
+        ("name", "parameters", "paper", "what"),
+        [
+            (code(r["name"]), parameters(r["parameters"]), r["paper"], r["what"])
+            for r in found
+            if r.get("kind") != "system"
+        ],
+    )
+
+
+def parameters(given: Iterable[Mapping[str, Any]]) -> str:
+    """Parameters with their defaults, as code."""
+    from policies.spec import as_text
+
+    return ", ".join(
+        code(p["name"] if p["needed"] else f"{p['name']}={as_text(p['default'])}") for p in given
+    ) or "–"  # fmt: skip
+
+
+def methods() -> str:
+    """The named methods, each a source, a length policy and a rule."""
+    return table(
+        ("method", "source", "policy", "rule", "what"),
+        [
+            (code(name), code(m.source), code(m.policy), code(m.rule), m.what)
+            for name, m in METHODS.items()
+        ],
+    )
+
+
+def commands() -> str:
+    """What ``--help`` says of every command."""
+    found: Mapping[str, Any] = typer.main.get_command(draftsim.app).commands  # type: ignore[attr-defined]
+    return "\n\n".join(f"## {name}\n\n```text\n{usage(found[name])}\n```" for name in found)
+
+
+def usage(command: Any) -> str:
+    """A command's help, as printed."""
+    width = {"terminal_width": 92, "max_content_width": 92}
+    context = command.context_class(command, info_name=f"draftsim {command.name}", **width)
+    return str(command.get_help(context))
+
+
+def modules(package: str) -> str:
+    """Every module of a folder, sub-folders behind it, with its docstring's first line."""
+    folders = [ROOT / package, *sorted(p.parent for p in (ROOT / package).glob("*/__init__.py"))]
+    parts = []
+    for folder in folders:
+        name = folder.relative_to(ROOT).as_posix()
+        lines = [
+            (code(path.name), first_line(path))
+            for path in sorted(folder.glob("*.py"))
+            if path.name != "__init__.py"
+        ]
+        said = first_line(folder / "__init__.py")
+        parts.append(f"### {name}/\n\n{said}\n\n{table(('module', 'what it is'), lines)}")
+    return "\n\n".join(parts)
+
+
+def rooms(package: str) -> str:
+    """The sub-folders of a folder, a line each."""
+    found = sorted((ROOT / package).glob("*/__init__.py"))
+    rooms = [(code(f"{package}/{path.parent.name}/"), first_line(path)) for path in found]
+    return table(("room", "what it is for"), rooms)
+
+
+def readme(part: str) -> str:
+    """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {part} -->\n(.*?)<!-- end of {part} -->", text, re.DOTALL)
+    if found is None:
+        raise KeyError(part)
+    return found[1].strip()
+
+
+def api(where: str) -> str:
+    """What a package exports, or ``module:Name,Name``, for mkdocstrings to describe."""
+    module, _, names = where.partition(":")
+    exported = names.split(",") if names else _exported(module)
+    return "\n\n".join(f"::: {module}.{name}" for name in exported)
+
+
+def _exported(module: str) -> list[str]:
+    found = importlib.import_module(module)
+    kinds = (inspect.isclass, inspect.isfunction)
+    return [n for n in found.__all__ if any(is_one(getattr(found, n)) for is_one in kinds)]
+
+
+def formulas() -> str:
+    """The functions of every module of closed forms."""
+    import simulator.formulas
+
+    parts = []
+    for name in simulator.formulas.__all__:
+        module = importlib.import_module(f"simulator.formulas.{name}")
+        own = [
+            n for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__ and n[0] != "_"
+        ]  # fmt: skip
+        said = as_markdown((inspect.getdoc(module) or "").partition("\n\n")[0])
+        parts.append(f"**{name}**: {said}\n\n{api(f'{module.__name__}:{chr(44).join(own)}')}")
+    return "\n\n".join(parts)
+
+
+MAKERS: Mapping[str, Callable[..., str]] = {
+    "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
+    "commands": commands, "docstring": docstring, "formulas": formulas, "kinds": kinds,
+    "methods": methods, "modules": modules, "phases": phases, "readme": readme, "rooms": rooms,
+    "row_columns": row_columns, "signals": signals, "string": string,
+}  # fmt: skip

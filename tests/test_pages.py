@@ -1,0 +1,114 @@
+"""The pages: what they name exists, what is made from the code can be made, and the site stands."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import draftsim
+from docs.made import MAKERS
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("policies", "traces", "profiler", "simulator", "commands")
+FOLDERS = (*PACKAGES, "tests", "docs", "benchmarks", "notebooks")
+LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 150
+
+
+@by_page
+def test_commands_and_options_exist(page: Path) -> None:
+    known = typer.main.get_command(draftsim.app).commands  # type: ignore[attr-defined]
+    text = re.sub(r"\\\n\s+", "", text_of(page))
+    for line in re.findall(r"(?:^|`|/)draftsim ([^\n`]+)", text, re.MULTILINE):
+        name, *words = line.split("#")[0].split()
+        if name in ("COMMAND", "--help"):
+            continue
+        options = {option for p in known[name].params for option in p.opts}
+        options |= {option for p in known[name].params for option in p.secondary_opts}
+        for word in words:
+            if word.startswith("--"):
+                assert word.rstrip(",.;:").partition("=")[0] in {*options, "--help"}, line
+
+
+@by_page
+def test_files_and_names_exist(page: Path) -> None:
+    quoted = [word for part in re.findall(r"`([^`\n]+)`", text_of(page)) for word in part.split()]
+    for word in quoted:
+        if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*", word):
+            stem = word.replace("NAME", "*").removesuffix("/")
+            assert list(ROOT.glob(stem)), f"{page.name} names {word}"
+        elif re.fullmatch(rf"(?:{'|'.join(PACKAGES)})(?:\.\w+)+", word) and "parquet" not in word:
+            if word.startswith("profiler.") and find_spec("torch") is None:
+                continue
+            resolved(word)
+
+
+def resolved(name: str) -> object:
+    """What a dotted name stands for."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text_of(page)):
+        made = {"img/validation.png"} if page.parent.name == "docs" else set()
+        assert target in made or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@by_page
+def test_what_is_made_from_the_code_can_be_made(page: Path) -> None:
+    for name, argument in LINE.findall(text_of(page)):
+        assert len(MAKERS[name](*([argument] if argument else []))) > 20
+    assert len(LINE.findall(text_of(page))) == text_of(page).count("{{")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = text_of(ROOT / "mkdocs.yml").partition("\nnav:")[2]
+    assert set(re.findall(r"(\w+\.md)$", navigation, re.MULTILINE)) == {
+        path.name for path in (ROOT / "docs").glob("*.md")
+    }
+
+
+def test_the_site_is_built_strictly_and_asks_for_nothing_from_outside(tmp_path: Path) -> None:
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module)
+    command = (sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir")
+    ran = subprocess.run(
+        (*command, str(tmp_path)), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pages = sorted(tmp_path.glob("*.html"))
+    assert {p.stem for p in pages} >= {p.stem for p in (ROOT / "docs").glob("*.md")}
+    for path in pages:
+        text = text_of(path)
+        fetched = r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"((?:https?:)?//.*?)\""
+        outside = re.findall(fetched, text)
+        assert not outside, path.name
+        assert "{{ " not in re.sub(r"<(code|pre|script)\b.*?</\1>", "", text, flags=re.DOTALL)
+    for path in tmp_path.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?https?:", text_of(path)), path.name
