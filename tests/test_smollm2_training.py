@@ -17,7 +17,14 @@ from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_direc
 from profiler.smollm2.drafters import store_draft, store_drafter, write_folder
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
 from profiler.smollm2.fitting import Plan, fit
-from profiler.smollm2.heads import Distilled, new_exit_heads, new_parallel_heads
+from profiler.smollm2.heads import (
+    AHEAD,
+    Distilled,
+    DistilledAdapter,
+    new_adapter,
+    new_exit_heads,
+    new_parallel_heads,
+)
 from profiler.smollm2.writer import RowWriter
 from tests import small_smollm2
 from traces.errors import DraftsimError
@@ -276,7 +283,27 @@ def test_heads_learn(
     plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
-    assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else 4)
+    assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else AHEAD[kind])
+
+
+def test_kangaroo_learns_from_the_logit_lens_on(
+    target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
+) -> None:
+    model = target[0]
+    chats = Chats(chats_folder, 2, ANSWERS, features=True)
+    vocabulary = model.config.vocab_size
+    candidates = Candidates(torch.arange(vocabulary), torch.arange(0), 0)
+    torch.manual_seed(0)
+    module = DistilledAdapter(new_adapter(model, DEPTHS[0]), model, candidates)
+    batch = chats.batch(chats.training[:6].tolist())
+    states = model(batch.tokens, output_hidden_states=True).hidden_states
+    lens = model.lm_head(model.model.norm(states[DEPTHS[0]])).argmax(-1)
+    own = model.lm_head(batch.states).argmax(-1)
+    wanted = (lens == own)[batch.weights > 0].float().mean()
+    torch.testing.assert_close(module.loss(batch)[1][0], wanted, rtol=0, atol=0.02)
+    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
+    assert curve[-1]["loss"] < curve[0]["loss"]
 
 
 def test_parallel_heads_read_the_state_behind_which_they_are_asked(

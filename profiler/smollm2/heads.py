@@ -1,4 +1,4 @@
-"""Distils exit heads and parallel heads from the target's states over its own chats."""
+"""Distils exit heads, parallel heads and Kangaroo's adapter from the target's states."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from profiler.smollm2.candidates import Candidates, soft_loss
 from profiler.smollm2.chats import Batch
+from profiler.sources.adapter import Adapter
 from profiler.sources.heads import ExitHeads, ParallelHeads
 
-EXIT_RANK, PARALLEL_RANK, AHEAD = 32, 64, 4
+EXIT_RANK, PARALLEL_RANK = 32, 32
+AHEAD = {"blockwise": 4, "specdec": 4, "medusa": 2}
+"""Heads of a kind; each of Medusa's takes 0.7 MB of what the project may store."""
 
 
 def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
@@ -23,7 +26,14 @@ def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
 
 def new_parallel_heads(target: Any, kind: str) -> ParallelHeads:
     """AHEAD heads of a kind that begin by repeating the target's own next token."""
-    return ParallelHeads(kind, AHEAD, target.config.hidden_size, PARALLEL_RANK)
+    return ParallelHeads(kind, AHEAD[kind], target.config.hidden_size, PARALLEL_RANK)
+
+
+def new_adapter(target: Any, layer: int) -> Adapter:
+    """Kangaroo's adapter behind `layer`; it begins as the logit lens."""
+    config = target.config
+    adapter = Adapter(layer, config.hidden_size, config.num_attention_heads, config.head_dim)
+    return adapter.start_from(target.model.norm.weight.detach().float())
 
 
 class Distilled(nn.Module):
@@ -76,3 +86,37 @@ class Distilled(nn.Module):
         seen = torch.cat([normed, following], -1) if self.heads.kind == "specdec" else normed
         found: Tensor = self.heads.blocks[index](normed, seen)
         return some, found
+
+
+class DistilledAdapter(nn.Module):
+    """Kangaroo's adapter in training, on the first of the depths whose states are kept.
+
+    `target`: gives the tied embedding and the rotary positions.
+    """
+
+    def __init__(self, adapter: Adapter, target: Any, candidates: Candidates) -> None:
+        super().__init__()
+        self.adapter, self.candidates = adapter, candidates
+        self.table: Tensor = target.get_input_embeddings().weight.detach()
+        self._rotary = [target.model.rotary_emb]  # in a list: not a part of this module
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The mean over positions, and the agreement."""
+        assert batch.features is not None
+        ids, raised = self.candidates.draw()
+        rows = self.table[ids]
+        there = batch.weights > 0
+        with torch.no_grad():
+            teacher = F.linear(batch.states[there].to(rows.dtype), rows) + raised
+        length = batch.tokens.shape[1]
+        hidden = batch.features[..., : rows.shape[1]]
+        cos, sin = (
+            part[0].float() for part in self._rotary[0](rows.float(), torch.arange(length)[None])
+        )
+        query, keys, values = self.adapter.projected(hidden, cos, sin)
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        # Rotation gives float32 under autocast, where the values are bfloat16.
+        found = self.adapter.attended(hidden, query, keys, values.to(query.dtype), mask)[there]
+        student = F.linear(found, rows.float()) + raised
+        value, agreement = soft_loss(student, teacher, batch.weights[there])
+        return value, agreement[None]

@@ -27,7 +27,7 @@ class Adapter(nn.Module):
         super().__init__()
         if layer < 1:
             raise ValueError(f"layer is {layer}, expected at least 1")
-        self.layer, self.heads, self.head_dim = layer, heads, head_dim
+        self.layer, self.width, self.heads, self.head_dim = layer, width, heads, head_dim
         self.layers = (layer,)
         self.before = nn.Parameter(torch.ones(width))
         self.after = nn.Parameter(torch.ones(width))

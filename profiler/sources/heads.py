@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,16 @@ class MaskEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.zeros(k, width))
 
 
-def save_module(module: nn.Module, settings: Mapping[str, Any], target: Any, path: Path) -> None:
-    """Write a module's weights in half precision, with what it takes to build it again."""
+def save_module(module: nn.Module, target: Any, path: Path) -> None:
+    """Write a module's weights in half precision, with what it takes to build it again.
+
+    The latter is the arguments of its class, which it keeps under their names.
+    """
+    names = inspect.signature(type(module)).parameters
+    settings = {name: getattr(module, name) for name in names}
     weights = {name: w.detach().half().contiguous() for name, w in module.state_dict().items()}
     header = {
-        "settings": json.dumps(dict(settings)), "target": fingerprint(target),
+        "settings": json.dumps(settings), "target": fingerprint(target),
         "dtype": str(target.dtype).removeprefix("torch."),
     }  # fmt: skip
     save_file(weights, path, metadata=header)

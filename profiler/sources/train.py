@@ -189,28 +189,19 @@ def train_all(
 ) -> None:  # fmt: skip
     """Train the modules named in `only` and write them to the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    width = int(target.model.config.get_text_config().hidden_size)
-    settings: dict[str, Any]
     module: nn.Module
     for name in only:
         if name == "exit":
             layers = exit_layers or default_exit_layers(target.layers)
             module = train_exit_heads(target, text, layers, seconds=seconds)
-            settings = {"layers": layers, "width": width, "rank": 32}
         elif name == "kangaroo":
             layer = (exit_layers or default_exit_layers(target.layers))[0]
-            module = adapter = train_adapter(target, text, layer, seconds=seconds)
-            settings = {
-                "layer": layer, "width": width, "heads": adapter.heads,
-                "head_dim": adapter.head_dim,
-            }  # fmt: skip
+            module = train_adapter(target, text, layer, seconds=seconds)
         elif name == "space":
             module = train_masks(target, text, k, seconds=seconds)
-            settings = {"k": k, "width": width}
         else:
             module = train_parallel_heads(target, text, name, k, seconds=seconds)
-            settings = {"kind": name, "k": k, "width": width, "rank": 64}
-        save_module(module, settings, target.model, out / FILES[name])
+        save_module(module, target.model, out / FILES[name])
 
 
 def main() -> None:
