@@ -52,8 +52,8 @@ FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
-    "draft": Plan(steps=1100, tokens=2048),
-    "eagle3": Plan(steps=800, tokens=2048),
+    "draft": Plan(steps=1700, tokens=2048),
+    "eagle3": Plan(steps=1100, tokens=2048),
     "eagle": Plan(steps=500, tokens=2048),
     "heads": Plan(steps=200, tokens=2048),
 }
