@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
+from commands.inputs import DEFAULT_TRACE, LatencyOption, TraceOption, load_latency, load_trace
 from commands.output import JsonOption, OutOption, emit, note
 
 
 def check(
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     tokens: Annotated[
         int, typer.Option(min=1000, help="Length of each synthetic output.")

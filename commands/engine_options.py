@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import BUNDLED
+from commands.inputs import DEFAULT_TRACE, TRACE_VARIABLE
 
 MeasuredEngineOption = Annotated[
     str | None,
@@ -41,7 +41,7 @@ AcceptanceOption = Annotated[
     str,
     typer.Option(
         "--trace", metavar="T", help="Of --engine: the acceptance that drafts are given.",
-        show_default=BUNDLED,
+        envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE,
     ),
 ]  # fmt: skip
 LoadOption = Annotated[

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from traces.rounds import RoundLog
     from traces.trace import Trace
 
-BUNDLED = "bundled"
-"""The recording used where none is named: the pair that comes with the project."""
+DEFAULT_TRACE = "bundled"
+"""The recording used where none is named."""
+TRACE_VARIABLE = "DRAFTSIM_TRACE"
+"""The environment variable that names another."""
 
 TraceOption = Annotated[
     str,
     typer.Option(
-        "--trace", metavar="T", help="Trace file, run folder, or bundled recording's name."
+        "--trace",
+        metavar="T",
+        envvar=TRACE_VARIABLE,
+        help="Trace file, run folder, or recording's name.",
     ),
 ]
 LatencyOption = Annotated[

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import BUNDLED, TraceOption, load_policies, load_trace
+from commands.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
 from commands.output import note
 
 
 def calibrate_memory(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Memory file to write (.npz).")],
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     policy: Annotated[
         str, typer.Option(metavar="P", help="Length policy whose rejections are counted.")
     ] = "fixed:gamma=6",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.inputs import BUNDLED, LatencyOption, TraceOption, load_latency, load_trace
+from commands.inputs import DEFAULT_TRACE, LatencyOption, TraceOption, load_latency, load_trace
 from commands.output import JsonOption, OutOption, emit, note
 from traces.errors import DraftsimError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def papers(
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     rounds: Annotated[
         list[Path] | None,
@@ -158,7 +158,7 @@ def command_of(trace: Trace, folder: Path | None) -> str:
     if folder is not None and (file := folder / "run.json").is_file():
         info = loads(file.read_text())  # not by `profiler.run`, which needs torch
         target, draft = info.get("target", target), info.get("draft", draft)
-        prompts = "profiler/bundled/prompts.jsonl" if target == BUNDLED else prompts
+        prompts = "profiler/bundled/prompts.jsonl" if target == "bundled" else prompts
         out = out if (folder / SAMPLED).is_file() else str(folder)
     limits = f"--limit {len(trace.requests)} --max-gamma {trace.max_gamma or 24}"
     longest = max((r.max_new_tokens for r in trace.requests), default=128)

@@ -9,7 +9,8 @@ import typer
 
 from commands.devices import one_latency
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
+    TRACE_VARIABLE,
     GpuOption,
     LatencyOption,
     PolicyOption,
@@ -23,9 +24,12 @@ def report(
     run: Annotated[
         str,
         typer.Option(
-            "--run", metavar="RUN", help="Run folder of `draftsim profile`, or bundled recording."
+            "--run",
+            metavar="RUN",
+            envvar=TRACE_VARIABLE,
+            help="Run folder of `draftsim profile`, or bundled recording.",
         ),
-    ] = BUNDLED,
+    ] = DEFAULT_TRACE,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "report.html"
     ),

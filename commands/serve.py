@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -30,7 +30,7 @@ from traces.errors import DraftsimError
 
 
 def serve(
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,

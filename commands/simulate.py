@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
     LatencyOption,
     MemoryOption,
     PolicyOption,
@@ -34,7 +34,7 @@ from commands.ranking import (
     with_best_fixed,
     without_plain,
 )
-from commands.simulate_table import compared, headline, print_ranked, with_quality
+from commands.simulate_table import compared, headline, over_all, print_ranked, with_quality
 from commands.sources import (
     SourceOption,
     load_recordings,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     policy: PolicyOption = None,
     source: SourceOption = None,
@@ -74,7 +74,7 @@ def simulate(
         ),
     ] = None,
     by_category: Annotated[
-        bool, typer.Option("--by-category", help="One row per policy and prompt category.")
+        bool, typer.Option("--by-category", help="Also one row per policy and category of prompts.")
     ] = False,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Count prefill in times and speedups.")
@@ -217,7 +217,7 @@ def _rows(
     # Gains are over all prompts: a category holds few.
     of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
-    return [
+    return [{"category": None, **row} for row in overall] + [
         {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
         for row in made(summarize_by_category)
     ]
@@ -225,13 +225,14 @@ def _rows(
 
 def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None) -> None:
     """Print or write the rows, and say what was read outside the measured cells, or not at all."""
-    more = {"headline": headline(rows)}
+    more = {"headline": headline(over_all(rows))}
     emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows))
-    outside = [row for row in rows if row["outside"]]
+    shown = over_all(rows)
+    outside = [row for row in shown if row["outside"]]
     if outside:
         worst = max(outside, key=lambda row: row["outside"])
         note(
-            f"{len(outside)} of {len(rows)} rows read passes outside the measured cells, by a "
+            f"{len(outside)} of {len(shown)} rows read passes outside the measured cells, by a "
             f"fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
         )
     if free := sorted({what for row in rows for what in row["unpriced"]} - {"judging"}):

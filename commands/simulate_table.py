@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from commands.simulate_categories import category_ladder
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -90,6 +91,11 @@ def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> 
     return found
 
 
+def over_all(rows: Sequence[Row]) -> list[Row]:
+    """The rows over all prompts, of no category."""
+    return [row for row in rows if row.get("category") is None]
+
+
 def headline(rows: Sequence[Row]) -> str:
     """What the rows say, in a sentence: the fastest policy one could run, and by how much."""
     real = [
@@ -131,18 +137,20 @@ def print_ranked(rows: Sequence[Row]) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(headline(rows), markup=False)
+    console.print(headline(over_all(rows)), markup=False)
     rival = next((r["against"] for r in rows if r["against"]), None)
-    for category in dict.fromkeys(row.get("category") for row in rows):
-        part = [r for r in rows if r.get("category") == category]
-        ranked = sorted(part, key=lambda r: -(r["speedup"] or 0.0))
-        lossless = [r for r in ranked if r["verify"] in LOSSLESS]
-        lossy = [r for r in ranked if r["verify"] not in LOSSLESS]
-        title = "" if category is None else f"{category}: "
-        over = "" if rival is None or category else f"; gain: speed over {rival}'s"
-        _print(console, f"{title}the target's own text{over}", [_lossless(r) for r in lossless])
-        if lossy:
-            _print(console, f"{title}other texts, under lossy rules", [_lossy(r) for r in lossy])
+    overall = sorted(over_all(rows), key=lambda r: -(r["speedup"] or 0.0))
+    lossless = [r for r in overall if r["verify"] in LOSSLESS]
+    lossy = [r for r in overall if r["verify"] not in LOSSLESS]
+    gained = "" if rival is None else f"; gain: speed over {rival}'s"
+    _print(console, f"the target's own text{gained}", [_lossless(r) for r in lossless], ORDER)
+    if lossy:
+        _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
+    parts = [r for r in rows if r.get("category") is not None and r["verify"] in LOSSLESS]
+    if parts:
+        ladder = category_ladder(lossless, parts)
+        _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
+    console.print()
     for line in _footnotes(rows):
         console.print(line, markup=False)
 
@@ -194,20 +202,22 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _print(console: Any, title: str, rows: Sequence[Mapping[str, str]]) -> None:
+def _print(
+    console: Any, title: str, rows: Sequence[Mapping[str, str]], order: Sequence[str]
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    columns.sort(key=ORDER.index)
+    columns.sort(key=order.index)
     table = Table(
         title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0), title_style="",
+        padding=(0, 1, 0, 0), title_style="", show_edge=False,
     )  # fmt: skip
     for name in columns:
-        words = name in ("policy", "rule")
-        # Names are folded where they have places for it; a heading asks for no more room.
+        words = name in WORDS
+        # A heading asks for no more room than its words.
         cells = [row.get(name, "-") for row in rows]
         lines = "\n".join([*(map(in_lines, cells) if words else cells), name]).split("\n")
         table.add_column(
@@ -217,12 +227,15 @@ def _print(console: Any, title: str, rows: Sequence[Mapping[str, str]]) -> None:
     for row in rows:
         cells = [row.get(name, "-") for name in columns]
         table.add_row(*(
-            Text(in_lines(cell) if name in ("policy", "rule") else cell)
+            Text(in_lines(cell) if name in WORDS else cell)
             for name, cell in zip(columns, cells, strict=True)
         ))  # fmt: skip
+    console.print()
     console.print(table)
 
 
+WORDS = ("policy", "rule", "category", "fastest")
+"""Columns of names, which are folded where they have places for it."""
 NAME = 19
 """Characters of a name on one line."""
 _WORD = r"(?>\[[^\]]*\]|[^:,-]|-(?=\d))"

@@ -11,7 +11,7 @@ import typer
 from commands.devices import gpu_names, in_batches, latencies, say_scaling
 from commands.held_out import SEARCHED, tuned_rows
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
     AssumeOption,
     GpuOption,
     TraceOption,
@@ -53,7 +53,7 @@ class Tilting(StrEnum):
 
 
 def sweep(
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: Annotated[
         list[str] | None,
         typer.Option(

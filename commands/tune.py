@@ -10,7 +10,7 @@ import typer
 
 from commands.devices import one_latency
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
     AssumeOption,
     GpuOption,
     LatencyOption,
@@ -41,7 +41,7 @@ class Engine(StrEnum):
 
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
-    trace: TraceOption = BUNDLED,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     gpu: GpuOption = None,
     assume_batch_free: AssumeOption = False,

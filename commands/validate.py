@@ -17,7 +17,7 @@ from commands.engine_options import (
     SeedOption,
 )
 from commands.inputs import (
-    BUNDLED,
+    DEFAULT_TRACE,
     MemoryOption,
     PolicyOption,
     TrustOption,
@@ -110,7 +110,7 @@ def validate(
     ] = None,
     trust_remote_code: TrustOption = False,
     engine: CheckedEngineOption = None,
-    trace: AcceptanceOption = BUNDLED,
+    trace: AcceptanceOption = DEFAULT_TRACE,
     load: LoadOption = None,
     rate: RateOption = None,
     requests: RequestsOption = 40,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+# Tests speak of the small pair's recording, whatever the commands' default is.
+os.environ["DRAFTSIM_TRACE"] = "bundled"
 
 SMALL_PROFILE = (
     "profile", "--target", "bundled", "--draft", "bundled", "--prompts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +68,44 @@ def files(tmp_path: Path) -> list[str]:
     return ["--trace", str(tmp_path / "t.parquet"), "--latency", str(tmp_path / "l.parquet")]
 
 
+def test_categories_stand_below_what_all_prompts_say(run: Run, files: list[str]) -> None:
+    trace = scored_trace()
+    names = {r.id: f"kind {i % 3}" for i, r in enumerate(trace.requests)}
+    requests = [replace(r, category=names[r.id]) for r in trace.requests]
+    write_trace(replace(trace, requests=requests), Path(files[1]))
+    policies = [part for g in (2, 4) for part in ("--policy", f"fixed:gamma={g}")]
+    asked = ["simulate", *files, *policies, "--policy", "oracle", "--resamples", "50"]
+    whole = run(*asked, "--json", "-").rows
+    rows = run(*asked, "--by-category", "--json", "-").rows
+    overall = [r for r in rows if r["category"] is None]
+    assert [{k: v for k, v in r.items() if k != "category"} for r in overall] == whole
+    parts = [r for r in rows if r["category"] is not None]
+    for row in overall:
+        own = [r for r in parts if r["policy"] == row["policy"]]
+        assert {r["category"] for r in own} == set(names.values())
+        assert sum(r["tokens"] for r in own) == row["tokens"]
+    printed = run(*asked, "--by-category").out.splitlines()
+    assert printed[0] == run(*asked).out.splitlines()[0]
+    lines = {line[:6]: line.split() for line in printed if line.strip().startswith("kind")}
+    for category in set(names.values()):
+        own = {
+            r["policy"].partition(":gamma_max")[0]: r["speedup"]
+            for r in parts if r["category"] == category
+        }  # fmt: skip
+        oracle = own.pop("oracle")
+        own.pop("autoregressive")
+        best = max(own, key=lambda name: own[name])
+        cells = lines[category]
+        assert cells[3] == best
+        assert (cells[4], cells[-1]) == (f"{own[best]:.2f}", f"{oracle:.2f}")
+
+
 def test_tables_are_sorted_fit_eighty_columns_and_cut_no_number(run: Run, files: list[str]) -> None:
     ran = run("simulate", *files, "--policy", "all", "--resamples", "50")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert any(line.rstrip().endswith("BLEU") for line in lines)
     assert "fastest" in lines[0]
     asked = [*files, "--policy", "all", "--resamples", "50", "--json", "-"]
     rows = run("simulate", *asked).rows

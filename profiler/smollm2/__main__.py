@@ -54,8 +54,8 @@ UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
     "eagle3": Plan(steps=1100, tokens=2048),
-    "eagle": Plan(steps=500, tokens=2048),
-    "heads": Plan(steps=200, tokens=2048),
+    "eagle": Plan(steps=350, tokens=2048),
+    "heads": Plan(steps=120, tokens=2048),
 }
 
 
