@@ -20,6 +20,10 @@ PLAIN_BLOCKS = 3
 """Blocks of plain decoding in a sweep, at every context: every speedup is relative to it, and its
 passes are fast or slow for stretches longer than a block."""
 
+SETTLING = 4
+"""Draft passes behind a round's first that are measured by their place: each finds more of the
+draft's weights in the processor's caches, which the target's pass left full of its own."""
+
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
 
@@ -59,25 +63,32 @@ def decoding_blocks(
 ) -> Iterator[Block]:  # fmt: skip
     """A block for every width of the target's pass and context, with the drafting before it.
 
-    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS).
+    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); what
+    passes soon behind it take is kept apart by place (SETTLING).
     """
     for context in contexts:
         for width in widths:
             own, before = [], max(untimed, UNTIMED_PLAIN) if width == 1 else untimed
             for number in range(before + len(FIRST_WIDTHS)):
-                steps = []
-                if width > 1:
-                    first = FIRST_WIDTHS[number % len(FIRST_WIDTHS)]
-                    run = draft(first, context)
-                    steps.append(Step("draft", "catch_up", first, context, run, batch))
-                later = Step("draft", "forward", 1, context, draft(1, context), batch)
+                first = FIRST_WIDTHS[number % len(FIRST_WIDTHS)]
                 run = target(width, context)
                 verify = Step("target", "forward", width, context, run, batch)
-                own.append([*steps, *[later] * (width - 2), verify])
+                own.append([*_drafting(draft, width - 1, first, context, batch), verify])
             yield from [Block(own, before)] * (PLAIN_BLOCKS if width == 1 else 1)
         # Two tokens in a later pass occur in no round; they show what a token more costs.
         pair = [Step("draft", "forward", n, context, draft(n, context), batch) for n in (1, 2)]
-        yield Block([pair] * 2, 1)
+        yield Block([pair] * 3, 1)
+
+
+def _drafting(draft: Pass, passes: int, first: int, context: int, batch: int) -> list[Step]:
+    """A round's draft passes, the first over `first` tokens."""
+    run, one = draft(first, context), draft(1, context)
+    steps = [Step("draft", "catch_up", first, context, run, batch)]
+    steps += [
+        Step("draft", "settling", place, context, one, batch) for place in range(1, SETTLING + 1)
+    ]
+    later = Step("draft", "forward", 1, context, one, batch)
+    return [*steps, *[later] * (passes - len(steps))][:passes]
 
 
 def signal_block(
@@ -86,10 +97,11 @@ def signal_block(
 ) -> Block:  # fmt: skip
     """Rounds of a policy that reads the signals of every token it drafts."""
     width = max(w for w in widths if w <= max(5, min(widths)))
-    drafting = Step("draft", "forward", 1, context, draft(1, context), batch)
     reading = Step("draft", "signal", 1, 0, read, batch)
     verify = Step("target", "forward", width, context, target(width, context), batch)
-    return Block([[*[drafting, reading] * max(width - 1, 1), verify]] * (UNTIMED + 3), UNTIMED)
+    drafting = _drafting(draft, max(width - 1, 1), 1, context, batch)
+    steps = [step for one in drafting for step in (one, reading)]
+    return Block([[*steps, verify]] * (UNTIMED + 3), UNTIMED)
 
 
 def random_ids(runner: Runner, count: int) -> Tensor:

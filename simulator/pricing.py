@@ -2,7 +2,8 @@
 
 A round of a draft model costs
 
-* a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one,
+* a draft pass per drafted token, the first over ``catch_up`` tokens, the others over one, and
+  what those soon behind the first take beyond a later one,
 * the signals of each drafted token, if the policy reads any,
 * one target pass over ``drafted + 1`` tokens,
 * host time per round and per drafted token, and taking rejected tokens out of the caches,
@@ -30,6 +31,7 @@ from simulator.calls import NO_PASSES, PassCount, call_seconds, verify_phase
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.rounds import ROUND_DTYPE, RoundLog
+from traces.settling import settling_s
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -255,7 +257,7 @@ def _draft(
     low, high = int(start.min()), int((start + count).max())
     span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
     begin, end = start - low, start + count - low
-    seconds[ran] += _spans(span.seconds, begin, end)
+    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, batch, count)
     rest = PassCount(
         int(count.sum()),
         *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),

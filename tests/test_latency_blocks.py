@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from profiler.checkpoint import Checkpoint  # noqa: E402 - needs torch
 from profiler.latency import FIRST_WIDTHS, Block, Step, Sweeps  # noqa: E402
 from profiler.machine.stopwatch import Timing  # noqa: E402
-from profiler.pass_latency import decoding_blocks, signal_block  # noqa: E402
+from profiler.pass_latency import SETTLING, decoding_blocks, signal_block  # noqa: E402
 
 CPU = torch.device("cpu")
 Key = tuple[str, int, int]
@@ -41,6 +41,12 @@ def test_a_block_decodes_as_a_round_does() -> None:
         models = [name for name, _, _ in log.calls[start : start + 4]]
         assert models == ["draft", "draft", "draft", "target"]
         assert [w for _, w, _ in log.calls[start + 1 : start + 4]] == [1, 1, 4]
+    # What soon follows the first is told apart by its place.
+    wide, _ = decoding_blocks(log.passes("target"), log.passes("draft"), (9,), (8,))
+    drafts = wide.rounds[0][:-1]
+    cells = [(step.phase, step.new_tokens) for step in drafts]
+    settling = [("settling", place) for place in range(1, SETTLING + 1)]
+    assert cells == [("catch_up", 1), *settling, *[("forward", 1)] * (7 - SETTLING)]
     # Plain decoding drafts nothing.
     assert {step.model for steps in blocks[0].rounds for step in steps} == {"target"}
 
@@ -63,7 +69,9 @@ def test_signals_are_read_token_after_token_at_a_width_of_the_grid(widths: tuple
     block = signal_block(log.passes("target"), log.passes("draft"), lambda: None, widths, 8)
     phases = [step.phase for step in block.rounds[-1]]
     drafted = max(phases.count("signal"), 1)
-    assert phases == ["forward", "signal"] * drafted + ["forward"]
+    assert phases[1:-1:2] == ["signal"] * drafted
+    assert phases[0] == "catch_up"
+    assert phases[-1] == "forward"
     verified = block.rounds[-1][-1].new_tokens
     assert verified in widths
     assert drafted == max(verified - 1, 1)

@@ -16,7 +16,7 @@ from traces.latency import LatencyTable
 
 MOST_ERROR = 0.25
 """Median relative error on the measured passes beyond which a fit describes no such table."""
-PASSES = ("forward", "catch_up", "prefill", "layer")
+PASSES = ("forward", "catch_up", "settling", "prefill", "layer")
 """Phases that run a model's layers, and so scale as its passes do."""
 
 
@@ -156,6 +156,7 @@ def carry_over(
         if not rows.any():
             continue
         sizes = [cells.loc[rows, c].to_numpy(float) for c in ("batch", "new_tokens", "context")]
+        sizes[1][cells.loc[rows, "phase"] == "settling"] = 1.0  # there a place, not a width
         ratio = away.seconds(shape, *sizes) / fit.seconds(shape, *sizes)
         for column in ("median_s", "spread_s"):
             cells.loc[rows, column] = cells.loc[rows, column].to_numpy(float) * ratio

@@ -22,6 +22,7 @@ from simulator.serving.slab import Floats
 from simulator.serving.work import Ints, Work, Works, work_of
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
+from traces.settling import settling_sums
 
 MODELS = ("target", "draft")
 UNCOUNTED = 256
@@ -125,6 +126,7 @@ class IterationCost:
             for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
         }  # fmt: skip
         self._host: dict[int, _Host] = {}
+        self._settled: dict[int, list[float]] = {}
         self._uncounted: list[Reading] = []
 
     def __call__(
@@ -205,6 +207,8 @@ class IterationCost:
             if passes is None:
                 return None
             drafts += np.bincount(owner, passes, len(at))
+        settled = self._settling(batch)
+        drafts += np.take(settled, np.minimum(steps, len(settled) - 1))
         seconds[at] += drafts + host.draft_s * longest
         return seconds, readings
 
@@ -275,12 +279,21 @@ class IterationCost:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
         return self._draft, self._first
 
+    def _settling(self, batch: int) -> list[float]:
+        """What the first 0, 1, ... draft passes behind a first take beyond later ones."""
+        settled = self._settled.get(batch)
+        if settled is None:
+            settled = self._settled[batch] = settling_sums(self.latency, batch).tolist()
+        return settled
+
     def _draft_passes(self, work: Work, batch: int) -> float:
         read, read_first = self._draft_readers()
         _, _, longest, drafting, catch_up, draft_context, _, _ = work
         width, mean = catch_up / drafting, draft_context / drafting
         first_s = read_first(batch, width, mean - width if mean > width else 0.0)
-        return first_s + read.run(batch, mean, longest - 1)
+        settled = self._settling(batch)
+        settling_s = settled[min(longest, len(settled)) - 1]
+        return first_s + settling_s + read.run(batch, mean, longest - 1)
 
     def _draft_by_sequence(
         self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
@@ -291,6 +304,8 @@ class IterationCost:
             return self._draft_rectangles(slots, rounds, longest)
         width, mean = catch_up / drafting, draft_context / drafting
         seconds = read_first(drafting, width, max(mean - width, 0.0))
+        settled = self._settling(drafting)
+        seconds += settled[min(longest, len(settled)) - 1]
         for step in range(1, longest):
             still = [
                 s.context for s, r in zip(slots, rounds, strict=True) if r.draft_forwards > step
@@ -307,7 +322,8 @@ class IterationCost:
             for slot, r in zip(slots, rounds, strict=True) if r.draft_forwards
         ]  # fmt: skip
         width = max(catch_up for _, catch_up, _ in sizes)
-        seconds = 0.0
+        settled = self._settling(len(rounds))
+        seconds = settled[min(longest, len(settled)) - 1]
         for step in range(longest):
             active = [context for forwards, _, context in sizes if forwards > step]
             batch = len(active) if self.draft_batch == "active" else len(rounds)

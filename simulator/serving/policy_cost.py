@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from simulator.serving.reader import PassReader
 from traces.latency import LatencyTable
+from traces.settling import settling_s
 
 
 class TableCost:
@@ -17,12 +18,17 @@ class TableCost:
         self.latency = latency
         self._target = PassReader(latency, "target")
         self._draft = PassReader(latency, "draft")
+        self._first = PassReader(latency, "draft", latency.first_draft_phase)
         self._round_s = self._host("host_round")
         self._draft_s = self._host("host_draft")
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification."""
-        drafting = self._draft.run(batch, context, draft_length)
+        drafting = 0.0
+        if draft_length:
+            drafting = self._first(batch, 1.0, context)
+            drafting += self._draft.run(batch, context + 1, draft_length - 1)
+            drafting += float(settling_s(self.latency, batch, draft_length - 1))
         verifying = self._target(batch, verify_tokens / batch, context)
         return drafting + verifying + self._round_s + draft_length * self._draft_s
 

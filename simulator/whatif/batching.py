@@ -21,6 +21,7 @@ from simulator.whatif.cost import host_seconds
 from traces.errors import DraftsimError
 from traces.latency import EXTRAPOLATED, Estimate, LatencyTable
 from traces.rounds import RoundLog
+from traces.settling import settling_s
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -129,6 +130,7 @@ def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None
         if steps.reads:
             each += host_seconds(latency, "signal", batch)
         total[ran] += draft.seconds + (count - 1) * later.seconds + count * each
+        total[ran] += settling_s(latency, batch, count - 1)
     if latency.has("target", "rollback"):
         total += steps.rolled_back * host_seconds(latency, "rollback", batch)
     return StepCosts(np.asarray(total), passes, outside)

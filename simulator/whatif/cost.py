@@ -10,6 +10,7 @@ from scipy.optimize import isotonic_regression
 
 from simulator.pricing import HOSTS
 from traces.latency import LatencyTable
+from traces.settling import settling_sums
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,6 +42,7 @@ class LatencyCost:
         self.smooth = smooth
         self._widths: dict[tuple[int, float], Floats] = {}
         self._steps: dict[tuple[int, float], float] = {}
+        self._settling: dict[tuple[int, float], Floats] = {}
         self._host: dict[tuple[str, int], float] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LatencyCost:
@@ -55,13 +57,21 @@ class LatencyCost:
                 "target", "forward", batch=batch, new_tokens=width, context=context
             )
             self._widths[key] = np.asarray(isotonic_regression(raw).x) if self.smooth else raw
-            one = self.latency.seconds("draft", "forward", batch=batch, context=context)
-            step = float(one) + self._hosts("host_draft", batch)
+            one = float(self.latency.seconds("draft", "forward", batch=batch, context=context))
+            first = self.latency.seconds(
+                "draft", self.latency.first_draft_phase, batch=batch, context=context
+            )
+            self._settling[key] = settling_sums(self.latency, batch) + float(first) - one
+            step = one + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
         per_sequence = verify_tokens / batch
         at = np.arange(1, self.longest + 2)
         verify = float(np.interp(per_sequence, at, self._widths[key]))
-        return self._hosts("host_round", batch) + draft_length * self._steps[key] + verify
+        drafting = draft_length * self._steps[key]
+        if draft_length:
+            beyond = self._settling[key]
+            drafting += float(beyond[min(draft_length, len(beyond)) - 1])
+        return self._hosts("host_round", batch) + drafting + verify
 
     def _hosts(self, phase: str, batch: int) -> float:
         if (phase, batch) not in self._host:
