@@ -30,7 +30,7 @@ from pathlib import Path
 import pandas as pd
 
 from commands.output import print_table
-from commands.validate import say_verdict, spot_check
+from commands.spot_check import say_verdict, spot_check
 from profiler.latency import Grid
 from profiler.profile import Settings, profile_latency, progress_bar
 from profiler.run import RunInfo

@@ -38,7 +38,7 @@ def batch_check(
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
     """
     from commands.serve_policies import load_serving_policies
-    from commands.validate import spread_over_categories
+    from commands.spot_check import spread_over_categories
     from profiler.batched_runs import BatchArm, groups_of, run_batches
     from profiler.profile import progress_bar
     from profiler.run import read_run

@@ -10,7 +10,7 @@ import typer
 from commands.output import JsonOption, emit, note
 from commands.ranking import rank
 from commands.simulate_table import compared, print_ranked
-from commands.validate import say_verdict, spot_check
+from commands.spot_check import say_verdict, spot_check
 
 
 def demo(

@@ -38,7 +38,7 @@ def lossy_check(
     second over the first, less 1) and ``speedup_bias`` (the same of the predicted
     speedups), and the fields of `traces.outputs.Quality`.
     """
-    from commands.validate import spread_over_categories
+    from commands.spot_check import spread_over_categories
     from profiler.profile import progress_bar
     from profiler.run import read_run
     from profiler.spotcheck import Arm, real_run, rounds_differ, run_arms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,21 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.parquet import write_atomically
 
 if TYPE_CHECKING:
     from traces.latency import LatencyTable
 
 SCHEMA = 1
-
-JsonOption = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write the rows as JSON to FILE; - is standard output."
-    ),
-]
-
 
 TABLES = (".csv", ".tex", ".parquet", ".json")
 
@@ -37,11 +30,40 @@ def _placed(path: Path | None) -> Path | None:
     """`path`, refused before any work is done for it."""
     if path is not None and path.suffix not in TABLES:
         raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
-    if path is not None and not path.parent.is_dir():
-        raise DraftsimError(f"--out {path}: cannot be written, {path.parent} is no folder")
+    if path is not None:
+        check_place(path)
     return path
 
 
+def check_place(path: Path) -> None:
+    """Raise FileError where a file at `path` could not be written, so far as can be told."""
+    parent = path.parent
+    if not parent.is_dir():
+        reason = f"{parent} is no folder"
+    elif path.is_dir():
+        reason = "it is a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        reason = f"{parent} may only be read"
+    else:
+        return
+    raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
+
+
+def _placed_json(path: str | None) -> str | None:
+    if path not in (None, "-"):
+        check_place(Path(str(path)))
+    return path
+
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_placed_json,
+        help="Write the rows as JSON to FILE; - is standard output.",
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option(

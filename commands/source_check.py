@@ -69,7 +69,7 @@ def source_check(
     from commands.drafters import load_drafters
     from commands.remeasure import Remeasured
     from commands.source_modules import modules_of
-    from commands.validate import REMEDY, spread_over_categories
+    from commands.spot_check import REMEDY, spread_over_categories
     from profiler.run import read_run
     from profiler.spotcheck import output_of, rounds_differ
     from simulator.pricing import price

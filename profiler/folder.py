@@ -33,7 +33,7 @@ DONE_WITH = "recorded_with"
 
 
 @contextmanager
-def only_writer(folder: Path) -> Iterator[None]:
+def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     """Hold the folder against other writers; made if it is not there.
 
     The operating system lets go of the lock when its holder ends, however that comes about,
@@ -42,7 +42,8 @@ def only_writer(folder: Path) -> Iterator[None]:
     Raises
     ------
     DraftsimError
-        If another process writes there (naming it), or the folder cannot be written to.
+        If another process writes there (naming it), or the folder cannot be written to (with
+        the `remedy`).
     """
     made = not folder.exists()
     try:
@@ -52,11 +53,11 @@ def only_writer(folder: Path) -> Iterator[None]:
     except Timeout:
         raise DraftsimError(
             f"{folder} is being written by {_holder(folder)}: wait for it, end it, or name another "
-            "--out"
+            "folder"
         ) from None
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DraftsimError(f"{folder}: cannot be written to ({reason}): name another") from None
+        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}

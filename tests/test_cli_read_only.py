@@ -6,6 +6,7 @@ import builtins
 import errno
 import io
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ PAIR = ("--policy", "fixed:gamma=2", "--resamples", 10)
 def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on a file system that is mounted read-only, as far as Python's calls go."""
     folder = tmp_path / "read-only"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
 
     def guarded(call: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
         def opened(path: Any, *rest: Any, **named: Any) -> Any:
@@ -98,3 +99,46 @@ def test_it_is_one_line(name: str, read_only: Path, synthetic_run: Path, run: Ru
     assert str(read_only) in last
     assert "Traceback" not in ran.err
     assert not list(read_only.iterdir())
+
+
+@pytest.fixture
+def kept(small_run: Path, tmp_path: Path) -> Path:
+    """A complete run of somebody else's, on what is to become `read_only`."""
+    return Path(shutil.copytree(small_run, tmp_path / "read-only" / "run"))
+
+
+def test_a_run_that_may_only_be_read_is_refused_before_anything_is_decoded(
+    kept: Path, read_only: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("models were loaded")
+
+    monkeypatch.setattr("profiler.run.RunInfo.load", never)
+    before = sorted(read_only.rglob("*"))
+    for more in ((), ("--batch", 1), ("--verify", "csd"), ("--source", "pld")):
+        ran = run("validate", "--run", kept, *more)
+        assert ran.code == 2
+        [line] = ran.err.splitlines()
+        assert line.startswith(f"draftsim: {kept}: cannot be written to (Read-only file system)")
+        assert "copy it and name the copy" in line
+    assert sorted(read_only.rglob("*")) == before
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("nowhere/t.json", "is no folder"), ("folder.json", "it is a folder"), ("t.json", "be read")],
+)
+def test_a_place_for_rows_is_refused_before_any_work(
+    option: str, place: str, reason: str, tmp_path: Path, run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "folder.json").mkdir()
+    # Tests may run as a user for whom nothing is read-only.
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda p, mode: p != tmp_path and access(p, mode))
+    ran = run("validate", "--run", tmp_path / "no-such-run", option, tmp_path / place)
+    assert ran.code == 2
+    [line] = ran.err.splitlines()
+    assert reason in line
+    assert str(tmp_path / place) in line
