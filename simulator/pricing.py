@@ -257,7 +257,7 @@ def _draft(
     low, high = int(start.min()), int((start + count).max())
     span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
     begin, end = start - low, start + count - low
-    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, batch, count)
+    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, model, batch, count)
     rest = PassCount(
         int(count.sum()),
         *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),

@@ -283,7 +283,7 @@ class IterationCost:
         """What the first 0, 1, ... draft passes behind a first take beyond later ones."""
         settled = self._settled.get(batch)
         if settled is None:
-            settled = self._settled[batch] = settling_sums(self.latency, batch).tolist()
+            settled = self._settled[batch] = settling_sums(self.latency, "draft", batch).tolist()
         return settled
 
     def _draft_passes(self, work: Work, batch: int) -> float:

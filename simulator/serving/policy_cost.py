@@ -18,7 +18,7 @@ class TableCost:
         self.latency = latency
         self._target = PassReader(latency, "target")
         self._draft = PassReader(latency, "draft")
-        self._first = PassReader(latency, "draft", latency.first_draft_phase)
+        self._first = PassReader(latency, "draft", latency.first_draft_phase("draft"))
         self._round_s = self._host("host_round")
         self._draft_s = self._host("host_draft")
 
@@ -28,7 +28,7 @@ class TableCost:
         if draft_length:
             drafting = self._first(batch, 1.0, context)
             drafting += self._draft.run(batch, context + 1, draft_length - 1)
-            drafting += float(settling_s(self.latency, batch, draft_length - 1))
+            drafting += float(settling_s(self.latency, "draft", batch, draft_length - 1))
         verifying = self._target(batch, verify_tokens / batch, context)
         return drafting + verifying + self._round_s + draft_length * self._draft_s
 

@@ -130,7 +130,7 @@ def step_costs(steps: Steps, latency: LatencyTable, context: float | None = None
         if steps.reads:
             each += host_seconds(latency, "signal", batch)
         total[ran] += draft.seconds + (count - 1) * later.seconds + count * each
-        total[ran] += settling_s(latency, batch, count - 1)
+        total[ran] += settling_s(latency, "draft", batch, count - 1)
     if latency.has("target", "rollback"):
         total += steps.rolled_back * host_seconds(latency, "rollback", batch)
     return StepCosts(np.asarray(total), passes, outside)

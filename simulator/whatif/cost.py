@@ -59,9 +59,9 @@ class LatencyCost:
             self._widths[key] = np.asarray(isotonic_regression(raw).x) if self.smooth else raw
             one = float(self.latency.seconds("draft", "forward", batch=batch, context=context))
             first = self.latency.seconds(
-                "draft", self.latency.first_draft_phase, batch=batch, context=context
+                "draft", self.latency.first_draft_phase("draft"), batch=batch, context=context
             )
-            self._settling[key] = settling_sums(self.latency, batch) + float(first) - one
+            self._settling[key] = settling_sums(self.latency, "draft", batch) + float(first) - one
             step = one + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
         per_sequence = verify_tokens / batch
