@@ -147,7 +147,7 @@ def validate(
 
 
 def _decoded(
-    run: Path, policy: list[str] | None, source: list[str] | None, verify: str | None,
+    run: Path, policy: list[str] | None, source: str | None, verify: str | None,
     memory: Path | None, batch: str | None, sampled: bool, forced: bool, repeats: int,
     limit: int | None, assisted: bool, remeasure: bool, trust_remote_code: bool,
 ) -> pd.DataFrame:  # fmt: skip
