@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from commands.drafted import DraftedOption, drafted_by
 from commands.inputs import (
     DEFAULT_TRACE,
     AssumeOption,
@@ -34,6 +35,7 @@ def serve(
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,
+    source: DraftedOption = None,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -121,6 +123,15 @@ def serve(
 
     recorded = load_trace(trace)
     table = load_latency(latency, trace, assume_batch_free)
+    rule = load_rule(verify, recorded, memory)
+    drafted = drafted_by(source, trace, recorded, rule)
+    if drafted is not None:
+        if mode in ONE_STREAM:
+            raise DraftsimError(
+                f"--mode {mode} drafts on while the target verifies, and {drafted.trace.source} "
+                "drafts from what it has verified: drop --source"
+            )
+        recorded = drafted.trace
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
@@ -133,15 +144,18 @@ def serve(
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
+    if drafted is not None:
+        table = drafted.priced(table, largest, assume_batch_free)
     policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
+    meta |= {"source": recorded.source} if drafted is not None else {}
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):
         from simulator.serving import Timeline, sweep
 
         with Timeline(timeline) if timeline is not None else nullcontext() as drawn:
             sweep(
-                recorded, table, policies, scenarios, rule=load_rule(verify, recorded, memory),
+                recorded, table, policies, scenarios, rule=rule,
                 path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
                 rows=rows,
             )  # fmt: skip

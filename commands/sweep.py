@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.devices import gpu_names, in_batches, latencies, say_scaling
+from commands.drafted import DraftedOption, drafted_by
 from commands.held_out import SEARCHED, tuned_rows
 from commands.inputs import (
     DEFAULT_TRACE,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 SHOWN = (
     "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "pays",
     "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
-    "tilt_tried", "assumed",
+    "tilt_tried", "assumed", "drafts",
 )  # fmt: skip
 RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
@@ -73,6 +74,7 @@ def sweep(
             "repeatable; all = every policy. Default: fixed:gamma={1..12} and oracle.",
         ),
     ] = None,
+    source: DraftedOption = None,
     c: Annotated[
         str | None,
         typer.Option("--c", metavar="AXIS", help=f"Cost ratios T_draft / T_target: {AXIS}."),
@@ -147,15 +149,21 @@ def sweep(
 
     recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
     ratios = _axis(c, "c", low=0.0)
-    tables = latencies(latency, trace, bool(ratios) and gpu is None, assume_batch_free)
+    drafted = drafted_by(source, trace, recorded)
+    by_ratio = bool(ratios) and gpu is None and not (ladder or tune)
+    tables = latencies(latency, trace, by_ratio, assume_batch_free)
     sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
+    if drafted is not None:
+        drafted.check_costs(ratios, gpu)
+        recorded = drafted.trace
+        tables = {n: drafted.priced(t, max(sizes), assume_batch_free) for n, t in tables.items()}
     assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
         if gpu is not None or (ladder and tune):
             other = "--gpu" if gpu is not None else "--tune"
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
-        table = _one(tables or latencies(None, trace, False), mode)
+        table = _one(tables, mode)
         if ladder:
             _ladder(recorded, table, policy, resamples, seed, plots, json, out)
             return
@@ -184,6 +192,8 @@ def sweep(
     if wanted is not None and wanted != out:
         write_rows(wanted, frame.to_dict("records"), "sweep")
         note(f"wrote {wanted}")
+    if drafted is not None:
+        rows["drafts"] = recorded.source
     if assumed:
         rows["assumed"] = assumed
         note(f"taken to cost nothing: {assumed}")

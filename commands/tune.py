@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.devices import one_latency
+from commands.drafted import DraftedOption, drafted_by
 from commands.inputs import (
     DEFAULT_TRACE,
     AssumeOption,
@@ -43,6 +44,7 @@ def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
     trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
+    source: DraftedOption = None,
     gpu: GpuOption = None,
     assume_batch_free: AssumeOption = False,
     slo: Annotated[
@@ -91,6 +93,15 @@ def tune(
 
     recorded = load_trace(trace, "tune")
     table = one_latency(latency, trace, gpu, assume_batch_free)
+    drafted = drafted_by(source, trace, recorded)
+    if drafted is not None:
+        if engine is Engine.HF:
+            raise DraftsimError(
+                f"assisted generation of hf drafts with a model, not with {drafted.trace.source}: "
+                "tune for vllm or sglang"
+            )
+        drafted.check_costs((), gpu)
+        recorded, table = drafted.trace, drafted.priced(table, 1, assume_batch_free)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batch", batch)

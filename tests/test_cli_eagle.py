@@ -60,6 +60,35 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
     assert rows[1]["source"] == "eagle:model=three"
     assert rows[1]["fidelity"] == "exact"
 
+    drafted = ("--trace", out, "--source", "eagle:model=three", "--json", "-")
+    served = run("serve", *drafted, "--policy", "fixed:gamma=3", "--batch", 1, "--requests", 2).rows
+    assert [(r["policy"], r["source"]) for r in served] == [
+        ("autoregressive", "eagle:model=three"), ("fixed:gamma=3", "eagle:model=three")
+    ]  # fmt: skip
+    [swept] = run("sweep", *drafted, "--policy", "fixed:gamma=3", "--resamples", 0).rows
+    # One prompt, decoded alone: served, swept and replayed come to the same.
+    assert swept["mean_speedup"] == pytest.approx(rows[1]["speedup"], rel=1e-9)
+    assert served[1]["tpot_s"]["mean"] == pytest.approx(
+        served[0]["tpot_s"]["mean"] / rows[1]["speedup"], rel=1e-9
+    )
+    assert swept["drafts"] == "eagle:model=three"
+    tuned = run("tune", "--engine", "vllm", *drafted)
+    assert tuned.code == 0, tuned.err
+    for command, message in (
+        (("serve", "--batch", 4), "at batch 1 alone"),
+        (("serve", "--mode", "pearl"), "drafts from what it has verified"),
+        (("serve", "--verify", "typical"), "recorded for a draft model alone"),
+        (("sweep", "--gpu", "h100"), "is not kept"),
+        (("sweep", "--alpha", "0.5"), "leave out what asks for another acceptance"),
+        (("tune", "--engine", "hf"), "drafts with a model"),
+    ):
+        refused = run(*command, *drafted)
+        assert refused.code == 2, command
+        assert message in refused.err
+    refused = run("serve", "--source", "medusa-tree", "--trace", out)
+    assert refused.code == 2
+    assert "verification is wider than its draft" in refused.err
+
     checked = run(
         "validate", "--run", out, "--source", "eagle:model=eagle3", "--policy", "fixed:gamma=3",
         "--policy", "eagle", "--repeats", 1, "--json", "-",

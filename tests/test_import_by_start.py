@@ -142,7 +142,15 @@ def test_contradictions_are_refused() -> None:
     for change, gamma, message in (
         ({}, None, "no max_gamma"), ({}, 1, "beyond 0 to 1"),
         ({"match": np.array([1, 1, 1])}, 2, "disagree on a first draft"),
-        ({"draft_token": np.zeros(3, int)}, 2, "signals of single drafts"),
     ):  # fmt: skip
         with pytest.raises(DraftsimError, match=message):
             Trace({**columns, **change}, requests, gamma)
+    # A start's own draft stands behind it, and its acceptance with its first token alone.
+    own = {**columns, "position": np.array([0, 0, 1]), "offset": np.array([0, 1, 0])}
+    shorter = [Request("0", "all", 1, 2, 2, "length")]
+    assert Trace({**own, "accepted": np.array([2, 0, 1])}, shorter, 2).run_lengths.tolist() == [
+        2,
+        1,
+    ]
+    with pytest.raises(DraftsimError, match="off the path"):
+        Trace({**own, "accepted": np.array([2, 1, 1])}, shorter, 2)

@@ -151,7 +151,7 @@ def _check_tails(columns: Mapping[str, Array], max_gamma: int | None) -> None:
             "trace off-path tails are not numbered 1, 2, 3, ... after their mismatch"
         )
     heads = tail[offset[tail] == 1] - 1
-    if (match[heads] != MISMATCH).any():
+    if "accepted" not in columns and (match[heads] != MISMATCH).any():
         raise DraftsimError("trace has an off-path tail after a position that was no mismatch")
 
 
@@ -161,13 +161,12 @@ def _check_by_start(columns: Mapping[str, Array], max_gamma: int | None) -> None
     accepted, match = columns["accepted"], columns["match"]
     if max_gamma is None:
         raise DraftsimError("trace holds drafts accepted by start but no max_gamma: say how many")
-    if columns["offset"].any() or any(n.startswith("draft_") for n in columns):
-        raise DraftsimError(
-            "trace holds drafts accepted by start and rows or signals of single drafts: keep one"
-        )
+    first = columns["offset"] == 0
+    if accepted[~first].any():
+        raise DraftsimError("trace column 'accepted' holds values off the path, expected 0")
     if len(accepted) and not (accepted.min() >= 0 and accepted.max() <= max_gamma):
         raise DraftsimError(f"trace column 'accepted' holds values beyond 0 to {max_gamma}")
-    if not np.array_equal(accepted > 0, match == MATCH):
+    if not np.array_equal(accepted[first] > 0, match[first] == MATCH):
         raise DraftsimError("trace columns 'accepted' and 'match' disagree on a first draft")
 
 

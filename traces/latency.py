@@ -156,13 +156,14 @@ class LatencyTable:
         """
         return BATCH_FREE_SAID if batch > 1 and self.meta.get(BATCH_FREE) == ASSUMED else ""
 
-    def assumed_batch_free(self) -> LatencyTable:
+    def assumed_batch_free(self, model: str = "target") -> LatencyTable:
         """The table with passes of one batch size taken to cost the same at every other.
 
         Without, a table that knows one batch size refuses to say what another costs; one that
-        knows several is returned as it is.
+        knows several, of `model`, is returned as it is.
         """
-        if self.knows_batches:
+        grid = self._grids.get((model, "forward"))
+        if grid is not None and not self.is_constant and len(grid.batches) > 1:
             return self
         return LatencyTable(self.cells, {**self.meta, BATCH_FREE: ASSUMED})
 

@@ -52,6 +52,7 @@ class ReplayDecoder:
         # Where a drafted match would be EOS; the drafter stops at it, and only at it.
         self._eos_at = self.length - 1 if self._info.ended == "eos" else -1
         self._tokens = tape.tokens(SIGNALS)
+        self.takes_verified = trace.takes_verified
         self.position = min(trace.first if first is None else first, self.length)
 
     def declare(self, reads: Collection[str]) -> None:
@@ -73,8 +74,8 @@ class ReplayDecoder:
         length = min(run, self._limit - self.position - 1) if known else None
         return Load(1, self._info.prompt_length + self.position, length)
 
-    def draft(self, so_far: Sequence[Any]) -> RecordedToken:
-        """The recorded proposal after the output so far and `so_far`."""
+    def draft(self, so_far: Sequence[Any]) -> RecordedToken | None:
+        """The recorded proposal after the output so far and `so_far`; None at a draft's end."""
         start = self._start + self.position
         if not self._signals:
             drafted = len(so_far)
@@ -82,6 +83,8 @@ class ReplayDecoder:
             return END if at_eos else BLANK
         row = self._rows[start] + len(so_far)
         if row >= self._row_limit[start]:
+            if self._trace.drafts_end:
+                return None
             raise TailError(
                 f"the policy drafted {len(so_far) + 1} tokens at position {self.position} of "
                 f"request {self._info.id!r}, past the recorded tail "
@@ -225,8 +228,8 @@ def replay(
     rounds = RoundLog.pack(decode())
     lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
     return RoundLog(
-        rounds, trace.requests, name or describe(policy),
-        verify=describe_rule(rule) if rule is not None else lossless,
+        rounds, trace.requests, name or describe(policy), source=trace.source,
+        drafter=trace.drafter, verify=describe_rule(rule) if rule is not None else lossless,
         fidelity="approximate" if departed else fidelity_of(trace),
         reads=policy.reads, first=first,
         mismatched=None if own_rule is None else np.array(mismatched, dtype=np.int32),

@@ -16,7 +16,10 @@ MATCH, MISMATCH, UNKNOWN = 1, 0, -1
 COLUMNS: dict[str, tuple[str, str]] = {
     "request": ("int32", "row of the request table"),
     "position": ("int32", "output position t, 0 = first generated token"),
-    "offset": ("int16", "0 on the path; k for the k-th token of the off-path tail"),
+    "offset": (
+        "int16",
+        "0 on the path; k for the k-th token of the off-path tail, or of the start's own draft",
+    ),
     "match": ("int8", "1 accepted by lossless verification, 0 rejected, -1 not recorded"),
     "token": ("int32", "the true output token x_t; -1 in tails"),
     "draft_token": ("int32", "token the draft proposes; -1 not recorded"),
@@ -43,7 +46,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "target_path_logprob": ("float32", "target's log-probability of x_t likewise"),
     "accepted": (
         "int16",
-        "drafts accepted of a round that begins here, where its drafts are its own; none in tails",
+        "drafts accepted of a round that begins here, where its drafts are its own; 0 in tails",
     ),
     "overlap": ("float32", "sum over v of min(target, draft) as sampled"),
 }

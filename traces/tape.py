@@ -112,6 +112,9 @@ class Tape:
         bounds = np.append(trace.on_path, len(trace))
         mismatch = np.flatnonzero(match != MATCH)
         tail_end = np.append(bounds[mismatch + 1], len(trace))
+        if trace.by_start:
+            self.row_limit = bounds[1:].tolist()
+            return
         own_end = np.repeat(bounds[starts[1:]], np.diff(starts))
         next_mismatch = np.searchsorted(mismatch, np.arange(len(match)))
         self.row_limit = np.minimum(tail_end[next_mismatch], own_end).tolist()

@@ -7,6 +7,9 @@ One row per drafted token in a long table sorted by (request, position, offset):
 * ``offset k > 0``, present only where the on-path proposal was wrong: the k-th further
   token the draft would have proposed after that wrong token (*off-path tail*).
 
+Where drafts depend on where their round began (`Trace.by_start`), the rows behind every on-path
+row are those of its own draft, right or wrong, and ``accepted`` says how many of it are right.
+
 Why one recording replays every length policy exactly: under lossless verification the
 output is fixed; an on-path signal depends on the true prefix alone; an off-path one on
 the prefix and the wrong token, never on where the round began.  It also makes drafting
@@ -171,6 +174,27 @@ class Trace:
     def by_start(self) -> bool:
         """Whether acceptance was recorded for every start of a round."""
         return "accepted" in self.columns
+
+    @property
+    def source(self) -> str:
+        """What drafted: the draft model, or the source that stands in its place."""
+        return str(self.meta.get("drafts", "draft-model"))
+
+    @property
+    def drafter(self) -> str:
+        """Whose passes drafting took, by its name in latency tables."""
+        return str(self.meta.get("drafter", "draft")) if "drafts" in self.meta else "draft"
+
+    @property
+    def takes_verified(self) -> bool:
+        """Whether the drafter's first pass of a round takes in all that was verified since its
+        last (features of the target in the place of its own)."""
+        return bool(self.meta.get("takes_verified"))
+
+    @property
+    def drafts_end(self) -> bool:
+        """Whether no draft can be longer than was recorded: heads are used up."""
+        return bool(self.meta.get("drafts_end"))
 
     @cached_property
     def open_ended(self) -> Array:

@@ -32,6 +32,8 @@ class Run:
     """``complete``, or which bound ended the run."""
     residual_s: float
     """Time already spent in the system by requests that a bound cut off."""
+    source: str = "draft-model"
+    """What drafted."""
 
     @property
     def requests(self) -> pd.DataFrame:
@@ -92,8 +94,9 @@ class Run:
         begun = int((frame["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
-            "policy": self.policy, "verify": self.verify, "batch": scenario.limits.max_batch,
-            "rate": offered, "scale": getattr(scenario.arrivals, "scale", None),
+            "policy": self.policy, "verify": self.verify, "source": self.source,
+            "batch": scenario.limits.max_batch, "rate": offered,
+            "scale": getattr(scenario.arrivals, "scale", None),
             "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
             "throughput_tok_s": tokens / span if span > 0 else float("nan"),
             **{

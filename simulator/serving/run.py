@@ -182,7 +182,7 @@ def simulate(
         lossless if rule is None else describe_rule(rule),
         _fidelity(scenario, trace, rule, latency), recorder,
         server.coverage if isinstance(server, Overlapped) else server.cost.coverage, unpriced,
-        env.now, time.perf_counter() - began, status, residual_s,
+        env.now, time.perf_counter() - began, status, residual_s, trace.source,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from policies.rules import VerifyRule
 from simulator.serving.arrivals import Job
 from traces.replay import ReplayDecoder
 from traces.scores import score_tape
-from traces.tape import BLANK, RecordedToken
+from traces.tape import BLANK, END, RecordedToken
 from traces.trace import Trace
 
 
@@ -130,6 +130,7 @@ class ServedSequence(ReplayDecoder):
         tokens, make = self._tokens.known, self._tokens.make
         row_limit, open_ended = self._row_limit, self._tape.open_ended
         most, length, new = self._cap - 1, self.length, tuple.__new__
+        anew = self.takes_verified
         catch_up = 1
         while (position := self.position) < length:
             if begin_round is not None:
@@ -152,14 +153,14 @@ class ServedSequence(ReplayDecoder):
                         break
                 else:
                     if last < stop and keep_drafting(draft):
-                        self.draft(draft)  # raises: past the recorded tail
+                        self.draft(draft)  # raises past the recorded tail, unless none follows
             else:
                 end = self._eos_at - position
                 for forwards in range(longest):
                     if not keep_drafting(draft):
                         break
                     if forwards == end < run:
-                        append(self.draft(draft))  # the drafted end of the output
+                        append(END)  # the drafted end of the output
                         break
                     append(BLANK)
             drafted = forwards = len(draft)
@@ -185,7 +186,7 @@ class ServedSequence(ReplayDecoder):
                 observe(outcome, draft)
             yield outcome
             if forwards:
-                catch_up = 1 if accepted < forwards else 2
+                catch_up = 1 + accepted if anew else 1 if accepted < forwards else 2
             else:
                 catch_up += 1
 

@@ -182,6 +182,8 @@ def _draft_step(
     for i in active:
         draft = drafts[i]
         token = slots[i].decoder.draft(draft)
+        if token is None:
+            continue
         draft.append(token)
         if len(draft) < limits[i] and not token.ends:
             still.append(i)
@@ -201,7 +203,8 @@ def _commit(
         )
         # As in `policies.core.speculate`: the last drafted token was never fed back.
         if passes:
-            slot.catch_up = kept - min(kept, passes - 1) + 1
+            processed = 0 if decoder.takes_verified else min(kept, passes - 1)
+            slot.catch_up = kept - processed + 1
         else:
             slot.catch_up += 1
     return rounds

@@ -70,6 +70,9 @@ class Walker:
         limit = np.repeat([r.max_new_tokens for r in trace.requests], tokens)
         self._runs = np.asarray(trace.run_lengths, dtype=np.int64)
         self._most = np.minimum(limit - position - 1, self._to_eos(match))
+        if trace.drafts_end:
+            rows = np.diff(np.append(trace.on_path, len(trace)))
+            self._most = np.minimum(self._most, rows)
 
     def replay(self, policy: DraftPolicy, name: str | None = None) -> RoundLog:
         """The log of `traces.replay.replay`; raises what it raises."""
@@ -85,8 +88,8 @@ class Walker:
             return replay(trace, policy, name=name)
         lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
         return RoundLog(
-            found, trace.requests, name, verify=lossless,
-            fidelity=fidelity_of(trace), reads=policy.reads, first=self._first,
+            found, trace.requests, name, source=trace.source, drafter=trace.drafter,
+            verify=lossless, fidelity=fidelity_of(trace), reads=policy.reads, first=self._first,
         )  # fmt: skip
 
     def stop_where(self, triggers: Bools) -> Ints:
@@ -149,7 +152,7 @@ class Walker:
         rounds["drafted"] = rounds["draft_forwards"] = drafted
         rounds["accepted"] = accepted
         rounds["emitted"] = np.minimum(visited + accepted + 1, self._end[visited]) - visited
-        rounds["catch_up"] = _catch_up(rounds)
+        rounds["catch_up"] = _catch_up(rounds, self.trace.takes_verified)
         return rounds
 
     def _steady(self, stop: Ints, policy: DraftPolicy) -> tuple[Ints, Ints]:
@@ -193,6 +196,8 @@ class Walker:
         """Whether the drafts stay within the recorded tails."""
         trace = self.trace
         bounds = np.append(trace.on_path, len(trace))
+        if trace.by_start:
+            return bool((trace.on_path[visited] + drafted <= bounds[visited + 1]).all())
         ahead = visited + self._runs[visited]
         end = np.where(ahead < self._end[visited], ahead + 1, self._end[visited])
         return bool((trace.on_path[visited] + drafted <= bounds[end]).all())
@@ -223,10 +228,10 @@ def _cap(
     return length
 
 
-def _catch_up(rounds: npt.NDArray[Any]) -> Ints:
+def _catch_up(rounds: npt.NDArray[Any], anew: bool) -> Ints:
     """Tokens each round's first draft pass catches up on (see `policies.core.speculate`)."""
     forwards, accepted = (rounds[n].astype(np.int64) for n in ("draft_forwards", "accepted"))
-    left = accepted - np.minimum(accepted, forwards - 1) + 1
+    left = accepted + 1 if anew else accepted - np.minimum(accepted, forwards - 1) + 1
     # A request begins one token behind, and every round without a draft adds one.
     index = np.arange(len(rounds))
     begins = np.diff(rounds["request"], prepend=-1) != 0

@@ -1,0 +1,188 @@
+"""A source recorded by start in the place of a draft model: as a trace, and as its latencies.
+
+What a source drafts from every start is a trace whose starts have drafts of their own
+(`Trace.by_start`), and what a drafted token costs is a cell of a latency table.  So whatever
+replays a draft model (batches in simulated time, what-if grids, searches of settings) replays such
+a source as well, exactly: round by round as `traces.sources.replay.replay_source`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError
+from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.sources.base import Recordings, Source, true_tokens
+from traces.sources.feature_source import Eagle
+from traces.sources.start_sources import Heads, LayerSkip
+from traces.sources.starts import StartRecording, StartSource
+from traces.trace import Trace
+
+Ints = npt.NDArray[np.int64]
+
+PASSES = ("forward", "catch_up", "prefill", "layer", "rollback")
+"""Phases of a draft model that a source in its place does not have."""
+ANY = 1 << 20
+"""A width or context beyond any: cells at both ends hold for all sizes between."""
+
+
+def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
+    """The recording of `source`; DraftsimError saying why it cannot stand for a draft model."""
+    why = None
+    if not isinstance(source, StartSource):
+        why = "its drafts are not recorded by start, and requests of a batch share no pass for them"
+    elif isinstance(source, Eagle):
+        recording = source.recording(recordings)
+        if source.drafter(recordings).by_passes:
+            return recording
+        why = "its modules run in turn, each over tokens that the others have seen"
+    elif not isinstance(source, Heads | LayerSkip):
+        why = "its verification is wider than its draft"
+    if why is not None:
+        raise DraftsimError(
+            f"{source.name!r} is not replayed in the place of a draft model: {why}; `draftsim "
+            "simulate --source` prices one stream of it"
+        )
+    assert isinstance(source, StartSource)
+    return source.recording(recordings)
+
+
+def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace:
+    """The outputs of `trace` with what `source` drafts from every start.
+
+    The first output token comes with the prompt, and nothing drafts it: where a recording begins
+    again (arrivals longer than it), the drafts of its second token stand there.
+
+    Raises DraftsimError if the source was not recorded along this trace, or is none that takes
+    the place of a draft model (`check_drafts`).
+    """
+    recording = check_drafts(source, recordings)
+    assert isinstance(source, StartSource)
+    source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
+    most = recording.offsets
+    if isinstance(source, Heads) and source.k is not None:
+        source.open(trace, recordings, 1)(0)  # refuses more heads than there are
+        most = source.k
+    true, bounds = np.array(true_tokens(trace)), trace.request_starts
+    lengths = np.diff(bounds)
+    stop, rows = np.repeat(bounds[1:], lengths), np.arange(len(true))
+    begins = np.zeros(len(true), bool)
+    begins[bounds[:-1]] = True
+    from_row = np.where(begins & (stop - rows > 1), rows + 1, rows)
+    drafted = recording.token[:, :most]
+    accepted = _accepted(drafted, true, stop)[from_row]
+    drafted = drafted[from_row]
+    # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
+    held = (drafted >= 0) | (drafted[:, :1] < 0)
+    start, offset = np.nonzero(held)
+    signals = {n: v[:, :most][from_row][held] for n, v in recording.signals.items()}
+    columns: dict[str, npt.NDArray[Any]] = {
+        "request": np.repeat(np.arange(len(lengths)), lengths)[start],
+        "position": (rows - np.repeat(bounds[:-1], lengths))[start],
+        "offset": offset,
+        "match": (offset < accepted[start]).astype(np.int8),
+        "accepted": np.where(offset == 0, accepted[start], 0),
+        "token": np.where(offset == 0, true[start], -1),
+        "draft_token": drafted[held],
+        "draft_logprob": signals["top1"] - signals["logsumexp"],  # drawn greedily
+        "draft_top1": signals["top1"],
+        "draft_top2": signals["top2"],
+        "draft_logsumexp": signals["logsumexp"],
+        "draft_entropy": signals["entropy"],
+    }
+    meta = {
+        **trace.meta, "drafts": source.label(recordings), "drafter": _model(source, recordings),
+        "takes_verified": isinstance(source, Eagle), "drafts_end": isinstance(source, Heads),
+    }  # fmt: skip
+    return Trace(columns, trace.requests, most, meta)
+
+
+def drafted_latency(
+    latency: LatencyTable, source: Source, recordings: Recordings, batch_free: bool = False
+) -> LatencyTable:
+    """`latency` with the passes of `source` in the place of the draft model's.
+
+    Timed at one batch size, they are refused at others, unless ``batch_free`` takes them to cost
+    the same.
+
+    Raises DraftsimError if the table lacks them.
+    """
+    recording = check_drafts(source, recordings)
+    cells = latency.cells
+    kept = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
+    name = _model(source, recordings)
+    if isinstance(source, Eagle):
+        own = cells[(cells["model"] == latency.drafter(name)) & cells["phase"].isin(PASSES)]
+    elif isinstance(source, LayerSkip):
+        own = _skipping(latency, int(recording.meta["layers"]))
+    else:
+        own = _at_once(latency)
+        kept = _behind_no_passes(kept)
+    # Under its own name as well, by which its rounds are known.
+    others = kept[kept["model"] != name]
+    named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
+    table = LatencyTable(pd.concat([others, *named], ignore_index=True), latency.meta)
+    return table.assumed_batch_free("draft") if batch_free else table
+
+
+def _model(source: Source, recordings: Recordings) -> str:
+    """The model of the latency table that its passes are of."""
+    drafter = source.drafter(recordings)
+    return source.name if drafter is None else drafter.model
+
+
+def _accepted(
+    drafted: npt.NDArray[np.int32], true: npt.NDArray[np.int64], stop: Ints
+) -> npt.NDArray[np.int64]:
+    """Leading drafts of every start that are right, (starts,)."""
+    ahead = np.arange(len(true))[:, None] + np.arange(drafted.shape[1])
+    right = (ahead < stop[:, None]) & (drafted == true[np.minimum(ahead, len(true) - 1)])
+    return np.asarray(np.cumprod(right, axis=1).sum(axis=1), dtype=np.int64)
+
+
+def _frame(rows: list[tuple[str, str, int, int, int, float]]) -> pd.DataFrame:
+    return pd.DataFrame([(*row, 0.0, 1) for row in rows], columns=list(CELL_COLUMNS))
+
+
+def _at_once(latency: LatencyTable) -> pd.DataFrame:
+    """All heads run before a round's first draft, whatever it catches up on; no pass follows."""
+    heads = "draft" if latency.is_constant else "heads"
+    seconds = float(latency.estimate(heads, "forward").seconds)
+    ends = [(n, c) for n in (1, ANY) for c in (0, ANY)]
+    return _frame(
+        [("draft", "catch_up", 1, n, c, seconds) for n, c in ends]
+        + [("draft", "forward", 1, n, c, 0.0) for n, c in ends]
+    )
+
+
+def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
+    """A pass through so many layers and the head per drafted token, the first like the others."""
+    model = "exit" if latency.has("exit", "layer") else "target"
+    if not latency.has(model, "layer"):
+        raise DraftsimError(
+            "latency table has no single layers: `draftsim profile --exit-layers` measures them"
+        )
+    cells = latency.cells
+    own = cells[
+        (cells["model"] == model) & (cells["phase"] == "layer") & (cells["new_tokens"] == 1)
+    ]
+    head = float(latency.estimate("target", "head").seconds)
+    rows = []
+    for context, layer in zip(own["context"], own["median_s"], strict=True):
+        seconds = layers * layer + head
+        rows += [("draft", "catch_up", 1, n, context, seconds) for n in (1, ANY)]
+        rows.append(("draft", "forward", 1, 1, context, seconds))
+    return _frame(rows)
+
+
+def _behind_no_passes(cells: pd.DataFrame) -> pd.DataFrame:
+    """Verifications of one stream cost the target's pass behind no passes, where it was timed."""
+    alone = (cells["model"] == "target") & (cells["batch"] == 1) & (cells["new_tokens"] > 1)
+    measured = cells[alone & (cells["phase"] == "pass")].assign(phase="forward")
+    if not len(measured):
+        return cells
+    return pd.concat([cells[~(alone & (cells["phase"] == "forward"))], measured])
