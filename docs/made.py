@@ -92,6 +92,19 @@ def row_columns(where: str) -> str:
     return ", ".join(map(code, names)) + ".\n\n" + string_behind(module, name)
 
 
+def served() -> str:
+    """The columns of a row of `serve`, from two requests served."""
+    from policies.basic import Fixed
+    from simulator.serving import ClosedLoop, Scenario, simulate
+    from traces.latency import LatencyTable
+    from traces.synthetic import synthetic_trace
+
+    trace = synthetic_trace(0.7, requests=2, tokens=4, seed=0)
+    scenario = Scenario(ClosedLoop(1), requests=2)
+    row = simulate(trace, LatencyTable.constant(0.01, 0.001), Fixed(2), scenario).row()
+    return ", ".join(map(code, row)) + "."
+
+
 def string(where: str) -> str:
     """The string behind ``module:NAME``."""
     module, _, name = where.partition(":")
@@ -227,5 +240,5 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "formulas": formulas, "kinds": kinds,
     "methods": methods, "modules": modules, "phases": phases, "readme": readme, "rooms": rooms,
-    "row_columns": row_columns, "signals": signals, "string": string,
+    "row_columns": row_columns, "served": served, "signals": signals, "string": string,
 }  # fmt: skip

@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import typer.main
 
 import draftsim
 from docs.made import MAKERS
+from tests.browser import Browser
 from tests.conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,21 +96,40 @@ def test_every_page_is_in_the_navigation() -> None:
     }
 
 
-def test_the_site_is_built_strictly_and_asks_for_nothing_from_outside(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, built as `make docs` does."""
     for module in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(module)
-    command = (sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir")
-    ran = subprocess.run(
-        (*command, str(tmp_path)), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    folder = tmp_path_factory.mktemp("site")
+    command = (sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    pages = sorted(tmp_path.glob("*.html"))
+    return folder
+
+
+def test_the_site_asks_for_nothing_from_outside(site: Path) -> None:
+    pages = sorted(site.glob("*.html"))
     assert {p.stem for p in pages} >= {p.stem for p in (ROOT / "docs").glob("*.md")}
+    fetched = r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"((?:https?:)?//.*?)\""
     for path in pages:
         text = text_of(path)
-        fetched = r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"((?:https?:)?//.*?)\""
-        outside = re.findall(fetched, text)
-        assert not outside, path.name
+        assert not re.findall(fetched, text), path.name
         assert "{{ " not in re.sub(r"<(code|pre|script)\b.*?</\1>", "", text, flags=re.DOTALL)
-    for path in tmp_path.rglob("*.css"):
+    for path in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?https?:", text_of(path)), path.name
+
+
+def test_the_site_is_searched_without_a_server(site: Path) -> None:
+    with Browser() as browser:
+        browser.open(site / "index.html")
+        assert browser.run("return document.querySelector('article img').naturalWidth") > 100
+        browser.run("document.querySelector('.md-search__input').focus()")
+        browser.press(*"tail")
+        found = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+        for _ in range(300):
+            if links := browser.run(found):
+                break
+            time.sleep(0.1)
+        assert any("terms.html" in link for link in links)
+        assert not [line for line in browser.console() if line["level"] == "SEVERE"]
