@@ -14,6 +14,7 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from profiler.features import FeatureDrafter
     from profiler.loading import Pair
+    from profiler.sources.modules import Modules
     from traces.sources.base import Recordings
     from traces.sources.feature_source import Eagle
 
@@ -73,21 +74,38 @@ def recorded_sources(recordings: Recordings) -> list[Eagle]:
 
 
 def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats: int) -> None:
-    """Record what `sources` draft along the trace in `out`, and measure their passes.
+    """Record what `sources` draft along the traces in `out`, and measure their passes.
 
-    What the folder already holds of this trace and these weights is kept, wherever the weights
-    lie by now; other drafters that it holds are left as they are.
+    What the folder already holds of these traces and weights is kept, wherever the weights lie by
+    now; other drafters that it holds are left as they are.
     """
+    from profiler.sources.modules import Modules
+
+    modules = Modules(drafters=load_drafters(pair, sources))
+    anew = record_drafters(pair, out, sources, modules)
+    drawn = record_drafters(pair, out, sources, modules, sampled=True)
+    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=anew)
+    note(f"recorded {', '.join(anew) or 'no drafter anew'} into {out}")
+    if drawn:
+        note(f"recorded {', '.join(drawn)} along sampled outputs into {out}")
+
+
+def record_drafters(
+    pair: Pair, out: Path, sources: Sequence[Eagle], modules: Modules, *, sampled: bool = False
+) -> list[str]:
+    """Record what is not yet recorded along one trace in `out`; names of what was."""
     from dataclasses import replace
 
     from profiler.profile import progress_bar
-    from profiler.sources.modules import Modules, record_sources
+    from profiler.sources.modules import record_sources
     from traces.files import read_trace
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings
 
-    trace, kept = read_trace(out / "trace.parquet"), read_recordings(out)
-    modules = Modules(drafters=load_drafters(pair, sources))
+    path = out / ("sampled.parquet" if sampled else "trace.parquet")
+    if sampled and not path.is_file():
+        return []
+    trace, kept = read_trace(path), read_recordings(out, sampled=sampled)
     stamp, todo, places = stamp_of(trace), {}, {s.key: {"model": str(s.model)} for s in sources}
     for key, place in places.items():
         provenance = {STAMP: stamp, "drafter": digest(modules.drafters[key])}
@@ -97,17 +115,17 @@ def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats
         elif found.meta.get("model") != place["model"]:
             moved = replace(found, meta={**found.meta, **place})
             write_recordings(Recordings(starts={key: moved}), out)
+    seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
     with progress_bar() as progress:
         task = progress.add_task("recording drafters", total=len(todo))
         for key, provenance in todo.items():
             made = record_sources(
-                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key]
+                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key], seed=seed
             ).starts[key]
             stamped = replace(made, meta={**made.meta, **provenance})
             write_recordings(Recordings(starts={key: stamped}), out)
             progress.advance(task)
-    measure_drafters(pair, out, modules.drafters, repeats=repeats, again=todo)
-    note(f"recorded {', '.join(todo) or 'no drafter anew'} into {out}")
+    return [*todo]
 
 
 def measure_drafters(

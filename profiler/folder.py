@@ -24,7 +24,7 @@ from traces.parquet import write_atomically
 LOCK, HOLDER = ".lock", ".writer.json"
 RECORDINGS = (
     "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
-    "measured*.parquet", "exits*.parquet", "starts-*.parquet", "rounds", "exit_heads",
+    "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "rounds", "exit_heads",
     ".trace", ".sampled", ".latency",
 )  # fmt: skip
 """What a run leaves in its folder."""

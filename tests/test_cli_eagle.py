@@ -153,8 +153,12 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
     # Weights that lie elsewhere by now are the same weights.
     (folder / "one").rename(tmp_path / "one")
     drafts = read_recordings(out).starts["eagle.one"].token
-    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}")
+    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}",
+               "--temperature", 1)  # fmt: skip
     assert "recorded no drafter anew" in made.err
+    assert "recorded eagle.one along sampled outputs" in made.err
+    row = run("simulate", "--trace", out / "sampled.parquet", "--latency", out, *asked).rows[1]
+    assert (row["source"], row["fidelity"]) == ("eagle:model=one", "exact in distribution")
     moved = read_recordings(out).starts["eagle.one"]
     assert moved.meta["model"] == str(tmp_path / "one")
     assert (moved.token == drafts).all()

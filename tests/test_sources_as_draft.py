@@ -18,6 +18,7 @@ from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario
 from simulator.serving.spans import SpanEngine
 from simulator.tune import tune_vllm
 from simulator.whatif import Prices, Sweep
+from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
 from simulator.whatif.walk import Walker
 from tests.serving import GRID, arrival_file
@@ -85,6 +86,7 @@ def both(case: Any, text: str) -> tuple[Source, Trace]:
     return source, drafted_trace(case.trace, source, case.recordings)
 
 
+@pytest.mark.invariant(1)
 @pytest.mark.parametrize("text", SOURCES)
 def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str) -> None:
     source, trace = both(case, text)
@@ -132,6 +134,7 @@ def test_one_stream_is_served_in_the_seconds_of_its_rounds(case: Any, text: str)
             )
 
 
+@pytest.mark.invariant(3)
 @pytest.mark.parametrize("text", SOURCES)
 @pytest.mark.parametrize("mode", ["continuous", "static"])
 def test_spans_are_their_iterations(case: Any, text: str, mode: Any) -> None:
@@ -193,6 +196,27 @@ def test_sweeps_ladders_and_searches_take_it(case: Any) -> None:
     assert 0 <= max(row[-1] for row in rows) <= OFFSETS
     with pytest.raises(DraftsimError, match="acceptance by start"):
         Sweep(trace, names, Prices(latencies={"own": table}), [0.5])
+
+
+def test_estimates_are_fitted_to_every_starts_own_draft(case: Any) -> None:
+    trace = both(case, "eagle:model=eagle")[1]
+    judged, rows = judged_rows(trace), []
+    ends = np.append(trace.on_path, len(trace))
+    for start, right in enumerate(trace.columns["accepted"][trace.on_path]):
+        rows += range(ends[start], min(ends[start] + right + 1, ends[start + 1]))
+    assert judged.tolist() == rows
+    last = ends_draft(trace, judged)
+    assert [r + 1 in rows and r + 1 not in trace.on_path for r in rows] == (~last).tolist()
+    drafted, offset = drafts_of_rounds(trace, judged, 3)
+    expected = []
+    for begin, end in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True):
+        at = int(begin)
+        while at < end:
+            right = int(trace.run_lengths[at])
+            own = range(ends[at], min(ends[at] + min(right + 1, 3, int(end) - at), ends[at + 1]))
+            expected += [(row, row - ends[at]) for row in own]
+            at += min(right, 3) + 1
+    assert [*zip(judged[drafted].tolist(), offset.tolist(), strict=True)] == expected
 
 
 def test_what_cannot_stand_for_a_draft_model_says_why(case: Any) -> None:

@@ -99,6 +99,10 @@ class FeatureDrafter(nn.Module, ABC):
         """Target ids of draft ids, any shape."""
         return drafted
 
+    def over_target(self, logits: Tensor) -> Tensor:
+        """Its logits (..., draft vocabulary) over the target's; -inf where it lacks a token."""
+        return logits
+
     def draft_ids(self, tokens: Tensor) -> Tensor:
         """Draft ids of target ids, any shape; -1 where the draft vocabulary lacks one."""
         return tokens

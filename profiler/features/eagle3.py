@@ -128,6 +128,12 @@ class Eagle3(FeatureDrafter):
         """See `FeatureDrafter.target_ids`."""
         return drafted + self.d2t[drafted]
 
+    def over_target(self, logits: Tensor) -> Tensor:
+        """See `FeatureDrafter.over_target`."""
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        full[..., self.t2d] = logits
+        return full
+
     def draft_ids(self, tokens: Tensor) -> Tensor:
         """See `FeatureDrafter.draft_ids`; padding below 0 stays -1."""
         found: Tensor = self._lookup[tokens.clamp(min=0)]

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from profiler.features.base import FeatureDrafter
+from profiler.features.picks import Drawn, Likeliest
 from profiler.features.runner import DrafterRunner
+from profiler.sampling import probs
 from profiler.sources.stack import LayerRunner
 from profiler.sources.start_record import CHUNK, StartRecorder
+from traces.sampling import GREEDY, Sampling
+
+Pick = Callable[..., Tensor]
+Drafts = tuple[Tensor, Tensor]
+"""Logits (starts, offsets, draft vocabulary), and the target ids drafted (starts, offsets)."""
 
 
 class FeatureRecorder(StartRecorder):
@@ -20,16 +29,19 @@ class FeatureRecorder(StartRecorder):
     true path; from then on each chain attends to the path before its start and to its own.
 
     ``longest``: tokens of the longest path; ``offsets``: of a draft, unless modules in turn
-    limit it.
+    limit it; ``sampling`` and ``generator``: of outputs and drafts that were drawn.
     """
 
     def __init__(
-        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, offsets: int = 8
-    ) -> None:
-        super().__init__(target)
+        self, target: LayerRunner, drafter: FeatureDrafter, longest: int, offsets: int = 8,
+        sampling: Sampling = GREEDY, generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(target, sampling)
+        self._generator = generator
         turns = drafter.modules_in_turn
         self.drafter, self.offsets = drafter, turns if turns > 1 else offsets
         self._runner = DrafterRunner(drafter, longest + CHUNK * self.offsets)
+        self._likeliest: Likeliest | Drawn = Likeliest(drafter)
 
     def meta(self) -> dict[str, Any]:
         return {"kind": self.drafter.kind, "modules": self.drafter.modules_in_turn}
@@ -44,8 +56,18 @@ class FeatureRecorder(StartRecorder):
         return self.drafter.draft_ids(tokens)
 
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
+        return self.drafts(prompt, output)[0]
+
+    def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
         path = torch.cat([prompt, prompt.new_tensor(output[:-1])])
-        fused = self.drafter.fuse(self.target.states(path[:-1], 0, self.drafter.feature_layers))
+        depths, pick = self.drafter.feature_layers, self._likeliest
+        if self.sampling.greedy:
+            features = self.target.states(path[:-1], 0, depths)
+        else:
+            logits, features = self.target.forward_with_states(path, 0, depths)
+            drawn_from = probs(logits[prompt.shape[0] - 1 :], self.sampling)
+            pick = Drawn(self.drafter, output, drawn_from, self.sampling, self._generator)
+        fused = self.drafter.fuse(features[: path.shape[0] - 1])
         first = int(prompt.shape[0]) - 1  # entry from which start 1 drafts
         entries = int(fused.shape[0])
         inputs, heads = [fused], []
@@ -57,34 +79,35 @@ class FeatureRecorder(StartRecorder):
             states, out = self._runner.run(tokens, inputs[module][:count], 0, module=module)
             heads.append(states)
             inputs.append(out)
-        parts = []
+        parts: list[Drafts] = []
         for begin in range(first, entries, CHUNK):
             at = torch.arange(begin, min(begin + CHUNK, entries), device=path.device)
+            own = partial(pick, starts=at - first + 1)
             if self.drafter.modules_in_turn > 1:
-                parts.append(self._in_turn(at, heads[0], inputs, entries))
+                parts.append(self._in_turn(at, heads[0], inputs, entries, own))
             else:
-                parts.append(self._chain(at, heads[0], inputs[1], entries))
-        return torch.cat(parts)
+                parts.append(self._chain(at, heads[0], inputs[1], entries, own))
+        return torch.cat([made for made, _ in parts]), torch.cat([picked for _, picked in parts])
 
-    def _pick(self, logits: Tensor) -> Tensor:
-        return self.drafter.target_ids(logits.argmax(-1))
-
-    def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int) -> Tensor:
-        """One layer for all tokens: (starts, offsets, draft vocabulary)."""
+    def _chain(self, at: Tensor, heads: Tensor, out: Tensor, path: int, pick: Pick) -> Drafts:
+        """One layer for all tokens."""
         count = int(at.shape[0])
         sees = torch.arange(path, device=at.device)[None] <= at[:, None]
         own = torch.eye(count, dtype=torch.bool, device=at.device)
         steps, fed_back = [self.drafter.logits(heads[at])], out[at]
+        drafted = [pick(steps[0], step=0)]
         for step in range(1, self.offsets):
             mask = torch.cat([sees, own.repeat(1, step)], 1)
             states, fed_back = self._runner.run(
-                self._pick(steps[-1]), fed_back, path + (step - 1) * count, mask=mask,
-                positions=at + step,
-            )  # fmt: skip
+                drafted[-1], fed_back, path + (step - 1) * count, mask=mask, positions=at + step
+            )
             steps.append(self.drafter.logits(states))
-        return torch.stack(steps, 1)
+            drafted.append(pick(steps[-1], step=step))
+        return torch.stack(steps, 1), torch.stack(drafted, 1)
 
-    def _in_turn(self, at: Tensor, heads: Tensor, inputs: list[Tensor], path: int) -> Tensor:
+    def _in_turn(
+        self, at: Tensor, heads: Tensor, inputs: list[Tensor], path: int, pick: Pick
+    ) -> Drafts:
         """Modules in turn: the k-th (from 0) lacks the true tokens of a start's last k entries.
 
         These are its own rows, oldest first; all but the oldest read what the module before made
@@ -92,7 +115,7 @@ class FeatureRecorder(StartRecorder):
         """
         count, device = int(at.shape[0]), at.device
         steps = [self.drafter.logits(heads[at])]
-        drafted = [self._pick(steps[0])]
+        drafted = [pick(steps[0], step=0)]
         before: list[Tensor] = []  # outputs of the own rows of the module before
         seen = torch.arange(path, device=device)[None]
         same = torch.arange(count, device=device)
@@ -113,5 +136,5 @@ class FeatureRecorder(StartRecorder):
             )  # fmt: skip
             before = list(out.split(count))
             steps.append(self.drafter.logits(states[-count:]))
-            drafted.append(self._pick(steps[-1]))
-        return torch.stack(steps, 1)
+            drafted.append(pick(steps[-1], step=module))
+        return torch.stack(steps, 1), torch.stack(drafted, 1)

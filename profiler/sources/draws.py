@@ -16,6 +16,7 @@ from profiler.sampling import coupled, draw, probs
 from traces.sampling import Sampling
 from traces.sources.base import true_tokens
 from traces.sources.exits import ExitRecording
+from traces.sources.starts import StartRecording
 from traces.trace import Trace
 
 
@@ -87,34 +88,20 @@ class RandomDraws:
         return accepted, tokens.tolist()
 
 
-class RecordedDraws:
-    """The draws along one request of a sampled trace, as its recording has them."""
+class _Recorded:
+    """The output of one request of a sampled trace, whatever drafts it."""
 
-    def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
-        self.sampling = recording.sampling
-        self._recording, self._device = recording, device
+    def __init__(self, trace: Trace, request: int, device: Any) -> None:
+        self.sampling, self._device = trace.sampling, device
         starts = trace.request_starts
         self._true = true_tokens(trace, sampled=True)[
             int(starts[request]) : int(starts[request + 1])
         ]
-        self._path = recording.path_starts[request]
 
     def first(self, logits: Tensor) -> Tensor:
         """The output's first token."""
         del logits
         return self._tensor(self._true[:1])
-
-    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """What was drawn at the node of this prefix.
-
-        Raises KeyError where the prefix was not recorded.
-        """
-        del logits
-        node, on_path = self._path + position, True
-        for i, token in enumerate(so_far):
-            on_path = on_path and token.token_id == self._true[position + i]
-            node = node + 1 if on_path else self._recording.children[node, token.token_id]
-        return self._tensor([int(self._recording.argmax[node, at])])
 
     def settle(
         self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
@@ -131,6 +118,39 @@ class RecordedDraws:
 
     def _tensor(self, tokens: list[int]) -> Tensor:
         return torch.tensor(tokens, device=self._device)
+
+
+class RecordedDraws(_Recorded):
+    """The draws along one request of a sampled trace, as a recording of early exits has them."""
+
+    def __init__(self, recording: ExitRecording, trace: Trace, request: int, device: Any) -> None:
+        super().__init__(trace, request, device)
+        self._recording, self._path = recording, recording.path_starts[request]
+
+    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
+        """What was drawn at the node of this prefix.
+
+        Raises KeyError where the prefix was not recorded.
+        """
+        del logits
+        node, on_path = self._path + position, True
+        for i, token in enumerate(so_far):
+            on_path = on_path and token.token_id == self._true[position + i]
+            node = node + 1 if on_path else self._recording.children[node, token.token_id]
+        return self._tensor([int(self._recording.argmax[node, at])])
+
+
+class RecordedStarts(_Recorded):
+    """The same of a recording by start."""
+
+    def __init__(self, recording: StartRecording, trace: Trace, request: int, device: Any) -> None:
+        super().__init__(trace, request, device)
+        self._rows = recording.token[recording.request_starts[request] :]
+
+    def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
+        """What was drawn from this start at this offset."""
+        del logits, at
+        return self._tensor([int(self._rows[position, len(so_far)])])
 
 
 class SharedDraws:

@@ -104,8 +104,8 @@ def record_sources(
     Parameters
     ----------
     target:
-        The model whose output `trace` holds.  Along sampled outputs early exits alone are
-        recorded.
+        The model whose output `trace` holds.  Along sampled outputs early exits and drafters
+        on features alone are recorded.
     settings:
         Exit settings whose wrong exits are followed (see `EarlyExit.setting`).
     skip, skip_offsets:
@@ -133,10 +133,8 @@ def record_sources(
         )  # fmt: skip
         exits = record_exits(recorder, trace)
         advance("early-exit")
-    if trace.temperature > 0:
-        return Recordings(exits)
-    adapter = None
-    if modules.adapter is not None and (only is None or Kangaroo.name in only):
+    sampled, adapter = trace.temperature > 0, None
+    if not sampled and modules.adapter is not None and (only is None or Kangaroo.name in only):
         wide = LayerRunner(target, ExitRecorder.slots_needed(longest, adapter_gamma))
         behind = AdapterRecorder(
             wide, modules.adapter, [Kangaroo().setting(adapter_gamma)],
@@ -153,9 +151,12 @@ def record_sources(
     chosen = None if skip is None else list(skip)
     makers["layer-skip"] = lambda runner: SkipRecorder(runner, chosen, skip_offsets)
     starts: dict[str, StartRecording] = {}
+    if sampled:
+        makers.clear()
+    chance = torch.Generator(target.device).manual_seed(seed)
     for name, drafter in modules.drafters.items():
         makers[name] = lambda runner, drafter=drafter: FeatureRecorder(  # type: ignore[misc]
-            runner, drafter, longest, draft_offsets
+            runner, drafter, longest, draft_offsets, trace.sampling, chance
         )
     for name, make in makers.items():
         if only is None or name in only:

@@ -83,7 +83,7 @@ class SourceRunner:
             not trained.
         """
         sampling = self.trace.sampling
-        if not sampling.greedy and type(source) is not EarlyExit:
+        if not sampling.greedy and type(source) not in (EarlyExit, Eagle):
             raise DraftsimError(
                 f"{source.name!r} is decoded greedily alone: give a trace of temperature 0"
             )
@@ -98,12 +98,12 @@ class SourceRunner:
             if self.modules.adapter is None:
                 raise DraftsimError("no adapter for this target: train one first")
             return KangarooDecoder(self.target, self.modules.adapter, source, *begin)
+        draws: Draws | None = None
+        if not sampling.greedy:
+            draws = self._draws(request) if self._draws else RandomDraws(sampling)
         if isinstance(source, EarlyExit):
             if self.modules.exits is None:
                 raise DraftsimError("no exit heads for this target: train some first")
-            draws: Draws | None = None
-            if not sampling.greedy:
-                draws = self._draws(request) if self._draws else RandomDraws(sampling)
             return EarlyExitDecoder(self.target, self.modules.exits, source, *begin, draws)
         if isinstance(source, Heads):
             heads = self.modules.heads(source.name)
@@ -116,7 +116,7 @@ class SourceRunner:
             skip = default_skip(self.target.layers) if source.skip is None else source.skip
             return LayerSkipDecoder(self.target, skip, *begin)
         if isinstance(source, Eagle):
-            return FeatureDecoder(self.target, self.modules.drafter(source), *begin)
+            return FeatureDecoder(self.target, self.modules.drafter(source), *begin, draws)
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
 
     def run(

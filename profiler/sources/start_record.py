@@ -10,12 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.signals import signals
+from profiler.signals import drafted, signals
 from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits
 from profiler.sources.heads import MaskEmbeddings, ParallelHeads
 from profiler.sources.stack import LayerRunner
+from traces.sampling import GREEDY, Sampling
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.starts import START_SIGNALS, StartRecording
+from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
 from traces.trace import Trace
 
 Rows = dict[str, "npt.NDArray[Any]"]
@@ -28,8 +29,8 @@ class StartRecorder(ABC):
 
     offsets: int
 
-    def __init__(self, target: LayerRunner) -> None:
-        self.target = target
+    def __init__(self, target: LayerRunner, sampling: Sampling = GREEDY) -> None:
+        self.target, self.sampling = target, sampling
 
     @abstractmethod
     def slots_needed(self, longest: int) -> int:
@@ -38,6 +39,11 @@ class StartRecorder(ABC):
     @abstractmethod
     def logits(self, prompt: Tensor, output: list[int]) -> Tensor:
         """(starts - 1, offsets, vocab): drafts of the starts 1, 2, ... of the output."""
+
+    def drafts(self, prompt: Tensor, output: list[int]) -> tuple[Tensor, Tensor]:
+        """`logits`, and the target ids drafted from them, (starts - 1, offsets)."""
+        logits = self.logits(prompt, output)
+        return logits, self.target_ids(logits.argmax(-1))
 
     def target_ids(self, drafted: Tensor) -> Tensor:
         """Target ids of the drafter's, any shape: the same, unless its vocabulary is smaller."""
@@ -55,16 +61,21 @@ class StartRecorder(ABC):
     def record(self, prompt: Tensor, output: list[int], eos: frozenset[int]) -> Rows:
         """Rows of one request; that of start 0, before the first token, is empty."""
         count, k = len(output), self.offsets
-        rows: Rows = {name: np.zeros((count, k), np.float32) for name in START_SIGNALS}
+        names = START_SIGNALS if self.sampling.greedy else (*START_SIGNALS, *DRAWN)
+        rows: Rows = {name: np.zeros((count, k), np.float32) for name in names}
         rows["token"] = np.full((count, k), -1, np.int32)
         rows["rank"] = np.full((count, k), -1, np.int32)
         if count < 2:
             return rows
-        logits = self.logits(prompt, output)  # (count - 1, k, vocab)
+        logits, tokens = self.drafts(prompt, output)  # (count - 1, k, vocab), (count - 1, k)
         flat = logits.flatten(0, 1)
         for name, values in zip(START_SIGNALS, signals(flat), strict=True):
             rows[name][1:] = values.reshape(-1, k).cpu().numpy()
-        rows["token"][1:] = self.target_ids(logits.argmax(-1)).cpu().numpy()
+        if not self.sampling.greedy:
+            own = drafted(flat, self.draft_ids(tokens).flatten(), self.sampling)
+            for name in DRAWN:
+                rows[name][1:] = getattr(own, name).reshape(-1, k).cpu().numpy()
+        rows["token"][1:] = tokens.cpu().numpy()
         ended = np.isin(rows["token"], list(eos)).cumsum(1)
         rows["token"][:, 1:][ended[:, :-1] > 0] = -1
         true = torch.tensor(output + [-1] * k, device=logits.device)
@@ -176,9 +187,11 @@ class SkipRecorder(StartRecorder):
 def record_starts(recorder: StartRecorder, trace: Trace) -> StartRecording:
     """What the source drafts from every start of the requests of `trace`.
 
-    Raises DraftsimError if the trace was sampled or holds no prompts.
+    Raises DraftsimError if the trace was sampled otherwise than its recorder draws, or holds no
+    prompts.
     """
-    output, starts = true_tokens(trace), trace.request_starts
+    drawn = not recorder.sampling.greedy and recorder.sampling == trace.sampling
+    output, starts = true_tokens(trace, sampled=drawn), trace.request_starts
     eos = frozenset(trace.meta.get("eos_token_ids") or ())
     parts = []
     for i in range(len(trace.requests)):
@@ -187,5 +200,6 @@ def record_starts(recorder: StartRecorder, trace: Trace) -> StartRecording:
     merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
     return StartRecording(
         merged["token"], {name: merged[name] for name in START_SIGNALS}, merged["rank"],
-        tuple(int(s) for s in starts), recorder.meta(),
+        tuple(int(s) for s in starts), {**recorder.meta(), "sampling": recorder.sampling.meta},
+        **{name: merged[name] for name in DRAWN if name in merged},
     )  # fmt: skip

@@ -22,6 +22,12 @@ from policies.estimators import (
 from policies.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.whatif.cost import LatencyCost
+from simulator.whatif.judged import (
+    drafts_of_rounds,
+    ends_draft,
+    first_acceptance,
+    judged_rows,
+)
 from simulator.whatif.matchmodel import NUMERIC
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
@@ -139,23 +145,22 @@ def fit_estimates(
     """(acceptance of a drafted token, of the one after it, of a round's first) from `trace`."""
     if estimates not in ("isotonic", "logistic", "none"):
         raise DraftsimError(f"estimates is {estimates!r}, expected isotonic, logistic or none")
-    match = trace.columns["match"][trace.on_path] == MATCH
-    starts = trace.request_starts
+    judged = judged_rows(trace)
+    match = trace.columns["match"][judged] == MATCH
     names = tuple(n for n in NUMERIC if n in trace.signals)
-    first = _first_acceptance(trace, match)
+    first = first_acceptance(trace)
     if estimates == "none" or not names:
         chance = float(match.mean())
         # One chance for all: what a round's start tells would be another, unknown signal.
         return ConstantAcceptance(chance), None, chance
-    last = np.zeros(len(match), dtype=bool)
-    last[starts[1:] - 1] = True
+    last = ends_draft(trace, judged)
     before = np.flatnonzero(match & ~last)
     if len(before) == 0:
         before = np.flatnonzero(~last)
     if estimates == "isotonic":
         signal = "prob" if "prob" in names else names[0]
         rising = signal != "entropy"
-        values = trace.signal(signal)[trace.on_path]
+        values = trace.signal(signal)[judged]
         return (
             IsotonicAcceptance.fit(signal, values, _smoothed(values, match, rising), rising),
             IsotonicAcceptance.fit(
@@ -163,8 +168,8 @@ def fit_estimates(
             ) if len(before) else None,
             first,
         )  # fmt: skip
-    values = np.column_stack([trace.signal(n)[trace.on_path] for n in names])
-    rows, offset = _drafts_of_rounds(trace, gamma)
+    values = np.column_stack([trace.signal(n)[judged] for n in names])
+    rows, offset = drafts_of_rounds(trace, judged, gamma)
     seen = rows[match[rows] & ~last[rows]], offset[match[rows] & ~last[rows]]
     return (
         LogisticAcceptance.fit(names, values[rows], offset, match[rows]),
@@ -184,33 +189,6 @@ def _smoothed(
     for ends in (order[:pool], order[-pool:]):
         result[ends] = (match[ends].sum() + 0.5) / (len(ends) + 1)
     return result
-
-
-def _first_acceptance(trace: Trace, match: npt.NDArray[np.bool_]) -> float:
-    """Share of matches right after a mismatch's position or at a request's begin."""
-    fresh = np.zeros(len(match), dtype=bool)
-    fresh[trace.request_starts[:-1]] = True
-    fresh[1:] |= ~match[:-1]
-    return float((match[fresh].sum() + 0.5) / (fresh.sum() + 1))
-
-
-def _drafts_of_rounds(trace: Trace, gamma: int) -> tuple[Ints, Ints]:
-    """On-path indices of tokens drafted by rounds of `gamma`, and their places in the draft.
-
-    A draft counts up to its first mismatch: what follows has no outcome of its own.
-    """
-    starts, runs = trace.request_starts, trace.run_lengths
-    begins: list[int] = []
-    lengths: list[int] = []
-    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        at = a
-        while at < b:
-            begins.append(at)
-            lengths.append(min(int(runs[at]) + 1, gamma, b - at))
-            at += min(int(runs[at]), gamma) + 1
-    counts = np.array(lengths)
-    offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.repeat(np.array(begins), counts) + offset, offset
 
 
 class _Found(NamedTuple):

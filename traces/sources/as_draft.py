@@ -19,7 +19,7 @@ from traces.latency import CELL_COLUMNS, LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.feature_source import Eagle
 from traces.sources.start_sources import Heads, LayerSkip
-from traces.sources.starts import StartRecording, StartSource
+from traces.sources.starts import DRAWN, StartRecording, StartSource
 from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     if isinstance(source, Heads) and source.k is not None:
         source.open(trace, recordings, 1)(0)  # refuses more heads than there are
         most = source.k
-    true, bounds = np.array(true_tokens(trace)), trace.request_starts
+    true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
     lengths = np.diff(bounds)
     stop, rows = np.repeat(bounds[1:], lengths), np.arange(len(true))
     begins = np.zeros(len(true), bool)
@@ -79,7 +79,10 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     # A draft that ended with EOS holds nothing more; one that never was holds its blanks.
     held = (drafted >= 0) | (drafted[:, :1] < 0)
     start, offset = np.nonzero(held)
-    signals = {n: v[:, :most][from_row][held] for n, v in recording.signals.items()}
+    # Drawn greedily, a token is the likeliest.
+    likeliest = recording.signals["top1"] - recording.signals["logsumexp"]
+    drawn = {n: likeliest if (own := getattr(recording, n)) is None else own for n in DRAWN}
+    signals = {n: v[:, :most][from_row][held] for n, v in {**recording.signals, **drawn}.items()}
     columns: dict[str, npt.NDArray[Any]] = {
         "request": np.repeat(np.arange(len(lengths)), lengths)[start],
         "position": (rows - np.repeat(bounds[:-1], lengths))[start],
@@ -88,7 +91,8 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
         "accepted": np.where(offset == 0, accepted[start], 0),
         "token": np.where(offset == 0, true[start], -1),
         "draft_token": drafted[held],
-        "draft_logprob": signals["top1"] - signals["logsumexp"],  # drawn greedily
+        "draft_logprob": signals["log_prob"],
+        "draft_raw_logprob": signals["raw_log_prob"],
         "draft_top1": signals["top1"],
         "draft_top2": signals["top2"],
         "draft_logsumexp": signals["logsumexp"],

@@ -179,8 +179,8 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
         )
     if trace.temperature > 0 and not sampled:
         raise DraftsimError(
-            "this trace was sampled, and sources other than a draft model and early exit are "
-            "replayed along greedy output: record with --temperature 0"
+            "this trace was sampled, and sources other than a draft model, early exit and drafters "
+            "on features are replayed along greedy output: record with --temperature 0"
         )
     tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens

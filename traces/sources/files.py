@@ -15,13 +15,12 @@ from traces.parquet import file_error, read_file, write_file
 from traces.sources.base import Recordings
 from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits import SIGNALS as EXIT_SIGNALS
-from traces.sources.starts import START_SIGNALS, StartRecording
+from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
 
 EXITS, STARTS = "exits", "starts"
 ADAPTER_FILE = "exits-kangaroo.parquet"
-DRAWN = ("log_prob", "raw_log_prob")
-"""Columns of early exits along sampled outputs."""
 STARTS_FILE = "starts-{}.parquet"
+SAMPLED_STARTS_FILE = "sampled-starts-{}.parquet"
 
 
 def write_exits(recording: ExitRecording, path: PathLike) -> None:
@@ -69,6 +68,9 @@ def write_starts(recording: StartRecording, path: PathLike) -> None:
     """Write a recording of drafts by start: one row per start, a list per offset."""
     columns = {"token": _lists(recording.token), "rank": _lists(recording.rank)}
     columns |= {name: _lists(recording.signals[name]) for name in START_SIGNALS}
+    for name in DRAWN:
+        if (values := getattr(recording, name)) is not None:
+            columns[name] = _lists(values)
     header = {
         "offsets": recording.offsets, "request_starts": recording.request_starts,
         "meta": dict(recording.meta),
@@ -86,6 +88,7 @@ def read_starts(path: PathLike) -> StartRecording:
             {name: _matrix(table, name, shape, "float32") for name in START_SIGNALS},
             _matrix(table, "rank", shape, "int32"),
             tuple(header["request_starts"]), header["meta"],
+            **{n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, DraftsimError) as error:
         raise _contradiction(path, error) from error
@@ -97,30 +100,30 @@ def exits_file(sampled: bool) -> str:
 
 
 def write_recordings(recordings: Recordings, folder: Path) -> None:
-    """Write what was recorded to ``exits*.parquet`` and ``starts-<source>.parquet``."""
+    """Write what was recorded to ``exits*.parquet`` and ``[sampled-]starts-<source>.parquet``."""
     if recordings.exits is not None:
         sampled = not recordings.exits.sampling.greedy
         write_exits(recordings.exits, folder / exits_file(sampled))
     if recordings.adapter is not None:
         write_exits(recordings.adapter, folder / ADAPTER_FILE)
     for name, recording in recordings.starts.items():
-        write_starts(recording, folder / STARTS_FILE.format(name))
+        named = STARTS_FILE if recording.sampling.greedy else SAMPLED_STARTS_FILE
+        write_starts(recording, folder / named.format(name))
 
 
 def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
     """What `write_recordings` left in `folder`, as far as it is there.
 
-    ``sampled``: what follows sampled outputs instead, which is early exits alone.
+    ``sampled``: what follows sampled outputs instead: early exits, and drafters on features.
     """
-    exits = folder / exits_file(sampled)
-    if sampled:
-        return Recordings(read_exits(exits) if exits.exists() else None)
-    before, after = STARTS_FILE.split("{}")
-    paths = sorted(folder.glob(STARTS_FILE.format("*")))
+    exits, adapter = folder / exits_file(sampled), folder / ADAPTER_FILE
+    named = SAMPLED_STARTS_FILE if sampled else STARTS_FILE
+    before, after = named.split("{}")
+    paths = sorted(folder.glob(named.format("*")))
     return Recordings(
         read_exits(exits) if exits.exists() else None,
         {p.name.removeprefix(before).removesuffix(after): read_starts(p) for p in paths},
-        read_exits(folder / ADAPTER_FILE) if (folder / ADAPTER_FILE).exists() else None,
+        read_exits(adapter) if adapter.exists() and not sampled else None,
     )
 
 

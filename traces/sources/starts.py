@@ -16,10 +16,13 @@ import numpy.typing as npt
 
 from policies.core import SIGNALS
 from traces.errors import DraftsimError, TailError
+from traces.sampling import Sampling
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
 from traces.trace import Trace
 
 START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
+DRAWN = ("log_prob", "raw_log_prob")
+"""What recordings along sampled outputs hold besides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,10 @@ class StartRecording:
         Provenance, and where the replay needs it ``layers``: those a layer-skipping drafter
         runs, or those of the target whose pass carries mask tokens.
 
+    log_prob, raw_log_prob:
+        (starts, offsets) float32 along sampled outputs: that the token was drawn with, and its
+        own at T = 1 without top-p; None along greedy ones.
+
     Raises
     ------
     DraftsimError
@@ -53,10 +60,13 @@ class StartRecording:
     rank: npt.NDArray[np.int32]
     request_starts: tuple[int, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    log_prob: npt.NDArray[np.float32] | None = None
+    raw_log_prob: npt.NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
-        for name, values in {**self.signals, "rank": self.rank}.items():
-            if values.shape != self.token.shape:
+        drawn = {name: getattr(self, name) for name in DRAWN}
+        for name, values in {**self.signals, "rank": self.rank, **drawn}.items():
+            if values is not None and values.shape != self.token.shape:
                 raise DraftsimError(
                     f"recording of drafts by start: {name} has shape {values.shape}, expected "
                     f"{self.token.shape}: record it again"
@@ -71,6 +81,11 @@ class StartRecording:
     def offsets(self) -> int:
         """Longest draft recorded."""
         return int(self.token.shape[1])
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the outputs and drafts that it follows were drawn."""
+        return Sampling.of(self.meta.get("sampling"))
 
 
 class StartSource(Source):
@@ -106,6 +121,12 @@ class StartSource(Source):
                 f"the recording of {self.key!r} drafts is of other requests than the trace: "
                 "record both in one run"
             )
+        if recording.sampling != trace.sampling:
+            raise DraftsimError(
+                f"the recording of {self.key!r} drafts is of outputs decoded "
+                f"{recording.sampling.label}, and the trace's were {trace.sampling.label}: record "
+                "both in one run"
+            )
         return lambda request: self.replay(trace, request, recording, first)
 
     def replay(
@@ -120,6 +141,8 @@ class StartReplay(SourceReplay):
 
     ``width`` heads can be used; None takes all that were recorded.
     """
+
+    sampled = True
 
     def __init__(
         self, trace: Trace, request: int, recording: StartRecording, first: int,
@@ -160,8 +183,13 @@ class StartReplay(SourceReplay):
         top1, top2, lse, entropy = (record.signals[name][at] for name in START_SIGNALS)
         token = int(record.token[at])
         margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
-        prob = float(np.exp(np.float64(top1 - lse)))  # of the likeliest token, drawn greedily
+        top = float(np.exp(np.float64(top1 - lse)))  # of the likeliest token, drawn greedily
+        prob = raw = top
+        if record.log_prob is not None and record.raw_log_prob is not None:
+            prob, raw = (
+                float(np.exp(np.float64(of[at]))) for of in (record.log_prob, record.raw_log_prob)
+            )
         return SourceToken(
             token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
-            top_prob=prob, raw_prob=prob,
+            top_prob=top, raw_prob=raw,
         )  # fmt: skip

@@ -1,0 +1,211 @@
+"""Drafters on features along sampled outputs: the draws' law, and replay against decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from policies.basic import Fixed
+from policies.core import SIGNALS, DraftPolicy
+from policies.huggingface import Confidence
+from profiler.features import FeatureDrafter
+from profiler.features.picks import Drawn
+from profiler.sampling import draw, probs
+from profiler.sources.draws import RandomDraws, RecordedStarts
+from profiler.sources.modules import Modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.stack import LayerRunner
+from tests.features import drafters, miniature
+from tests.outputs import trace_of
+from tests.test_sources_sampled import counts_fit
+from traces.errors import DraftsimError
+from traces.replay import replay
+from traces.sampling import GREEDY, Sampling
+from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
+from traces.sources.as_draft import drafted_trace
+from traces.trace import Trace
+
+HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
+SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
+KINDS = ("eagle", "eagle3", "mtp-several")
+LIMIT, EOS, OFFSETS = 14, 7, 5
+POLICIES: list[DraftPolicy] = [Fixed(3), Confidence(5, 0.05)]
+
+
+@cache
+def model() -> Any:
+    torch.set_num_threads(1)
+    return miniature()
+
+
+@cache
+def modules() -> Modules:
+    made = drafters(model())
+    return Modules(drafters={f"eagle.{kind}": made[kind] for kind in KINDS})
+
+
+def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
+    """Outputs drawn token by token from the target."""
+    runner, generator = LayerRunner(model(), 64), torch.Generator().manual_seed(seed)
+    draws = RandomDraws(sampling, generator)
+    outputs, prompts = [], []
+    for i in range(requests):
+        prompt = torch.tensor([3 + i % 5, 11, 2][: 1 + i % 3])
+        feed, start, output = prompt, 0, []
+        while len(output) < LIMIT and EOS not in output:
+            following = draws.first(runner.forward(feed, start, keep=1))
+            start += len(feed)
+            feed = following
+            output.append(int(feed))
+        outputs.append(output)
+        prompts.append(prompt.tolist())
+    trace = trace_of(outputs, LIMIT, prompts, [EOS])
+    return Trace(trace.columns, trace.requests, None, {**trace.meta, "sampling": sampling.meta})
+
+
+def record(trace: Trace, seed: int, only: tuple[str, ...] = KINDS) -> Recordings:
+    return record_sources(
+        model(), trace, modules(), draft_offsets=OFFSETS, seed=seed,
+        only=[f"eagle.{kind}" for kind in only],
+    )  # fmt: skip
+
+
+@cache
+def case(sampling: Sampling) -> tuple[Trace, Recordings]:
+    trace = sampled_trace(12, 0, sampling)
+    return trace, record(trace, 1)
+
+
+def runner(kind: str, sampling: Sampling) -> SourceRunner:
+    """A runner whose draws are those of the recording."""
+    trace, recordings = case(sampling)
+    starts = recordings.starts[f"eagle.{kind}"]
+    return SourceRunner(
+        model(), trace, modules(), lambda i: RecordedStarts(starts, trace, i, "cpu")
+    )
+
+
+@pytest.mark.invariant(1)
+@SAMPLINGS
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_the_recorded_draws_real_rounds_are_the_replayed_ones(
+    kind: str, sampling: Sampling
+) -> None:
+    trace, recordings = case(sampling)
+    starts, tokens = trace.request_starts, np.asarray(trace.columns["token"])
+    accepted = 0
+    for policy in POLICIES:
+        real = runner(kind, sampling).run(Eagle(kind), policy)
+        log = replay_source(trace, Eagle(kind), policy, recordings=recordings)
+        np.testing.assert_array_equal(real.log.rounds, log.rounds)
+        assert (log.fidelity, log.verify) == ("exact in distribution", "rejection-sampling")
+        assert real.log.verify == log.verify
+        assert real.outputs == [
+            tokens[starts[i] : starts[i + 1]].tolist() for i in range(len(trace.requests))
+        ]
+        assert log.rounds["accepted"].sum() < log.rounds["drafted"].sum()
+        accepted += log.rounds["accepted"].sum()
+        if kind != "mtp-several":
+            stood = replay(drafted_trace(trace, Eagle(kind), recordings), policy)
+            np.testing.assert_array_equal(stood.rounds, log.rounds)
+            assert (stood.fidelity, stood.verify) == (log.fidelity, log.verify)
+    assert accepted > 0
+
+
+@SAMPLINGS
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_token_says_is_what_the_real_one_says(kind: str, sampling: Sampling) -> None:
+    trace, recordings = case(sampling)
+    real = runner(kind, sampling).decoder(Eagle(kind), 0)
+    replayed = Eagle(kind).open(trace, recordings, 1)(0)
+    mine: list[Any] = []
+    theirs: list[Any] = []
+    for _ in range(3):  # off the path as well
+        mine.append(real.draft(mine))
+        theirs.append(replayed.draft(theirs))
+    for ours, other in zip(mine, theirs, strict=True):
+        assert ours.token_id == other.token_id
+        for field in SIGNALS:
+            assert getattr(ours, field) == pytest.approx(getattr(other, field), rel=1e-3, abs=1e-5)
+    if kind != "mtp-several":
+        stood = drafted_trace(trace, Eagle(kind), recordings)
+        row = stood.on_path[1]
+        for field in SIGNALS:
+            assert stood.signal(field)[row] == pytest.approx(getattr(theirs[0], field), rel=1e-9)
+
+
+class Plain(FeatureDrafter):
+    """Of a drafter, what a draw asks for: the target's own vocabulary."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+    def step(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_drafts_follow_the_drafter_and_match_as_often_as_rejection_sampling() -> None:
+    rows, sampling = 40_000, Sampling(0.8)
+    target, head = torch.tensor([0.9, 0.4, -0.5, -1.0]), torch.tensor([0.0, 1.0, -1.0, 0.5])
+    generator = torch.Generator().manual_seed(5)
+    wanted, drafting = (probs(x[None], sampling)[0] for x in (target, head))
+    output = draw(wanted.expand(rows + 1, 4), generator)
+    pick = Drawn(Plain(), output.tolist(), wanted.expand(rows + 1, 4), sampling, generator)
+    starts = torch.arange(rows)
+    first = pick(head.expand(rows, 4), starts, 0)
+    assert counts_fit(np.bincount(first.numpy(), minlength=4), drafting.numpy())
+    overlap = float(torch.minimum(wanted, drafting).sum())
+    right = first == output[:rows]
+    assert abs(int(right.sum()) - rows * overlap) <= 4 * np.sqrt(rows * overlap * (1 - overlap))
+    second = pick(head.expand(rows, 4), starts, 1)
+    # Behind a right token the next is coupled to the output again, behind a wrong one it is free.
+    for some, chance in ((right, overlap), (~right, float((wanted * drafting).sum()))):
+        count, hits = int(some.sum()), int((second == output[1:])[some].sum())
+        assert abs(hits - count * chance) <= 4 * np.sqrt(count * chance * (1 - chance))
+        assert counts_fit(np.bincount(second[some].numpy(), minlength=4), drafting.numpy())
+
+
+@SAMPLINGS
+def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
+    count, source, policy = 100, Eagle("eagle3"), Fixed(3)
+    trace = sampled_trace(count, 21, sampling)
+    log = replay_source(trace, source, policy, recordings=record(trace, 22, ("eagle3",)))
+    torch.manual_seed(23)
+    real = SourceRunner(model(), trace, modules()).run(source, policy).log
+    for name in ("drafted", "accepted", "emitted"):
+        mine, theirs = (run.per_request(run.rounds[name]) for run in (real, log))
+        error = np.sqrt((mine.var() + theirs.var()) / count)
+        assert abs(mine.mean() - theirs.mean()) < 4 * error, name
+
+
+@SAMPLINGS
+def test_a_sampled_recording_survives_its_file(tmp_path: Path, sampling: Sampling) -> None:
+    trace, recordings = case(sampling)
+    write_recordings(recordings, tmp_path)
+    assert not read_recordings(tmp_path).starts
+    again = read_recordings(tmp_path, sampled=True)
+    assert set(again.starts) == set(recordings.starts)
+    assert again.starts["eagle.eagle3"].sampling == sampling
+    np.testing.assert_array_equal(
+        replay_source(trace, Eagle("eagle3"), POLICIES[1], recordings=again).rounds,
+        replay_source(trace, Eagle("eagle3"), POLICIES[1], recordings=recordings).rounds,
+    )
+
+
+def test_a_sampled_recording_fits_its_trace_alone() -> None:
+    trace, recordings = case(HOT)
+    for wrong, shown in ((GREEDY, "greedy"), (CUT, r"T=1\.5, top-p 0\.9")):
+        other = Trace(trace.columns, trace.requests, None, {"sampling": wrong.meta})
+        with pytest.raises(DraftsimError, match=rf"decoded T=1\.5, and the trace's were {shown}"):
+            replay_source(other, Eagle("eagle"), Fixed(2), recordings=recordings)
+    starts = recordings.starts["eagle.eagle"]
+    with pytest.raises(DraftsimError, match="raw_log_prob has shape"):
+        replace(starts, raw_log_prob=starts.raw_log_prob[:, :2])  # type: ignore[index]
+    everything = record_sources(model(), trace, modules(), draft_offsets=2)
+    assert set(everything.starts) == set(modules().drafters)  # skipped layers are greedy alone
