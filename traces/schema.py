@@ -76,7 +76,9 @@ class Request:
     """One recorded sequence, without its per-position rows."""
 
     id: str
+    """Its name, of the prompts' file or its place in it."""
     category: str
+    """What rows are grouped by; empty where nobody said."""
     prompt_length: int
     """Prompt tokens."""
     tokens: int
@@ -84,6 +86,8 @@ class Request:
     max_new_tokens: int
     """The limit the output was decoded under; the draft is capped by what remains of it."""
     ended: Literal["eos", "length"]
+    """Why the output ends: the target's end-of-sequence token, or the limit."""
     prompt_ids: tuple[int, ...] | None = None
+    """Token ids of the prompt, which lookups search; None where they were not recorded."""
     wall_s: float | None = None
     """Measured seconds of plain decoding, where the recording has them."""
