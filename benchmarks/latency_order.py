@@ -1,16 +1,19 @@
 """How what ran before changes the time of a target pass: why latencies are measured in blocks.
 
-    python -m benchmarks.latency_order [--width 9] [--repeats 60]
+    python -m benchmarks.latency_order [--width 9] [--repeats 60] [--drafts]
 
 Times one and the same pass of the bundled target in three company: round after round behind
 width - 1 draft passes, as decoding runs it; by itself; and both mixed at random, as a sweep over
-single cells would.  Prints the quartiles.
+single cells would.  Prints the quartiles.  With ``--drafts`` the draft passes of rounds instead, by
+their place, in processor time, which other work on the machine touches least.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--width", type=int, default=9, help="tokens of the target's pass")
     parser.add_argument("--repeats", type=int, default=60, help="timed passes of each kind")
+    parser.add_argument("--drafts", action="store_true", help="draft passes by place instead")
     given = parser.parse_args()
     pair = RunInfo("bundled", "bundled", threads=1).load()
     target, draft = Runner(pair.target, 256), Runner(pair.draft, 256)
@@ -41,6 +45,9 @@ def main() -> None:
     def verify() -> None:
         target.forward(ids[: given.width], CONTEXT, keep=given.width)
 
+    if given.drafts:
+        by_place(lambda: draft.forward(ids[:1], CONTEXT, keep=1), verify, given)
+        return
     watch = Stopwatch(pair.device)
     kinds: dict[str, Callable[[], None]] = {"behind drafts": drafts, "by itself": lambda: None}
     # Blocks take turns, so that a slow minute falls on all kinds.
@@ -60,6 +67,21 @@ def main() -> None:
     for name, taken_s in sorted(seconds.items()):
         low, middle, high = np.quantile(taken_s, [0.25, 0.5, 0.75]) * 1e3
         print(f"  {name:32s} {low:6.3f} {middle:6.3f} {high:6.3f}")
+
+
+def by_place(draft: Callable[[], object], verify: Callable[[], object], given: Any) -> None:
+    """Time rounds of ``width - 1`` draft passes and a verification."""
+    seconds = np.empty((given.repeats, given.width - 1))
+    for number in range(-2, given.repeats):  # the first two warm up, and are overwritten
+        for place in range(given.width - 1):
+            begin = time.thread_time()
+            draft()
+            seconds[number, place] = time.thread_time() - begin
+        verify()
+    print("a draft pass by its place in the round, ms of processor time: quartiles")
+    for place, taken in enumerate(seconds.T, start=1):
+        low, middle, high = np.quantile(taken, [0.25, 0.5, 0.75]) * 1e3
+        print(f"  {place:2d} {low:6.3f} {middle:6.3f} {high:6.3f}")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commands.engine_loads import scenario_of
 from commands.engine_profile import check_engine
-from commands.inputs import batch_sizes, load_trace, positive_numbers
+from commands.inputs import load_trace
 from commands.output import note
 from policies.core import DraftPolicy, Round
 from traces.errors import DraftsimError
@@ -20,9 +21,10 @@ from traces.replay import replay
 from traces.trace import Trace
 
 if TYPE_CHECKING:
-    from profiler.engines.engine import Engine, Step
+    from profiler.engines.engine import Engine, EngineOptions, Step
     from profiler.engines.loads import LoadRun
     from simulator.serving import Run, Scenario
+    from simulator.serving.arrivals import Arrivals
     from traces.latency import LatencyTable
 
 LEAST_ERROR = 0.03
@@ -36,11 +38,11 @@ SHOWN = (
 
 
 def engine_check(
-    name: str, run: Path, trace_name: str, policies: Sequence[str], loads: Sequence[str],
+    name: str, run: Path, trace_name: str, policies: Sequence[str], loads: Mapping[str, Arrivals],
     requests: int, repeats: int, limit: int | None, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy."""
-    from profiler.engines.engine import Engine, EngineOptions
+    from profiler.engines.engine import Engine
 
     check_engine(name)
     latency = read_latency(run / "latency.parquet")
@@ -48,23 +50,30 @@ def engine_check(
         raise DraftsimError(
             f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
         )
-    said: Mapping[str, Any] = latency.meta["engine"]
     trace = load_trace(trace_name)
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
-    chosen = arms(policies, trace, said["longest"])
-    room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
-    options = EngineOptions(
-        latency.meta["target"], longest=said["longest"], max_batch=said["max_batch"],
-        max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
-        dtype=latency.meta["dtype"], threads=latency.meta["threads"],
-    )  # fmt: skip
-    for load in loads:
-        if load.startswith("closed") and int(load.partition(":")[2]) > options.max_batch:
+    chosen = arms(policies, trace, latency.meta["engine"]["longest"])
+    options = engine_options(latency, trace)
+    for load, arrivals in loads.items():
+        if (arrivals.concurrency or 0) > options.max_batch:
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
     return compare_loads(Engine(options), latency, trace, chosen, loads, requests, repeats, seed)
+
+
+def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
+    """The options that the engine had when `latency` was measured, with room for `trace`."""
+    from profiler.engines.engine import EngineOptions
+
+    said: Mapping[str, Any] = latency.meta["engine"]
+    room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
+    return EngineOptions(
+        latency.meta["target"], longest=said["longest"], max_batch=said["max_batch"],
+        max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
+        dtype=latency.meta["dtype"], threads=latency.meta["threads"],
+    )  # fmt: skip
 
 
 def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
@@ -91,9 +100,12 @@ def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
 
 def compare_loads(
     engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
-    loads: Sequence[str], requests: int, repeats: int, seed: int = 0,
+    loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every load under every policy, in the engine and in the simulator; arms take turns."""
+    """Every load under every policy, in the engine and in the simulator; arms take turns.
+
+    Speedups are over the first policy.
+    """
     from profiler.engines.bench import Control
     from profiler.engines.drafts import Forced
     from profiler.engines.loads import Job, run_load
@@ -104,7 +116,9 @@ def compare_loads(
     note(f"the engine's own {len(prompts)} outputs")
     forced = Forced(trace, own_texts(engine, trace, prompts), engine.vocabulary)
     control = Control(engine.meta["device"])
-    scenarios = {load: _scenario(load, engine, requests, seed) for load in loads}
+    scenarios = {
+        load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
+    }
     measured: dict[tuple[str, str], list[LoadRun]] = {}
     for repeat in range(repeats):
         for load, scenario in scenarios.items():
@@ -126,7 +140,7 @@ def compare_loads(
         for load, scenario in scenarios.items()
         for text, policy in chosen.items()
     ]
-    off = {row["load"]: row for row in rows if row["policy"] == OFF}
+    off = {row["load"]: row for row in rows if row["policy"] == next(iter(chosen))}
     for row in rows:
         for key in ("throughput", "throughput_predicted"):
             row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
@@ -150,30 +164,6 @@ def _row(
             other = _figures(simulate(trace, table, policy, scenario).requests)
             row |= {f"{k}_predicted_{end}": other[k] for k in ("ttft_s", "tpot_s")}
     return row
-
-
-def load_names(load: str | None, rate: str | None) -> list[str]:
-    """Names of the loads: ``closed:4``, ``rate:2.5``.
-
-    Raises DraftsimError naming what is wrong with the options.
-    """
-    kind, _, sizes = (load or ("" if rate else "closed:1,4,8,16")).partition(":")
-    if load is not None and kind != "closed":
-        raise DraftsimError(f"--load is {load!r}, expected closed:N,...; open loads are --rate")
-    closed = [f"closed:{n}" for n in batch_sizes("--load", sizes)] if kind else []
-    return closed + [f"rate:{r:g}" for r in positive_numbers("--rate", rate)] if rate else closed
-
-
-def _scenario(load: str, engine: Engine, requests: int, seed: int) -> Scenario:
-    from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
-
-    kind, _, size = load.partition(":")
-    limits = Limits(
-        engine.options.max_batch, engine.options.token_budget, kv_blocks=engine.blocks,
-        block_size=engine.block_size,
-    )  # fmt: skip
-    arrivals = ClosedLoop(int(size)) if kind == "closed" else Poisson(float(size))
-    return Scenario(arrivals, limits, requests, warmup=0.0, seed=seed)
 
 
 def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,13 +50,22 @@ LoadOption = Annotated[
     typer.Option(
         "--load",
         metavar="closed:N,...",
-        help="Of --engine: closed loops. Default without --rate: closed:1,4,8,16.",
+        help="Of --engine: closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
     ),
 ]
 RateOption = Annotated[
     str | None,
     typer.Option(
         "--rate", metavar="R,...", help="Of --engine: Poisson loads, requests per second."
+    ),
+]
+EngineArrivalsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--arrivals",
+        metavar="FILE",
+        help="Of --engine: send requests at the times of a file, as `serve --arrivals` reads it; "
+        "their lengths are the recording's.",
     ),
 ]
 RequestsOption = Annotated[

@@ -208,7 +208,7 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if name in ("error", "speedup_error", "profile_error", "bias", "slowdown"):
+        if name.endswith("error") or name in ("bias", "slowdown"):
             return f"{100 * value:+.1f} %"
         if name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"

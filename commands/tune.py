@@ -18,7 +18,7 @@ from commands.inputs import (
     TraceOption,
     load_trace,
 )
-from commands.output import JsonOption, emit, note
+from commands.output import JsonOption, emit, note, print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -76,6 +76,16 @@ def tune(
             "simulated time, under other random numbers than the search's.",
         ),
     ] = False,
+    try_out: Annotated[
+        bool,
+        typer.Option(
+            "--try",
+            help="Of vllm: also start the engine that --latency was measured on, and serve the "
+            "setting in it beside off and K = 1, 3, 5, one closed loop a batch.",
+        ),
+    ] = False,
+    requests: Annotated[int, typer.Option(min=1, help="Of --try: requests of every load.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Of --try: runs of every arm.")] = 1,
     resamples: Annotated[
         int | None,
         typer.Option(
@@ -90,6 +100,7 @@ def tune(
 ) -> None:
     """Search the draft lengths that pay, and write them as the engine's configuration."""
     from simulator.tune import write_settings
+    from simulator.tune.costs import DEFAULT_LENGTHS
 
     recorded = load_trace(trace, "tune")
     table = one_latency(latency, trace, gpu, assume_batch_free)
@@ -107,10 +118,19 @@ def tune(
     sizes = _numbers("--batch", batch)
     if engine is Engine.HF and sizes not in (None, [1]):
         raise DraftsimError("assisted generation of hf decodes one request: leave out --batch")
+    longest = None
+    if try_out:
+        if engine is not Engine.VLLM:
+            raise DraftsimError(f"--try runs vllm, not {engine.value}")
+        from commands.engine_try import check_trial
+
+        longest = check_trial(table)
     targets = parse_slo(slo)
     common: dict[str, Any] = {"slo": targets, "seed": seed}
     if resamples is not None:
         common["draws"] = resamples
+    if longest is not None:
+        common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
     tuned = _search(engine, recorded, table, sizes, by_context, context, common)
     rows = [dict(row) for row in tuned.rows]
     shown = [c for c in SHOWN if c != "context" or by_context]
@@ -123,16 +143,24 @@ def tune(
     if check:
         _served(recorded, table, tuned, rows, targets, seed)
         shown += ["served_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse"]
-    emit(
-        "tune", rows, json, show=shown, title=f"Settings for {engine.value}",
-        more={"settings": tuned.document, "warnings": list(tuned.warnings)},
-    )  # fmt: skip
-    for warning in tuned.warnings:
-        note(f"warning: {warning}")
     if out is not None:
+        # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
         note(f"wrote {out}")
-    elif json is None:
+    more: dict[str, Any] = {"settings": tuned.document, "warnings": list(tuned.warnings)}
+    tried = []
+    if try_out:
+        from commands.engine_try import TRIED, say_tried, try_settings
+
+        tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
+    emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}", more=more)
+    if tried:
+        if json is None:
+            print_table(tried, TRIED, title="Tried in vLLM; gains are over no speculation")
+        say_tried(tried, tuned, table)
+    for warning in tuned.warnings:
+        note(f"warning: {warning}")
+    if out is None and json is None:
         from json import dumps
 
         note(dumps(tuned.document))

@@ -12,6 +12,7 @@ import typer
 from commands.engine_options import (
     AcceptanceOption,
     CheckedEngineOption,
+    EngineArrivalsOption,
     LoadOption,
     RateOption,
     RequestsOption,
@@ -84,6 +85,7 @@ def validate(
     trace: AcceptanceOption = DEFAULT_TRACE,
     load: LoadOption = None,
     rate: RateOption = None,
+    arrivals: EngineArrivalsOption = None,
     requests: RequestsOption = 40,
     seed: SeedOption = 0,
     out: OutOption = None,
@@ -119,11 +121,12 @@ def validate(
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     if engine is not None:
-        from commands.engine_check import SHOWN, engine_check, load_names, say_kinds
+        from commands.engine_check import SHOWN, engine_check, say_kinds
+        from commands.engine_loads import named_loads
 
         found = engine_check(
-            engine, run, trace, policy or ENGINE_ARMS, load_names(load, rate), requests, repeats,
-            limit, seed,
+            engine, run, trace, policy or ENGINE_ARMS, named_loads(load, rate, arrivals),
+            requests, repeats, limit, seed,
         )  # fmt: skip
         emit("validate", found, json, show=SHOWN, out=out)
         if json is None:

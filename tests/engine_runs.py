@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from commands.engine_check import arms, compare_loads
+from commands.engine_loads import named_loads
+from commands.engine_try import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch import BatchPolicy, SingleStream
 from profiler.engines.drafts import Forced, LookedUp
@@ -19,6 +21,7 @@ from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
+from simulator.tune import tune_vllm
 from tests.own_policy import Told
 from traces import synthetic_trace, write_latency
 from traces.sources.lookup_sources import PLD
@@ -104,8 +107,15 @@ def main(folder: Path) -> dict[str, Any]:
     latency = measured.run()
     write_latency(latency, folder / "latency.parquet")
     chosen = arms(["gammatune"], TRACE, LONGEST)
-    rows = compare_loads(engine, latency, TRACE, chosen, ["closed:1", "closed:3", "rate:50"], 8, 1)
+    arrivals = folder / "arrivals.csv"
+    sent = [f"{0.02 * i},100,100" for i in range(6)]
+    arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sent]) + "\n")
+    loads = named_loads("closed:1,3", "50", arrivals)
+    rows = compare_loads(engine, latency, TRACE, chosen, loads, 8, 1)
+    tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
+    trial = tried(engine, latency, TRACE, tuned, 8, 1)
     return {
+        "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
         "meta": engine.meta, "rows": rows,
     }  # fmt: skip

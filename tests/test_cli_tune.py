@@ -187,3 +187,31 @@ def test_one_request_at_a_time_is_not_served_in_batches(
     assert ran.code == 2
     assert "decodes one request at a time: use --batch 1" in ran.err
     assert len(run(*arguments, "--batch", "1", "--requests", "5", "--json", "-").rows) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engine", "sglang"), "--try runs vllm, not sglang"),
+        (("--engine", "vllm"), "the engine that the latencies were measured on"),
+    ],
+)
+def test_only_the_engine_that_was_measured_is_tried(
+    run: Run, recorded: SimpleNamespace, arguments: tuple[str, ...], message: str
+) -> None:
+    ran = run("tune", "--trace", recorded.folder, "--try", *arguments)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_without_the_engine_nothing_is_searched(
+    run: Run, recorded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.engine_try.find_spec", lambda name: None)
+    measured = LatencyTable(batched().cells, {"kind": "engine", "engine": {"longest": 4}})
+    write_latency(measured, recorded.folder / "latency.parquet")
+    ran = run("tune", "--trace", recorded.folder, "--engine", "vllm", "--try")
+    assert ran.code == 2
+    assert "make vllm" in ran.err
+    assert ran.err.count("\n") == 1

@@ -106,8 +106,9 @@ def test_closed_loops_take_the_simulators_iterations_one_by_one(
     assert row["iterations"] == row["iterations_predicted"] > 0
 
 
-def test_timed_arrivals_take_the_replays_rounds_and_state_an_interval(ran: Any) -> None:
-    rows = [r for r in ran["rows"] if r["load"] == "rate:50"]
+@pytest.mark.parametrize("load", ["rate:50", "arrivals:arrivals.csv"])
+def test_timed_arrivals_take_the_replays_rounds_and_state_an_interval(ran: Any, load: str) -> None:
+    rows = [r for r in ran["rows"] if r["load"] == load]
     assert [r["rounds_differ"] for r in rows] == [0, 0]
     for row in rows:
         assert row["tpot_s_predicted_lo"] < row["tpot_s_predicted"] < row["tpot_s_predicted_hi"]
@@ -130,3 +131,17 @@ def test_what_was_measured_is_a_table_of_the_engine(ran: Any) -> None:
     assert set(forward["batch"]) >= {1, 2, 4}
     assert set(forward["new_tokens"]) >= {1, 3, LONGEST + 1}
     assert not (ran["folder"] / "checkpoint").exists()
+
+
+def test_settings_found_are_tried_beside_those_set_by_hand(ran: Any) -> None:
+    assert ran["tables"]  # vLLM 0.32 reads tables by batch
+    arms = ["off", "K=1", "K=3", "K=5", *(["tuned"] if ran["tuned"] else [])]
+    for load in ("closed:1", "closed:3"):
+        rows = [r for r in ran["tried"] if r["load"] == load]
+        assert [r["policy"] for r in rows] == arms
+        off = rows[0]["throughput"]
+        for row in rows:
+            assert row["gain"] == pytest.approx(row["throughput"] / off)
+            assert row["gain_error"] == pytest.approx(row["gain_predicted"] / row["gain"] - 1)
+            assert row["rounds_differ"] == 0
+            assert row["iterations"] == row["iterations_predicted"]

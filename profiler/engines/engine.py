@@ -133,6 +133,12 @@ class Engine:
         self._engine.abort_request(list(names))
 
     @property
+    def knows_batch_tables(self) -> bool:
+        """Whether this vLLM reads ``num_speculative_tokens_per_batch_size``."""
+        config = self._engine.vllm_config.speculative_config
+        return hasattr(config, "num_speculative_tokens_per_batch_size")
+
+    @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self._engine.has_unfinished_requests())

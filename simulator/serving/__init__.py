@@ -8,6 +8,7 @@
 from simulator.serving.arrivals import (
     ArrivalFile,
     Arrivals,
+    ArrivalTimes,
     ClosedLoop,
     Deterministic,
     Job,
@@ -26,6 +27,7 @@ from simulator.serving.timeline import Timeline
 __all__ = [
     "MODES",
     "ArrivalFile",
+    "ArrivalTimes",
     "Arrivals",
     "ClosedLoop",
     "Deterministic",

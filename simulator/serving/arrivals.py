@@ -222,6 +222,22 @@ class ArrivalFile(Arrivals):
         return float((len(times) - 1) / times[-1] * self.scale) if times[-1] > 0 else None
 
 
+@dataclass(frozen=True)
+class ArrivalTimes(Arrivals):
+    """The times of `file` alone: requests keep the lengths of the recorded sequences."""
+
+    file: ArrivalFile
+
+    def times(self, rng: np.random.Generator) -> Iterator[float]:
+        """The file's times, scaled."""
+        return self.file.times(rng)
+
+    @property
+    def rate(self) -> float | None:
+        """The file's mean rate; None if it spans no time."""
+        return self.file.rate
+
+
 def _read_file(
     path: Path,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:

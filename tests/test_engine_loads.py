@@ -1,0 +1,47 @@
+"""Loads for a real engine: what the options name, and what is refused before one is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from commands.engine_loads import named_loads
+from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
+from tests.conftest import Run
+from tests.serving import SMALL, arrival_file
+from traces.errors import FileError
+
+
+def test_loads_are_named_after_their_options(tmp_path: Path) -> None:
+    file = arrival_file(tmp_path / "a.csv", "3,10,20", "4.5,10,20")
+    assert list(named_loads(None, None)) == ["closed:1", "closed:4", "closed:8", "closed:16"]
+    assert named_loads("closed:2", "0.5") == {"closed:2": ClosedLoop(2), "rate:0.5": Poisson(0.5)}
+    assert list(named_loads(None, None, file)) == ["arrivals:a.csv"]
+    assert list(named_loads("closed:1", "3", file)) == ["closed:1", "rate:3", "arrivals:a.csv"]
+
+
+def test_a_file_gives_times_and_the_recording_lengths(tmp_path: Path) -> None:
+    file = arrival_file(tmp_path / "a.csv", "3,999,777", "4.5,999,777", "9,999,777")
+    [times] = named_loads(None, None, file).values()
+    assert isinstance(times, ArrivalTimes)
+    assert times.rate == pytest.approx(2 / 6)
+    jobs = list(times.jobs(SMALL, np.random.default_rng(0), 10))
+    assert [job.arrival_s for job in jobs] == [0.0, 1.5, 6.0]
+    for job in jobs:
+        recorded = SMALL.requests[job.sequence]
+        assert (job.prompt_tokens, job.output_tokens) == (recorded.prompt_length, recorded.tokens)
+    assert len({job.sequence for job in jobs}) == 3
+
+
+def test_a_file_that_is_none_is_refused_before_an_engine_is_started(
+    run: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(FileError, match="does not exist"):
+        named_loads(None, None, tmp_path / "no.csv")
+    ran = run("validate", "--engine", "vllm", "--run", tmp_path, "--arrivals", tmp_path / "no.csv")
+    assert ran.code == 2
+    assert "does not exist" in ran.err
+    ran = run("validate", "--engine", "vllm", "--run", tmp_path, "--load", "open:3")
+    assert "open loads are --rate and --arrivals" in ran.err
