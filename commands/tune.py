@@ -122,6 +122,8 @@ def tune(
     if try_out:
         if engine is not Engine.VLLM:
             raise DraftsimError(f"--try runs vllm, not {engine.value}")
+        if drafted is not None:
+            raise DraftsimError("--try forces a draft model's recording: drop --source")
         from commands.engine_try import check_trial
 
         longest = check_trial(table)

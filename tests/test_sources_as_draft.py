@@ -49,6 +49,7 @@ MEASURED = pd.concat(
         ),
         pd.DataFrame(
             [("heads", "forward", 1, 1, 0, 9e-4, 0.0, 1), ("target", "head", 1, 1, 0, 2e-4, 0.0, 1)]
+            + [("draft", "settling", 1, place, 0, 0.01, 0.0, 1) for place in (1, 2)]
             + [("exit", "layer", 1, 1, c, 1e-3 + 1e-6 * c, 0.0, 1) for c in (0, 300)]
             + [("target", "pass", 1, n, c, 0.008 + 1e-4 * n + 1e-6 * c, 0.0, 1)
                for n in (1, 2, 9) for c in (0, 300)],

@@ -24,7 +24,7 @@ from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 
-PASSES = ("forward", "catch_up", "prefill", "layer", "rollback")
+PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""
 ANY = 1 << 20
 """A width or context beyond any: cells at both ends hold for all sizes between."""
