@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from simulator.ranking import BEST_FIXED
-
 Row = dict[str, Any]
 PLAIN, ORACLE, RULE = "autoregressive", "oracle", "rate-optimal"
 
@@ -18,6 +16,8 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     The fixed length is the one that is best over all prompts, so that it is one setting; the
     fastest policy is the category's own, chosen on the prompts shown.
     """
+    from simulator.ranking import BEST_FIXED
+
     fixed = next((r["policy"] for r in overall if BEST_FIXED in (r.get("note") or "")), None)
     lines = []
     for category in dict.fromkeys(row["category"] for row in rows):

@@ -36,6 +36,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return {**json.loads((folder / "runs.json").read_text()), "folder": folder}
 
 
+def test_the_command_line_starts_in_the_engines_environment(ran: Any) -> None:
+    # Without joblib, matplotlib and what else the engine's environment does not hold.
+    command = [str(PYTHON), str(ROOT / "draftsim.py"), "tune", "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "--try" in done.stdout
+
+
 def rounds(log: RoundLog) -> dict[str, list[list[int]]]:
     fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
     found: dict[str, list[list[int]]] = {f"{i}/0": [] for i in range(len(log.requests))}
