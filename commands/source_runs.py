@@ -125,7 +125,7 @@ def wanted(
     `sources`.
     """
     from policies.registry import parse_policy
-    from simulator.papers.early_exit import FIGURE_3_GAMMA, FIGURE_3_SOURCES
+    from simulator.papers.specbound_search import FOLLOWED_SOURCES, START
     from traces.sources.adapter import Kangaroo
     from traces.sources.early_exit import EarlyExit
     from traces.sources.registry import SYSTEMS, parse_source
@@ -153,8 +153,8 @@ def wanted(
                 "layer-skip with its parameters"
             )
         follow(source, most)
-    for text in FIGURE_3_SOURCES if sweeps else ():
-        follow(parse_source(text), FIGURE_3_GAMMA)
+    for text in FOLLOWED_SOURCES if sweeps else ():
+        follow(parse_source(text), int(START.width))
     return [key._replace(gamma_max=gamma) for key, gamma in lengths.items()], skip
 
 

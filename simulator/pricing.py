@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -311,7 +312,18 @@ def _host(latency: LatencyTable, phase: str, batch: int) -> float:
     return sum(_scalar(latency, m, phase, batch) for m in HOSTS if latency.has(m, phase))
 
 
+_scalars: WeakKeyDictionary[LatencyTable, dict[tuple[str, str, int], float]] = WeakKeyDictionary()
+
+
 def _scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
+    # Many logs are priced with one table, which never changes.
+    known = _scalars.setdefault(latency, {})
+    if (model, phase, batch) not in known:
+        known[model, phase, batch] = _read_scalar(latency, model, phase, batch)
+    return known[model, phase, batch]
+
+
+def _read_scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
     cells = latency.cells
     own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
     # Host phases are measured at one size: read them at that size, at any context.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from policies.core import DraftPolicy
@@ -13,8 +16,48 @@ from traces.latency import LatencyTable
 from traces.replay import replay
 from traces.trace import Trace
 
+Floats = npt.NDArray[np.float64]
+
 INITIAL_GAMMAS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 20, 24)
 """The twelve initial draft lengths of GammaTune, Table 2."""
+
+
+class GammaSeconds(NamedTuple):
+    """Decode seconds of every request from every initial draft length."""
+
+    plain_s: Floats
+    """Of plain decoding, shape (requests,)."""
+    policy_s: Mapping[tuple[str, int], Floats]
+    """By policy and initial draft length, shape (requests,) each."""
+
+    def speedups(self, requests: Sequence[int] | None = None) -> pd.DataFrame:
+        """Speedup over all requests, or over those named by index; rows: policy, gamma, speedup."""
+        of = slice(None) if requests is None else list(requests)
+        plain = self.plain_s[of].sum()
+        rows = [(name, gamma, plain / s[of].sum()) for (name, gamma), s in self.policy_s.items()]
+        return pd.DataFrame(rows, columns=["policy", "gamma", "speedup"])
+
+
+def seconds_by_gamma(
+    trace: Trace,
+    families: Mapping[str, Callable[[int], DraftPolicy]],
+    latency: LatencyTable,
+    gammas: Sequence[int] = INITIAL_GAMMAS,
+) -> GammaSeconds:
+    """Replay every policy from every initial draft length and price it.
+
+    ``families`` maps a name to a function that makes the policy for an initial gamma.
+    Raises what `traces.replay.replay` raises.
+    """
+    plain_s: Floats = np.zeros(len(trace.requests))
+    seconds: dict[tuple[str, int], Floats] = {}
+    for name, make in families.items():
+        for gamma in gammas:
+            log = replay(trace, make(gamma), name=name)
+            if not seconds:
+                plain_s = price(autoregressive(log), latency).decode_s
+            seconds[name, gamma] = price(log, latency).decode_s
+    return GammaSeconds(plain_s, seconds)
 
 
 def speedup_by_gamma(
@@ -25,16 +68,9 @@ def speedup_by_gamma(
 ) -> pd.DataFrame:
     """Decode speedup of every policy from every initial draft length.
 
-    ``families`` maps a name to a function that makes the policy for an initial gamma.
-    Rows: policy, gamma, speedup.  Raises what `traces.replay.replay` raises.
+    Parameters and errors as of `seconds_by_gamma`.  Rows: policy, gamma, speedup.
     """
-    rows = []
-    for name, make in families.items():
-        for gamma in gammas:
-            log = replay(trace, make(gamma), name=name)
-            plain = price(autoregressive(log), latency).total_s
-            rows.append((name, gamma, plain / price(log, latency).total_s))
-    return pd.DataFrame(rows, columns=["policy", "gamma", "speedup"])
+    return seconds_by_gamma(trace, families, latency, gammas).speedups()
 
 
 def robustness(speedups: pd.DataFrame, reference: str = "fixed") -> pd.DataFrame:

@@ -10,7 +10,8 @@ import pytest
 
 from policies.basic import Fixed
 from simulator.papers import Ours
-from simulator.papers.early_exit import FIGURE_3, early_exit_rows
+from simulator.papers.early_exit import early_exit_rows
+from simulator.papers.specbound_search import choices
 from simulator.pricing import price
 from tests.conftest import Run
 from traces.errors import FileError
@@ -197,12 +198,13 @@ def test_a_draft_models_rounds_have_no_calls_and_damage_is_named(tmp_path: Path)
 
 def test_the_papers_sweeps_are_monotone_where_they_must_be() -> None:
     trace, latency = read_trace(FOLDER / "trace.parquet"), read_latency(FOLDER / "latency.parquet")
-    rows = early_exit_rows(Ours(trace, latency, (), read_recordings(FOLDER)))
+    ours = Ours(trace, latency, (), read_recordings(FOLDER))
+    rows, values = early_exit_rows(ours), choices(ours)
     rate = {r.row: r.ours for r in rows if r.table == "SpecBound Figure 3" and r.column == "CR"}
-    assert len(rate) == sum(len(values) for values in FIGURE_3.values())
+    assert len(rate) == sum(len(v) for v in values.values())
     # A laxer threshold and a later bound let more positions exit; width bounds a round's tokens.
-    widths = [rate[f"width={w}"] for w in FIGURE_3["width"]]
-    assert all(r is not None and r <= w + 1 for r, w in zip(widths, FIGURE_3["width"], strict=True))
+    widths = [rate[f"width={w}"] for w in values["width"]]
+    assert all(r is not None and r <= w + 1 for r, w in zip(widths, values["width"], strict=True))
     assert widths[0] == 1  # one token drafted, no bonus: a round emits one token
     tables = {r.table for r in rows}
     assert {"SpecBound Table 1", "SpecBound Table 2", "SpecBound Table 5"} <= tables

@@ -11,8 +11,8 @@ from policies.rule_registry import parse_rule
 from profiler.suite.arms import arms_of
 from simulator.papers import Ours
 from simulator.papers.cmasd import cmasd_rows, comparison
-from simulator.papers.experiments import REAL_RUNS
 from simulator.papers.ours import REAL, Outcome, method_outcome
+from simulator.papers.real_runs import REAL_RUNS
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
 from traces.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, mean_tau

@@ -135,3 +135,8 @@ def test_what_was_guessed_or_missing_is_said(run: Run, tmp_path: Path) -> None:
     assert all(row["outside"] > 0.5 for row in ran.rows)
     assert "prefill" not in run(*asked).err
     assert json.loads(ran.out)["headline"]
+
+
+def test_a_rule_that_accepts_nothing_is_named_where_nothing_says_so() -> None:
+    strict = replay(scored_trace(), Fixed(4), parse_rule("spec-verification:beta=1,tau=0"))
+    assert degenerate([strict]) == ["lets no mismatch stand: never fires"]

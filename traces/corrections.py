@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.core import DraftPolicy
 from policies.memory import OnlineCorrectionMemory
@@ -25,7 +27,22 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
     SignalError
         If the trace does not hold both tokens, or the log is of a lossy run.
     """
-    if missing := [c for c in ("draft_token", "target_token") if c not in trace.columns]:
+    draft, target = _at_rejections(trace, log, "draft_token", "target_token")
+    return list(zip(draft.tolist(), target.tolist(), strict=True))
+
+
+def rejected_gaps(trace: Trace, log: RoundLog) -> npt.NDArray[np.float64]:
+    """What CSD's gate reads at every rejection in `log`: z(draft) - z(target), in nats, <= 0.
+
+    Shape (rejections,), in the order of `rejected_pairs`, which says what `log` is and what is
+    raised.
+    """
+    draft, best = _at_rejections(trace, log, "target_draft_logit", "target_top1")
+    return draft.astype(np.float64) - best.astype(np.float64)
+
+
+def _at_rejections(trace: Trace, log: RoundLog, *columns: str) -> list[npt.NDArray[Any]]:
+    if missing := [c for c in columns if c not in trace.columns]:
         raise SignalError(
             f"this trace lacks the column(s) {', '.join(missing)} that name the disagreements: "
             "record one with `draftsim profile`"
@@ -38,10 +55,7 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
     rounds = log.rounds[log.rounds["accepted"] < log.rounds["drafted"]]
     starts = trace.request_starts[rounds["request"]]
     rows = trace.on_path[starts + rounds["position"] + rounds["accepted"]]
-    pairs = zip(
-        trace.columns["draft_token"][rows], trace.columns["target_token"][rows], strict=True
-    )
-    return [(int(draft_token), int(target_token)) for draft_token, target_token in pairs]
+    return [np.asarray(trace.columns[c])[rows] for c in columns]
 
 
 def calibrated(

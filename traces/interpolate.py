@@ -69,15 +69,15 @@ class Grid:
         if (only := self.only_batch) is not None:
             b = np.full(len(b), only)
         out, origin = np.empty(len(b)), np.empty(len(b), dtype=np.int8)
-        pairs, inverse = np.unique(np.stack([b, n]), axis=1, return_inverse=True)
-        inverse = inverse.ravel()
+        # As one complex number each, which sort several times faster than rows of a matrix.
+        pairs, inverse = np.unique(b + 1j * n, return_inverse=True)
         # One pass per distinct (batch, width): there are few, and contexts are many.
         order = np.argsort(inverse, kind="stable")
-        stops = np.searchsorted(inverse[order], np.arange(pairs.shape[1] + 1))
+        stops = np.searchsorted(inverse[order], np.arange(len(pairs) + 1))
         read = self._constant if self.flat else self._interpolate
-        for i, (batch, width) in enumerate(pairs.T):
+        for i, pair in enumerate(pairs):
             rows = order[stops[i] : stops[i + 1]]
-            out[rows], origin[rows] = read(float(batch), float(width), c[rows])
+            out[rows], origin[rows] = read(float(pair.real), float(pair.imag), c[rows])
         return out, origin
 
     def _interpolate(self, batch: float, width: float, c: Floats) -> tuple[Floats, Origins]:

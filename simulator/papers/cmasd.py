@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from simulator.degenerate import degenerate
 from simulator.papers.ours import Ours, Outcome, method_outcome, quality_note
 from simulator.papers.published import CMASD_3, CMASD_5
 from simulator.papers.rows import EXPERIMENT, Row
@@ -38,20 +39,25 @@ def cmasd_rows(ours: Ours) -> list[Row]:
             adaptive = method_outcome(replace(ours, runs=()), CMASD_ABLATION[rival])
         return comparison(adaptive, fixed)
 
-    rows: list[Row] = []
+    shown: list[tuple[Outcome, str, str, str, bool]] = []
     for name, label in CMASD_ROWS.items():
         if name not in WINDOWS:
-            rows += _rows(found[name], name, label)
+            shown.append((found[name], name, label, "", True))
             continue
         chosen, rival = CMASD_ABLATION[name], WINDOWS[name]
         tau = resolved(chosen, ours.trace).rule.rpartition("=")[2]
         said = f"tau = {tau}, the mean of tau_t; {compared(rival, found[name])}"
-        rows += _rows(found[name], name, label, said)
+        shown.append((found[name], name, label, said, True))
         for value, why in FIXED_TAUS.items():
             at = method_outcome(ours, at_tau(chosen, value))
             said = f"tau = {value:g}, {why}; {compared(rival, at)}"
-            rows += _rows(at, name, f"{label}, tau = {value:g}", said, published=False)
-    return rows
+            shown.append((at, name, f"{label}, tau = {value:g}", said, False))
+    marks = degenerate([outcome.log for outcome, *_ in shown])
+    return [
+        row._replace(mark=mark)
+        for one, mark in zip(shown, marks, strict=True)
+        for row in _rows(*one)
+    ]
 
 
 def comparison(adaptive: Outcome, fixed: Outcome) -> str:
@@ -76,9 +82,7 @@ def _wrong(found: Outcome) -> str:
     return f"{found.mismatched_share:.0%}"
 
 
-def _rows(
-    found: Outcome, name: str, label: str, said: str = "", published: bool = True
-) -> list[Row]:
+def _rows(found: Outcome, name: str, label: str, said: str, published: bool) -> list[Row]:
     drafted = found.log.source != "none" and bool(found.log.rounds["drafted"].any())
     plain = "plain decoding drafts nothing: the table's 1 is the token that every step emits"
     values: dict[str, tuple[float | None, str]] = {

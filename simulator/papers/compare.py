@@ -7,23 +7,22 @@ from collections.abc import Callable
 from policies.gammatune import GammaTune
 from simulator.papers import published
 from simulator.papers.cmasd import cmasd_rows
-from simulator.papers.early_exit import early_exit_rows
-from simulator.papers.experiments import (
-    csd_rows,
-    distribution_rows,
-    gammatune_rows,
-)
+from simulator.papers.cmasd_batches import FIGURE_2, batch_rows
+from simulator.papers.csd import csd_rows
+from simulator.papers.early_exit import FIGURE_4, distribution_rows, early_exit_rows
+from simulator.papers.gammatune import gammatune_rows
 from simulator.papers.ours import Ours, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.rows import EXPERIMENT, WEIGHTS, PaperTable, Row
 from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
-from traces.errors import SignalError, TailError
+from simulator.papers.systems import system_rows
+from traces.errors import DraftsimError, SignalError
 
 TABLES: tuple[PaperTable, ...] = (
     published.CMASD_1, published.CMASD_2, published.CMASD_3, published.CMASD_4,
-    published.CMASD_5, published.CSD_MAIN, published.CSD_ABLATION, published.GAMMATUNE_1,
-    published.GAMMATUNE_2, published.SPECBOUND_2, published.SPECBOUND_3, published.SPECBOUND_4,
-    published.SPECBOUND_5,
+    published.CMASD_5, published.CSD_MAIN, published.CSD_ABLATION, published.CSD_PATTERNS,
+    published.GAMMATUNE_1, published.GAMMATUNE_2, published.SPECBOUND_2, published.SPECBOUND_3,
+    published.SPECBOUND_4, published.SPECBOUND_5,
 )  # fmt: skip
 
 
@@ -36,14 +35,16 @@ def side_by_side(ours: Ours) -> list[Row]:
     experiments: dict[str, Callable[[Ours], list[Row]]] = {
         published.GAMMATUNE_2.name: gammatune_rows,
         published.CMASD_3.name: cmasd_rows,
+        FIGURE_2: batch_rows,
         published.CSD_ABLATION.name: csd_rows,
-        SPECBOUND: early_exit_rows,
+        SPECBOUND: system_rows,
+        FIGURE_4: early_exit_rows,
     }
     done = quantity_rows()
     for name, experiment in experiments.items():
         try:
             done += experiment(ours)
-        except (SignalError, TailError) as error:
+        except DraftsimError as error:
             done.append(Row(name, "our pair", "all", None, None, EXPERIMENT, str(error)))
     if not any(row.table == published.SPECBOUND_5.name for row in done):
         done += _draft_model_distribution(ours)

@@ -1,51 +1,31 @@
-"""SpecBound's experiments on our pair, where early exits of the target were recorded."""
+"""SpecBound's figures and Tables 2, 3 and 5 on our pair, where early exits were recorded."""
 
 from __future__ import annotations
 
-from policies.basic import Fixed
-from policies.registry import parse_policy
-from simulator.papers.experiments import distribution_rows
+from collections.abc import Mapping
+
+import numpy as np
+
+from simulator.degenerate import degenerate
 from simulator.papers.ours import Ours, Sampled
-from simulator.papers.published import SPECBOUND_2
+from simulator.papers.published import SPECBOUND_2, SPECBOUND_5
 from simulator.papers.rows import EXPERIMENT, Row
-from simulator.pricing import autoregressive, price
-from simulator.summary import prompt_speedups
-from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from simulator.papers.specbound_search import START, Replayed, Replays, Setting, choices, search
+from simulator.papers.specbound_serving import serving_rows
+from simulator.papers.systems import replayed
+from simulator.pricing import price
+from simulator.summary import prompt_speedups, speedup_distribution
+from traces.corrections import split_requests
+from traces.errors import DraftsimError, SignalError
 from traces.rounds import RoundLog
 from traces.sampling import GREEDY, Sampling
-from traces.sources.registry import SYSTEMS, parse_source
-from traces.sources.replay import replay_source
+from traces.sources.registry import SYSTEMS
 
 TABLE = "SpecBound Table 1"
-VARIANTS = {
-    "specbound": "SpecBound", "specbound-no-annealing": "without annealing",
-    "specbound-no-depth-bound": "without the depth bound",
-    "specbound-no-width-bound": "without the width bound",
-}  # fmt: skip
-"""The variants of its Figure 4."""
-FIGURE_3_GAMMA = 6
-"""Width bound of the sweeps of its other parameters."""
-FIGURE_3: dict[str, tuple[float, ...]] = {
-    "tau": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-    "omega": (0.0, 0.1, 0.2, 0.3, 0.5, 1.0),
-    "depth": (0.25, 0.5, 0.75, 1.0),
-    "width": (1, 2, 4, 6, 8, 12, 24),
-}
-"""The values swept, one parameter at a time around `SYSTEMS`' specbound."""
-DEFAULTS = {"tau": 0.5, "omega": 0.3, "depth": 0.5}
-
-
-def figure_3_source(parameter: str, value: float) -> str:
-    """The source of one point of the sweep, as text."""
-    setting = {**DEFAULTS, **({parameter: value} if parameter in DEFAULTS else {})}
-    return "early-exit:" + ",".join(f"{name}={v:g}" for name, v in setting.items())
-
-
-FIGURE_3_SOURCES = tuple(
-    dict.fromkeys(figure_3_source(name, v) for name, values in FIGURE_3.items() for v in values)
-)
-"""What a recording must have followed for the sweeps."""
+FIGURE_3, FIGURE_4 = "SpecBound Figure 3", "SpecBound Figure 4"
+FULL = "SpecBound at its optimum"
+FITTED_SHARE = 0.5
+"""Prompts of each category on which the optimum is searched; the others are shown."""
 TABLE_2 = {
     "greedy decoding": GREEDY, "temperature sampling (T=0.3)": Sampling(0.3),
     "temperature sampling (T=1.0)": Sampling(1.0), "top-p sampling (p=0.9)": Sampling(1.0, 0.9),
@@ -53,126 +33,148 @@ TABLE_2 = {
 """Table 2's rows; the paper names no temperature beside its top-p, which is then 1."""
 
 
-def system_log(ours: Ours | Sampled, name: str) -> RoundLog:
-    """A named system replayed; DraftsimError where its source was not recorded."""
-    system = SYSTEMS[name]
-    policy = parse_policy(system.policy, max_gamma=ours.trace.max_gamma)
-    source = parse_source(system.source)
-    return replay_source(ours.trace, source, policy, recordings=ours.recordings, name=name)
-
-
-def speedup(log: RoundLog, latency: LatencyTable) -> float:
-    """Seconds of plain decoding over those of `log`."""
-    return float(price(autoregressive(log), latency).total_s / price(log, latency).total_s)
-
-
 def early_exit_rows(ours: Ours) -> list[Row]:
-    """Tables 1, 2 and 5 and Figures 3 and 4 on our pair; empty without a recording of early exits.
+    """Tables 1, 2, 3 and 5 and Figures 3 and 4; empty without a recording of early exits.
 
-    Table 1's tasks are the prompt categories of ours, so only its rows are named alike.
+    As in the paper, what is not varied is at its optimum: `search` finds it on half of the
+    prompts, and the rows are of the other half.  Table 2, whose sampled recordings follow
+    `SYSTEMS` alone, is at SpecBound's setting there.
     """
     if ours.recordings.exits is None:
         return []
-    rows: list[Row] = []
-    for name, label in VARIANTS.items():
-        table = TABLE if name == "specbound" else "SpecBound Figure 4"
-        try:
-            log = system_log(ours, name)
-            speed = speedup(log, ours.latency)
-        except DraftsimError as error:
-            rows.append(Row(table, f"our pair, {label}", "SD", None, None, EXPERIMENT, str(error)))
-            continue
-        rate = float(log.rounds["emitted"].mean())
-        note = f"{SYSTEMS[name].source}; replayed: {log.fidelity}"
-        rows += [
-            Row(table, f"our pair, {label}", "CR", None, rate, EXPERIMENT, note),
-            Row(table, f"our pair, {label}", "SD", None, speed, EXPERIMENT, note),
-        ]
-        if name == "specbound":
-            rows += _by_category(log, ours, note)
-            rows += distribution_rows(log, ours, "SpecBound")
-            rows += sampling_rows(ours, speed, note)
-    return rows + sweep_rows(ours)
+    fit, shown = split_requests(ours.trace, FITTED_SHARE)
+    if not shown:
+        raise SignalError("one prompt a category leaves none to show: record more prompts")
+    fitting, replays = Replays(ours, fit), Replays(ours, shown)
+    best = search(fitting)
+    said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
+    log = replays.run(best).log
+    return [
+        *optimum_rows(best, replays, said), *ablation_rows(best, replays, said),
+        *sweep_rows(best, replays), *sampling_rows(ours), *serving_rows(log, ours, said),
+        *distribution_rows(log, ours, said),
+    ]  # fmt: skip
 
 
-def sampling_rows(ours: Ours, greedy: float, note: str) -> list[Row]:
-    """Table 2: our prompts as a whole; the categories are Table 1's rows.
+def optimum_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
+    """Table 1's row at the optimum, and how much that is worth."""
+    found, start = replays.run(best), replays.run(START)
+    gain = 100 * (found.speedup / start.speedup - 1)
+    note = f"{said}; {gain:+.1f} % over {START.text}"
+    return _pair(TABLE, f"our pair, {FULL}", found, note)
 
-    ``greedy``: SpecBound's speedup along greedy output, and what to say of it.
+
+def ablations(best: Setting, ours: Ours) -> dict[str, Setting]:
+    """Figure 4's variants of a setting, each without one of SpecBound's parts; and one without
+    the threshold that all of them serve."""
+    widest = int(max(choices(ours)["width"]))
+    return {
+        "without annealing": best._replace(omega=0.0),
+        "without the depth bound": best._replace(depth=1.0),
+        "without the width bound": best._replace(width=widest),
+        "without a threshold (not in the figure)": best._replace(tau=0.0),
+    }
+
+
+def ablation_rows(best: Setting, replays: Replays, said: str) -> list[Row]:
+    """Figure 4 from the optimum: what each part is worth there.
+
+    A part that the optimum does without is marked: its ablation is the full method again.
     """
+    full = replays.run(best)
+    rows = _pair(FIGURE_4, FULL, full, said)
+    for label, setting in ablations(best, replays.ours).items():
+        other = replays.run(setting)
+        _, mark = degenerate([full.log, other.log])
+        if setting == best:
+            mark = f"the optimum itself is {label}"
+        worth = 100 * (full.speedup / other.speedup - 1)
+        verdict = "pays" if worth > 0 else "does not pay"
+        note = f"{setting.text}; the part {verdict} here: {worth:+.1f} % with it"
+        rows += _pair(FIGURE_4, label, other, setting.text if mark else note, mark)
+    return rows
+
+
+def sweep_rows(best: Setting, replays: Replays) -> list[Row]:
+    """Figure 3: tokens per round and speedup over each parameter in turn, from the optimum.
+
+    The paper gives the figure's points as a drawing, so there is nothing published to hold
+    them against but their shape.
+    """
+    rows: list[Row] = []
+    for name, values in choices(replays.ours).items():
+        settings = [best._replace(**{name: value}) for value in values]
+        found = [replays.run(setting) for setting in settings]
+        others = ", ".join(part for part in best.text.split(", ") if not part.startswith(name))
+        for setting, one, mark in zip(
+            settings, found, degenerate([f.log for f in found]), strict=True
+        ):
+            label = f"{name}={getattr(setting, name):g}"
+            note = f"{others}: the optimum" if setting == best else others
+            rows += _pair(FIGURE_3, label, one, note, mark)
+    return rows
+
+
+def _pair(table: str, label: str, found: Replayed, note: str, mark: str = "") -> list[Row]:
+    rate = float(found.log.rounds["emitted"].mean())
+    note = f"{note}; replayed: {found.log.fidelity}"
+    return [
+        Row(table, label, "CR", None, rate, EXPERIMENT, note, mark),
+        Row(table, label, "SD", None, found.speedup, EXPERIMENT, note, mark),
+    ]
+
+
+def sampling_rows(ours: Ours) -> list[Row]:
+    """Table 2: our prompts as a whole; the categories are Table 1's rows."""
     rows = []
     for row, sampling in TABLE_2.items():
-        own = (greedy, note) if sampling.greedy else _sampled(ours, sampling)
         published = SPECBOUND_2.value(row, "Overall")
-        rows.append(Row(SPECBOUND_2.name, row, "Overall", published, own[0], EXPERIMENT, own[1]))
+        value, note = _sampled(ours, sampling)
+        rows.append(Row(SPECBOUND_2.name, row, "Overall", published, value, EXPERIMENT, note))
     return rows
 
 
 def _sampled(ours: Ours, sampling: Sampling) -> tuple[float | None, str]:
     """SpecBound's speedup along outputs sampled so, and what to say of it."""
-    found = [s for s in ours.sampled if s.trace.sampling == sampling]
-    if not found:
+    held: Mapping[Sampling, Ours | Sampled] = {
+        **{s.trace.sampling: s for s in reversed(ours.sampled)}, ours.trace.sampling: ours
+    }  # fmt: skip
+    if sampling not in held:
         return None, (
             f"no early exits were recorded along outputs sampled at {sampling.label}: "
             f"`{ours.profile} --exit-layers {sampling.options}` records them, and --sampled RUN "
             "names them"
         )
     try:
-        log = system_log(found[0], "specbound")
-        value = speedup(log, ours.latency)
+        log = replayed(held[sampling], "specbound")
     except DraftsimError as error:
         return None, str(error)
     rate = float(log.rounds["emitted"].mean())
-    return value, f"{SYSTEMS['specbound'].source}; replayed: {log.fidelity}; CR {rate:.2f}"
+    note = f"{SYSTEMS['specbound'].source}; replayed: {log.fidelity}; CR {rate:.2f}"
+    return ours.plain(log).total_s / price(log, ours.latency).total_s, note
 
 
-def sweep_rows(ours: Ours) -> list[Row]:
-    """Figure 3: tokens per round and speedup over each parameter of SpecBound in turn.
+def distribution_rows(log: RoundLog, ours: Ours, note: str) -> list[Row]:
+    """SpecBound, Table 5: prompts by speedup, in five equal ranges from fastest to slowest.
 
-    The paper gives the figure's points as a drawing, so there is nothing published to hold
-    them against but their shape.
+    The paper's own bounds are not known; shares compare in shape alone.
     """
-    rows: list[Row] = []
-    table = "SpecBound Figure 3"
-    most = ours.trace.max_gamma or 24
-    for parameter, values in FIGURE_3.items():
-        for value in values:
-            gamma = int(value) if parameter == "width" else FIGURE_3_GAMMA
-            if gamma > most:
-                continue
-            text, label = figure_3_source(parameter, value), f"{parameter}={value:g}"
-            try:
-                log = replay_source(
-                    ours.trace, parse_source(text), Fixed(gamma), recordings=ours.recordings
-                )
-                speed = speedup(log, ours.latency)
-            except DraftsimError as error:
-                rows.append(Row(table, label, "SD", None, None, EXPERIMENT, str(error)))
-                continue
-            note = f"{text} at width {gamma}"
-            rate = float(log.rounds["emitted"].mean())
-            rows += [
-                Row(table, label, "CR", None, rate, EXPERIMENT, note),
-                Row(table, label, "SD", None, speed, EXPERIMENT, note),
-            ]
-    return rows
-
-
-def _by_category(log: RoundLog, ours: Ours, note: str) -> list[Row]:
-    speedups = prompt_speedups(log, ours.latency)
-    emitted = log.per_request(log.rounds["emitted"])
-    rounds = log.per_request([1] * len(log))
-    names = [r.category for r in log.requests]
+    values = prompt_speedups(log, ours.latency)
+    values = values[np.isfinite(values)]
+    ends = float(values.min()), float(values.max())
+    if not ends[0] < ends[1]:
+        raise SignalError("all prompts have one speedup: there is nothing to distribute")
+    frame = speedup_distribution(values, np.linspace(*ends, len(SPECBOUND_5.cells) + 1))
+    below = float((values < 1).mean())
     rows = []
-    for category in dict.fromkeys(names):
-        mine = [i for i, n in enumerate(names) if n == category and rounds[i]]
-        if not mine:
-            continue
-        rate = float(emitted[mine].sum() / rounds[mine].sum())
-        mean = float(speedups[mine].mean())
-        label = f"our pair, SpecBound, {category}"
-        rows += [
-            Row(TABLE, label, "CR", None, rate, EXPERIMENT, note),
-            Row(TABLE, label, "SD (mean of prompts)", None, mean, EXPERIMENT, note),
-        ]
+    for label, low, high, share in zip(
+        SPECBOUND_5.cells, frame["low"], frame["high"], frame["share"], strict=True
+    ):
+        rows.append(
+            Row(
+                SPECBOUND_5.name, label, "percent", SPECBOUND_5.value(label, "percent"),
+                100 * float(share), EXPERIMENT,
+                f"{low:.2f}x to {high:.2f}x; {below:.0%} of prompts below 1x; {note}",
+            )
+        )  # fmt: skip
     return rows

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from policies.core import DraftPolicy
 from policies.registry import describe
 from policies.rules import VerifyRule
-from simulator.pricing import autoregressive, price
+from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
 from traces.latency import LatencyTable
 from traces.methods import Method, build
@@ -46,18 +47,36 @@ class Ours:
     """The pair's recordings along sampled outputs, at most one of each `Sampling`."""
     profile: str = "draftsim profile"
     """The command that records the same pair on the same prompts, as far as is known."""
+    _plain: dict[tuple[Any, ...], Priced] = field(default_factory=dict, init=False)
+
+    def plain(self, log: RoundLog) -> Priced:
+        """Plain decoding of the requests of `log`, priced once for each set of them."""
+        key = log.first, *((r.id, r.prompt_length, r.tokens) for r in log.requests)
+        if key not in self._plain:
+            self._plain[key] = price(autoregressive(log), self.latency)
+        return self._plain[key]
+
+    def speedup(self, log: RoundLog) -> float:
+        """Decode seconds of plain decoding over those of `log`."""
+        return float(self.plain(log).total_s / price(log, self.latency).total_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """One method on our pair."""
 
-    log: RoundLog
-    latency: LatencyTable
+    priced: Priced
+    plain_s: float
+    """Decode seconds of plain decoding on the same requests."""
     how: str
     """What the numbers are worth."""
     quality: Quality | None = None
     """Only of real runs: a replay has no text of its own."""
+
+    @property
+    def log(self) -> RoundLog:
+        """Its rounds."""
+        return self.priced.log
 
     @property
     def tokens_per_round(self) -> float:
@@ -89,13 +108,12 @@ class Outcome:
     @property
     def speedup(self) -> float:
         """Seconds per token of plain decoding over its own."""
-        plain = price(autoregressive(self.log), self.latency)
-        return plain.total_s / price(self.log, self.latency).total_s
+        return self.plain_s / self.priced.total_s
 
     @property
     def drafting_ms(self) -> float:
         """Milliseconds of draft passes per round."""
-        return 1e3 * float(np.mean(price(self.log, self.latency).draft_s))
+        return 1e3 * float(np.mean(self.priced.draft_s))
 
 
 def outcome(
@@ -112,10 +130,9 @@ def outcome(
         run = find_run(ours.runs, policy, rule, trace)
         if run is not None:
             found = quality(run.outputs, ours.trace)
-            return Outcome(run.log, ours.latency, _said(REAL, run.log, ours), found)
+            return _outcome(REAL, run.log, ours, found)
     log = replay(trace, policy, rule, name=describe(policy))
-    how = REPLAYED if lossy else f"replayed: {log.fidelity}"
-    return Outcome(log, ours.latency, _said(how, log, ours))
+    return _outcome(REPLAYED if lossy else f"replayed: {log.fidelity}", log, ours)
 
 
 def method_outcome(
@@ -137,5 +154,7 @@ def quality_note(seen: Quality) -> str:
     )
 
 
-def _said(how: str, log: RoundLog, ours: Ours) -> str:
-    return f"{how}; {UNJUDGED}" if price(log, ours.latency).left_out else how
+def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> Outcome:
+    priced = price(log, ours.latency)
+    said = f"{how}; {UNJUDGED}" if priced.left_out else how
+    return Outcome(priced, ours.plain(log).total_s, said, found)

@@ -28,6 +28,8 @@ class Row(NamedTuple):
     kind: Kind
     note: str = ""
     """How ours was got, or what is wrong with the published number."""
+    mark: str = ""
+    """What is degenerate about the run behind ours, in words (`simulator.degenerate`)."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -182,8 +183,13 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
             "this trace was sampled, and sources other than a draft model, early exit and drafters "
             "on features are replayed along greedy output: record with --temperature 0"
         )
-    tokens: list[int] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
+    # Kept beside the immutable trace: every request of every replay asks for them.
+    if (tokens := _outputs.get(trace)) is None:
+        tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens
+
+
+_outputs: WeakKeyDictionary[Trace, list[int]] = WeakKeyDictionary()
 
 
 def prompt_tokens(trace: Trace, request: int) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from policies.core import SIGNALS
 from policies.parameters import flag, whole, within
 from traces.errors import DraftsimError, TailError
+from traces.rounds import Fidelity
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken, true_tokens
 from traces.sources.calls import EXIT_HEAD, LayerLedger
 from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
@@ -91,7 +92,11 @@ class EarlyExit(Source):
         if first < 1:
             raise DraftsimError("early exit is recorded behind the prefill: replay with first=1")
         tape = ExitTape(trace, recordings.exits, self)
-        return lambda request: EarlyExitReplay(trace, request, tape, first)
+        return lambda request: self.decoder(trace, request, tape, first)
+
+    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
+        """The replay of one request."""
+        return EarlyExitReplay(trace, request, tape, first)
 
 
 class ExitStep(NamedTuple):
@@ -208,19 +213,43 @@ class EarlyExitReplay(SourceReplay):
             self._node += 1
             return
         child = self._children.get((self._node, token))
-        if child is None:
-            raise TailError(
-                f"early exit drafted {len(so_far) + 1} tokens at position {self.position} of "
-                f"request {self.info.id!r}, past what was recorded behind its wrong exit: draft "
-                "fewer, or record this setting with a larger gamma_max"
-            )
-        self._node, self._on_path = child, False
+        self._node = self._unrecorded(len(so_far)) if child is None else child
+        self._on_path = False
+
+    def _unrecorded(self, drafted: int) -> int:
+        """The node to go on from where none was recorded behind a wrong exit."""
+        raise TailError(
+            f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
+            f"{self.info.id!r}, past what was recorded behind its wrong exit: draft fewer, or "
+            "record this setting with a larger gamma_max"
+        )
 
     def charge(self, submitted: int) -> int:
         """The layers that the processed positions still lack."""
         positions = verified(len(self._ledger.depths), submitted, self._tape.source.bonus)
         self._ledger.finish(positions)
         return positions
+
+
+class StandInExit(EarlyExit):
+    """Early exit whose steps behind an unrecorded wrong exit are those of the true text there.
+
+    What is accepted does not depend on them, only what drafting on in vain costs: this replay
+    is for settings that no recording followed.
+    """
+
+    fidelity: ClassVar[Fidelity] = "approximate"
+
+    def decoder(self, trace: Trace, request: int, tape: ExitTape, first: int) -> SourceReplay:
+        """The replay of one request."""
+        return StandInReplay(trace, request, tape, first)
+
+
+class StandInReplay(EarlyExitReplay):
+    """One recorded request, with the true text's exits where a wrong one's were not recorded."""
+
+    def _unrecorded(self, drafted: int) -> int:
+        return self._path + min(self.position + drafted, self.length - 1)
 
 
 def verified(processed: int, submitted: int, bonus: bool) -> int:
