@@ -11,6 +11,7 @@ import typer
 
 from commands.inputs import DEFAULT_TRACE, LatencyOption, TraceOption, load_latency, load_trace
 from commands.output import JsonOption, OutOption, emit, note
+from commands.papers_table import print_papers
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ def papers(
     rows = [row for row in found if weights or row.kind != "needs their weights"]
     if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
-    emit("papers", [row._asdict() for row in rows], json, out=out)
+    emit(
+        "papers", [row._asdict() for row in rows], json, out=out,
+        printed=lambda: print_papers(rows),
+    )  # fmt: skip
     if left := len(found) - len(rows):
         note(f"{left} of {len(found)} published cells need the papers' own models: --weights")
     shown = {row.table for row in found}
