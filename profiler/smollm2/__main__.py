@@ -54,7 +54,7 @@ UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
     "eagle3": Plan(steps=1100, tokens=2048),
-    "eagle": Plan(steps=350, tokens=2048),
+    "eagle": Plan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
     "heads": Plan(steps=120, tokens=2048),
 }
 
