@@ -244,10 +244,13 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
     """Measure the latency table of a complete run folder anew, the parts of sources included."""
     from commands.source_runs import has_sources, remeasure
     from profiler.profile import profile_latency, progress_bar
+    from traces.files import read_trace
 
     if not is_complete(out):
         raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
-    pair = info.load()
+    pair, requests = info.load(), read_trace(out / "trace.parquet").requests
+    longest = max(r.prompt_tokens for r in requests), max(r.max_new_tokens for r in requests)
+    settings = replace(settings, grid=settings.grid.reaching(*longest))
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
     if has_sources(out):
@@ -300,6 +303,8 @@ def run_profile(recording: Recording, force: bool = False) -> None:
 
     out, settings = recording.out, recording.settings
     texts, pair = recording.texts(), recording.load()
+    longest = max(len(pair.encode(text.text, settings.chat)) for text in texts)
+    settings = replace(settings, grid=settings.grid.reaching(longest, settings.max_new_tokens))
     if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
         raise DraftsimError(
             "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"

@@ -8,7 +8,7 @@ drift of the machine spreads over all of them instead of biasing some.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,19 @@ class Grid:
     def widest(self) -> int:
         """Tokens of the widest pass."""
         return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
+
+    def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
+        """The grid with points added for prompts of up to `prompt_tokens` and their outputs.
+
+        Contexts double until they hold the longest prompt with its output; prompts are added four
+        times as far apart, since a prefill's seconds bend little and many are long.
+        """
+        contexts, prompts = list(self.contexts), list(self.prompts)
+        while contexts[-1] < prompt_tokens + new_tokens:
+            contexts.append(2 * contexts[-1])
+        while 4 * prompts[-1] <= prompt_tokens:
+            prompts.append(4 * prompts[-1])
+        return replace(self, contexts=tuple(contexts), prompts=tuple(prompts))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from profiler.checkpoint import Checkpoint  # noqa: E402 - needs torch
-from profiler.latency import FIRST_WIDTHS, Block, Step, Sweeps  # noqa: E402
+from profiler.latency import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
 from profiler.machine.stopwatch import Timing  # noqa: E402
 from profiler.pass_latency import SETTLING, decoding_blocks, signal_block  # noqa: E402
 
@@ -137,3 +137,11 @@ def test_sweeps_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert again.cells().equals(first.cells())
     again.run()
     assert (again.cells()["repeats"] == 3).all()
+
+
+def test_a_grid_reaches_to_the_longest_prompt_and_its_output() -> None:
+    assert Grid().reaching(200, 128) == Grid()
+    grid = Grid().reaching(1700, 128)
+    assert grid.contexts == (32, 128, 256, 512, 1024, 2048)
+    assert grid.prompts == (32, 64, 128, 256, 1024)
+    assert grid.reaching(1700, 128) == grid
