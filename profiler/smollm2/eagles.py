@@ -49,7 +49,8 @@ def _ridge(inputs: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
     """The matrix (out, in) that best gives `wanted` (n, out) from `inputs` (n, in)."""
     scaled = inputs / scale
     gram = scaled.T @ scaled + 1e-3 * len(scaled) * torch.eye(scaled.shape[1])
-    return torch.linalg.solve(gram, scaled.T @ wanted).T / scale
+    solved: Tensor = torch.linalg.solve(gram, scaled.T @ wanted)
+    return solved.T / scale
 
 
 def new_eagle3(target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...]) -> Eagle3:
