@@ -249,7 +249,7 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
     if not is_complete(out):
         raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
-    longest = max(r.prompt_tokens for r in requests), max(r.max_new_tokens for r in requests)
+    longest = max(r.prompt_length for r in requests), max(r.max_new_tokens for r in requests)
     settings = replace(settings, grid=settings.grid.reaching(*longest))
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)

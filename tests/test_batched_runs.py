@@ -85,7 +85,8 @@ def test_grid_cells_cover_batches_and_host() -> None:
     # Two batches, two contexts: as many widths of each pass as decoding knows.
     assert passes == {
         ("target", "prefill"): 2, ("target", "forward"): 8, ("draft", "prefill"): 2,
-        ("draft", "forward"): 8, ("draft", "catch_up"): 12, ("draft", "signal"): 2,
+        ("draft", "forward"): 8, ("draft", "catch_up"): 12, ("draft", "settling"): 4,
+        ("draft", "signal"): 2,
     }  # fmt: skip
     assert set(cells["batch"]) == {2, 3}
     hosts = measure_batch_host(target, draft, grid.batches, repeats=3, tokens=9)

@@ -43,8 +43,8 @@ def early_exit_rows(ours: Ours) -> list[Row]:
     if ours.recordings.exits is None:
         return []
     fit, shown = split_requests(ours.trace, FITTED_SHARE)
-    if not shown:
-        raise SignalError("one prompt a category leaves none to show: record more prompts")
+    if not shown:  # one prompt a category: what is fitted could be shown on none
+        return sampling_rows(ours)
     fitting, replays = Replays(ours, fit), Replays(ours, shown)
     best = search(fitting)
     said = f"{best.text}: the best of {len(fitting.found)} settings tried on {len(fit)} others"
