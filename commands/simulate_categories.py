@@ -25,7 +25,7 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
         by_kind = {row["policy"].partition(":")[0]: row for row in own.values()}
         real = [r for r in own.values() if r["policy"].partition(":")[0] not in (ORACLE, PLAIN)]
         best = max(real, key=lambda r: r["speedup"] or 0.0, default=None)
-        line = {"category": category, "tokens": str(next(iter(own.values()))["tokens"])}
+        line = {"category": category}
         if fixed is not None:
             at = next(r for (policy, _), r in own.items() if policy == fixed)
             line[fixed.replace(":", ":\n")] = _speed(at)

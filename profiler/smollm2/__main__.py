@@ -155,9 +155,10 @@ class Work:
         (self.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def measure_all(path: Path, out: Path) -> None:
-    """Measures every drafter that has been fetched along the outputs of a recorded trace."""
+def measure_all(path: Path, out: Path, limit: int | None) -> None:
+    """Measures every drafter that has been fetched along a recorded trace's first outputs."""
     trace = read_trace(path)
+    trace = trace.select(range(min(limit or len(trace.requests), len(trace.requests))))
     target: Any = LlamaForCausalLM.from_pretrained(fetched(NAME), dtype=torch.float32).eval()
     found = {"draft": measure(trace, target)}
     for name in DRAFTERS[1:]:
@@ -187,12 +188,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=STORED)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trace", type=Path, help="of measure: a greedy recording of the pair")
+    parser.add_argument("--limit", type=int, help="of measure: so many of its prompts")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.step == "measure":
         if given.trace is None:
             parser.error("measure needs --trace")
-        measure_all(given.trace, given.out)
+        measure_all(given.trace, given.out, given.limit)
         return
     STEPS[given.step](Work(fetched(NAME), given.work, given.out))
 
