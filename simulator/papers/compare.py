@@ -9,7 +9,12 @@ from simulator.papers import published
 from simulator.papers.cmasd import cmasd_rows
 from simulator.papers.cmasd_batches import FIGURE_2, batch_rows
 from simulator.papers.csd import csd_rows
-from simulator.papers.early_exit import FIGURE_4, distribution_rows, early_exit_rows
+from simulator.papers.early_exit import (
+    FIGURE_4,
+    distribution_rows,
+    early_exit_rows,
+    sampling_rows,
+)
 from simulator.papers.gammatune import gammatune_rows
 from simulator.papers.ours import Ours, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
@@ -38,6 +43,7 @@ def side_by_side(ours: Ours) -> list[Row]:
         FIGURE_2: batch_rows,
         published.CSD_ABLATION.name: csd_rows,
         SPECBOUND: system_rows,
+        published.SPECBOUND_2.name: sampling_rows,
         FIGURE_4: early_exit_rows,
     }
     done = quantity_rows()
