@@ -10,7 +10,7 @@ import pytest
 
 from policies.basic import Fixed
 from simulator.papers import Ours
-from simulator.papers.early_exit import early_exit_rows
+from simulator.papers.early_exit import early_exit_rows, sampling_rows
 from simulator.papers.specbound_search import choices
 from simulator.pricing import price
 from tests.conftest import Run
@@ -207,9 +207,11 @@ def test_the_papers_sweeps_are_monotone_where_they_must_be() -> None:
     assert all(r is not None and r <= w + 1 for r, w in zip(widths, values["width"], strict=True))
     assert widths[0] == 1  # one token drafted, no bonus: a round emits one token
     tables = {r.table for r in rows}
-    assert {"SpecBound Table 1", "SpecBound Table 2", "SpecBound Table 5"} <= tables
+    assert {"SpecBound Table 1", "SpecBound Table 5"} <= tables
     assert {"SpecBound Figure 3", "SpecBound Figure 4"} <= tables
-    sampled = [r for r in rows if r.row.startswith("temperature")]
+    table_2 = sampling_rows(ours)
+    assert {r.table for r in table_2} == {"SpecBound Table 2"}
+    sampled = [r for r in table_2 if r.row.startswith("temperature")]
     assert sampled
     assert all(r.ours is None and "sampled" in r.note for r in sampled)
 
