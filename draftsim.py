@@ -9,23 +9,13 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from commands import (
-    calibrate,
-    catalogue,
-    check,
-    demo,
-    fetch,
-    imports,
-    memory,
-    papers,
-    profile,
-    report,
-    serve,
-    simulate,
-    sweep,
-    tune,
-    validate,
-)
+from commands import calibrate, catalogue, check, demo, fetch, imports, memory, report, tune
+from commands.papers import command as papers
+from commands.profile import command as profile
+from commands.serve import command as serve
+from commands.simulate import command as simulate
+from commands.sweep import command as sweep
+from commands.validate import command as validate
 from traces.errors import DraftsimError
 
 # typer carries its own copy of click, whose errors it exports only in part.

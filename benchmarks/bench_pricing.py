@@ -13,10 +13,10 @@ import pytest
 
 from policies import Fixed
 from simulator import price, price_ratios, summarize
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from policies import (
     Oracle,
 )
 from policies.core import DraftPolicy
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.replay.decoder import replay
 
 TOKENS, REQUESTS, ALPHA, MAX_GAMMA = 500, 300, 0.8, 24
 POLICIES: dict[str, DraftPolicy] = {

@@ -15,14 +15,14 @@ import pytest
 import simpy
 
 from policies.basic import Autoregressive, Fixed
-from policies.batch import BatchPolicy
-from policies.batch_tables import BatchTable
+from policies.batch.base import BatchPolicy
+from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 CONVERSATIONS = (
     Path(__file__).resolve().parents[2] / "shared" / "data" / "arrivals"

@@ -17,11 +17,11 @@ import pytest
 from policies import DraftPolicy, parse_policy
 from simulator.whatif import Local, Prices, Sweep, Tilter, expand, parse_axis, with_gammas
 from simulator.whatif.walk import Walker
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.recordings import find_trace
-from traces.replay import replay
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.replay.decoder import replay
+from traces.store.recordings import find_trace
 
 FAMILIES = ("fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd")
 """Policies that start from a draft length, or from a window's."""

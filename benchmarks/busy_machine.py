@@ -29,12 +29,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from commands.output import print_table
-from commands.spot_check import say_verdict, spot_check
-from profiler.latency import Grid
+from commands.common.output import print_table
+from commands.validate.spot_check import say_verdict, spot_check
+from profiler.latency.table import Grid
 from profiler.profile import Settings, profile_latency, progress_bar
-from profiler.run import RunInfo
-from traces.recordings import BUNDLED
+from profiler.recording.run import RunInfo
+from traces.store.recordings import BUNDLED
 
 POLICIES = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune",

@@ -14,15 +14,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from commands.output import print_table
+from commands.common.output import print_table
 from policies.registry import parse_policy
 from simulator.pricing import price
+from traces.acceptance.trace import Trace
 from traces.importers.specbench import import_specbench
-from traces.latency import LatencyTable
-from traces.recordings import find_latency, find_trace
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.recordings import find_latency, find_trace
 
 LOGGED = ("fixed:gamma=3", "fixed:gamma=6", "hf-heuristic", "confidence")
 PREDICTED = ("fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "hf-heuristic", "gammatune")

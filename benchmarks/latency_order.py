@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from profiler.latency import Stopwatch
-from profiler.pass_latency import random_ids
-from profiler.run import RunInfo
-from profiler.runner import Runner
+from profiler.latency.passes import random_ids
+from profiler.latency.table import Stopwatch
+from profiler.models.runner import Runner
+from profiler.recording.run import RunInfo
 
 CONTEXT = 128
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from profiler.loading import load_pair
+from profiler.models.loading import load_pair
+from profiler.models.runner import Runner
 from profiler.prompts import read_prompts
-from profiler.record import Recorder
-from profiler.runner import Runner
-from traces.sampling import Sampling
+from profiler.recording.trace import Recorder
+from traces.acceptance.sampling import Sampling
 
 BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
 

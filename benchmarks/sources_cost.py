@@ -3,7 +3,7 @@
     python -m benchmarks.sources_cost [--heads FOLDER] [--prompts 8] [--tokens 64] [--repeats 3]
 
 On a CPU that others use too, ``--cpu-time`` counts this process's own seconds on one thread.
-``--heads`` is a folder that ``python -m profiler.sources.train`` wrote for the target.
+``--heads`` is a folder that ``python -m profiler.heads.train`` wrote for the target.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 import torch
 
 from policies.registry import parse_policy
-from profiler.decoder import greedy
-from profiler.host_latency import measure_host
-from profiler.latency import Grid, Sweeps, table
-from profiler.loading import load_pair
-from profiler.pass_latency import pass_blocks
+from profiler.decoding.single import greedy
+from profiler.latency.host import measure_host
+from profiler.latency.passes import pass_blocks
+from profiler.latency.table import Grid, Sweeps, table
+from profiler.models.loading import load_pair
+from profiler.models.runner import Runner
+from profiler.models.stack import LayerRunner
 from profiler.prompts import read_prompts
-from profiler.runner import Runner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import load_modules, record_sources
 from profiler.sources.run import SourceRun, SourceRunner
-from profiler.sources.stack import LayerRunner
 from simulator.pricing import autoregressive, price
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.sources import SYSTEMS, EarlyExit, parse_source, replay_source
 from traces.sources.base import Source
-from traces.trace import Request, Trace
 
 BUNDLED = Path(__file__).parents[1] / "profiler" / "bundled"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.output import JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note, print_table
 
 if TYPE_CHECKING:
     from simulator.aggregate import Interval
@@ -56,7 +56,7 @@ def calibrate(
     from simulator.aggregate.advice import candidates, next_run, predicted
     from simulator.aggregate.fit import calibrate as fit
     from simulator.aggregate.table import latency_table, read_runs
-    from traces.files import write_latency
+    from traces.store.files import write_latency
 
     measured = read_runs(runs)
     found = fit(measured, noise=noise, level=level, threshold=threshold, always=always)

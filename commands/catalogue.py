@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from commands.output import JsonOption, OutOption, emit
+from commands.common.output import JsonOption, OutOption, emit
 from traces.errors import DraftsimError
 
 
@@ -63,7 +63,7 @@ def list_all(
 
 def policy_rows() -> list[dict[str, Any]]:
     """Every length policy."""
-    from policies.batch import BatchPolicy
+    from policies.batch.base import BatchPolicy
     from policies.registry import POLICIES
 
     return [
@@ -82,7 +82,7 @@ def policy_rows() -> list[dict[str, Any]]:
 
 def rule_rows() -> list[dict[str, Any]]:
     """Every verify rule."""
-    from policies.rule_registry import PRESETS, RULES
+    from policies.rules.registry import PRESETS, RULES
 
     rows = []
     for name, cls in RULES.items():
@@ -165,7 +165,7 @@ def published_rows() -> list[dict[str, Any]]:
 
 def recording_rows() -> list[dict[str, Any]]:
     """The bundled recordings."""
-    from traces.recordings import recordings
+    from traces.store.recordings import recordings
 
     return [{"name": r.name, "summary": r.summary} for r in recordings()]
 

@@ -6,8 +6,14 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import DEFAULT_TRACE, LatencyOption, TraceOption, load_latency, load_trace
-from commands.output import JsonOption, OutOption, emit, note
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    LatencyOption,
+    TraceOption,
+    load_latency,
+    load_trace,
+)
+from commands.common.output import JsonOption, OutOption, emit, note
 
 
 def check(

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from commands.output import JsonOption, emit, note
-from commands.ranking import rank
-from commands.simulate_table import compared, print_ranked
-from commands.spot_check import say_verdict, spot_check
+from commands.common.output import JsonOption, emit, note
+from commands.common.ranking import rank
+from commands.simulate.table import compared, print_ranked
+from commands.validate.spot_check import say_verdict, spot_check
 
 
 def demo(
@@ -23,14 +23,14 @@ def demo(
     json: JsonOption = None,
 ) -> None:
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
-    from commands.figures import save_all
-    from commands.profile import Recording, run_profile
-    from profiler.folder import claimed, only_writer
-    from profiler.latency import Grid
+    from commands.common.figures import save_all
+    from commands.profile.command import Recording, run_profile
+    from profiler.latency.table import Grid
     from profiler.profile import Settings
-    from profiler.run import BUNDLED, RunInfo
+    from profiler.recording.folder import claimed, only_writer
+    from profiler.recording.run import BUNDLED, RunInfo
     from simulator.summary import summarize, to_rows
-    from traces.files import read_latency, read_trace
+    from traces.store.files import read_latency, read_trace
 
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from commands.output import note
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
 if TYPE_CHECKING:
+    from traces.acceptance.trace import Trace
     from traces.importers.totals import Totals
-    from traces.trace import Trace
 
 FORMATS = ", ".join([*IMPORTERS, AUTO])
 
@@ -55,9 +55,9 @@ def import_file(
     known schedule is tried on it; if none or several fit, what is predicted from it is a lower
     bound and nothing is ranked.
     """
+    from traces.acceptance.trace import Trace
     from traces.importers.base import Options
     from traces.importers.registry import find_importer, import_log
-    from traces.trace import Trace
 
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
@@ -78,8 +78,8 @@ def import_file(
 
 
 def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
-    from traces.files import write_trace
-    from traces.trace import UNKNOWN
+    from traces.acceptance.trace import UNKNOWN
+    from traces.store.files import write_trace
 
     if out is None:
         raise DraftsimError("this log makes a trace: name a file for it with --out")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from commands.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
-from commands.output import note
+from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
+from commands.common.output import note
 
 
 def calibrate_memory(
@@ -35,9 +35,9 @@ def calibrate_memory(
     The order of the prompts is that of the trace, and decides which pairs a bounded memory
     keeps.  With --split below 1 the memory can be tried on prompts it has not seen.
     """
-    from policies.memory import OnlineCorrectionMemory
-    from traces.corrections import calibrated, split_requests
-    from traces.files import write_trace
+    from policies.rules.memory import OnlineCorrectionMemory
+    from traces.replay.corrections import calibrated, split_requests
+    from traces.store.files import write_trace
 
     recorded = load_trace(trace)
     train, others = split_requests(recorded, split)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from commands.devices import one_latency
-from commands.inputs import (
+from commands.common.devices import one_latency
+from commands.common.inputs import (
     DEFAULT_TRACE,
     TRACE_VARIABLE,
     GpuOption,
@@ -16,8 +16,8 @@ from commands.inputs import (
     PolicyOption,
     load_trace,
 )
-from commands.output import note
-from commands.ranking import rank
+from commands.common.output import note
+from commands.common.ranking import rank
 
 
 def report(
@@ -43,7 +43,7 @@ def report(
 ) -> None:
     """Write one HTML page to hand on: no network, sliders that recompute in the page."""
     from simulator.report import build_report, write_report
-    from traces.measured import read_measured
+    from traces.store.measured import read_measured
 
     trace, table = load_trace(run, "the report"), one_latency(latency, run, gpu)
     ranking = rank(trace, table, policy)
@@ -61,8 +61,8 @@ def report(
 
 def measured_file(run: str) -> Path | None:
     """Measured times beside the trace of a run folder or bundled recording, if there are any."""
-    from traces.recordings import BUNDLED as FOLDER
-    from traces.recordings import trace_folder
+    from traces.store.recordings import BUNDLED as FOLDER
+    from traces.store.recordings import trace_folder
 
     for folder in (FOLDER / run, Path(run)):
         if (trace_folder(folder) / "trace.parquet").is_file():

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.devices import one_latency
-from commands.drafted import DraftedOption, drafted_by
-from commands.inputs import (
+from commands.common.devices import one_latency
+from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.inputs import (
     DEFAULT_TRACE,
     AssumeOption,
     GpuOption,
@@ -18,13 +18,13 @@ from commands.inputs import (
     TraceOption,
     load_trace,
 )
-from commands.output import JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note, print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.tune import Slo, Tuned
-    from traces.latency import LatencyTable
-    from traces.trace import Trace
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
 
 SHOWN = (
     "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain", "gain_lo",
@@ -124,7 +124,7 @@ def tune(
             raise DraftsimError(f"--try runs vllm, not {engine.value}")
         if drafted is not None:
             raise DraftsimError("--try forces a draft model's recording: drop --source")
-        from commands.engine_try import check_trial
+        from commands.engine.trial import check_trial
 
         longest = check_trial(table)
     targets = parse_slo(slo)
@@ -152,7 +152,7 @@ def tune(
     more: dict[str, Any] = {"settings": tuned.document, "warnings": list(tuned.warnings)}
     tried = []
     if try_out:
-        from commands.engine_try import TRIED, say_tried, try_settings
+        from commands.engine.trial import TRIED, say_tried, try_settings
 
         tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
     emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}", more=more)

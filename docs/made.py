@@ -21,13 +21,13 @@ from commands import catalogue
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
 from policies.core import Round
 from policies.guard import SIGNALS
-from traces.latency import CELL_COLUMNS, PHASES
-from traces.methods import METHODS
-from traces.parquet import KINDS
-from traces.rounds import ROUND_DTYPE
-from traces.schema import COLUMNS, SIGNAL_COLUMNS, Request
-from traces.sources.calls import CALL_DTYPE, CALL_KINDS
+from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
+from traces.latency.table import CELL_COLUMNS, PHASES
+from traces.replay.calls import CALL_DTYPE, CALL_KINDS
+from traces.replay.rounds import ROUND_DTYPE
 from traces.sources.exits import NODE_COLUMNS
+from traces.sources.methods import METHODS
+from traces.store.parquet import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -96,8 +96,8 @@ def served() -> str:
     """The columns of a row of `serve`, from two requests served."""
     from policies.basic import Fixed
     from simulator.serving import ClosedLoop, Scenario, simulate
-    from traces.latency import LatencyTable
-    from traces.synthetic import synthetic_trace
+    from traces.acceptance.synthetic import synthetic_trace
+    from traces.latency.table import LatencyTable
 
     trace = synthetic_trace(0.7, requests=2, tokens=4, seed=0)
     scenario = Scenario(ClosedLoop(1), requests=2)
@@ -192,9 +192,9 @@ def modules(package: str) -> str:
 
 
 def rooms(package: str) -> str:
-    """The sub-folders of a folder, a line each."""
-    found = sorted((ROOT / package).glob("*/__init__.py"))
-    rooms = [(code(f"{package}/{path.parent.name}/"), first_line(path)) for path in found]
+    """The folders below a folder, a line each."""
+    found = sorted((ROOT / package).glob("*/**/__init__.py"))
+    rooms = [(code(f"{path.parent.relative_to(ROOT)}/"), first_line(path)) for path in found]
     return table(("room", "what it is for"), rooms)
 
 

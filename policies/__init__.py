@@ -2,9 +2,11 @@
 
 from policies.bandit import EXP3Spec, UCBSpec
 from policies.basic import Autoregressive, Fixed, Oracle
-from policies.batch import BatchPolicy, IterationCost, SingleStream, TextbookCost
-from policies.batch_confidence import AdaptiveVerification, ConfidenceFreeze
-from policies.batch_tables import BatchTable, DisableByBatchSize
+from policies.batch.base import BatchPolicy, IterationCost, SingleStream, TextbookCost
+from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch.goodput import Goodput, TurboSpec
+from policies.batch.sglang import SGLangAdaptive
+from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.bild import BiLDFallback
 from policies.checks import PolicyError, check_policy
 from policies.cmasd import CMASD
@@ -20,7 +22,6 @@ from policies.estimators import (
     LogisticAcceptance,
 )
 from policies.gammatune import GammaTune, GammaTunePlus
-from policies.goodput import Goodput, TurboSpec
 from policies.huggingface import Confidence, HFHeuristic
 from policies.rate_optimal import RateOptimal
 from policies.registry import (
@@ -31,7 +32,6 @@ from policies.registry import (
     parse_serving_policy,
     policy_names,
 )
-from policies.sglang import SGLangAdaptive
 from policies.specdec_pp import Disco, SpecDecPP
 
 __all__ = [

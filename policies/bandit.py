@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from policies.batch import IterationCost, TextbookCost
+from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.parameters import flag, one_of, whole, within
 
@@ -54,7 +54,7 @@ class UCBSpec(_Bandit):
     confidence:
         delta, in (0, 1]; 0.1 is ours.
     cost:
-        Seconds of a round (`policies.batch.IterationCost`), for the cost-aware variants.
+        Seconds of a round (`policies.batch.base.IterationCost`), for the cost-aware variants.
     learns_across_requests:
         Whether the statistics outlive the request.
     """

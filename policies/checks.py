@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.batch import SingleStream
+from policies.batch.base import SingleStream
 from policies.core import SIGNALS, DraftPolicy, Load, Round, own_copy, speculate
 from policies.spec import parameters
 

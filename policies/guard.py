@@ -23,7 +23,7 @@ SIGNALS = (
 SCORES = (
     "match", "token", "top1", "top2", "logsumexp", "entropy", "draft_logit", "draft_rank",
 )  # fmt: skip
-"""What a rule may declare in its ``needs``: see `policies.rules.TargetScore`."""
+"""What a rule may declare in its ``needs``: see `policies.rules.base.TargetScore`."""
 
 
 class UndeclaredSignal(DraftsimError):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
-from policies.batch import IterationCost, TextbookCost
+from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
 from policies.parameters import flag, whole, within
@@ -59,7 +59,7 @@ class RateOptimal(DraftPolicy):
     following:
         Acceptance of the token after it, read at the last drafted token.
     cost:
-        Seconds of an iteration, C above (`policies.batch.IterationCost`).
+        Seconds of an iteration, C above (`policies.batch.base.IterationCost`).
     """
 
     reads = ("prob",)

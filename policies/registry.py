@@ -10,19 +10,19 @@ from typing import Any, Literal, TypeVar
 
 from policies.bandit import EXP3Spec, UCBSpec
 from policies.basic import Autoregressive, Fixed, Oracle
-from policies.batch import BatchPolicy, SingleStream
-from policies.batch_confidence import AdaptiveVerification, ConfidenceFreeze
-from policies.batch_tables import BatchTable, DisableByBatchSize
+from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch.goodput import Goodput, TurboSpec
+from policies.batch.sglang import SGLangAdaptive
+from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.bild import BiLDFallback
 from policies.cmasd import CMASD
 from policies.core import DraftPolicy
 from policies.draft_and_verify import DraftAndVerify
 from policies.entropy import SVIP, AdaEDL
 from policies.gammatune import GammaTune, GammaTunePlus
-from policies.goodput import Goodput, TurboSpec
 from policies.huggingface import Confidence, HFHeuristic
 from policies.rate_optimal import RateOptimal
-from policies.sglang import SGLangAdaptive
 from policies.spec import describe_spec, parameters, parse_spec
 from policies.specdec_pp import Disco, SpecDecPP
 
@@ -77,7 +77,7 @@ def parse_policy(text: str, *, max_gamma: int | None = None, **resources: Any) -
         lowered to it (see `capped`).
     resources:
         Given to policies with a parameter of that name which `text` leaves unset:
-        ``cost`` (`policies.batch.IterationCost`), ``estimator``
+        ``cost`` (`policies.batch.base.IterationCost`), ``estimator``
         (`policies.estimators.AcceptanceEstimator`).
 
     Raises

@@ -13,27 +13,27 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from profiler.batch_latency import batch_blocks, measure_batch_host
-from profiler.checkpoint import Checkpoint
-from profiler.folder import DONE_WITH, digest_of
-from profiler.host_latency import measure_host
-from profiler.latency import Grid, Sweeps, table
-from profiler.layer_latency import measure_layers
-from profiler.loading import Pair
+from profiler.latency.batch import batch_blocks, measure_batch_host
+from profiler.latency.host import measure_host
+from profiler.latency.layers import measure_layers
+from profiler.latency.passes import pass_blocks
+from profiler.latency.rules import measure_rules
+from profiler.latency.seq2seq import fitting_grid, seq2seq_blocks, seq2seq_layers
+from profiler.latency.table import Grid, Sweeps, table
 from profiler.machine.state import Machine
-from profiler.pass_latency import pass_blocks
+from profiler.models.loading import Pair
+from profiler.models.runner import Runner
+from profiler.models.seq2seq import Seq2SeqRunner, make_runner
+from profiler.models.seq2seq_settings import check_room, is_seq2seq
 from profiler.prompts import Prompt
-from profiler.record import Columns, Recorder
-from profiler.rule_latency import measure_rules
-from profiler.runner import Runner
-from profiler.seq2seq import Seq2SeqRunner, make_runner
-from profiler.seq2seq_latency import fitting_grid, seq2seq_blocks, seq2seq_layers
-from profiler.seq2seq_start import check_room, is_seq2seq
+from profiler.recording.checkpoint import Checkpoint
+from profiler.recording.folder import DONE_WITH, digest_of
+from profiler.recording.trace import Columns, Recorder
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.sampling import GREEDY, Sampling
-from traces.trace import Request, Trace
+from traces.latency.table import LatencyTable
+from traces.store.files import write_latency, write_trace
 
 PULSE = 8
 """Blocks of passes between two timings of the reference work."""

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.rounds import RoundLog
-from traces.sources.calls import ADAPTER, CALL_KINDS, DRAFTER, LAYER
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, LAYER
+from traces.replay.rounds import RoundLog
 
 FALLBACKS = {
     ("exit", "head"): ("target", "head"),

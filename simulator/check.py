@@ -16,8 +16,8 @@ import pandas as pd
 from simulator.check_iid import iid_checks
 from simulator.check_recorded import recorded_checks
 from simulator.estimate import Estimate
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 LIMIT = 4.0
 """Standard errors within which a closed form and its simulation must agree."""

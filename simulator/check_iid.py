@@ -20,11 +20,11 @@ from simulator.formulas import (
     specbound,
 )
 from simulator.pricing import autoregressive, price
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 Row = tuple[str, str, float, Estimate]
 

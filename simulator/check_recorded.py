@@ -15,9 +15,9 @@ from policies.basic import Fixed
 from simulator.estimate import Estimate, ratio
 from simulator.formulas import general, leviathan
 from simulator.pricing import autoregressive, price
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.trace import MATCH, UNKNOWN, Trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 Row = tuple[str, str, float, Estimate]
 

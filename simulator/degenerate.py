@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from traces.rounds import RoundLog
+from traces.replay.rounds import RoundLog
 
 HARDLY_VERIFIES = 0.95
 """Share of the judged mismatches from which on a rule is said to accept nearly everything."""

@@ -21,11 +21,11 @@ from matplotlib.text import Text
 from simulator.formulas.general import empirical_survival
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 from traces.machine import BUSY
-from traces.rounds import RoundLog
-from traces.trace import MATCH, UNKNOWN, Trace
+from traces.replay.rounds import RoundLog
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")

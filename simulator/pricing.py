@@ -27,12 +27,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.rule_registry import RULES
+from policies.rules.registry import RULES
 from simulator.calls import NO_PASSES, PassCount, call_seconds, verify_phase
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.rounds import ROUND_DTYPE, RoundLog
-from traces.settling import settling_s
+from traces.latency.settling import settling_s
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -223,7 +223,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
 
 
 def judging_phase(log: RoundLog) -> str:
-    """The phase of `traces.latency.PHASES` that the verdicts of a lossy run cost.
+    """The phase of `traces.latency.table.PHASES` that the verdicts of a lossy run cost.
 
     It follows from what the run's rule reads, by the rule's name where the rule itself was
     not kept.

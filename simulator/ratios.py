@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.pricing import Priced
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

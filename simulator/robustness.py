@@ -11,10 +11,10 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from simulator.pricing import autoregressive, price
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 Floats = npt.NDArray[np.float64]
 
@@ -47,7 +47,7 @@ def seconds_by_gamma(
     """Replay every policy from every initial draft length and price it.
 
     ``families`` maps a name to a function that makes the policy for an initial gamma.
-    Raises what `traces.replay.replay` raises.
+    Raises what `traces.replay.decoder.replay` raises.
     """
     plain_s: Floats = np.zeros(len(trace.requests))
     seconds: dict[tuple[str, int], Floats] = {}

@@ -18,8 +18,8 @@ import pandas as pd
 
 from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.rounds import RoundLog
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,6 +1,6 @@
 """Predicted against measured seconds, per arm, and what the comparison amounts to.
 
-Measured input, one row per request and repeat (`traces.measured.MEASURED_COLUMNS`):
+Measured input, one row per request and repeat (`traces.store.measured.MEASURED_COLUMNS`):
 
 ==========  ====================================================================
 policy      name of the policy, as in its round log
@@ -33,7 +33,7 @@ import pandas as pd
 from simulator.pricing import Priced
 from traces.errors import DraftsimError
 from traces.machine import DISTURBED, label
-from traces.measured import MEASURED_COLUMNS, OFF_COLUMNS
+from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
 VALIDATE_COLUMNS = (
     "policy", "verify", "batch", "forced", "predicted_s", "measured_s", "error", "spread",

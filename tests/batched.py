@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from policies import DraftPolicy, Round
-from profiler.loading import Pair
-from profiler.record import Recorder
-from profiler.runner import Runner
-from traces.replay import replay
-from traces.trace import Request, Trace
+from profiler.models.loading import Pair
+from profiler.models.runner import Runner
+from profiler.recording.trace import Recorder
+from traces.acceptance.trace import Request, Trace
+from traces.replay.decoder import replay
 
 VOCAB, NEW, GAMMA = 61, 24, 8
 LENGTHS = (5, 17, 1, 9, 30, 3, 12, 2, 21)

@@ -7,13 +7,13 @@ from functools import cache
 import numpy as np
 import torch
 
-from profiler.loading import Pair, load_pair
+from profiler.models.loading import Pair, load_pair
+from profiler.models.runner import Runner
 from profiler.prompts import Prompt, read_prompts
-from profiler.record import Recorder
-from profiler.run import BUNDLED
-from profiler.runner import Runner
-from traces.sampling import GREEDY, Sampling
-from traces.trace import Request, Trace
+from profiler.recording.run import BUNDLED
+from profiler.recording.trace import Recorder
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Request, Trace
 
 MAX_NEW = 40
 MAX_GAMMA = 24

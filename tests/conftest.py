@@ -124,7 +124,7 @@ def small_run(_profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def trace_file(tmp_path: Path) -> Path:
     """`tests.stored.small_trace`, written."""
     from tests.stored import small_trace
-    from traces.files import write_trace
+    from traces.store.files import write_trace
 
     path = tmp_path / "trace.parquet"
     write_trace(small_trace(), path)
@@ -134,9 +134,9 @@ def trace_file(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def synthetic_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a synthetic trace, signals and all, and latencies that are constant."""
-    from traces.files import write_latency, write_trace
-    from traces.latency import LatencyTable
-    from traces.synthetic import synthetic_trace
+    from traces.acceptance.synthetic import synthetic_trace
+    from traces.latency.table import LatencyTable
+    from traces.store.files import write_latency, write_trace
 
     folder = tmp_path_factory.mktemp("run")
     trace = synthetic_trace(0.7, requests=8, tokens=30, max_gamma=24, concentration=4.0, seed=1)

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commands.engine_check import arms, compare_loads
-from commands.engine_loads import named_loads
-from commands.engine_try import tried
+from commands.engine.check import arms, compare_loads
+from commands.engine.loads import named_loads
+from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
-from policies.batch import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines.drafts import Forced, LookedUp
 from profiler.engines.engine import Engine, EngineOptions
 from profiler.engines.measure import EngineTable

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from policies.core import Load
-from policies.rules import VerifyRule
-from traces.trace import Request, Trace
+from policies.rules.base import VerifyRule
+from traces.acceptance.trace import Request, Trace
 
 V, GAMMA, LENGTH = 10, 6, 24
 EOS = 0

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from traces.trace import Request, Trace
+from traces.acceptance.trace import Request, Trace
 
 if TYPE_CHECKING:
-    from profiler.loading import Pair
-    from profiler.sources.stack import LayerRunner
+    from profiler.models.loading import Pair
+    from profiler.models.stack import LayerRunner
 
 LIMIT = 40
 """Tokens of an output of the bundled target."""
@@ -56,10 +56,10 @@ class Decoded(NamedTuple):
 def decoded(slots: int, count: int = 4) -> Decoded:
     """The first `count` bundled prompts, decoded greedily with a cache of `slots` tokens."""
     torch = pytest.importorskip("torch")
-    from profiler.decoder import greedy
-    from profiler.loading import load_pair
+    from profiler.decoding.single import greedy
+    from profiler.models.loading import load_pair
+    from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
-    from profiler.sources.stack import LayerRunner
 
     torch.set_num_threads(1)
     folder = ROOT / "profiler" / "bundled"

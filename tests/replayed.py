@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from profiler.loading import Pair
-from profiler.spotcheck import Arm, output_of, rounds_differ, run_arms
-from traces.replay import replay
-from traces.trace import Trace
+from profiler.checks.spot_check import Arm, output_of, rounds_differ, run_arms
+from profiler.models.loading import Pair
+from traces.acceptance.trace import Trace
+from traces.replay.decoder import replay
 
 
 def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) -> None:

@@ -16,12 +16,12 @@ from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.report import build_report
 from tests.browser import Browser
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.measured import MEASURED_COLUMNS, MeasuredRuns
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns
 
 POLICIES = ("fixed:gamma=4", "svip", "hf-heuristic:gamma=5", "oracle")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 from policies import parse_policy
-from policies.rule_registry import parse_rule
-from policies.rules import VerifyRule
-from profiler.spotcheck import Arm, Measured, run_arms
+from policies.rules.base import VerifyRule
+from policies.rules.registry import parse_rule
+from profiler.checks.spot_check import Arm, Measured, run_arms
 from tests import bundled
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
 
 
 @cache

@@ -20,11 +20,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from profiler.loading import Pair, describe_model
+from profiler.models.loading import Pair, describe_model
 from profiler.profile import Settings, profile_trace, progress_bar
 from profiler.prompts import Prompt
-from traces.sampling import GREEDY, Sampling
-from traces.trace import Trace
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 
 VOCABULARY, POSITIONS, NEW, GAMMA = 60, 64, 20, 8
 BART_LIKE: dict[str, tuple[Any, Any]] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.trace import Request, Trace
+from traces.acceptance.trace import Request, Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 
 def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:

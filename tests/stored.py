@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 
 
 def small_trace() -> Trace:

@@ -8,9 +8,9 @@ from typing import Any
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
-from traces.latency import LatencyTable
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 POLICIES: dict[str, DraftPolicy] = {
     **{f"fixed:gamma={g}": Fixed(g) for g in (1, 3, 6)},

@@ -10,14 +10,14 @@ from typing import Any
 import pandas as pd
 
 from policies.registry import parse_policy
-from profiler.suite.arms import COLUMNS
+from profiler.suite.runs.arms import COLUMNS
 from simulator.pricing import price
-from traces.files import write_latency, write_trace
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.measured import MeasuredRuns, write_measured
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import write_latency, write_trace
+from traces.store.measured import MeasuredRuns, write_measured
 
 MODES = ("eager", "graph")
 META: dict[str, Any] = {"device": "NVIDIA H200", "quick": False}

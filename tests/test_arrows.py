@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,28 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def modules_imported(path: Path) -> set[str]:
+    """Full names of the modules of ours that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if is_module(name)} or {str(node.module)}
+    return {name for name in found if name.partition(".")[0] in MAY}
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def room(name: str) -> str:
+    """The folder of a module, dotted; of a package, itself."""
+    return name if ROOT.joinpath(*name.split(".")).is_dir() else name.rpartition(".")[0]
+
+
 def files(package: str) -> list[Path]:
     found = sorted((ROOT / package).rglob("*.py"))
     assert found
@@ -54,3 +78,18 @@ def test_policies_know_no_clock() -> None:
         names = imported(path)
         assert not names & CLOCKS, path
         assert names - set(sys.stdlib_module_names) <= {"policies", "numpy"}, path
+
+
+@pytest.mark.invariant(14)
+def test_rooms_beside_each_other_form_no_circle() -> None:
+    """A folder and a folder inside it are one room here: the outer one opens the inner."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for package in MAY:
+        for path in files(package):
+            here = room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            for name in modules_imported(path):
+                there = room(name)
+                if not (f"{here}.".startswith(f"{there}.") or f"{there}.".startswith(f"{here}.")):
+                    edges[here].add(there)
+    assert len(edges) > 20
+    TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle

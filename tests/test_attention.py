@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from profiler.attention import Block, dense_mask
-from profiler.runner import Runner
+from profiler.models.attention import Block, dense_mask
+from profiler.models.runner import Runner
 
 
 @pytest.mark.parametrize("shared", [4, 2], ids=["own heads", "shared heads"])

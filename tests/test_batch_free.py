@@ -13,13 +13,13 @@ from simulator.pricing import autoregressive, price
 from simulator.serving import ClosedLoop, Limits, Scenario, serve
 from simulator.whatif.batching import InBatches
 from tests.conftest import Run
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.files import write_latency, write_trace
-from traces.latency import BATCH_FREE_SAID, CELL_COLUMNS, LatencyTable
-from traces.recordings import parse_latency
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import BATCH_FREE_SAID, CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import write_latency, write_trace
+from traces.store.recordings import parse_latency
 
 CONSTANT = "const:target=0.02,draft=0.002,verify=0.025"
 

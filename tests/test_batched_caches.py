@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
-from policies.batch import BatchPolicy  # noqa: E402
-from profiler.batched import decode_batch, enter, speculate_batch  # noqa: E402
-from profiler.batched_decoder import BatchedDecoder  # noqa: E402
-from profiler.batched_stream import Stream  # noqa: E402
-from profiler.batched_styles import style_of  # noqa: E402
-from profiler.runner import Runner  # noqa: E402
-from profiler.spotcheck import output_of  # noqa: E402
+from policies.batch.base import BatchPolicy  # noqa: E402
+from profiler.checks.spot_check import output_of  # noqa: E402
+from profiler.decoding.batch import decode_batch, enter, speculate_batch  # noqa: E402
+from profiler.decoding.batch_passes import BatchedDecoder  # noqa: E402
+from profiler.decoding.batch_stream import Stream  # noqa: E402
+from profiler.decoding.batch_styles import style_of  # noqa: E402
+from profiler.models.runner import Runner  # noqa: E402
 from tests.batched import (  # noqa: E402
     END,
     GAMMA,

@@ -26,15 +26,15 @@ from policies import (
     SGLangAdaptive,
     UCBSpec,
 )
-from policies.batch import BatchPolicy
-from profiler.batched import decode_batch, speculate_batch
-from profiler.batched_decoder import BatchedDecoder
-from profiler.batched_runs import groups_of
-from profiler.batched_stream import Stream
-from profiler.batched_styles import PerRequest as EachAlone
-from profiler.decoder import greedy
-from profiler.runner import Runner
-from profiler.spotcheck import output_of
+from policies.batch.base import BatchPolicy
+from profiler.checks.batch_runs import groups_of
+from profiler.checks.spot_check import output_of
+from profiler.decoding.batch import decode_batch, speculate_batch
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch_styles import PerRequest as EachAlone
+from profiler.decoding.single import greedy
+from profiler.models.runner import Runner
 from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from simulator.serving.speculation import (
@@ -177,7 +177,7 @@ def test_rounds_are_those_the_simulator_serves(
     [ConfidenceFreeze(), AdaptiveVerification(), BatchTable([[1, 1, 0], [2, 2, 3]])],
 )
 def test_batch_policies_of_one_are_the_single_stream_ones(policy: BatchPolicy) -> None:
-    from policies.batch import SingleStream
+    from policies.batch.base import SingleStream
 
     done = decode_batch(*runners(1), prompts(), NEW, END, policy)
     assert done.rounds == replayed(trace(), SingleStream(policy.fresh()))

@@ -11,22 +11,22 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
-from profiler.batch_latency import batch_blocks, measure_batch_host
-from profiler.batched import speculate_batch
-from profiler.batched_decoder import BatchedDecoder
-from profiler.batched_forced import ForcedStream
-from profiler.batched_runs import BatchArm, groups_of, run_batches
-from profiler.batched_styles import style_of
-from profiler.latency import Grid, Sweeps
-from profiler.loading import Pair
+from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
+from profiler.checks.spot_check import output_of, rounds_differ
+from profiler.decoding.batch import speculate_batch
+from profiler.decoding.batch_forced import ForcedStream
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_styles import style_of
+from profiler.latency.batch import batch_blocks, measure_batch_host
+from profiler.latency.table import Grid, Sweeps
+from profiler.models.loading import Pair
+from profiler.models.runner import Runner
 from profiler.profile import Settings, profile_latency, progress_bar
-from profiler.runner import Runner
-from profiler.spotcheck import output_of, rounds_differ
 from tests.batched import GAMMA, LENGTHS, VOCAB, llama, pair, replayed, runners, trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import INTERPOLATED, LatencyTable
-from traces.replay import replay
-from traces.trace import Trace
+from traces.latency.table import INTERPOLATED, LatencyTable
+from traces.replay.decoder import replay
 
 
 def test_forced_runs_follow_the_recording_with_any_weights() -> None:

@@ -11,17 +11,17 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from policies import DraftPolicy, Fixed
-from profiler.batched import decode_batch, speculate_batch
-from profiler.batched_decoder import BatchedDecoder, Verdict
-from profiler.batched_runs import groups_of
-from profiler.batched_stream import Stream
-from profiler.batched_styles import TruncateToMinimum as TruncatedRounds
-from profiler.batched_styles import style_of
-from profiler.decoder import greedy
-from profiler.runner import Runner
-from profiler.spotcheck import output_of
+from profiler.checks.batch_runs import groups_of
+from profiler.checks.spot_check import output_of
+from profiler.decoding.batch import decode_batch, speculate_batch
+from profiler.decoding.batch_passes import BatchedDecoder, Verdict
+from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch_styles import TruncateToMinimum as TruncatedRounds
+from profiler.decoding.batch_styles import style_of
+from profiler.decoding.single import greedy
+from profiler.models.runner import Runner
 from tests.batched import END, LENGTHS, NEW, SLOTS, pair, prompts, runners, trace
-from traces.trace import MATCH, Trace
+from traces.acceptance.trace import MATCH, Trace
 
 
 def synchronised(

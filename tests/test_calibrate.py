@@ -16,7 +16,7 @@ from simulator.aggregate.server import COSTS, Server, ServerRun
 from simulator.aggregate.table import read_runs
 from tests.conftest import Run
 from traces.errors import DraftsimError
-from traces.files import read_latency
+from traces.store.files import read_latency
 
 TRUTH = Server(
     fixed_s=0.012, token_s=4e-5, context_s=2e-7, draft_s=1.5e-3, draft_token_s=1e-5,

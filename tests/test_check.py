@@ -11,9 +11,9 @@ from simulator.check_iid import _Bench
 from simulator.estimate import Estimate
 from simulator.events import dsi_latency, pearl_cycles, truncated_rounds
 from simulator.formulas import leviathan
-from traces.latency import LatencyTable
-from traces.synthetic import synthetic_trace
-from traces.trace import Request, Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Request, Trace
+from traces.latency.table import LatencyTable
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, Run
-from traces.files import read_trace, write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.store.files import read_trace, write_latency, write_trace
 
 CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"
 
@@ -166,7 +166,7 @@ def test_other_tokenizers_long_prompts_and_missing_models_are_refused(
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from profiler.run import BUNDLED
+    from profiler.recording.run import BUNDLED
 
     other = tmp_path / "other"
     PreTrainedTokenizerFast(

@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import ROOT, Run
 from tests.conftest import SMALL_PROFILE as USUAL
-from traces.files import read_latency, write_latency
 from traces.sources import read_recordings
+from traces.store.files import read_latency, write_latency
 
 SMALL_PROFILE = (*USUAL, "--limit", "1")
 

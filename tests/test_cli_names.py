@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from commands.output import print_table, write_rows
+from commands.common.output import print_table, write_rows
 from policies.registry import POLICIES, parse_policy
-from policies.rule_registry import RULES
+from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
 from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import draftsim
-from commands.output import OutOption
+from commands.common.output import OutOption
 from tests.conftest import ROOT, Run
 
 COMMANDS = {str(c.name): c.callback for c in draftsim.app.registered_commands}
@@ -125,7 +125,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
-    monkeypatch.setattr("commands.simulate.load_trace", worked)
+    monkeypatch.setattr("commands.simulate.command.load_trace", worked)
     ran = run("simulate", "--out", tmp_path / out)
     assert ran.code == 2
     assert said in ran.err

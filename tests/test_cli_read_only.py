@@ -113,7 +113,7 @@ def test_a_run_that_may_only_be_read_is_refused_before_anything_is_decoded(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("models were loaded")
 
-    monkeypatch.setattr("profiler.run.RunInfo.load", never)
+    monkeypatch.setattr("profiler.recording.run.RunInfo.load", never)
     before = sorted(read_only.rglob("*"))
     for more in ((), ("--batch", 1), ("--verify", "csd"), ("--source", "pld")):
         ran = run("validate", "--run", kept, *more)

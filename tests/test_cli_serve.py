@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from commands.serve_policies import load_serving_policies
+from commands.serve.policies import load_serving_policies
 from tests.conftest import ROOT, Serve
 from tests.serving import PAIR, arrival_file
 
@@ -75,7 +75,7 @@ def test_all_serves_policies_per_request_and_per_batch(serve: Serve) -> None:
 
 
 def test_policies_get_cost_and_estimates_from_the_recording(synthetic_run: Path) -> None:
-    from traces.recordings import find_latency, find_trace
+    from traces.store.recordings import find_latency, find_trace
 
     trace, latency = find_trace(synthetic_run), find_latency(synthetic_run)
     texts = ["adaptive-verification", "goodput:gamma_max=4", "rate-optimal"]

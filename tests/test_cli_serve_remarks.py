@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import Serve
 from tests.serving import PAIR, arrival_file
-from traces.files import write_latency
-from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import write_latency
 
 
 def test_overload_is_said_and_ends(serve: Serve) -> None:

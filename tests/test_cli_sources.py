@@ -14,17 +14,9 @@ from simulator.papers.early_exit import early_exit_rows, sampling_rows
 from simulator.papers.specbound_search import choices
 from simulator.pricing import price
 from tests.conftest import Run
+from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
-from traces.files import (
-    read_latency,
-    read_rounds,
-    read_trace,
-    write_latency,
-    write_rounds,
-    write_trace,
-)
-from traces.latency import LatencyTable
-from traces.recordings import BUNDLED
+from traces.latency.table import LatencyTable
 from traces.sources import (
     PLD,
     SYSTEMS,
@@ -34,7 +26,15 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.trace import Request, Trace
+from traces.store.files import (
+    read_latency,
+    read_rounds,
+    read_trace,
+    write_latency,
+    write_rounds,
+    write_trace,
+)
+from traces.store.recordings import BUNDLED
 
 FOLDER = BUNDLED / "bundled"
 CONST = "const:target=0.0143,draft=0.00176"
@@ -175,7 +175,7 @@ def test_round_logs_keep_their_calls(tmp_path: Path) -> None:
 def test_a_draft_models_rounds_have_no_calls_and_damage_is_named(tmp_path: Path) -> None:
     import pyarrow as pa
 
-    from traces.parquet import read_file, write_file
+    from traces.store.parquet import read_file, write_file
 
     log = replay_source(tokens_alone(), PLD(), Fixed(2))
     write_rounds(log, tmp_path / "log.parquet")

@@ -11,11 +11,11 @@ import pytest
 from policies.basic import Fixed
 from simulator.pricing import price
 from tests.conftest import SMALL_PROFILE, Run
-from traces.files import read_latency, read_trace
-from traces.measured import read_measured
-from traces.replay import replay
+from traces.replay.decoder import replay
 from traces.sources import EarlyExit, read_recordings
 from traces.sources.base import Recordings
+from traces.store.files import read_latency, read_trace
+from traces.store.measured import read_measured
 
 
 def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:
@@ -37,7 +37,7 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A sweep takes seconds, and that there is one is all that matters here.
-    monkeypatch.setattr("commands.remeasure.SWEEPS", 1)
+    monkeypatch.setattr("commands.validate.remeasure.SWEEPS", 1)
     arms = ("--policy", "fixed:gamma=2", "--policy", "gammatune")
     ran = run(
         "validate", "--run", small_run, *arms, "--repeats", 2, "--no-assisted", "--remeasure",
@@ -94,7 +94,7 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
 
 
 def test_stale_recordings_are_recorded_again(small_run: Path) -> None:
-    from commands.source_runs import missing
+    from commands.profile.source_runs import missing
     from profiler.sources.modules import Modules
 
     kept = read_recordings(small_run)
@@ -110,7 +110,7 @@ def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> No
     torch = pytest.importorskip("torch")
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from profiler.run import BUNDLED as PAIR
+    from profiler.recording.run import BUNDLED as PAIR
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     torch.manual_seed(0)
@@ -133,10 +133,10 @@ def test_an_unsupported_architecture_is_one_line(run: Run, tmp_path: Path) -> No
 def test_heads_are_trained_for_a_target_that_has_none(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from commands.source_modules import HEADS, modules_of
-    from profiler.loading import Pair
-    from profiler.run import read_run
-    from profiler.sources import train
+    from commands.profile.source_modules import HEADS, modules_of
+    from profiler.heads import train
+    from profiler.models.loading import Pair
+    from profiler.recording.run import read_run
 
     made: list[str] = []
     full = train.train_all

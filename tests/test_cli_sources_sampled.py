@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import SMALL_PROFILE, Ran, Run
-from traces.files import read_trace, write_trace
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.store.files import read_trace, write_trace
 
 
 def profiled(run: Run, folder: Path, *options: object) -> Ran:
@@ -64,7 +64,7 @@ def test_sampled_outputs_get_their_early_exits_and_their_row(run: Run, small_run
 
 
 def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path) -> None:
-    from traces.recordings import recordings
+    from traces.store.recordings import recordings
 
     cut = small_run.parent / "cut"
     shutil.copytree(small_run, cut)

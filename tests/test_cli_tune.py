@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from policies.basic import Autoregressive
-from policies.batch_tables import BatchTable
+from policies.batch.sglang import SGLangAdaptive
+from policies.batch.tables import BatchTable
 from policies.huggingface import Confidence
-from policies.sglang import SGLangAdaptive
 from simulator.tune import TUNE_COLUMNS, closed_load, read_settings, served_rates
 from tests.conftest import Run
 from tests.tuning import batched
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.store.files import write_latency, write_trace
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_only_the_engine_that_was_measured_is_tried(
 def test_without_the_engine_nothing_is_searched(
     run: Run, recorded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("commands.engine_try.find_spec", lambda name: None)
+    monkeypatch.setattr("commands.engine.trial.find_spec", lambda name: None)
     measured = LatencyTable(batched().cells, {"kind": "engine", "engine": {"longest": 4}})
     write_latency(measured, recorded.folder / "latency.parquet")
     ran = run("tune", "--trace", recorded.folder, "--engine", "vllm", "--try")

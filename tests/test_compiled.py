@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from profiler.compiled import (
+from profiler.models.compiled import (
     CompiledRunner,
     Norm,
     compile_layers,
@@ -17,7 +17,7 @@ from profiler.compiled import (
     forget_compiled,
     fused,
 )
-from profiler.runner import Runner
+from profiler.models.runner import Runner
 from tests.test_graphs import SLOTS, ids, model
 
 
@@ -69,7 +69,7 @@ def test_layers_compile_once_for_all_widths_contexts_and_layers(
         plain = Runner(model(layers, 1), 700)
         twin = fused(model(layers, 1))
         compile_layers(twin, backend)  # type: ignore[arg-type]
-        monkeypatch.setattr("profiler.compiled.compiled", lambda own: twin)
+        monkeypatch.setattr("profiler.models.compiled.compiled", lambda own: twin)
         runner = CompiledRunner(None, 700)
         for width, start in ((40, 0), (1, 40), (3, 41), (5, 300), (1, 500), (2, 600), (9, 10)):
             tokens = ids(width, start)

@@ -13,17 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
-from profiler.decoder import ModelDecoder, greedy
-from profiler.forced import ForcedDecoder
-from profiler.runner import Runner
-from profiler.spotcheck import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from profiler.checks.spot_check import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from profiler.decoding.forced import ForcedDecoder
+from profiler.decoding.single import ModelDecoder, greedy
+from profiler.models.runner import Runner
 from tests import bundled
 from tests.replayed import assert_decoded_as_replayed
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.sampling import Sampling
-from traces.trace import Trace
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 POLICIES = (
     "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=24", "confidence",
@@ -193,7 +193,7 @@ def test_forced_runs_repeat_the_recording_with_any_weights() -> None:
 
 
 def test_signals_come_to_the_host_only_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    from profiler.decoder import ModelToken
+    from profiler.decoding.single import ModelToken
 
     fetched = 0
     original = ModelToken._fetch

@@ -14,23 +14,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from policies.basic import Fixed
 from policies.core import speculate
 from policies.registry import parse_policy
-from policies.rule_registry import parse_rule
-from profiler.batched import decode_batch, enter, speculate_batch
-from profiler.batched_decoder import BatchedDecoder
-from profiler.batched_forced import ForcedStream
-from profiler.batched_stream import Stream
-from profiler.batched_styles import PerRequest
-from profiler.decoder import ModelDecoder
-from profiler.forced import ForcedDecoder
-from profiler.graphs import GraphRunner, Shape
-from profiler.record import Recorder
-from profiler.runner import Runner
-from profiler.sampling import draw
-from profiler.suite.layers import captured, layer_cells
-from profiler.suite.passes import MODES, Timer
-from profiler.suite.rounds import ReadingFixed, loop_trace
+from policies.rules.registry import parse_rule
+from profiler.decoding.batch import decode_batch, enter, speculate_batch
+from profiler.decoding.batch_forced import ForcedStream
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch_styles import PerRequest
+from profiler.decoding.forced import ForcedDecoder
+from profiler.decoding.single import ModelDecoder
+from profiler.models.graphs import GraphRunner, Shape
+from profiler.models.runner import Runner
+from profiler.models.sampling import draw
+from profiler.recording.trace import Recorder
+from profiler.suite.latency.layers import captured, layer_cells
+from profiler.suite.latency.passes import MODES, Timer
+from profiler.suite.latency.rounds import ReadingFixed, loop_trace
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
-from traces.sampling import GREEDY, Sampling
+from traces.acceptance.sampling import GREEDY, Sampling
 
 SLOTS, WORDS, NEW = 200, 61, 16
 DTYPES = (torch.float32, torch.bfloat16)
@@ -294,7 +294,7 @@ def test_plain_decoding_is_timed_to_its_end(
 ) -> None:
     """The host is ahead of a device that it never asked for a token."""
     clock = [0.0]
-    monkeypatch.setattr("profiler.record.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("profiler.recording.trace.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: clock.__setitem__(0, 5.0))
     recorder = Recorder(*runners(gpu), max_new_tokens=4, max_gamma=2)
     recorder.record(ids(5))

@@ -13,35 +13,36 @@ import torch
 
 from policies.basic import Fixed
 from policies.core import speculate
-from profiler import loading, profile
-from profiler.batched_runs import BatchArm, run_batches
-from profiler.decoder import ModelDecoder
-from profiler.latency import Grid
-from profiler.loading import Pair, choose_device, load_pair
+from profiler import profile
+from profiler.checks.batch_runs import BatchArm, run_batches
+from profiler.checks.spot_check import Arm, assisted_generation, rounds_differ, run_arms
+from profiler.decoding.single import ModelDecoder
+from profiler.heads.train import default_exit_layers, own_text, train_all
+from profiler.latency.table import Grid
+from profiler.models import loading
+from profiler.models.loading import Pair, choose_device, load_pair
+from profiler.models.seq2seq import make_runner
+from profiler.models.stack import LayerRunner
 from profiler.profile import LatencyProfile, Settings, profile_trace, progress_bar
 from profiler.prompts import read_prompts
-from profiler.record import Recorder
-from profiler.run import BUNDLED
-from profiler.seq2seq import make_runner
+from profiler.recording.run import BUNDLED
+from profiler.recording.trace import Recorder
 from profiler.sources.latency import SourceLatency
 from profiler.sources.modules import load_modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.stack import LayerRunner
-from profiler.sources.train import default_exit_layers, own_text, train_all
-from profiler.spotcheck import Arm, assisted_generation, rounds_differ, run_arms
 from tests import seq2seq
 from tests.conftest import Run
 from tests.pretend_gpu import CUDA, PretendedGPU, pretended
 from tests.test_device import model
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.sampling import Sampling
+from traces.replay.decoder import replay
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit
 from traces.sources.lookup_sources import PLD
 from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
-from traces.trace import Trace
 
 SOURCES: list[tuple[Source, int]] = [
     (PLD(), 1), (Blockwise(), 1), (Medusa(), 1), (SpecDec(), 1), (Space(), 1), (LayerSkip(), 1),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands.engine_loads import named_loads
+from commands.engine.loads import named_loads
 from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
 from tests.serving import SMALL, arrival_file

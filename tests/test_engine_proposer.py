@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from policies import DraftPolicy, Load, parse_policy, policy_names
-from policies.batch import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, SingleStream
 from policies.registry import parse_serving_policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
@@ -18,13 +18,14 @@ from profiler.engines.rounds import Policy
 from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
-from traces import replay, synthetic_trace
+from traces import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import RoundLog
+from traces.replay import decoder as replay
+from traces.replay.rounds import RoundLog
 from traces.sources.lookup_sources import PLD
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
-from traces.trace import Trace
 
 LONGEST, VOCABULARY = 8, 97
 TRACE = synthetic_trace(

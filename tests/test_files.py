@@ -14,11 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import traces.parquet
+import traces.store.parquet
 from policies.basic import Fixed
 from tests.stored import assert_same, small_trace
+from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
-from traces.files import (
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import (
     read_latency,
     read_rounds,
     read_trace,
@@ -26,9 +29,6 @@ from traces.files import (
     write_rounds,
     write_trace,
 )
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.trace import Request, Trace
 
 QUIET = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -111,7 +111,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     def fail(descriptor: int) -> None:
         raise stop
 
-    monkeypatch.setattr(traces.parquet.os, "fsync", fail)
+    monkeypatch.setattr(traces.store.parquet.os, "fsync", fail)
     with pytest.raises((KeyboardInterrupt, FileError)):
         write_trace(small_trace().select([0]), trace_file)
     assert trace_file.read_bytes() == before

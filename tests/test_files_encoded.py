@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from traces import parquet
-from traces.parquet import read_file, write_file
-from traces.recordings import BUNDLED
+from traces.store import parquet
+from traces.store.parquet import read_file, write_file
+from traces.store.recordings import BUNDLED
 
 
 def table(rows: int) -> pa.Table:

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import traces.parquet
+import traces.store.parquet
 from tests.stored import assert_same, small_trace
 from traces.errors import FileError
-from traces.files import read_latency, read_trace, write_latency
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
+from traces.store.files import read_latency, read_trace, write_latency
 
 
 def rewrite(
@@ -43,7 +43,7 @@ def rewrite(
         writer.write_table(table)
         writer.add_key_value_metadata(metadata)
     content = sink.getvalue().to_pybytes()
-    path.write_bytes(traces.parquet.sealed(content) if checksum else content)
+    path.write_bytes(traces.store.parquet.sealed(content) if checksum else content)
     return path
 
 

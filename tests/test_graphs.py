@@ -12,15 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from policies.basic import Fixed
 from policies.core import speculate
 from policies.registry import parse_policy
-from profiler.batched import enter, speculate_batch
-from profiler.batched_decoder import BatchedDecoder
-from profiler.batched_stream import Stream
-from profiler.batched_styles import PerRequest
-from profiler.decoder import ModelDecoder
-from profiler.graphs import WIDEST, GraphRunner, Shape
-from profiler.runner import Runner
+from profiler.decoding.batch import enter, speculate_batch
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch_styles import PerRequest
+from profiler.decoding.single import ModelDecoder
+from profiler.models.graphs import WIDEST, GraphRunner, Shape
+from profiler.models.runner import Runner
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError
-from traces.sampling import GREEDY, Sampling
 
 SLOTS = 200
 

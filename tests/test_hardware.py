@@ -24,7 +24,7 @@ from simulator.hardware import (
 from simulator.hardware.published import GAMMATUNE_1, SPECBOUND_4
 from simulator.hardware.scaling import table_shapes
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]

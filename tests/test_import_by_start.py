@@ -13,12 +13,12 @@ from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
 from simulator.whatif.walk import Walker
 from tests.conftest import Run
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError
-from traces.files import read_trace, write_trace
 from traces.importers.base import Options
 from traces.importers.registry import find_importer, import_log
-from traces.replay import replay
-from traces.trace import Request, Trace
+from traces.replay.decoder import replay
+from traces.store.files import read_trace, write_trace
 
 LONGEST = 6
 

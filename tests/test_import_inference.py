@@ -13,12 +13,12 @@ from policies.registry import parse_policy
 from simulator.pricing import price
 from tests.conftest import Run
 from tests.test_import_specbench import row, write_rows
+from traces.acceptance.trace import KEYS, MISMATCH, Trace
 from traces.importers.schedules import ALIKE, FEWEST_TURNS
 from traces.importers.specbench import import_specbench
-from traces.recordings import find_latency, find_trace
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import KEYS, MISMATCH, Trace
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.recordings import find_latency, find_trace
 
 CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"
 

@@ -13,12 +13,12 @@ import pytest
 from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.huggingface import HFHeuristic
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError, FileError, SignalError
 from traces.importers.specbench import import_specbench
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import MATCH, MISMATCH, UNKNOWN, Trace
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 LIMIT = 40
 

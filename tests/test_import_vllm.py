@@ -11,12 +11,12 @@ import pytest
 
 from policies.basic import Fixed
 from tests.conftest import Run
+from traces.acceptance.survival import survival
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN
 from traces.errors import FileError
 from traces.importers.vllm import import_vllm
-from traces.replay import replay
-from traces.survival import survival
-from traces.synthetic import synthetic_trace
-from traces.trace import MATCH, MISMATCH, UNKNOWN
+from traces.replay.decoder import replay
 
 
 def response(drafted: list[int], accepted: list[int], **more: Any) -> dict[str, Any]:

@@ -12,14 +12,14 @@ import pytest
 from policies import parse_policy
 from policies.core import speculate
 from tests.test_import_specbench import LIMIT, SPS, VANILLA, log_file, recorded
-from traces.files import write_trace
+from traces.acceptance.schema import Request
+from traces.acceptance.trace import Trace
 from traces.importers.rows import logged_trace
 from traces.importers.specbench import import_specbench
-from traces.replay import ReplayDecoder, replay
-from traces.schema import Request
+from traces.replay.decoder import ReplayDecoder, replay
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
-from traces.trace import Trace
+from traces.store.files import write_trace
 
 LATENCY = ("--latency", "const:target=0.0195,draft=0.002")
 

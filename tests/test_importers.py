@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import Run
 from tests.test_import_specbench import row, write_rows
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
 from traces.importers.registry import AUTO, IMPORTERS, import_log, looks_like
 from traces.importers.specbench import import_specbench
 from traces.importers.totals import Totals
-from traces.trace import Trace
 
 SUMMARY = {
     "id": "a", "choices": [{"finish_reason": "stop"}],

@@ -11,10 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from profiler.checkpoint import Checkpoint  # noqa: E402 - needs torch
-from profiler.latency import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
+from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # noqa: E402
+from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
 from profiler.machine.stopwatch import Timing  # noqa: E402
-from profiler.pass_latency import SETTLING, decoding_blocks, signal_block  # noqa: E402
+from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
 
 CPU = torch.device("cpu")
 Key = tuple[str, int, int]

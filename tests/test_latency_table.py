@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 
 QUIET = settings(max_examples=60, deadline=None)
 Cells = dict[tuple[int, int, int], float]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from profiler.loading import load_pair
-from profiler.run import BUNDLED, RunInfo, read_run, write_run
+from profiler.models.loading import load_pair
+from profiler.recording.run import BUNDLED, RunInfo, read_run, write_run
 from tests.conftest import Run
 from traces.errors import DraftsimError
 

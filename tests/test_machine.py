@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import commands.quiet  # noqa: E402 - needs torch
-from profiler.latency import Block, Step, Sweeps  # noqa: E402
+import commands.common.quiet  # noqa: E402 - needs torch
+from profiler.latency.table import Block, Step, Sweeps  # noqa: E402
 from profiler.machine.repeats import MOST, Repeats, counts  # noqa: E402
 from profiler.machine.state import Machine, matrix_vector_products, read_stat  # noqa: E402
 from profiler.machine.stopwatch import (  # noqa: E402
@@ -23,7 +23,7 @@ from profiler.machine.stopwatch import (  # noqa: E402
     involuntary_switches,
     timed,
 )
-from traces.latency import LatencyTable  # noqa: E402
+from traces.latency.table import LatencyTable  # noqa: E402
 from traces.machine import DISTURBED, differ, label, slowdown  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -202,18 +202,18 @@ def test_warnings_name_the_figures_and_the_remedy(capsys: pytest.CaptureFixture[
         plain = LatencyTable.constant(1.0, 0.1)
         return LatencyTable(plain.cells, {**plain.meta, "machine": machine})
 
-    commands.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), "use --remeasure")
+    commands.common.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), "use --remeasure")
     said = capsys.readouterr().err
     assert "different machines" in said
     assert "1 ms beside the latencies and 1.4 ms beside the runs (+40%): use --remeasure" in said
-    commands.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), None)
+    commands.common.quiet.say_machine(table(state()), state(1.4e-3, off=0.0), None)
     assert capsys.readouterr().err == ""
-    commands.quiet.say_machine(table(None), state(off=0.25, others=1.0), "use --remeasure")
+    commands.common.quiet.say_machine(table(None), state(off=0.25, others=1.0), "use --remeasure")
     said = capsys.readouterr().err
     assert "disturbed during the real runs: 25.0% of the time without a processor" in said
     assert "other work on 1.0 processors" in said
-    commands.quiet.say_disturbed(table(state(off=0.25)))
+    commands.common.quiet.say_disturbed(table(state(off=0.25)))
     assert "measure them again" in capsys.readouterr().err
-    commands.quiet.say_disturbed(table(state(off=0.0)))
-    commands.quiet.say_disturbed(LatencyTable.constant(1.0, 0.1))
+    commands.common.quiet.say_disturbed(table(state(off=0.0)))
+    commands.common.quiet.say_disturbed(LatencyTable.constant(1.0, 0.1))
     assert capsys.readouterr().err == ""

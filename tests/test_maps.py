@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from simulator.maps import SHADES, draw_map, log_ticks, shading
-from simulator.serving.plots import plot_speedup_grid
+from simulator.serving.outcome.plots import plot_speedup_grid
 from simulator.whatif.plots import MOST_LINES, plot_break_even, plot_maps
 from tests.test_whatif_breakeven import iid_grid
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.memory import OnlineCorrectionMemory
+from policies.rules.memory import OnlineCorrectionMemory
 
 pairs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=80)
 

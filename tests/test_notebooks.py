@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from traces.recordings import recordings
+from traces.store.recordings import recordings
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")

@@ -12,7 +12,7 @@ import pytest
 from policies.basic import Fixed
 from policies.core import Round
 from policies.registry import describe
-from policies.rule_registry import parse_rule
+from policies.rules.registry import parse_rule
 from simulator.papers import Ours, Row, published, quantity_rows, side_by_side
 from simulator.papers.cmasd import CMASD_ROWS
 from simulator.papers.compare import TABLES
@@ -24,10 +24,13 @@ from simulator.papers.real_runs import REAL_RUNS
 from simulator.papers.rows import EXPERIMENT, QUANTITY, WEIGHTS
 from simulator.pricing import autoregressive, price
 from tests.conftest import Run
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import COLUMNS, Trace
 from traces.errors import DraftsimError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.methods import (
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.sources.methods import (
     CMASD_ABLATION,
     CSD_ABLATION,
     FIXED_TAUS,
@@ -35,11 +38,8 @@ from traces.methods import (
     build,
     method,
 )
-from traces.outputs import Output, RealRun
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import COLUMNS, Trace
+from traces.store.files import write_latency, write_trace
+from traces.store.outputs import Output, RealRun
 
 LATENCY = LatencyTable.constant(0.0143, 0.00176, 0.0150)
 

@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from commands.inputs import load_policies
+from commands.common.inputs import load_policies
 from policies.cmasd import CMASD
 from policies.registry import parse_policy
-from policies.rule_registry import parse_rule
-from profiler.suite.arms import arms_of
+from policies.rules.registry import parse_rule
+from profiler.suite.runs.arms import arms_of
 from simulator.papers import Ours
 from simulator.papers.cmasd import cmasd_rows, comparison
 from simulator.papers.ours import REAL, Outcome, method_outcome
 from simulator.papers.real_runs import REAL_RUNS
 from tests.test_papers import LATENCY, scored_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, mean_tau
-from traces.outputs import find_run, find_runs, read_run
-from traces.recordings import find_trace, folder_of
-from traces.replay import replay
-from traces.trace import Trace
+from traces.replay.decoder import replay
+from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, mean_tau
+from traces.store.outputs import find_run, find_runs, read_run
+from traces.store.recordings import find_trace, folder_of
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policies.memory import OnlineCorrectionMemory
+from policies.rules.memory import OnlineCorrectionMemory
 from simulator.papers import Ours, Row
 from simulator.papers.csd import CALIBRATED, CSD_ROWS, csd_rows
 from simulator.papers.csd_thresholds import Rejections, Rescues, pattern_rows
 from tests.test_papers import LATENCY, scored_trace
-from traces.corrections import split_requests
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.trace import Trace
+from traces.replay.corrections import split_requests
 
 GAMMA = 6
 Rejection = tuple[tuple[int, int], float]

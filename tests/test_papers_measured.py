@@ -22,9 +22,9 @@ from simulator.papers.measured.figures import CLASSES, RTX3090
 from simulator.papers.measured.ladder import ONE, TWO, cycle_at
 from simulator.papers.measured.rows import Evidence, evidence, ranked, record
 from tests.conftest import Run
+from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.synthetic import Bursty, synthetic_trace
+from traces.replay.decoder import replay
 
 TABLE = Path(__file__).parents[2] / "shared" / "tables" / "rtx3090-qwen3.8-27b-nmax.csv"
 

@@ -13,13 +13,13 @@ from simulator.papers.specbound_search import START, Replays, Setting, choices, 
 from simulator.papers.systems import system_rows
 from tests.test_cli_sources import tokens_alone
 from tests.test_sources_early_exit import recording
-from traces.corrections import split_requests
+from traces.acceptance.trace import Request, Trace
 from traces.errors import TailError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
+from traces.replay.corrections import split_requests
 from traces.sources.base import Recordings
 from traces.sources.early_exit import EarlyExit
 from traces.sources.exits import OMEGAS
-from traces.trace import Request, Trace
 
 LAYERS, EXITS, LENGTH, STEP_S, PREFILL_S = 8, (2, 4, 6), 40, 0.008, 0.02
 LATENCY = LatencyTable.constant(STEP_S, 0.001, layer=STEP_S / LAYERS, head=0.0, prefill=PREFILL_S)

@@ -31,13 +31,13 @@ from simulator.plots import (
 )
 from simulator.ratios import own_ratios
 from simulator.validation import predictions
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.measured import MEASURED_COLUMNS
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.measured import MEASURED_COLUMNS
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from policies.basic import Autoregressive, Fixed
 from policies.core import Round
 from simulator import autoregressive, draft_histogram, price, price_ratios
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Request
+from traces.latency.table import CELL_COLUMNS, EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 CELLS = {
     (model, phase, 1, width, context): base * (1 + 0.07 * width + context / 900)

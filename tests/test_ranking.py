@@ -6,11 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from commands.ranking import rank
+from commands.common.ranking import rank
 from policies.basic import Fixed
-from policies.rule_registry import parse_rule
+from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
-from simulator.ranking import (
+from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
+from simulator.summary import paired_gain, prompt_speedups, summarize
+from simulator.whatif.ladder import split_prompts
+from simulator.whatif.ranking import (
     BEST_FIXED,
     FITTED,
     UNFITTED,
@@ -18,17 +21,14 @@ from simulator.ranking import (
     fastest,
     fixed_lengths,
 )
-from simulator.ratios import break_even_ratio, price_ratios, ratio_sums
-from simulator.summary import paired_gain, prompt_speedups, summarize
-from simulator.whatif.ladder import split_prompts
 from simulator.whatif.rate import fit_rate_optimal
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.recordings import find_trace
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.recordings import find_trace
 
 LATENCY = LatencyTable.constant(1.0, 0.12, 1.1)
 

@@ -24,9 +24,9 @@ from policies.core import Load, Round, speculate
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.formulas.leviathan import speedup as leviathan_speedup
 from tests.policy_rounds import Token
-from traces.replay import ReplayDecoder
-from traces.synthetic import synthetic_trace
-from traces.tape import RecordedToken
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.tape import RecordedToken
+from traces.replay.decoder import ReplayDecoder
 
 
 def length(policy: DraftPolicy, probs: Sequence[float]) -> int:

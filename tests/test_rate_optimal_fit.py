@@ -13,11 +13,11 @@ from simulator.formulas.leviathan import optimal_gamma
 from simulator.pricing import price
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.rate import InBatch, fit_rate_optimal, tokens_per_second
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
 
 CONSTANT = LatencyTable.constant(1.0, 0.1)
 
@@ -113,7 +113,7 @@ def test_errors_name_the_remedy() -> None:
 
 def test_real_decoding_has_the_rounds_of_replay() -> None:
     pytest.importorskip("torch")
-    from profiler.spotcheck import Arm
+    from profiler.checks.spot_check import Arm
     from tests import bundled
     from tests.replayed import assert_decoded_as_replayed
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands.inputs import load_policies
+from commands.common.inputs import load_policies
 from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
-from profiler.decoder import ModelDecoder
+from profiler.decoding.single import ModelDecoder
 from simulator.whatif.walk import Walker
 from tests import bundled
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.replay import ReplayDecoder, replay
-from traces.sampling import GREEDY, Sampling
-from traces.trace import Trace
+from traces.replay.decoder import ReplayDecoder, replay
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import TopPLogitsWarper
 
-from profiler.record import Recorder
-from profiler.runner import Runner
-from profiler.sampling import log_probs_at
-from profiler.signals import signals
+from profiler.models.runner import Runner
+from profiler.models.sampling import log_probs_at
+from profiler.models.signals import signals
+from profiler.recording.trace import Recorder
 from tests import bundled
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import MATCH
 from traces.errors import DraftsimError
-from traces.files import read_trace, write_trace
-from traces.sampling import GREEDY, Sampling
-from traces.trace import MATCH
+from traces.store.files import read_trace, write_trace
 
 
 @pytest.mark.invariant(8)

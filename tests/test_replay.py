@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, Load
 from policies.huggingface import Confidence, HFHeuristic
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Request, Trace
 from traces.errors import SignalError, TailError
-from traces.replay import ReplayDecoder, replay
-from traces.synthetic import synthetic_trace
-from traces.trace import Request, Trace
+from traces.replay.decoder import ReplayDecoder, replay
 
 EOS = 0
 
@@ -241,7 +241,7 @@ def test_a_learning_policy_is_left_as_it_was_given() -> None:
 
 def test_results_say_themselves_in_a_line_and_are_named_as_people_type() -> None:
     from simulator.pricing import price
-    from traces.latency import LatencyTable
+    from traces.latency.table import LatencyTable
 
     trace = synthetic_trace(0.7, requests=3, tokens=20)
     table = LatencyTable.constant(0.01, 0.001)

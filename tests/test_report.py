@@ -10,12 +10,12 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.ranking import FITTED
 from simulator.report import build_report, write_report
 from simulator.report.ratio_model import (
     fixed_lengths,
 )
 from simulator.summary import paired_gain, summarize
+from simulator.whatif.ranking import FITTED
 from tests.conftest import Run
 from tests.report_pages import (
     POLICIES,
@@ -30,13 +30,13 @@ from tests.report_pages import (
     reader,
     recording,
 )
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.measured import write_measured
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.files import write_latency, write_trace
+from traces.store.measured import write_measured
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:

@@ -13,11 +13,11 @@ from simulator.report.ratio_model import carried
 from simulator.whatif.tilt import Tilter
 from tests.browser import Browser
 from tests.report_pages import data, latency, move, recording, value
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 pytest_plugins = ("tests.report_browser",)
 

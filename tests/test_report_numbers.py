@@ -42,10 +42,10 @@ from tests.report_pages import (
     reader,
     recording,
 )
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 
 def test_curves_and_table_meet_at_the_pairs_own_ratios() -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.rule_registry import parse_rule, rule_names
-from policies.rules import TokenRule
-from profiler.rule_latency import RULES, measure_rules
-from profiler.runner import Runner
+from policies.rules.base import TokenRule
+from policies.rules.registry import parse_rule, rule_names
+from profiler.latency.rules import RULES, measure_rules
+from profiler.models.runner import Runner
 from simulator import autoregressive, price
 from simulator.pricing import judging_phase
 from tests.test_pricing import CELLS, HOST, random_log, table
-from traces.files import read_latency, write_latency
-from traces.latency import CELL_COLUMNS, PHASES, LatencyTable
-from traces.rounds import RoundLog
+from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.store.files import read_latency, write_latency
 
 JUDGING = {
     ("target", phase, 1, n, 0): base + slope * n

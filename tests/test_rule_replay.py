@@ -12,9 +12,9 @@ import pytest
 from policies.basic import Fixed
 from policies.core import speculate
 from policies.huggingface import Confidence
-from policies.rule_registry import describe_rule, parse_rule
-from policies.rules import ExactMatch, VerifyRule
-from policies.rules_context import CSD
+from policies.rules.base import ExactMatch, VerifyRule
+from policies.rules.context import CSD
+from policies.rules.registry import describe_rule, parse_rule
 from tests.made_up import (
     EOS,
     GAMMA,
@@ -27,11 +27,11 @@ from tests.made_up import (
     record,
     without,
 )
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.quality import own_choice_share
-from traces.replay import RuleReplayDecoder, replay
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.replay.decoder import RuleReplayDecoder, replay
+from traces.replay.quality import own_choice_share
+from traces.replay.rounds import RoundLog
 
 RULES = [
     "exact",

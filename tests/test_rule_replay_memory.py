@@ -9,12 +9,12 @@ import pytest
 
 from policies.basic import Fixed
 from policies.core import speculate
-from policies.memory import OnlineCorrectionMemory
-from policies.rules import ExactMatch
-from policies.rules_context import CSD
+from policies.rules.base import ExactMatch
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
 from tests.made_up import PROMPTS, TRACE, MadeUpDecoder
-from traces.corrections import rejected_pairs
-from traces.replay import replay
+from traces.replay.corrections import rejected_pairs
+from traces.replay.decoder import replay
 
 
 def test_memory_is_shared_in_request_order_and_the_prototype_kept() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from policies.basic import Fixed
-from policies.rule_registry import parse_rule
-from policies.rules import ExactMatch, RejectionSampling
+from policies.rules.base import ExactMatch, RejectionSampling
+from policies.rules.registry import parse_rule
 from tests.made_up import GAMMA, TRACE, without
-from traces.corrections import rejected_pairs
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
-from traces.replay import replay
-from traces.trace import Trace
+from traces.replay.corrections import rejected_pairs
+from traces.replay.decoder import replay
 
 
 def test_what_a_trace_cannot_tell_is_named() -> None:

@@ -9,13 +9,13 @@ import torch
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import speculate
-from policies.rule_registry import parse_rule
-from profiler.decoder import ModelDecoder
-from profiler.spotcheck import Arm, output_of, rounds_differ, run_arms
+from policies.rules.registry import parse_rule
+from profiler.checks.spot_check import Arm, output_of, rounds_differ, run_arms
+from profiler.decoding.single import ModelDecoder
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace
 from traces.errors import DraftsimError
-from traces.replay import RuleReplayDecoder, replay
+from traces.replay.decoder import RuleReplayDecoder, replay
 
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",

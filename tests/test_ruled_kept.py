@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profiler.run import RunInfo
-from profiler.run import write_run as write_info
-from profiler.spotcheck import real_run
+from profiler.checks.spot_check import real_run
+from profiler.recording.run import RunInfo
+from profiler.recording.run import write_run as write_info
 from tests import bundled
 from tests.conftest import Run
 from tests.rule_runs import decode, short_trace
 from traces.errors import DraftsimError, FileError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.outputs import file_name, find_runs, quality, read_run, write_run
+from traces.latency.table import LatencyTable
+from traces.store.files import write_latency, write_trace
+from traces.store.outputs import file_name, find_runs, quality, read_run, write_run
 
 
 def test_runs_are_kept_with_their_outputs(tmp_path: Path) -> None:

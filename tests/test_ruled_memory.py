@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from policies.basic import Fixed
-from policies.memory import OnlineCorrectionMemory
-from policies.rules_context import CSD
-from profiler.spotcheck import Arm, run_arms
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
+from profiler.checks.spot_check import Arm, run_arms
 from tests import bundled
 from tests.rule_runs import short_trace
-from traces.corrections import calibrated, rejected_pairs, split_requests
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.replay.corrections import calibrated, rejected_pairs, split_requests
+from traces.replay.decoder import replay
 
 
 def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:

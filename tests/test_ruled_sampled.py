@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from policies.basic import Fixed
-from policies.rule_registry import parse_rule
-from profiler.spotcheck import Arm, run_arms
+from policies.rules.registry import parse_rule
+from profiler.checks.spot_check import Arm, run_arms
 from tests import bundled
 from tests.rule_runs import decode
+from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.sampling import Sampling
+from traces.replay.decoder import replay
 
 
 @pytest.mark.invariant(6)

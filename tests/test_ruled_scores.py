@@ -10,13 +10,13 @@ import torch
 
 from policies.basic import Fixed
 from policies.core import SIGNALS, speculate
-from policies.rule_registry import parse_rule
-from policies.rules import SCORES, VerifyRule
-from profiler.decoder import ModelDecoder
-from profiler.ruled import judge, target_numbers
+from policies.rules.base import SCORES, VerifyRule
+from policies.rules.registry import parse_rule
+from profiler.decoding.ruled import judge, target_numbers
+from profiler.decoding.single import ModelDecoder
 from tests import bundled
 from tests.rule_runs import short_trace
-from traces.scores import score_tape
+from traces.replay.scores import score_tape
 
 
 def test_scores_are_the_recorded_ones() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.memory import OnlineCorrectionMemory
-from policies.rule_checks import RuleError, check_rule, sample_round
-from policies.rule_registry import parse_rule, rule_names
-from policies.rules import TokenRule, VerifyRule
-from policies.rules_context import CSD
+from policies.rules.base import TokenRule, VerifyRule
+from policies.rules.checks import RuleError, check_rule, sample_round
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
+from policies.rules.registry import parse_rule, rule_names
 
 VARIANTS = [
     "lenience:mode=sample",

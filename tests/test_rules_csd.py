@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from policies.memory import OnlineCorrectionMemory
-from policies.rules_context import CSD
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
 
 
 class TestCSD:

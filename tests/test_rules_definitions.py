@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.rules import ExactMatch, RejectionSampling
-from policies.rules_context import CSD, FLy
-from policies.rules_ratio import Ensemble, Lenience
-from policies.rules_threshold import (
+from policies.rules.base import ExactMatch, RejectionSampling
+from policies.rules.context import CSD, FLy
+from policies.rules.ratio import Ensemble, Lenience
+from policies.rules.threshold import (
     BiLDRollback,
     CMASDVerification,
     GlobalThreshold,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from policies.confidence import cmasd_confidence
-from policies.rules_context import CSD, FLy
-from policies.rules_ratio import Ensemble, Lenience
-from policies.rules_threshold import (
+from policies.rules.context import CSD, FLy
+from policies.rules.ratio import Ensemble, Lenience
+from policies.rules.threshold import (
     BiLDRollback,
     CMASDVerification,
     GlobalThreshold,

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, SignalError
-from traces.quality import (
+from traces.replay.quality import (
     agreeing_prefix,
     output_log_likelihood,
     own_choice_share,
     relative_bleu,
     token_agreement,
 )
-from traces.rounds import ROUND_DTYPE, RoundLog
-from traces.trace import Request, Trace
+from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 tokens = st.lists(st.integers(0, 2), max_size=6)
 

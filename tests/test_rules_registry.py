@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from policies.memory import OnlineCorrectionMemory
-from policies.rule_registry import PRESETS, RULES, describe_rule, parse_rule, rule_names
-from policies.rules_context import CSD
-from policies.rules_threshold import CMASDVerification
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory
+from policies.rules.registry import PRESETS, RULES, describe_rule, parse_rule, rule_names
+from policies.rules.threshold import CMASDVerification
 from policies.spec import parameters
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from policies.rules import acceptance_probability, residual
-from policies.rules_ratio import Ensemble, Lenience
+from policies.rules.base import acceptance_probability, residual
+from policies.rules.ratio import Ensemble, Lenience
 from tests.rule_positions import Position, V, accept, leading, positions, relaxed, seeds
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from profiler.folder import HOLDER, claimed, only_writer
-from profiler.run import RunInfo, read_run
+from profiler.recording.folder import HOLDER, claimed, only_writer
+from profiler.recording.run import RunInfo, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.files import read_latency, read_trace, write_latency, write_trace
-from traces.recordings import find_latency, find_trace
-from traces.trace import Trace
+from traces.store.files import read_latency, read_trace, write_latency, write_trace
+from traces.store.recordings import find_latency, find_trace
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, run: Run) -> None:
     with only_writer(tmp_path):
         assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
         script = (
-            "import sys; from pathlib import Path; from profiler.folder import only_writer\n"
+            "import sys; from pathlib import Path\n"
+            "from profiler.recording.folder import only_writer\n"
             "try:\n    with only_writer(Path(sys.argv[1])): print('got it')\n"
             "except Exception as error: print(error)"
         )
@@ -126,7 +127,8 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, run: Run) -> None:
 
 def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
     script = (
-        "import os, sys; from pathlib import Path; from profiler.folder import only_writer\n"
+        "import os, sys; from pathlib import Path\n"
+        "from profiler.recording.folder import only_writer\n"
         "with only_writer(Path(sys.argv[1])): os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, check=False)

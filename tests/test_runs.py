@@ -11,9 +11,9 @@ import pytest
 
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.basic import Fixed
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.registry import parse_serving_policy
-from policies.rule_registry import parse_rule, rule_names
+from policies.rules.registry import parse_rule, rule_names
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
 from simulator.whatif.rate import InBatch
@@ -21,15 +21,15 @@ from simulator.whatif.walk import Walker
 from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
+from traces.acceptance.schema import Request
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.rows import logged_trace
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.schema import Request
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
 
 LEARNERS = (
     "hf-heuristic:persist=persistent",

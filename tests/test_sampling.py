@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import TopPLogitsWarper
 
-from profiler import sampling as sampling_module
-from profiler.sampling import coupled, draw, log_probs_at, probs
+from profiler.models import sampling as sampling_module
+from profiler.models.sampling import coupled, draw, log_probs_at, probs
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.sampling import GREEDY, Sampling
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
 
 LOGITS = st.lists(
     st.one_of(st.integers(-4, 4).map(float), st.floats(-9, 9, width=32)), min_size=1, max_size=40

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from policies import EXP3Spec, Load, Round, TextbookCost, UCBSpec
-from policies.rules import acceptance_probability, residual
+from policies.rules.base import acceptance_probability, residual
 
 
 def play(policy: Any, rng: np.random.Generator, rounds: int) -> list[tuple[int, int]]:
@@ -123,7 +123,7 @@ def algorithm_1(
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_sampling_and_its_reversal_are_algorithm_1(seed: int) -> None:
     torch = pytest.importorskip("torch")
-    from profiler.sampling import coupled, draw
+    from profiler.models.sampling import coupled, draw
 
     rng = np.random.default_rng([3, seed])
     vocab, trials = 4, 20_000

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from profiler.decoder import greedy
-from profiler.latency import Grid
+from profiler.decoding.single import greedy
+from profiler.latency.table import Grid
+from profiler.models.seq2seq import Seq2SeqRunner
 from profiler.profile import Settings, profile_latency, progress_bar
-from profiler.seq2seq import Seq2SeqRunner
 from tests.seq2seq import GAMMA, KINDS, NEW, build, models, pair, source
 
 

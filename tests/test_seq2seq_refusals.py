@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100ForConditionalGeneration
 
-from profiler import bundled_seq2seq as bundled
-from profiler.latency import Grid
-from profiler.loading import load_pair
+from profiler.latency.seq2seq import fitting_grid
+from profiler.latency.table import Grid
+from profiler.models.loading import load_pair
+from profiler.models.runner import Runner
+from profiler.models.seq2seq import Seq2SeqRunner
+from profiler.models.seq2seq_settings import check_same_start, decoder_prefix
+from profiler.pair import seq2seq as bundled
 from profiler.profile import Settings, profile_trace, progress_bar
 from profiler.prompts import Prompt
-from profiler.runner import Runner
-from profiler.seq2seq import Seq2SeqRunner
-from profiler.seq2seq_latency import fitting_grid
-from profiler.seq2seq_start import check_same_start, decoder_prefix
 from tests.seq2seq import GAMMA, NEW, VOCABULARY, build, models, pair, source
 from traces.errors import DraftsimError
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from policies import parse_policy
-from profiler.decoder import greedy
-from profiler.seq2seq import Seq2SeqRunner, make_runner
-from profiler.spotcheck import Arm, assisted_generation, output_of
+from profiler.checks.spot_check import Arm, assisted_generation, output_of
+from profiler.decoding.single import greedy
+from profiler.models.seq2seq import Seq2SeqRunner, make_runner
 from tests.replayed import assert_decoded_as_replayed
 from tests.seq2seq import GAMMA, KINDS, NEW, POSITIONS, models, pair, recorded
-from traces.replay import replay
-from traces.sampling import Sampling
+from traces.acceptance.sampling import Sampling
+from traces.replay.decoder import replay
 
 POLICIES = (
     "fixed:gamma=1", "fixed:gamma=8", "hf-heuristic", "gammatune-plus", "svip", "adaedl", "oracle",

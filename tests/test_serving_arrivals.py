@@ -8,8 +8,8 @@ import pytest
 from policies.basic import Fixed
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, over_rates, simulate
 from tests.serving import CONSTANT, GRID, SMALL, arrival_file, bernoulli
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.trace import Trace
 
 
 def test_file_lengths_hold_and_sequences_match_by_length(tmp_path):

@@ -15,10 +15,10 @@ from policies.basic import Autoregressive, Fixed, Oracle
 from policies.core import DraftPolicy
 from simulator.serving import MODES, ClosedLoop, Limits, Poisson, Scenario, simulate
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import SignalError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 
 @pytest.mark.invariant(2)

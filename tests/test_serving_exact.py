@@ -11,20 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy, speculate
 from policies.registry import parse_policy, parse_serving_policy, policy_names
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
-from simulator.serving.metrics import Series
-from simulator.serving.reader import PassReader
+from simulator.serving.cost.reader import PassReader
+from simulator.serving.outcome.metrics import Series
 from simulator.serving.sequence import EngineState, ServedSequence
 from tests.serving import GRID, arrival_file, bernoulli, table
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError, TailError
-from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)
@@ -222,7 +222,7 @@ def test_passes_in_a_row_are_single_passes(cells, batch, context, count, again):
 
 
 def test_coverage_outlives_the_readings_kept(monkeypatch):
-    monkeypatch.setattr("simulator.serving.reader.PLANS", 4)
+    monkeypatch.setattr("simulator.serving.cost.reader.PLANS", 4)
     reader = PassReader(GRID, "target")
     for batch in range(1, 9):
         for context in (0, 20, 400):

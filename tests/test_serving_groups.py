@@ -15,10 +15,10 @@ from simulator.pricing import price
 from simulator.serving import Limits, Scenario
 from simulator.serving.groups import InOrder, predict_groups
 from simulator.serving.run import simulate
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
 
 
 def grid() -> LatencyTable:
@@ -147,11 +147,11 @@ def test_batches_really_decoded_are_compared_request_by_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from commands.batched import batch_check
-    from profiler.run import RunInfo, write_run
+    from commands.validate.batched import batch_check
+    from profiler.recording.run import RunInfo, write_run
     from tests.bundled import pair, record
-    from traces.files import write_latency, write_trace
-    from traces.measured import read_measured
+    from traces.store.files import write_latency, write_trace
+    from traces.store.measured import read_measured
 
     trace = record(5, max_new=24)
     write_trace(trace, tmp_path / "trace.parquet")

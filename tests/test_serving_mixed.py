@@ -8,13 +8,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from commands.serve_rows import guesses
+from commands.serve.rows import guesses
 from policies.basic import Fixed
 from policies.core import Round
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost import Chunk, IterationCost
+from simulator.serving.cost.iteration import Chunk, IterationCost
 from tests.serving import bernoulli, table
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 FORWARD = [
     ("target", "forward", b, n, c, 0.01 + 1e-3 * b * n + 1e-5 * b * c)

@@ -14,11 +14,11 @@ from simulator.serving import (
     Scenario,
     over_batches,
     over_rates,
-    plots,
     serve,
     speedup_grid,
     sweep,
 )
+from simulator.serving.outcome import plots
 from tests.serving import GRID, SMALL
 from traces.errors import DraftsimError
 

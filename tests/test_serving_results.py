@@ -73,7 +73,7 @@ def test_killed_run_leaves_readable_rows_marked_incomplete(tmp_path):
         from tests.serving import bernoulli
         from policies.basic import Fixed
         from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, sweep
-        from traces.latency import LatencyTable
+        from traces.latency.table import LatencyTable
         base = Scenario(ClosedLoop(1), requests=10)
         sweep(bernoulli(0.7, 4, 20), LatencyTable.constant(1, 0.1), {"fixed": Fixed(3)},
               over_batches(base, [1] * 20_000), path=sys.argv[1])

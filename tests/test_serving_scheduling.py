@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import parse_serving_policy, policy_names
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate
-from simulator.serving.policy_cost import TableCost
-from simulator.serving.reader import PassReader
+from simulator.serving.cost.policy_cost import TableCost
+from simulator.serving.cost.reader import PassReader
 from simulator.serving.scheduler import Continuous
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.synthetic import synthetic_trace
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 
 
 class ByBatch(BatchPolicy):

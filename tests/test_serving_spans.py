@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, Load
 from policies.registry import parse_policy, policy_names
-from policies.rule_registry import parse_rule
+from policies.rules.registry import parse_rule
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
-from simulator.serving.reader import PassReader
-from simulator.serving.report import Run
+from simulator.serving.cost.reader import PassReader
+from simulator.serving.outcome.report import Run
 from simulator.serving.spans import SpanEngine, clock_free
 from tests.serving import CONSTANT, GRID, arrival_file, bernoulli, table
-from traces.latency import LatencyTable
-from traces.recordings import find_trace
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.store.recordings import find_trace
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)

@@ -13,9 +13,9 @@ from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate
 from tests.serving import GRID, bernoulli, table
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.trace import Request, Trace
+from traces.acceptance.trace import Request, Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 WHOLE = {"warmup": 0.0}
 

@@ -21,10 +21,10 @@ from policies.basic import Fixed
 from policies.core import Round
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, Timeline, simulate
-from simulator.serving.timeline import verdict
+from simulator.serving.outcome.timeline import verdict
 from tests.serving import GRID, bernoulli
-from traces.latency import LatencyTable
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
 
 METADATA = {
     "process_name": ("name", str), "thread_name": ("name", str),

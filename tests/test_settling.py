@@ -14,18 +14,18 @@ from policies.basic import Fixed
 from policies.core import Round
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost import IterationCost
-from simulator.serving.policy_cost import TableCost
+from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.policy_cost import TableCost
 from simulator.whatif.batching import InBatches
 from simulator.whatif.cost import LatencyCost
 from tests.tuning import batched
-from traces.files import read_latency, write_latency
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.settling import settling_s, settling_sums
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.settling import settling_s, settling_sums
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.files import read_latency, write_latency
 
 BEYOND = (4e-4, 2e-4, 1e-4)
 """What the first, second and third pass behind a round's first take beyond a later one."""

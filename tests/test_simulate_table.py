@@ -11,19 +11,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from commands.simulate_table import compared, headline
+from commands.simulate.table import compared, headline
 from policies.basic import Fixed
-from policies.rule_registry import parse_rule
+from policies.rules.registry import parse_rule
 from simulator import summarize
 from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate
 from simulator.summary import paired_gain, to_rows
 from tests.conftest import Run
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.files import write_latency, write_trace
 
 
 def logs() -> list[RoundLog]:

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from commands.drafters import load_drafters
+from commands.profile.drafters import load_drafters
 from draftsim import app
 from profiler import features
-from profiler.loading import Pair
-from profiler.run import BUNDLED, shipped_heads
+from profiler.models.loading import Pair
+from profiler.recording.run import BUNDLED, shipped_heads
 from profiler.smollm2 import convert, fetch, places
 from tests import small_smollm2
 from traces.errors import DraftsimError

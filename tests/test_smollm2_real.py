@@ -10,13 +10,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from policies.basic import Fixed
+from profiler.checks.spot_check import Arm
 from profiler.features import read_drafter
-from profiler.loading import Pair
+from profiler.models.loading import Pair
 from profiler.profile import Settings, profile_trace, progress_bar
 from profiler.prompts import Prompt
-from profiler.run import RunInfo
+from profiler.recording.run import RunInfo
 from profiler.smollm2 import places
-from profiler.spotcheck import Arm
 from tests.replayed import assert_decoded_as_replayed
 
 pytestmark = pytest.mark.real_model

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from policies.basic import Fixed
+from profiler.checks.spot_check import Arm
 from profiler.features import Eagle, layer_config, target_features
 from profiler.features.unroll import GrowingCache
-from profiler.loading import Pair, load_pair
+from profiler.models.loading import Pair, load_pair
 from profiler.profile import Settings, profile_trace, progress_bar
 from profiler.prompts import Prompt
 from profiler.smollm2.draft import ProjectedDraft, draft_config
 from profiler.smollm2.drafters import store_draft, write_folder
 from profiler.smollm2.measure import chains, drafted, measure
-from profiler.spotcheck import Arm
 from tests import small_smollm2
 from tests.replayed import assert_decoded_as_replayed
 from traces.errors import DraftsimError
-from traces.files import read_trace
+from traces.store.files import read_trace
 
 PROMPTS = [Prompt("1", "cats", "the cat sat"), Prompt("2", "dogs", "the dog sat on the log")]
 

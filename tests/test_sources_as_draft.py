@@ -12,7 +12,7 @@ import pytest
 from policies.basic import Autoregressive, Fixed
 from policies.core import DraftPolicy
 from policies.registry import parse_policy, parse_serving_policy, policy_names
-from policies.rule_registry import parse_rule
+from policies.rules.registry import parse_rule
 from simulator.pricing import price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.spans import SpanEngine
@@ -24,12 +24,12 @@ from simulator.whatif.walk import Walker
 from tests.serving import GRID, arrival_file
 from tests.test_serving_spans import assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
-from traces.latency import LatencyTable
-from traces.replay import can_replay, replay
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import can_replay, replay
 from traces.sources import Recordings, Source, parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
-from traces.trace import Trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip")
 HEADS = 4

@@ -13,19 +13,20 @@ import torch
 from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
 from policies.huggingface import Confidence
-from profiler.decoder import greedy
+from profiler.decoding.single import greedy
 from profiler.features import DrafterRunner, FeatureDrafter
-from profiler.features.latency import measure_drafters
+from profiler.models.stack import LayerRunner
+from profiler.sources.feature_latency import measure_drafters
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.stack import LayerRunner
 from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, TailError
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.rounds import RoundLog
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.calls import DRAFTER, pack_calls
+from traces.replay.rounds import RoundLog
 from traces.sources import (
     Eagle,
     Recordings,
@@ -34,7 +35,6 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.calls import DRAFTER, pack_calls
 
 KINDS = ("eagle", "eagle3", "eagle3-variant", "mtp", "mtp-several")
 OFFSETS = 6

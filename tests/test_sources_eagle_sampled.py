@@ -16,20 +16,20 @@ from policies.core import SIGNALS, DraftPolicy
 from policies.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.picks import Drawn
-from profiler.sampling import draw, probs
+from profiler.models.sampling import draw, probs
+from profiler.models.stack import LayerRunner
 from profiler.sources.draws import RandomDraws, RecordedStarts
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.stack import LayerRunner
 from tests.features import drafters, miniature
 from tests.outputs import trace_of
 from tests.test_sources_sampled import counts_fit
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.sampling import GREEDY, Sampling
+from traces.replay.decoder import replay
 from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
 from traces.sources.as_draft import drafted_trace
-from traces.trace import Trace
 
 HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

@@ -16,6 +16,7 @@ from policies.huggingface import Confidence
 from simulator.formulas.specbound import expected_tokens, round_cost, worst_case
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, FileError, TailError
+from traces.replay.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerLedger
 from traces.sources import (
     EarlyExit,
     ExitRecording,
@@ -24,7 +25,6 @@ from traces.sources import (
     replay_source,
     write_exits,
 )
-from traces.sources.calls import CALL_DTYPE, EXIT_HEAD, HEAD, LAYER, CallCounter, LayerLedger
 from traces.sources.exits import OMEGAS, SIGNALS, temperature
 
 
@@ -208,11 +208,11 @@ class Case:
 
     def __init__(self) -> None:
         pair, target, _, self.outputs, self.trace = decoded(512)
+        from profiler.heads.modules import ExitHeads
+        from profiler.models.stack import LayerRunner
         from profiler.sources.exit_record import ExitRecorder, record_exits
-        from profiler.sources.heads import ExitHeads
         from profiler.sources.modules import Modules
         from profiler.sources.run import SourceRunner
-        from profiler.sources.stack import LayerRunner
 
         exits = tuple(range(2, target.layers, 2))
         norm = pair.target.model.norm.weight.detach()

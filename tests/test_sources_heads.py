@@ -15,8 +15,9 @@ from simulator.calls import verify_phase
 from simulator.pricing import price
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, TailError
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.rounds import RoundLog
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.calls import CALL_KINDS, LAYER
+from traces.replay.rounds import RoundLog
 from traces.sources import (
     SYSTEMS,
     Blockwise,
@@ -34,7 +35,6 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.calls import CALL_KINDS, LAYER
 from traces.sources.starts import START_SIGNALS
 
 
@@ -45,9 +45,9 @@ class Case:
         pair, target, prompts, self.outputs, self.trace = decoded(256)
         import torch
 
+        from profiler.heads.train import train_exit_heads, train_masks, train_parallel_heads
         from profiler.sources.modules import Modules, record_sources
         from profiler.sources.run import SourceRunner
-        from profiler.sources.train import train_exit_heads, train_masks, train_parallel_heads
 
         self.target = target
         text = torch.full((4, 200), -1)
@@ -117,7 +117,7 @@ def test_recordings_survive_their_files(case: Case, tmp_path: Path) -> None:
 def test_modules_survive_their_files_and_know_their_target(case: Case, tmp_path: Path) -> None:
     import torch
 
-    from profiler.sources.heads import ExitHeads, load_module, save_module
+    from profiler.heads.modules import ExitHeads, load_module, save_module
 
     exits = case.modules.exits
     assert exits is not None

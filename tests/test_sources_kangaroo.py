@@ -12,20 +12,22 @@ import torch
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
-from profiler.decoder import greedy
-from profiler.sources.adapter import Adapter, AdapterRunner
-from profiler.sources.heads import load_module, save_module
+from profiler.decoding.single import greedy
+from profiler.heads.adapter import Adapter, AdapterRunner
+from profiler.heads.modules import load_module, save_module
+from profiler.heads.train import train_all
+from profiler.heads.train_adapter import train_adapter
+from profiler.models.stack import LayerRunner
 from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.stack import LayerRunner
-from profiler.sources.train import train_all
-from profiler.sources.train_adapter import train_adapter
 from simulator.pricing import price
 from tests.outputs import trace_of
 from tests.test_sources_sampled import EOS, model
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
+from traces.replay.calls import ADAPTER, LAYER
 from traces.sources import (
     Kangaroo,
     Recordings,
@@ -34,8 +36,6 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.calls import ADAPTER, LAYER
-from traces.trace import Trace
 
 LIMIT = 24
 

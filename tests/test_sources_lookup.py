@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
 from policies.registry import parse_policy
-from policies.rules_threshold import TypicalAcceptance
+from policies.rules.threshold import TypicalAcceptance
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, SignalError
 from traces.sources import PLD, REST, Lookahead, parse_source, replay_source
@@ -126,7 +126,7 @@ def test_corpus_file(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def bundled() -> Any:
     pytest.importorskip("torch")
-    from profiler.loading import load_pair
+    from profiler.models.loading import load_pair
     from profiler.prompts import read_prompts
 
     folder = Path(__file__).parents[1] / "profiler" / "bundled"
@@ -143,8 +143,8 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     from policies.core import speculate
-    from profiler.decoder import greedy
-    from profiler.runner import Runner
+    from profiler.decoding.single import greedy
+    from profiler.models.runner import Runner
     from profiler.sources.start_decoders import LookupDecoder
 
     torch.set_num_threads(1)

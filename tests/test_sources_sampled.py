@@ -13,17 +13,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from policies.basic import Fixed
 from policies.core import SIGNALS, DraftPolicy
 from policies.huggingface import Confidence
-from policies.rules import ExactMatch, RejectionSampling
-from profiler.sampling import draw, probs
+from policies.rules.base import ExactMatch, RejectionSampling
+from profiler.heads.modules import ExitHeads
+from profiler.models.sampling import draw, probs
+from profiler.models.stack import LayerRunner
 from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
-from profiler.sources.heads import ExitHeads
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from profiler.sources.stack import LayerRunner
 from tests.outputs import trace_of
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.sampling import GREEDY, Sampling
 from traces.sources import (
     PLD,
     EarlyExit,
@@ -32,7 +33,6 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.trace import Trace
 
 HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

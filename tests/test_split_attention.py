@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from profiler.graphs import GraphRunner
-from profiler.runner import Runner
-from profiler.split_attention import (
+from profiler.models.graphs import GraphRunner
+from profiler.models.runner import Runner
+from profiler.models.split_attention import (
     ALIGNED,
     LEAST_KEYS,
     fused_part,

@@ -17,31 +17,28 @@ from hypothesis import strategies as st
 
 from policies import Fixed
 from policies.core import Round
-from profiler.architectures import ARCHITECTURES, PAIRS
 from profiler.machine.stopwatch import Clock, Stopwatch
+from profiler.models.architectures import ARCHITECTURES, PAIRS
 from profiler.profile import Settings
-from profiler.suite import (
-    kept_pair,
-    latency_stage,
-    pair_latency,
-    passes,
-    trained_stage,
-)
 from profiler.suite.__main__ import main
 from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import passes
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.passes import COMPILED, MODES, Timer
+from profiler.suite.latency.points import Point, Refiner, error_summary
+from profiler.suite.latency.rounds import loop_trace, pass_seconds
 from profiler.suite.ledger import Ledger
-from profiler.suite.passes import COMPILED, MODES, Timer
-from profiler.suite.points import Point, Refiner, error_summary
-from profiler.suite.recording import record_trace
-from profiler.suite.rounds import loop_trace, pass_seconds
+from profiler.suite.runs import kept_pair, trained_stage
+from profiler.suite.runs.recording import record_trace
 from simulator.hardware import check_recording
 from simulator.hardware.scaling import table_shapes
 from simulator.pricing import price
 from traces.errors import DraftsimError
-from traces.files import read_latency, read_trace
-from traces.latency import MEASURED, LatencyTable
-from traces.measured import read_measured
-from traces.replay import replay
+from traces.latency.table import MEASURED, LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import read_latency, read_trace
+from traces.store.measured import read_measured
 
 ROOT = Path(__file__).parents[1]
 SMALL = "cm-asd-12+3"
@@ -421,7 +418,7 @@ def refine(refiner: Refiner, cost: Any) -> int:
 def table_of(refiner: Refiner) -> LatencyTable:
     import pandas as pd
 
-    from traces.latency import CELL_COLUMNS
+    from traces.latency.table import CELL_COLUMNS
 
     rows = [("m", "forward", 1, *at, s, 0.0, 1) for at, s in refiner.grid().items()]
     return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))

@@ -10,14 +10,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from commands.recorded import markdown_table
+from commands.validate.recorded import markdown_table
 from profiler.suite.__main__ import main
 from simulator.hardware.measured import MEDIAN_BOUND, WORST_BOUND, anchor_drift, bounds
 from tests.conftest import Run
 from tests.suite_results import META, MODES, POLICIES, cells, write_forced, write_latencies
 from traces.errors import DraftsimError
-from traces.files import read_latency, write_latency
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
+from traces.store.files import read_latency, write_latency
 
 PAIR = "llama-3.1-8b+1b"
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from profiler.suite import forced_stage, latency_stage, pair_latency, trained_stage
 from profiler.suite.__main__ import main
 from profiler.suite.account import COMPLETE, FAILED, REFUSED
 from profiler.suite.environment import Workplace, open_workplace
-from profiler.suite.passes import MODES
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.passes import MODES
+from profiler.suite.runs import forced_stage, trained_stage
 from tests.pretend_gpu import pretended
-from traces.files import read_latency, read_trace
-from traces.measured import read_measured
+from traces.store.files import read_latency, read_trace
+from traces.store.measured import read_measured
 
 PROMPTS = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
 SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"

@@ -17,23 +17,25 @@ import pandas as pd
 import pytest
 import torch
 
-from profiler.architectures import PAIRS, Architecture
+from profiler.models.architectures import PAIRS, Architecture
 from profiler.profile import Settings
-from profiler.suite import arms, forced_stage, kept_pair, latency_stage, pair_latency, recording
 from profiler.suite.__main__ import SECONDS, main
 from profiler.suite.account import COMPLETE, FAILED, UNFINISHED, Account
-from profiler.suite.arms import ARMS, COLUMNS, MORE_ARMS, sweeps
 from profiler.suite.environment import NoTimeError, Workplace, clocks, open_workplace
-from profiler.suite.grids import Grids
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.passes import MODES
 from profiler.suite.ledger import Ledger
-from profiler.suite.pair_latency import PairMeasurement
-from profiler.suite.passes import MODES
-from profiler.suite.recording import LARGEST
+from profiler.suite.runs import arms, forced_stage, kept_pair, recording
+from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, sweeps
+from profiler.suite.runs.recording import LARGEST
 from tests.pretend_gpu import pretended
 from traces.errors import DraftsimError
-from traces.files import read_latency, write_latency, write_trace
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.measured import MeasuredRuns, read_measured, write_measured
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import read_latency, write_latency, write_trace
+from traces.store.measured import MeasuredRuns, read_measured, write_measured
 
 SMALL = "cm-asd-12+3"
 

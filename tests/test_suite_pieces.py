@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from profiler.architectures import PAIRS
+from profiler.checks.spot_check import Arm
 from profiler.machine.stopwatch import Clock, Stopwatch
-from profiler.spotcheck import Arm
-from profiler.suite import latency_stage, pair_latency, passes
-from profiler.suite.arms import ARMS, MORE_ARMS, arms_of, more_arms_of, sweeps
+from profiler.models.architectures import PAIRS
 from profiler.suite.environment import NoTimeError, Workplace, open_workplace
-from profiler.suite.forced_stage import Unit, forced_trace
-from profiler.suite.grids import Grids
-from profiler.suite.pair_latency import PairMeasurement
-from profiler.suite.pass_grids import Passes, PassGrid, read_again
-from profiler.suite.passes import LONG_REPEATS, MODES, Timer, cell, summary
-from profiler.suite.pieces import BATCHED, SINGLE
-from profiler.suite.points import Point, Refiner
-from traces.replay import replay
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import passes
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.pass_grids import Passes, PassGrid, read_again
+from profiler.suite.latency.passes import LONG_REPEATS, MODES, Timer, cell, summary
+from profiler.suite.latency.pieces import BATCHED, SINGLE
+from profiler.suite.latency.points import Point, Refiner
+from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of, more_arms_of, sweeps
+from profiler.suite.runs.forced_stage import Unit, forced_trace
+from traces.replay.decoder import replay
 
 SMALL = "cm-asd-12+3"
 PASSES = Passes("target", "forward", 4)

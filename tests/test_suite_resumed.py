@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from profiler.suite import trained_stage
 from profiler.suite.__main__ import main
 from profiler.suite.account import COMPLETE, UNFINISHED
-from profiler.suite.checks import NAME, Checks
 from profiler.suite.environment import NoTimeError, open_workplace
-from traces.files import read_trace
+from profiler.suite.runs import trained_stage
+from profiler.suite.runs.checks import NAME, Checks
+from traces.store.files import read_trace
 
 FILES = [
     "trained-exits.parquet", "trained-latency.parquet", "trained-measured.parquet",

@@ -12,7 +12,9 @@ import pytest
 from profiler.suite.__main__ import main
 from tests.suite_results import META, MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
-from traces.recordings import (
+from traces.sources.early_exit import EarlyExit
+from traces.sources.files import read_exits, read_recordings, write_exits
+from traces.store.recordings import (
     BUNDLED,
     ELSEWHERE,
     find_latency,
@@ -21,8 +23,6 @@ from traces.recordings import (
     recordings,
     trace_folder,
 )
-from traces.sources.early_exit import EarlyExit
-from traces.sources.files import read_exits, read_recordings, write_exits
 
 PAIRS = ("llama-3.1-8b+1b", "vicuna-7b+68m")
 
@@ -126,8 +126,8 @@ def test_exits_lie_with_the_requests_they_follow(tmp_path: Path, followed: int) 
 
 
 def test_another_trace_takes_the_place_of_a_reference(recorded: Path, tmp_path: Path) -> None:
-    from traces.files import write_trace
-    from traces.synthetic import synthetic_trace
+    from traces.acceptance.synthetic import synthetic_trace
+    from traces.store.files import write_trace
 
     out = tmp_path / "out" / "forced"
     other = synthetic_trace(0.7, requests=2, tokens=20, prompt_length=16, max_gamma=6, seed=4)

@@ -24,11 +24,11 @@ from simulator import (
     to_rows,
 )
 from simulator.estimate import ratio
+from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import Request, Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.0005)
 ALPHAS = (0.3, 0.5, 0.7, 0.9)

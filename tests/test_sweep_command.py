@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import draftsim
 from simulator.whatif import read_sweep
 from simulator.whatif.grid import search_space
+from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
-from traces.files import write_latency, write_trace
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.synthetic import Bursty, synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import write_latency, write_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"
 

@@ -16,10 +16,10 @@ from simulator.hardware import DEVICES, Roofline, carry_over, fit_table, publish
 from simulator.hardware.shapes import ModelShape
 from simulator.whatif import Prices, overview, read_sweep
 from tests.conftest import Run
+from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError, FileError
-from traces.files import write_latency, write_trace
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.synthetic import Bursty, synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import write_latency, write_trace
 
 SHAPES: dict[str, dict[str, Any]] = {
     "target": {"layers": 32, "hidden_size": 4096, "vocab_size": 32000, "parameters": 6.74e9},

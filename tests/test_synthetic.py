@@ -7,10 +7,10 @@ import pytest
 
 from policies.core import DraftPolicy
 from policies.registry import parse_policy, policy_names
+from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
-from traces.trace import MATCH, Trace
+from traces.replay.decoder import replay
 
 
 def on_path_matches(trace: Trace) -> np.ndarray:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import MATCH, Request, Trace
 from traces.errors import DraftsimError
-from traces.synthetic import synthetic_trace
-from traces.trace import MATCH, Request, Trace
 
 MATCHES = st.lists(st.lists(st.sampled_from([1, 0, -1]), min_size=1, max_size=12), max_size=5)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.files import write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.recordings import find_latency, find_trace, folder_of, parse_latency, recordings
-from traces.sampling import Sampling
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.store.files import write_latency, write_trace
+from traces.store.recordings import find_latency, find_trace, folder_of, parse_latency, recordings
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from policies.basic import Fixed
+from traces.acceptance.survival import runs, survival
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
 from traces.importers.rows import LoggedRound, logged_trace, matches
-from traces.replay import replay
-from traces.survival import runs, survival
-from traces.synthetic import synthetic_trace
-from traces.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
+from traces.replay.decoder import replay
 
 
 def logged(rounds: list[tuple[int, int]]) -> Trace:

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from policies.basic import Autoregressive
+from policies.batch.sglang import SGLangAdaptive
 from policies.core import Load
-from policies.sglang import SGLangAdaptive
 from simulator.serving.run import lookahead_of
 from simulator.tune import (
     TUNE_COLUMNS,
@@ -22,8 +22,8 @@ from simulator.tune import (
 )
 from simulator.tune.huggingface import DEFAULT, Setting
 from tests.tuning import CHEAP, batched, iid
-from traces.latency import LatencyTable
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
 
 
 @cache

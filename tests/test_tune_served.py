@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Autoregressive, Fixed
-from policies.batch_tables import BatchTable
+from policies.batch.tables import BatchTable
 from policies.core import Load
 from simulator.serving import Limits
 from simulator.tune import (
@@ -28,7 +28,7 @@ from simulator.tune import (
 from simulator.tune.costs import RESTING
 from simulator.tune.repair import Floats, Ints, Serve
 from tests.tuning import batched, iid, loads
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 SEEDS = (0, 1, 2)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from commands.tune import parse_slo
 from policies.basic import Autoregressive, Fixed
-from policies.batch_tables import BatchTable
+from policies.batch.tables import BatchTable
 from policies.core import Load
 from simulator.formulas import leviathan
 from simulator.pricing import price
@@ -42,10 +42,10 @@ from simulator.tune.choice import folds, resamples, shared_by_neighbours
 from simulator.tune.served import counted_rate
 from simulator.tune.vllm import _rows
 from tests.tuning import CHEAP, batched, iid
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.vllm import import_vllm
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
 
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])

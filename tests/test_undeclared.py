@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from policies.basic import Fixed
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.checks import PolicyError, check_policy
 from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
-from policies.rules import SCORES, ExactMatch, VerifyRule
+from policies.rules.base import SCORES, ExactMatch, VerifyRule
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
 from tests.made_up import TRACE, MadeUpDecoder
 from tests.serving import CONSTANT
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.replay import replay
+from traces.replay.decoder import replay
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
-from traces.synthetic import synthetic_trace
 
 RECORDED = synthetic_trace(0.8, requests=4, tokens=40, concentration=3.0, max_gamma=24, seed=5)
 BARE = synthetic_trace(0.8, requests=4, tokens=40, seed=5)
@@ -102,10 +102,10 @@ def test_serving_refuses_it(mode: Any, declared: tuple[str, ...]) -> None:
 
 
 def real_runs() -> list[Callable[[Any], Any]]:
-    from profiler.batched import decode_batch
-    from profiler.decoder import ModelDecoder
-    from profiler.forced import ForcedDecoder
-    from profiler.runner import Runner
+    from profiler.decoding.batch import decode_batch
+    from profiler.decoding.forced import ForcedDecoder
+    from profiler.decoding.single import ModelDecoder
+    from profiler.models.runner import Runner
     from tests import bundled
 
     trace = bundled.record(2, max_new=12)
@@ -138,7 +138,7 @@ class NosyRule(VerifyRule):
 
 
 def test_rules_are_held_to_what_they_declare() -> None:
-    from profiler.decoder import ModelDecoder
+    from profiler.decoding.single import ModelDecoder
     from tests import bundled
 
     with pytest.raises(UndeclaredSignal, match=line(NosyRule(), "prob")):
@@ -177,7 +177,7 @@ def test_rules_are_held_to_the_scores_that_they_declare(score: str) -> None:
 
 
 def test_real_verification_holds_rules_to_their_scores() -> None:
-    from profiler.decoder import ModelDecoder
+    from profiler.decoding.single import ModelDecoder
     from tests import bundled
 
     prompt = bundled.pair().encode(bundled.prompts()[0].text)

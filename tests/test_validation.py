@@ -16,11 +16,11 @@ from simulator import (
     verdict,
 )
 from simulator.pricing import Priced
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.measured import MEASURED_COLUMNS
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.store.measured import MEASURED_COLUMNS
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import tilt_to
 from tests.studies import POLICIES, TABLE, recorded, study
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
 
 SUMMARIZED = (
     "speedup", "speedup_lo", "speedup_hi", "wall_s", "block_efficiency", "tokens", "rounds",

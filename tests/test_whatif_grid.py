@@ -13,8 +13,8 @@ from simulator.whatif.grid import expand, parse_axis, with_gammas
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from tests.studies import recorded, study
+from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.synthetic import synthetic_trace
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from simulator.whatif.prices import Prices
 from simulator.whatif.references import references
 from simulator.whatif.sweep import Sweep
 from tests.studies import TABLE, recorded
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 
 ADAPTIVE: dict[str, DraftPolicy] = {"hf-heuristic": HFHeuristic(gamma_max=20)}
 REGRETS = ["best_fixed", "best_gamma", "oracle", "regret_fixed", "regret_oracle", "adapting"]

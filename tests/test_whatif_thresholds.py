@@ -17,9 +17,9 @@ from simulator.whatif.sweep_file import write_thresholds
 from simulator.whatif.thresholds import THRESHOLDS, some_points, thresholds
 from simulator.whatif.tilt import tilt_to
 from tests.studies import recorded
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.replay import replay
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay.decoder import replay
 
 POLICIES: dict[str, DraftPolicy] = {
     "fixed:gamma=3": Fixed(3), "fixed:gamma=8": Fixed(8), "hf-heuristic": HFHeuristic(gamma_max=20),

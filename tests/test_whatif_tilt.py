@@ -17,11 +17,11 @@ from simulator.estimate import Estimate, ratio
 from simulator.whatif.matchmodel import MatchModel
 from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
 from tests.tilted import bursty, tilter
+from traces.acceptance.schema import MISMATCH
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import replay
-from traces.schema import MISMATCH
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.replay.decoder import replay
 
 
 def block_efficiency(trace: Trace, gamma: int) -> Estimate:

@@ -18,7 +18,7 @@ from simulator.whatif.fidelity import (
 )
 from simulator.whatif.tilt import Tilter, acceptance
 from tests.tilted import bursty
-from traces.synthetic import synthetic_trace
+from traces.acceptance.synthetic import synthetic_trace
 
 
 def test_error_is_measured_against_another_recording() -> None:

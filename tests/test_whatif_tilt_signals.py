@@ -10,9 +10,9 @@ import pytest
 from simulator.whatif.matchmodel import signal_table
 from simulator.whatif.tilt import tilt_to
 from tests.tilted import bursty, tilter
-from traces.schema import MISMATCH
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.schema import MISMATCH
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 
 SCORES = ("draft_logprob", "draft_entropy", "draft_top1", "draft_top2", "draft_logsumexp")
 

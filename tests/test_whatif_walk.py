@@ -16,12 +16,12 @@ from simulator.whatif.cells import Bench, Part
 from simulator.whatif.prices import Prices
 from simulator.whatif.tilt import Tilter, iid_like, tilt_to
 from simulator.whatif.walk import Walker
+from traces.acceptance.schema import UNKNOWN
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError, TailError
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.schema import UNKNOWN
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 PLANNED = (
     "autoregressive", "fixed:gamma=0", "fixed:gamma=1", "fixed:gamma=6", "fixed:gamma=24",

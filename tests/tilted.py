@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from simulator.whatif.tilt import Tilter
-from traces.synthetic import Bursty, synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 
 
 @cache

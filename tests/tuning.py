@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
-from traces.latency import CELL_COLUMNS, LatencyTable
-from traces.synthetic import synthetic_trace
-from traces.trace import Trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 CHEAP = LatencyTable.constant(1.0, 0.1)
 

@@ -1,7 +1,15 @@
 """Recorded acceptance and latency: what was measured, and its clock-free replay."""
 
+from traces.acceptance.survival import Survival, survival
+from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
+from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError, TailError
-from traces.files import (
+from traces.importers.specbench import import_specbench
+from traces.importers.vllm import import_vllm
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
+from traces.replay.decoder import ReplayDecoder, replay
+from traces.replay.rounds import Fidelity, RoundLog
+from traces.store.files import (
     read_latency,
     read_rounds,
     read_trace,
@@ -9,15 +17,7 @@ from traces.files import (
     write_rounds,
     write_trace,
 )
-from traces.importers.specbench import import_specbench
-from traces.importers.vllm import import_vllm
-from traces.latency import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
-from traces.recordings import Recording, find_latency, find_trace, parse_latency, recordings
-from traces.replay import ReplayDecoder, replay
-from traces.rounds import Fidelity, RoundLog
-from traces.survival import Survival, survival
-from traces.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
-from traces.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
+from traces.store.recordings import Recording, find_latency, find_trace, parse_latency, recordings
 
 __all__ = [
     "EXTRAPOLATED",

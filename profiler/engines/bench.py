@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import Load
 from profiler.engines.drafts import Asked, Drafts, DraftSource
 from profiler.engines.engine import PARTS, Engine, Step

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from policies.core import Load
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import ReplayDecoder
+from traces.replay.decoder import ReplayDecoder
 from traces.sources.base import SourceToken
 from traces.sources.lookup import Lookup
 from traces.sources.lookup_sources import LookupSource, Served, proposed
-from traces.trace import Trace
 
 
 class Asked(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from profiler.checkpoint import Checkpoint
 from profiler.engines.bench import Bench, Sample
 from profiler.engines.engine import Engine
 from profiler.engines.plan import Cell, Grid
@@ -20,7 +19,8 @@ from profiler.engines.table import (
     host_parts,
     usual_control_s,
 )
-from traces.latency import LatencyTable
+from profiler.recording.checkpoint import Checkpoint
+from traces.latency.table import LatencyTable
 
 REPEATS = 2
 """Times that a block with disturbed cells is measured again, at most."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy, Round, own_copy
 from policies.guard import Guarded, UndeclaredSignal
 from profiler.engines.drafts import Drafts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import parse_serving_policy
 from policies.spec import parse_spec

@@ -10,7 +10,7 @@ import numpy as np
 from policies.basic import Autoregressive
 from profiler.engines.drafts import Forced
 from profiler.engines.setup import Setup
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
 
 FIRST_ID = 3
 """Ids below this one are left out of made-up prompts: usually padding, begin and end."""

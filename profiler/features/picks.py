@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from profiler.features.base import FeatureDrafter
-from profiler.sampling import coupled, draw, probs
-from traces.sampling import Sampling
+from profiler.models.sampling import coupled, draw, probs
+from traces.acceptance.sampling import Sampling
 
 
 class Likeliest:
@@ -28,9 +28,9 @@ class Drawn:
     """Drafts of lossless rejection sampling, given the output that was drawn.
 
     As long as a start's tokens are those of the output, each is it with the probability that
-    it was, given that it was emitted (`profiler.sampling.coupled`); where it was not, and from
-    then on, the tokens are the drafter's own draws.  Every start has its own coins, as a round
-    begins at each at most once.
+    it was, given that it was emitted (`profiler.models.sampling.coupled`); where it was not, and
+    from then on, the tokens are the drafter's own draws.  Every start has its own coins, as a
+    round begins at each at most once.
 
     Parameters
     ----------

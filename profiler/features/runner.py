@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.cache import SlotCache
 from profiler.features.base import FeatureDrafter
+from profiler.models.cache import SlotCache
 from traces.errors import DraftsimError
 
 

@@ -25,6 +25,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from profiler.features import default_depths, read_drafter
+from profiler.heads.adapter import Adapter
+from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
+from profiler.heads.train import FILES
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
@@ -41,10 +44,7 @@ from profiler.smollm2.heads import (
 from profiler.smollm2.measure import measure
 from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED, cache, fetched, folder
 from profiler.smollm2.text import write_text
-from profiler.sources.adapter import Adapter
-from profiler.sources.heads import ExitHeads, ParallelHeads, save_module
-from profiler.sources.train import FILES
-from traces.files import read_trace
+from traces.store.files import read_trace
 
 SHARDS = 6
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4

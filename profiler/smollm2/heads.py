@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from profiler.heads.adapter import Adapter
+from profiler.heads.modules import ExitHeads, ParallelHeads
 from profiler.smollm2.candidates import Candidates, soft_loss
 from profiler.smollm2.chats import Batch
-from profiler.sources.adapter import Adapter
-from profiler.sources.heads import ExitHeads, ParallelHeads
 
 EXIT_RANK, PARALLEL_RANK = 32, 32
 AHEAD = {"blockwise": 4, "specdec": 4, "medusa": 2}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from profiler.features import FeatureDrafter, target_features, unroll
-from traces.trace import MATCH, Request, Trace
+from traces.acceptance.trace import MATCH, Request, Trace
 
 Shares = dict[str, list[float]]
 """By category, and over all: the share of starts of which so many tokens are accepted."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.sources.adapter import Adapter, AdapterRunner
+from profiler.heads.adapter import Adapter, AdapterRunner
+from profiler.models.stack import LayerRunner
 from profiler.sources.early_exit import EarlyExitDecoder, ExitToken
-from profiler.sources.stack import LayerRunner
-from traces.sampling import GREEDY
+from traces.acceptance.sampling import GREEDY
+from traces.replay.calls import ADAPTER
 from traces.sources.adapter import Kangaroo
-from traces.sources.calls import ADAPTER
 
 
 class KangarooDecoder(EarlyExitDecoder):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from profiler.sources.adapter import Adapter, AdapterRunner
+from profiler.heads.adapter import Adapter, AdapterRunner
+from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
-from profiler.sources.stack import LayerRunner
 from traces.sources.exits import ExitSetting
 
 

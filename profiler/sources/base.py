@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from policies.core import DraftToken, Load
-from traces.sources.calls import CallCounter
+from traces.replay.calls import CallCounter
 
 
 class SourceDecoder(ABC):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from profiler.sources.heads import MaskEmbeddings, ParallelHeads
-from profiler.sources.stack import LayerRunner
-from profiler.sources.train import mask_layout
+from profiler.heads.modules import MaskEmbeddings, ParallelHeads
+from profiler.heads.train import mask_layout
+from profiler.models.stack import LayerRunner
 from traces.errors import DraftsimError
 
 

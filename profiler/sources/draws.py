@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from profiler.sampling import coupled, draw, probs
-from traces.sampling import Sampling
+from profiler.models.sampling import coupled, draw, probs
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.trace import Trace
 from traces.sources.base import true_tokens
 from traces.sources.exits import ExitRecording
 from traces.sources.starts import StartRecording
-from traces.trace import Trace
 
 
 class Draws(Protocol):

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.decoder import ModelToken, check_prompt
-from profiler.sources.adapter import Adapter
+from profiler.decoding.single import ModelToken, check_prompt
+from profiler.heads.adapter import Adapter
+from profiler.heads.modules import ExitHeads
+from profiler.heads.numbers import log_confidence
+from profiler.models.stack import LayerRunner
 from profiler.sources.base import SourceDecoder
 from profiler.sources.draws import Draws
-from profiler.sources.heads import ExitHeads
-from profiler.sources.numbers import log_confidence
-from profiler.sources.stack import LayerRunner
-from traces.sampling import GREEDY, Sampling
-from traces.sources.calls import EXIT_HEAD, LayerLedger
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.replay.calls import EXIT_HEAD, LayerLedger
 from traces.sources.early_exit import EarlyExit, verified
 from traces.sources.exits import depth_layers, log_threshold, temperature, usable_exits
 

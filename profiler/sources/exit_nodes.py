@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from traces.sampling import GREEDY, Sampling
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.sources.exits import SIGNALS, ExitRecording, ExitSetting
 
 Columns = dict[str, "npt.NDArray[Any]"]

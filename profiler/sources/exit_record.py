@@ -6,8 +6,8 @@ from the wrong token; all such continuations grow together, a level a pass, unde
 mask (see `traces.sources.exits`).
 
 Along sampled outputs every exit draws its token, coupled to the output as the draft model's in
-`profiler.record`.  A position's exits share one coin and one noise: a setting uses one exit a
-position, so each still draws from its own head, and settings differ by their exits alone.
+`profiler.recording.trace`.  A position's exits share one coin and one noise: a setting uses one
+exit a position, so each still draws from its own head, and settings differ by their exits alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.sampling import probs
-from profiler.sources.adapter import Adapter
+from profiler.heads.adapter import Adapter
+from profiler.heads.modules import ExitHeads
+from profiler.heads.numbers import drawn_columns, exit_columns
+from profiler.models.sampling import probs
+from profiler.models.stack import LayerRunner
 from profiler.sources.draws import SharedDraws
 from profiler.sources.exit_nodes import Columns, ExitNodes, assemble
-from profiler.sources.heads import ExitHeads
-from profiler.sources.numbers import drawn_columns, exit_columns
-from profiler.sources.stack import LayerRunner
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.sampling import GREEDY, Sampling
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.exits import (
     OMEGAS,
@@ -39,7 +40,6 @@ from traces.sources.exits import (
     temperature,
     usable_exits,
 )
-from traces.trace import Trace
 
 GROUP = 48
 """Wrong exits (by position) whose continuations share passes: bounds the masks' size."""

@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 import pandas as pd
 import torch
 
-from profiler.features.latency import drafter_rounds
-from profiler.latency import Block, Step, Sweeps
-from profiler.pass_latency import UNTIMED, UNTIMED_PLAIN
-from profiler.sources.adapter import AdapterRunner
+from profiler.heads.adapter import AdapterRunner
+from profiler.heads.numbers import log_confidence
+from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
+from profiler.latency.table import Block, Step, Sweeps
+from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import head_logits
+from profiler.sources.feature_latency import drafter_rounds
 from profiler.sources.modules import Modules
-from profiler.sources.numbers import log_confidence
-from profiler.sources.stack import LayerRunner
+from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookup_sources import LookupSource, served_before
 from traces.sources.registry import SOURCES
-from traces.trace import Trace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 CONTEXTS = (32, 128, 256)
@@ -74,7 +74,7 @@ class SourceLatency:
                 self._sweeps.step()
 
     def cells(self) -> pd.DataFrame:
-        """The sweeps so far; columns as in `traces.latency.CELL_COLUMNS`."""
+        """The sweeps so far; columns as in `traces.latency.table.CELL_COLUMNS`."""
         cells = self._sweeps.cells()
         layers = cells["phase"] == "layer"
         ran = cells["new_tokens"].where(cells["new_tokens"] == 1, self._layers - self._depth)

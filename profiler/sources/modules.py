@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from profiler.features.base import FeatureDrafter
-from profiler.features.record import FeatureRecorder
-from profiler.sources.adapter import Adapter
+from profiler.heads.adapter import Adapter
+from profiler.heads.modules import ExitHeads, MaskEmbeddings, ParallelHeads, load_module
+from profiler.heads.train import FILES
+from profiler.models.stack import LayerRunner
 from profiler.sources.adapter_record import AdapterRecorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
-from profiler.sources.heads import ExitHeads, MaskEmbeddings, ParallelHeads, load_module
-from profiler.sources.stack import LayerRunner
+from profiler.sources.feature_record import FeatureRecorder
 from profiler.sources.start_record import (
     HeadsRecorder,
     MasksRecorder,
@@ -23,14 +24,13 @@ from profiler.sources.start_record import (
     StartRecorder,
     record_starts,
 )
-from profiler.sources.train import FILES
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings
 from traces.sources.exits import ExitSetting
 from traces.sources.feature_source import Eagle
 from traces.sources.starts import StartRecording
-from traces.trace import Trace
 
 
 @dataclass(frozen=True, eq=False)

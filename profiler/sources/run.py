@@ -11,31 +11,31 @@ import numpy.typing as npt
 import torch
 
 from policies.core import DraftPolicy, Round, own_copy, speculate
-from profiler.features.decoder import FeatureDecoder
+from profiler.models.stack import LayerRunner
 from profiler.sources.adapter_decoder import KangarooDecoder
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
 from profiler.sources.draws import Draws, RandomDraws
 from profiler.sources.early_exit import EarlyExitDecoder
+from profiler.sources.feature_decoder import FeatureDecoder
 from profiler.sources.modules import Modules
-from profiler.sources.stack import LayerRunner
 from profiler.sources.start_decoders import (
     HeadsDecoder,
     LayerSkipDecoder,
     LookupDecoder,
     SpaceDecoder,
 )
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import RoundLog
+from traces.replay.calls import CALL_KINDS, Call, pack_calls
+from traces.replay.rounds import RoundLog
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source, prompt_tokens
-from traces.sources.calls import CALL_KINDS, Call, pack_calls
 from traces.sources.early_exit import EarlyExit
 from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import LookupSource, served_before
 from traces.sources.replay import check_signals
 from traces.sources.start_sources import Heads, LayerSkip, Space
-from traces.trace import Trace
 
 
 class SourceRun(NamedTuple):

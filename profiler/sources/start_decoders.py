@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.decoder import ModelToken, check_prompt
-from profiler.runner import Runner
+from profiler.decoding.single import ModelToken, check_prompt
+from profiler.heads.modules import MaskEmbeddings, ParallelHeads
+from profiler.models.runner import Runner
+from profiler.models.stack import LayerRunner
 from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import head_logits, kept_layers, mask_states
-from profiler.sources.heads import MaskEmbeddings, ParallelHeads
-from profiler.sources.stack import LayerRunner
-from traces.sampling import GREEDY
+from traces.acceptance.sampling import GREEDY
+from traces.replay.calls import HEAD, LAYER, PASS
 from traces.sources.base import SourceToken
-from traces.sources.calls import HEAD, LAYER, PASS
 from traces.sources.lookup import Lookup, Proposal
 from traces.sources.lookup_sources import proposed
 from traces.sources.start_sources import HEADS
@@ -26,7 +26,7 @@ class LookupDecoder(SourceDecoder):
     """Decodes one prompt with drafts from a lookup.
 
     ``lookup`` must be new.  ``kind``: index of the lookup's own calls in
-    `traces.sources.calls.CALL_KINDS`.  ``first=0`` begins with the verification of the
+    `traces.replay.calls.CALL_KINDS`.  ``first=0`` begins with the verification of the
     prompt, as transformers does.
     """
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from profiler.signals import drafted, signals
+from profiler.heads.modules import MaskEmbeddings, ParallelHeads
+from profiler.models.signals import drafted, signals
+from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import default_skip, head_logits, kept_layers, mask_logits
-from profiler.sources.heads import MaskEmbeddings, ParallelHeads
-from profiler.sources.stack import LayerRunner
-from traces.sampling import GREEDY, Sampling
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
-from traces.trace import Trace
 
 Rows = dict[str, "npt.NDArray[Any]"]
 CHUNK = 64

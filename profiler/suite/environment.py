@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from profiler.architectures import PAIRS, PairShape
-from profiler.compiled import forget_compiled
-from profiler.loading import choose_device, choose_dtype, describe_device
+from profiler.models.architectures import PAIRS, PairShape
+from profiler.models.compiled import forget_compiled
+from profiler.models.loading import choose_device, choose_dtype, describe_device
 from traces.errors import DraftsimError
-from traces.parquet import write_atomically
+from traces.store.parquet import write_atomically
 
 CLOCKS = (
     "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from profiler.checkpoint import Checkpoint
+from profiler.recording.checkpoint import Checkpoint
 from profiler.suite.account import Account
 from profiler.suite.environment import Workplace
 from traces.errors import DraftsimError

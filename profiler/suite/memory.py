@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from profiler.architectures import Architecture
+from profiler.models.architectures import Architecture
 from profiler.suite.environment import Workplace
 
 

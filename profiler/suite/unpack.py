@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from traces.errors import DraftsimError
-from traces.files import read_latency, read_trace, write_latency, write_trace
-from traces.latency import LatencyTable
-from traces.measured import MeasuredRuns, read_measured, write_measured
-from traces.parquet import write_atomically
-from traces.recordings import ELSEWHERE, SAMPLED
+from traces.latency.table import LatencyTable
 from traces.sources.files import read_exits
+from traces.store.files import read_latency, read_trace, write_latency, write_trace
+from traces.store.measured import MeasuredRuns, read_measured, write_measured
+from traces.store.parquet import write_atomically
+from traces.store.recordings import ELSEWHERE, SAMPLED
 
 STAGES = {
     "latency": ("latency.parquet", None, None),
@@ -111,7 +111,7 @@ def _place_trace(files: Mapping[str, Path], device: str, place: Path) -> None:
     """Copy a trace to `place`, and the `files` that belong to it.
 
     Where another folder of the `device` holds the same trace, as the other mode's does, that one
-    is named instead (`traces.recordings.ELSEWHERE`): traces are most of a recording's bytes.
+    is named instead (`traces.store.recordings.ELSEWHERE`): traces are most of a recording's bytes.
     """
     for name in LAID:
         (place / name).unlink(missing_ok=True)

@@ -4,9 +4,9 @@ Tokens drafted in a row are not accepted independently.  Some stretches of a tex
 some are hard, so that a long draft finds more accepted than the textbook's i.i.d. reading of the
 totals has it; and a drafter that feeds on its own features loses quality with every token, so
 that it finds fewer.  Totals show neither.  Here positions are easy or hard, in stretches of random
-length (the two-state chain of `traces.synthetic.Bursty`), and tokens after the first are accepted
-less often by a factor; every member of that family that agrees with the totals is kept, and what
-they say together is an interval.
+length (the two-state chain of `traces.acceptance.synthetic.Bursty`), and tokens after the first
+are accepted less often by a factor; every member of that family that agrees with the totals is
+kept, and what they say together is an interval.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pandas as pd
 from simulator.aggregate.fit import Calibration
 from simulator.aggregate.server import ServerRun
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 
 POSITIONS = "acceptance"
 

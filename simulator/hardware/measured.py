@@ -14,13 +14,13 @@ from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.serving.groups import predict_groups
 from simulator.validation import compare, predictions, verdict
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.files import read_latency
-from traces.latency import LatencyTable
-from traces.measured import read_measured
-from traces.recordings import find_trace
-from traces.replay import replay
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import read_latency
+from traces.store.measured import read_measured
+from traces.store.recordings import find_trace
 
 MEDIAN_BOUND = 0.02
 """Largest median |error| of predictions made from latencies measured on the same device."""

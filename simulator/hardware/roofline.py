@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 from simulator.hardware.devices import Device
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 Mode = Literal["eager", "graph"]
 Floats = npt.NDArray[np.float64]

@@ -12,7 +12,7 @@ from simulator.hardware.published import published_error
 from simulator.hardware.roofline import Mode, Roofline, observations
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 MOST_ERROR = 0.25
 """Median relative error on the measured passes beyond which a fit describes no such table."""

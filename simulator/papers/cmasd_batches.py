@@ -6,7 +6,7 @@ from simulator.papers.ours import REPLAYED, Ours
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, serve
 from traces.errors import DraftsimError
-from traces.methods import CMASD_ABLATION, METHODS, build
+from traces.sources.methods import CMASD_ABLATION, METHODS, build
 
 FIGURE_2 = "CM-ASD Figure 2"
 SERVED = {

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from policies.core import DraftPolicy
-from policies.memory import OnlineCorrectionMemory
+from policies.rules.memory import OnlineCorrectionMemory
 from simulator.degenerate import accepted_mismatches, degenerate
 from simulator.papers.csd_thresholds import Rejections, Rescues, pattern_rows, threshold_rows
 from simulator.papers.ours import Ours, Outcome, method_outcome
 from simulator.papers.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN
 from simulator.papers.rows import EXPERIMENT, Row
-from traces.corrections import calibrated, split_requests
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.methods import CSD_ABLATION as CSD_METHODS
-from traces.methods import CSD_WINDOW, Method, build
-from traces.replay import replay
-from traces.trace import Trace
+from traces.replay.corrections import calibrated, split_requests
+from traces.replay.decoder import replay
+from traces.sources.methods import CSD_ABLATION as CSD_METHODS
+from traces.sources.methods import CSD_WINDOW, Method, build
 
 CSD_ROWS = {
     "csd-specdecode": "SpecDecode (baseline)", "csd-ocm": "SD + OCM only",

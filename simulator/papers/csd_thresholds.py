@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import DraftPolicy
-from policies.memory import OnlineCorrectionMemory, Pair
-from policies.rules_context import CSD
+from policies.rules.context import CSD
+from policies.rules.memory import OnlineCorrectionMemory, Pair
 from simulator.degenerate import HARDLY_VERIFIES
 from simulator.papers.published import CSD_PATTERNS
 from simulator.papers.rows import EXPERIMENT, Row
-from traces.corrections import rejected_gaps, rejected_pairs
+from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.replay import replay
-from traces.trace import Trace
+from traces.replay.corrections import rejected_gaps, rejected_pairs
+from traces.replay.decoder import replay
 
 PAPER_LAMBDA, PAPER_TAU = 6, 0.01
 TOP = 0.2

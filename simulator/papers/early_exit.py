@@ -15,10 +15,10 @@ from simulator.papers.specbound_serving import serving_rows
 from simulator.papers.systems import replayed
 from simulator.pricing import price
 from simulator.summary import prompt_speedups, speedup_distribution
-from traces.corrections import split_requests
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError, SignalError
-from traces.rounds import RoundLog
-from traces.sampling import GREEDY, Sampling
+from traces.replay.corrections import split_requests
+from traces.replay.rounds import RoundLog
 from traces.sources.registry import SYSTEMS
 
 TABLE = "SpecBound Table 1"

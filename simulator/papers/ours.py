@@ -10,16 +10,16 @@ import numpy as np
 
 from policies.core import DraftPolicy
 from policies.registry import describe
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.pricing import Priced, autoregressive, price
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.methods import Method, build
-from traces.outputs import Quality, RealRun, find_run, quality
-from traces.replay import replay
-from traces.rounds import RoundLog
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 from traces.sources.base import Recordings
-from traces.trace import Trace
+from traces.sources.methods import Method, build
+from traces.store.outputs import Quality, RealRun, find_run, quality
 
 REAL, REPLAYED = "decoded for real under the rule", "replayed along the recorded text: approximate"
 UNJUDGED = "judging time not included: these latencies were measured without it"
@@ -122,7 +122,7 @@ def outcome(
     """A method's run: the real one where it was recorded on these requests, else a replay.
 
     ``trace`` is a part of ``ours.trace`` to run on; by default all of it.
-    Raises what `traces.replay.replay` raises.
+    Raises what `traces.replay.decoder.replay` raises.
     """
     trace = ours.trace if trace is None else trace
     lossy = rule is not None and not rule.lossless

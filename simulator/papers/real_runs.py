@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from simulator.papers.cmasd import at_tau
 from simulator.papers.csd import TRAINING_SHARE, csd_rule
-from traces.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
-from traces.methods import CSD_ABLATION as CSD_METHODS
+from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU
+from traces.sources.methods import CSD_ABLATION as CSD_METHODS
 
 REAL_RUNS: tuple[tuple[str, str, float | None], ...] = (
     *((m.policy, m.rule, None) for m in CMASD_ABLATION.values() if m.rule != "exact"),

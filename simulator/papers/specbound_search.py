@@ -9,7 +9,7 @@ from typing import NamedTuple
 from policies.basic import Fixed
 from simulator.papers.ours import Ours
 from traces.errors import TailError
-from traces.rounds import RoundLog
+from traces.replay.rounds import RoundLog
 from traces.sources.early_exit import EarlyExit, StandInExit
 from traces.sources.registry import describe_source
 from traces.sources.replay import replay_source

@@ -6,7 +6,7 @@ from simulator.papers.ours import Ours
 from simulator.papers.published import SPECBOUND_3
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.pricing import Priced, price
-from traces.rounds import RoundLog
+from traces.replay.rounds import RoundLog
 
 TTFT, PER_TOKEN, THROUGHPUT, END_TO_END = SPECBOUND_3.cells
 FASTER_IS_LESS = (TTFT, PER_TOKEN, END_TO_END)

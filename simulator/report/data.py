@@ -7,17 +7,17 @@ from typing import Any
 
 from simulator.hardware import scaling_words
 from simulator.pricing import price
-from simulator.ranking import BEST_FIXED, FITTED
 from simulator.ratios import OwnRatios, own_ratios
 from simulator.report import ratio_model
 from simulator.report.loads import loads
 from simulator.report.ranked import headline, ranked, with_best_fixed
 from simulator.summary import summarize_by_category, to_rows
 from simulator.validation import compare, verdict
-from traces.latency import LatencyTable
-from traces.measured import MeasuredRuns
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from simulator.whatif.ranking import BEST_FIXED, FITTED
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.store.measured import MeasuredRuns
 
 
 def report_data(

@@ -22,9 +22,9 @@ from simulator.tune import (
 )
 from simulator.tune.choice import Floats, resamples
 from simulator.tune.costs import DEFAULT_LENGTHS, default_contexts
-from traces.latency import LatencyTable
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 
 SERVED_BATCHES = 6
 REPLICATIONS = 2

@@ -16,11 +16,11 @@ from markupsafe import Markup, escape
 
 from simulator.plots import COLOURS
 from simulator.report.data import report_data
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.latency import LatencyTable
-from traces.measured import MeasuredRuns
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.store.measured import MeasuredRuns
 
 
 def build_report(
@@ -43,7 +43,7 @@ def build_report(
     logs:
         Replays of `trace` to rank, one per policy; the best fixed draft length is added.
     notes:
-        What to say of some of them, by policy (`simulator.ranking`).
+        What to say of some of them, by policy (`simulator.whatif.ranking`).
     measured:
         Real runs to hold predictions against.
     title:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from simulator.pricing import price
-from simulator.ranking import BEST_FIXED, fastest, fixed_lengths
 from simulator.summary import paired_gain, prompt_speedups, summarize, to_rows
-from traces.latency import LatencyTable
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from simulator.whatif.ranking import BEST_FIXED, fastest, fixed_lengths
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
 
 SHOWN = 5e-4
 """Relative differences below which a page of tenths of a percent shows none."""

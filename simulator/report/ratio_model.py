@@ -17,11 +17,11 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums
 from simulator.whatif.fidelity import tilt_errors
 from simulator.whatif.tilt import Tilter
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import MATCH, UNKNOWN, Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 Sums = list[float]
 

@@ -14,15 +14,15 @@ from simulator.serving.arrivals import (
     Job,
     Poisson,
 )
-from simulator.serving.overlap import Devices
-from simulator.serving.policy_cost import TableCost
-from simulator.serving.report import Run, ServeResult
-from simulator.serving.results import Results, ResultsFile, read_results
+from simulator.serving.cost.policy_cost import TableCost
+from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.results import Results, ResultsFile, read_results
+from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.overlap.base import Devices
 from simulator.serving.run import serve, simulate
 from simulator.serving.scenario import MODES, Scenario
 from simulator.serving.scheduler import Limits
 from simulator.serving.sweep import break_even_load, over_batches, over_rates, speedup_grid, sweep
-from simulator.serving.timeline import Timeline
 
 __all__ = [
     "MODES",

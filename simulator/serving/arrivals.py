@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.trace import Trace
 
 FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 LONGEST = 10_000_000

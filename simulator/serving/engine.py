@@ -12,18 +12,18 @@ from typing import Any
 import simpy
 
 from policies.core import Round
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
-from simulator.serving.cost import Chunk, IterationCost, Seconds
-from simulator.serving.metrics import Recorder
+from simulator.serving.cost.iteration import Chunk, IterationCost, Seconds
+from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import EngineState, Sequenced, ServedSequence, Slot
 from simulator.serving.source import Events, Source
 from simulator.serving.speculation import Speculation
-from simulator.serving.timeline import Timeline
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.trace import Trace
 
 
 class Engine:

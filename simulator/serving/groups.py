@@ -1,6 +1,6 @@
 """Predicted seconds of static batches of a recording's own requests, in order.
 
-What `profiler.batched_runs` measures: consecutive requests decoded in groups, each until
+What `profiler.checks.batch_runs` measures: consecutive requests decoded in groups, each until
 its slowest has ended, timed from the end of the group's prefill.
 """
 
@@ -16,8 +16,8 @@ from simulator.serving.arrivals import Arrivals, Job
 from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Limits
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 
 class InOrder(Arrivals):

@@ -9,20 +9,21 @@ from itertools import chain
 import numpy as np
 
 from policies.basic import Autoregressive
-from policies.batch import BatchPolicy, SingleStream
+from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
 from policies.guard import UndeclaredSignal
 from policies.registry import describe
-from policies.rule_registry import describe_rule
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
+from policies.rules.registry import describe_rule
 from simulator.serving.clock import Clock
-from simulator.serving.cost import IterationCost
-from simulator.serving.dsi import Dsi
+from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.engine import Engine
-from simulator.serving.metrics import Recorder
-from simulator.serving.overlap import Overlapped
-from simulator.serving.pearl import Pearl
-from simulator.serving.report import Run, ServeResult
+from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.overlap.base import Overlapped
+from simulator.serving.overlap.dsi import Dsi
+from simulator.serving.overlap.pearl import Pearl
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
@@ -34,12 +35,11 @@ from simulator.serving.speculation import (
     StopAtMean,
     TruncateToMinimum,
 )
-from simulator.serving.timeline import Timeline
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import own_policy
-from traces.scores import prepared_rule
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import own_policy
+from traces.replay.scores import prepared_rule
 
 Policy = DraftPolicy | BatchPolicy
 OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
@@ -88,7 +88,7 @@ def simulate(
     """One replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
-    all requests, as in `traces.replay.replay`; overlapped modes take none.  `audit` is
+    all requests, as in `traces.replay.decoder.replay`; overlapped modes take none.  `audit` is
     called with the engine at the end of a run of continuous or static batches, `advance`
     whenever a request leaves.  `by_iteration` gives every iteration an event of its own even
     where the iterations of a span could be priced together: slower, and the same to rounding.

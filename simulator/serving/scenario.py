@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.serving.arrivals import Arrivals
-from simulator.serving.overlap import Devices
+from simulator.serving.overlap.base import Devices
 from simulator.serving.scheduler import Limits
 from traces.errors import DraftsimError
 
@@ -33,7 +33,7 @@ class Scenario:
     devices:
         Of the overlapped modes.
     draft_batch, passes:
-        See `simulator.serving.cost.IterationCost`.
+        See `simulator.serving.cost.iteration.IterationCost`.
     warmup:
         Share of the requests, first to arrive, that no statistic counts (`Recorder`).
     max_time_s, max_tokens:

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from policies.core import DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
-from traces.replay import ReplayDecoder
-from traces.scores import score_tape
-from traces.tape import BLANK, END, RecordedToken
-from traces.trace import Trace
+from traces.acceptance.tape import BLANK, END, RecordedToken
+from traces.acceptance.trace import Trace
+from traces.replay.decoder import ReplayDecoder
+from traces.replay.scores import score_tape
 
 
 class Sequenced(Protocol):
@@ -194,7 +194,7 @@ class ServedSequence(ReplayDecoder):
         """How many of `draft` verification accepts, without moving on.
 
         Under a lossy rule the request goes on along the recording, as in
-        `traces.replay.RuleReplayDecoder`.
+        `traces.replay.decoder.RuleReplayDecoder`.
         """
         if self._scores is not None and self._rule is not None:
             row, count = self._rows[self._start + self.position], len(draft)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy, Round
 from simulator.serving.sequence import Slot
 
@@ -33,7 +33,7 @@ class Seats:
     """The policies of the requests that decode together: one each, of one run.
 
     A policy that learns across requests has one copy per place in the batch, shared by
-    the requests that take that place in turn, as in `profiler.batched_styles`: requests
+    the requests that take that place in turn, as in `profiler.decoding.batch_styles`: requests
     decoded side by side cannot learn from each other's unfinished rounds.
     """
 

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.basic import Autoregressive
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
-from simulator.serving.results import ResultsFile
+from simulator.serving.outcome.results import ResultsFile
+from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
-from simulator.serving.timeline import Timeline
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
 
 Progress = Callable[[int, int, str], None]
 """Called with the runs finished, their total, and what was just finished."""

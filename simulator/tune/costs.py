@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.basic import Fixed
-from policies.batch import SingleStream
-from policies.batch_tables import BatchTable
+from policies.batch.base import SingleStream
+from policies.batch.tables import BatchTable
 from simulator.pricing import Priced, autoregressive, price
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.latency.table import EXTRAPOLATED, LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from simulator.hardware import scaling_words
 from simulator.tune.costs import longest_seen
 from simulator.tune.served import beaten
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 

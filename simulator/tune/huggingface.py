@@ -23,11 +23,11 @@ from simulator.tune.choice import (
 from simulator.tune.costs import Slo, longest_draft, price_grid
 from simulator.tune.evidence import about_recording, about_row, origin, summed_up
 from simulator.tune.settings import Tuned
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 
 class Setting(NamedTuple):

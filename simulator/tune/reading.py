@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from policies.basic import Autoregressive
-from policies.batch import BatchPolicy
-from policies.batch_tables import BatchTable
+from policies.batch.base import BatchPolicy
+from policies.batch.sglang import SGLangAdaptive
+from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
-from policies.sglang import SGLangAdaptive
 from simulator.tune.formats import HF_KEYS, SettingsError, check_settings
 from simulator.tune.huggingface import Setting
 from traces.errors import FileError

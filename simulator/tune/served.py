@@ -13,14 +13,14 @@ import pandas as pd
 
 from policies.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
-from simulator.serving.merge import t_interval
-from simulator.serving.report import Run
+from simulator.serving.outcome.merge import t_interval
+from simulator.serving.outcome.report import Run
 from simulator.serving.run import Policy, serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
 from simulator.tune.costs import Slo
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

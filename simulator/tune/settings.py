@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from policies.basic import Autoregressive
-from policies.batch import BatchPolicy
+from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from simulator.tune.costs import Grid
 from simulator.tune.evidence import about_row, origin, summed_up
 from simulator.tune.formats import CHECKS, check_settings
 from traces.errors import FileError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 ENGINES = tuple(CHECKS)
 
@@ -34,7 +34,7 @@ choice was not made on; ``served_gain`` is the rate of the whole setting, served
 over that of the best single option or of no speculation there (None where nothing is served);
 ``deploy`` is off where no speculation beats the setting, else on; ``scaled`` says that the
 latencies were carried over from another device, ``assumed`` what figures take to cost nothing
-on somebody's word (`traces.latency.LatencyTable.said_batch_free`)."""
+on somebody's word (`traces.latency.table.LatencyTable.said_batch_free`)."""
 
 
 @dataclass(frozen=True, eq=False)

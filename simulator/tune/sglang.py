@@ -11,8 +11,8 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from policies.basic import Autoregressive
-from policies.batch import BatchPolicy
-from policies.sglang import SGLangAdaptive
+from policies.batch.base import BatchPolicy
+from policies.batch.sglang import SGLangAdaptive
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.run import Policy, simulate
 from simulator.serving.scenario import Scenario
@@ -39,9 +39,9 @@ from simulator.tune.evidence import (
 from simulator.tune.repair import mended
 from simulator.tune.served import counted_rate, deployed, unbeaten
 from simulator.tune.settings import Tuned, switched_off
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

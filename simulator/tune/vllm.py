@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.basic import Autoregressive, Fixed
-from policies.batch_tables import BatchTable
+from policies.batch.tables import BatchTable
 from simulator.tune.choice import (
     Objective,
     can_hold_back,
@@ -44,9 +44,9 @@ from simulator.tune.formats import CONTEXT_END
 from simulator.tune.repair import mended
 from simulator.tune.served import closed_load, deployed, served_rates, unbeaten
 from simulator.tune.settings import Tuned, switched_off
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -77,7 +77,7 @@ def tune_vllm(
     fixed K is faster there (`simulator.tune.repair`); ``served_gain`` of the rows is its rate
     over the fastest fixed K's or that of no speculation.
 
-    A K of 0 costs a draft pass in every iteration (`policies.batch.KeptInStep`) and the
+    A K of 0 costs a draft pass in every iteration (`policies.batch.base.KeptInStep`) and the
     draft model reads every prompt, which an engine without one saves.  Where that engine is
     faster than the table, the row's ``deploy`` is off; if it is everywhere, so is the setting.
 

@@ -4,7 +4,7 @@ A policy that decides for one request acts alike in any batch, so the rounds of 
 can be dealt to B slots, each going through the requests in an order of its own, and the
 k-th round of every slot makes the k-th step.  A step drafts as often as its longest draft
 (the batch stays padded, as under CUDA graphs) and verifies the ragged total; the costs
-are those of `simulator.serving.cost`.  Slots are always full and prompts cost nothing:
+are those of `simulator.serving.cost.iteration`.  Slots are always full and prompts cost nothing:
 what arrivals, admission and prefill do to it is the serving simulator's to say.
 """
 
@@ -19,9 +19,9 @@ from scipy.sparse import coo_array
 from simulator.pricing import autoregressive
 from simulator.whatif.cost import host_seconds
 from traces.errors import DraftsimError
-from traces.latency import EXTRAPOLATED, Estimate, LatencyTable
-from traces.rounds import RoundLog
-from traces.settling import settling_s
+from traces.latency.settling import settling_s
+from traces.latency.table import EXTRAPOLATED, Estimate, LatencyTable
+from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -18,9 +18,9 @@ from simulator.whatif.rate import in_batch
 from simulator.whatif.references import family
 from simulator.whatif.tilt import Tilter, acceptance, iid_like
 from simulator.whatif.walk import Walker
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import RoundLog
-from traces.trace import Trace
+from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
 
@@ -94,7 +94,7 @@ class Bench:
         """The rows of `part` as columns, without those that compare policies or tell the
         tilt's error.
 
-        Raises what `traces.replay.replay` and `simulator.pricing.price` raise.
+        Raises what `traces.replay.decoder.replay` and `simulator.pricing.price` raise.
         """
         trace, source = self.trace, "recorded"
         if part.alpha is not None:

@@ -9,14 +9,14 @@ import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from simulator.pricing import HOSTS
-from traces.latency import LatencyTable
-from traces.settling import settling_sums
+from traces.latency.settling import settling_sums
+from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 
 
 class LatencyCost:
-    """A `policies.batch.IterationCost` read from measured or assumed latencies.
+    """A `policies.batch.base.IterationCost` read from measured or assumed latencies.
 
     Parameters
     ----------

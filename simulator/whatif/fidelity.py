@@ -20,8 +20,8 @@ from policies.entropy import SVIP
 from simulator.estimate import Estimate, ratio
 from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
 from simulator.whatif.walk import Walker
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.trace import Trace
 
 GAMMAS = (1, 2, 4, 8)
 RATIO = 0.1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from traces.schema import MATCH
-from traces.trace import Trace
+from traces.acceptance.schema import MATCH
+from traces.acceptance.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 

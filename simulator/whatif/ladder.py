@@ -19,10 +19,10 @@ from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
 from simulator.summary import summarize
 from simulator.whatif.rate import fit_rate_optimal
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import can_replay, replay
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import can_replay, replay
 
 GAMMAS = tuple(range(1, 13))
 """Draft lengths among which the best fixed one is sought."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from traces.acceptance.schema import MATCH, UNKNOWN
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.schema import MATCH, UNKNOWN
-from traces.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -12,7 +12,7 @@ import numpy as np
 from simulator.hardware.devices import find_device
 from simulator.hardware.scaling import carry_over, home_device
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
+from traces.latency.table import LatencyTable
 
 ANY = "any"
 """The device of a cost ratio."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.basic import Autoregressive
-from policies.batch import IterationCost
+from policies.batch.base import IterationCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import (
     AcceptanceEstimator,
@@ -29,12 +29,12 @@ from simulator.whatif.judged import (
     judged_rows,
 )
 from simulator.whatif.matchmodel import NUMERIC
+from traces.acceptance.schema import MATCH
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.rounds import RoundLog
-from traces.schema import MATCH
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
 
 Ints = npt.NDArray[np.int64]
 

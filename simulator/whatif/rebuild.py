@@ -10,9 +10,9 @@ import numpy.typing as npt
 from scipy.spatial import cKDTree
 
 from simulator.whatif.matchmodel import Bools, signal_table
+from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
-from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 

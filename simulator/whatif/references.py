@@ -13,7 +13,7 @@ import pandas as pd
 from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
 from simulator.whatif.ladder import GAMMAS
-from traces.trace import Trace
+from traces.acceptance.trace import Trace
 
 POINT = ("alpha_asked", "alpha", "source", "c", "latency", "gpu", "batch", "context")
 """Columns that name one point of a sweep, the policies apart."""

@@ -26,8 +26,8 @@ from simulator.whatif.prices import Prices
 from simulator.whatif.references import references, with_regrets
 from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
 from simulator.whatif.tilt import METHODS, Method, Tilter
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.trace import Trace
 
 Progress = Callable[[int, int], None]
 """Called with the parts finished and their total."""

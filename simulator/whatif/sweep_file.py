@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from simulator.whatif.cells import COLUMNS, TEXT, Part
 from traces.errors import FileError
-from traces.parquet import write_atomically
+from traces.store.parquet import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 

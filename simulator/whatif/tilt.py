@@ -40,8 +40,8 @@ import numpy.typing as npt
 
 from simulator.whatif.matchmodel import Bools, Floats, MatchModel
 from simulator.whatif.rebuild import Ints, Rebuilder
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.trace import Trace
 
 Method = Literal["coupled", "redraw"]
 METHODS: tuple[Method, ...] = ("coupled", "redraw")

@@ -16,10 +16,10 @@ from policies.registry import describe, parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize
 from simulator.whatif.ladder import split_prompts
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import LatencyTable
-from traces.replay import replay
-from traces.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
 
 
 @dataclass(frozen=True, eq=False)

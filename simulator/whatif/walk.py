@@ -1,6 +1,6 @@
 """Replays that go from round to round, for policies whose draft lengths can be looked up.
 
-`traces.replay.replay` asks a policy before every token.  Where what stops a draft is its
+`traces.replay.decoder.replay` asks a policy before every token.  Where what stops a draft is its
 length or a test of one token at a time, the length that a draft from each position would
 have is known from the recording at once, and a replay is a walk along these lengths.  The
 rounds are the same, round by round; any other policy is replayed as usual.
@@ -23,11 +23,11 @@ from policies.entropy import SVIP
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
 from policies.registry import describe
-from traces.replay import fidelity_of, own_policy, replay
-from traces.rounds import ROUND_DTYPE, RoundLog
-from traces.schema import MATCH
-from traces.tape import RecordedToken
-from traces.trace import Trace
+from traces.acceptance.schema import MATCH
+from traces.acceptance.tape import RecordedToken
+from traces.acceptance.trace import Trace
+from traces.replay.decoder import fidelity_of, own_policy, replay
+from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -75,7 +75,7 @@ class Walker:
             self._most = np.minimum(self._most, rows)
 
     def replay(self, policy: DraftPolicy, name: str | None = None) -> RoundLog:
-        """The log of `traces.replay.replay`; raises what it raises."""
+        """The log of `traces.replay.decoder.replay`; raises what it raises."""
         trace = self.trace
         name = name or describe(policy)
         policy = own_policy(trace, policy)

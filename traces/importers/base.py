@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from traces.acceptance.trace import Trace
 from traces.importers.totals import Totals
-from traces.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from traces.acceptance.schema import Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.rows import read_json_rows
-from traces.schema import Request
-from traces.trace import Trace
 
 PREFIX = "acc_"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from policies.spec import choice
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Importer, Options
 from traces.importers.by_start import ByStart
@@ -18,7 +19,6 @@ from traces.importers.sglang import SGLang
 from traces.importers.specbench import SpecBench
 from traces.importers.totals import Totals
 from traces.importers.vllm import VLLM
-from traces.trace import Trace
 
 _ALL: tuple[Importer, ...] = (
     SpecBench(), VLLM(), Prometheus(), SGLang(), LlamaCpp(), Eagle(), Rounds(), ByStart(),

@@ -11,11 +11,11 @@ import csv
 from collections.abc import Sequence
 from pathlib import Path
 
+from traces.acceptance.schema import Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.rows import LoggedRound, logged_trace, matches, only_file, read_text
-from traces.schema import Request
-from traces.trace import Trace
 
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 

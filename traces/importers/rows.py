@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.schema import MATCH, MISMATCH, UNKNOWN, Request
-from traces.trace import Trace
 
 
 class LoggedTurn(NamedTuple):

@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from traces.acceptance.schema import Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.rows import LoggedTurn, logged_trace, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
-from traces.schema import Request
-from traces.trace import Trace
 
 
 class _Log(NamedTuple):

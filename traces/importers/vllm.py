@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from traces.acceptance.schema import Request
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
-from traces.schema import Request
-from traces.trace import Trace
 
 _STEPS = ("per_step_drafted", "per_step_accepted")
 

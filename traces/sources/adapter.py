@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.calls import ADAPTER
 from traces.sources.base import Recordings, SourceReplay, SourceToken
-from traces.sources.calls import ADAPTER
 from traces.sources.early_exit import EarlyExit, EarlyExitReplay, ExitTape
-from traces.trace import Trace
 
 
 class Kangaroo(EarlyExit):

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency import CELL_COLUMNS, LatencyTable
+from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.feature_source import Eagle
 from traces.sources.start_sources import Heads, LayerSkip
 from traces.sources.starts import DRAWN, StartRecording, StartSource
-from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 

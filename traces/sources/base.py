@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from policies.core import SIGNALS, Load
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import Fidelity
-from traces.sources.calls import CallCounter
-from traces.trace import Trace
+from traces.replay.calls import CallCounter
+from traces.replay.rounds import Fidelity
 
 if TYPE_CHECKING:
     from traces.sources.exits import ExitRecording

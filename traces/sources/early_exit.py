@@ -9,12 +9,12 @@ import numpy as np
 
 from policies.core import SIGNALS
 from policies.parameters import flag, whole, within
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.rounds import Fidelity
+from traces.replay.calls import EXIT_HEAD, LayerLedger
+from traces.replay.rounds import Fidelity
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken, true_tokens
-from traces.sources.calls import EXIT_HEAD, LayerLedger
 from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
-from traces.trace import Trace
 
 
 class EarlyExit(Source):

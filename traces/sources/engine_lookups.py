@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from traces.acceptance.trace import Trace
+from traces.replay.calls import CALL_KINDS
 from traces.sources.base import Recordings, SourceReplay, prompt_tokens, true_tokens
-from traces.sources.calls import CALL_KINDS
 from traces.sources.lookup import Lookup, Proposal
 from traces.sources.lookup_sources import LookupReplay, LookupSource, Served
 from traces.sources.ngram import NGramLookup
 from traces.sources.suffix import SuffixLookup, SuffixTree
-from traces.trace import Trace
 
 
 class NGram(LookupSource):

@@ -1,7 +1,7 @@
 """What every exit head of a target says, along its output and behind its wrong exits.
 
 Along a sampled output an exit's token is a draw, coupled to the output as rejection sampling
-couples a draft model's (see `profiler.record`): it is the emitted token x with probability
+couples a draft model's (see `profiler.recording.trace`): it is the emitted token x with probability
 min(1, head(x) / target(x)), and otherwise a draw from the normalised positive part of head -
 target, never x.  So a token is right where it is the emitted one, as along greedy output.
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
-from traces.sampling import Sampling
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.calls import DRAFTER
 from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken
-from traces.sources.calls import DRAFTER
 from traces.sources.starts import StartRecording, StartReplay, StartSource
-from traces.trace import Trace
 
 PREFIX = "eagle."
 RECORD = "`draftsim profile --source eagle:model=DIR`"

@@ -10,12 +10,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from traces.errors import DraftsimError, FileError
-from traces.files import PathLike
-from traces.parquet import file_error, read_file, write_file
 from traces.sources.base import Recordings
 from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits import SIGNALS as EXIT_SIGNALS
 from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
+from traces.store.files import PathLike
+from traces.store.parquet import file_error, read_file, write_file
 
 EXITS, STARTS = "exits", "starts"
 ADAPTER_FILE = "exits-kangaroo.parquet"

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from policies.core import SIGNALS
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import Fidelity
+from traces.replay.calls import CALL_KINDS
+from traces.replay.rounds import Fidelity
 from traces.sources.base import (
     Recordings,
     Source,
@@ -18,9 +20,7 @@ from traces.sources.base import (
     prompt_tokens,
     true_tokens,
 )
-from traces.sources.calls import CALL_KINDS
 from traces.sources.lookup import Datastore, Lookup, NGramPool, PromptLookup, Proposal, Retrieval
-from traces.trace import Trace
 
 EARLIER = "earlier"
 

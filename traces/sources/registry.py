@@ -15,7 +15,7 @@ from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 
 DRAFT_MODEL = "draft-model"
-"""The source of `traces.replay.replay`, which is no `Source`: its drafts are the trace's own."""
+"""The source of `traces.replay.decoder`, which is no `Source`: its drafts are the trace's own."""
 
 SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from policies.core import DraftPolicy, Round, speculate
 from policies.registry import describe
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
-from traces.replay import own_policy
-from traces.rounds import Fidelity, RoundLog
-from traces.scores import prepared_rule
+from traces.replay.calls import Call, pack_calls
+from traces.replay.decoder import own_policy
+from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.scores import prepared_rule
 from traces.sources.base import Recordings, Source
-from traces.sources.calls import Call, pack_calls
-from traces.trace import Trace
 
 
 def replay_source(

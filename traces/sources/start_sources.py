@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from policies.parameters import whole
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.rounds import Fidelity
+from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS
+from traces.replay.rounds import Fidelity
 from traces.sources.base import SourceReplay, SourceToken
-from traces.sources.calls import CALL_KINDS, HEAD, LAYER, PASS
 from traces.sources.starts import StartRecording, StartReplay, StartSource
-from traces.trace import Trace
 
 HEADS = CALL_KINDS.index(("heads", "forward"))
 

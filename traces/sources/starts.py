@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import SIGNALS
+from traces.acceptance.sampling import Sampling
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.sampling import Sampling
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
-from traces.trace import Trace
 
 START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
 DRAWN = ("log_prob", "raw_log_prob")

@@ -15,11 +15,12 @@ import numpy as np
 import simpy
 
 from simulator.serving.arrivals import Job
-from simulator.serving.cost import Chunk
+from simulator.serving.cost.iteration import Chunk
+from simulator.serving.cost.slab import Floats
+from simulator.serving.cost.work import Work, Works
 from simulator.serving.engine import Engine
 from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Sequenced, Slot
-from simulator.serving.slab import Floats
 from simulator.serving.source import Events
 from simulator.serving.spans.ledger import BLOCKS, LONGEST_DRAFT, Ledger
 from simulator.serving.spans.rounds import (
@@ -37,7 +38,6 @@ from simulator.serving.spans.rounds import (
     ReplayedSequence,
     Replays,
 )
-from simulator.serving.work import Work, Works
 
 FEW, MANY = 6, 512
 """Iterations that are quicker priced one by one, and those priced at a time."""

@@ -11,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import DraftPolicy, Round
-from policies.rules import VerifyRule
+from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.trace import Trace
 
 Ints = npt.NDArray[np.int64]
 
 CONTEXT, DRAFTED, ACCEPTED, EMITTED, FORWARDS = range(5)
 DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD = range(5, 10)
-"""Rows of what a round adds to its iteration (`simulator.serving.work.Work`); contexts
+"""Rows of what a round adds to its iteration (`simulator.serving.cost.work.Work`); contexts
 count output tokens alone, to which a request adds its prompt."""
 ROWS = 10
 KEPT = 16

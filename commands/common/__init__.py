@@ -1,0 +1,1 @@
+"""What commands share: inputs, output, rankings and sources."""

@@ -1,0 +1,132 @@
+"""Latency tables that several commands price with: pairs of a file, and other GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.common.inputs import load_latency
+from commands.common.output import note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.whatif.prices import Prices
+    from traces.latency.table import LatencyTable
+
+
+def latencies(
+    names: Sequence[str] | None, trace_name: str, priced: bool, assume_batch_free: bool = False
+) -> dict[str, LatencyTable]:
+    """The tables named, by name; none where something else prices already (`priced`).
+
+    With ``assume_batch_free``, those of one batch size are taken to cost the same at every other.
+    A table of the GPU suite, which holds many pairs and modes, stands for one table each, or
+    for the one named behind it (``FILE:PAIR/MODE``).
+    """
+    if not names:
+        return {} if priced else {trace_name: load_latency(None, trace_name, assume_batch_free)}
+    found: dict[str, LatencyTable] = {}
+    for name in names:
+        path, _, chosen = name.rpartition(":")
+        if name.startswith("const:") or not Path(path).is_file():
+            path, chosen = name, ""
+        tables = _by_pair(load_latency(path, trace_name))
+        if chosen and chosen not in tables:
+            raise DraftsimError(
+                f"--latency {name}: {path} holds {', '.join(filter(None, tables)) or 'one pair'}, "
+                f"not {chosen!r}"
+            )
+        for pair, own in tables.items():
+            # A table of many pairs is no pair's: each one knows its own batches.
+            table = own.assumed_batch_free() if assume_batch_free else own
+            if not chosen:
+                found[f"{path}:{pair}" if pair else path] = table
+            elif pair == chosen:
+                found[name] = table
+    return found
+
+
+def in_batches(
+    tables: Mapping[str, LatencyTable], ratios: Sequence[float], largest: int, assume: bool
+) -> str:
+    """What batches up to `largest` take to cost nothing; empty for nothing.
+
+    Raises DraftsimError where nobody said that they may, be it of tables or of ratios (`assume`).
+    """
+    from traces.latency.table import BATCH_FREE_SAID
+
+    if largest > 1 and ratios and not assume:
+        raise DraftsimError(
+            "--c says what a pass costs beside another, not what a batch costs: leave --batch at "
+            "1, give --latency measured at batches, or take every batch to cost the same with "
+            "--assume-batch-free"
+        )
+    said = BATCH_FREE_SAID if largest > 1 and ratios else ""
+    for table in tables.values():
+        table.check_sizes("target", "forward", largest, 1)
+        said = said or table.said_batch_free(largest)
+    return said
+
+
+def one_latency(
+    name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False
+) -> LatencyTable:
+    """The one table that `name` stands for, by default the trace's own, on one GPU or its own.
+
+    Raises
+    ------
+    DraftsimError
+        If it is more than one table or GPU, or the table cannot be carried over.
+    """
+    named = None if name is None else [name]
+    tables = latencies(named, trace_name, False, assume_batch_free)
+    if len(tables) != 1:
+        raise DraftsimError(
+            f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
+        )
+    wanted = gpu_names(gpu)
+    if not wanted:
+        return next(iter(tables.values()))
+    if len(wanted) != 1:
+        raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
+    from simulator.whatif.prices import Prices
+
+    prices = Prices(latencies=tables, gpus=wanted)
+    say_scaling(prices)
+    return prices.tables[0].table
+
+
+def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:
+    """The tables of every pair with a draft and mode in a table of the suite; else itself."""
+    models = {str(m) for m in table.cells["model"]}
+    drafts = [tuple(m.split("/")) for m in models if m.endswith("/draft") and m.count("/") == 2]
+    if not drafts:
+        return {"": table}
+    from profiler.suite.unpack import tables_of
+
+    return {f"{pair}/{mode}": tables_of(table, pair, mode) for pair, mode, _ in sorted(drafts)}
+
+
+def gpu_names(text: str | None) -> tuple[str, ...]:
+    """The names of ``--gpu``; DraftsimError for one without a data-sheet entry."""
+    from simulator.hardware import find_device
+
+    names = [part.strip() for part in (text or "").split(",")] if text is not None else []
+    return tuple(dict.fromkeys(find_device(name).name for name in names))
+
+
+def say_scaling(prices: Prices) -> None:
+    """Note what was carried over to another GPU, and the model's known errors."""
+    from simulator.hardware import scaling_error, scaling_words
+
+    scaled = [t for t in prices.tables if t.scaled]
+    for name in dict.fromkeys(t.latency for t in scaled):
+        own = [t for t in scaled if t.latency == name]
+        how = own[0].table.meta["scaled"]
+        if not isinstance(how, Mapping):
+            note(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
+            continue
+        there = ", ".join(t.gpu for t in own)
+        note(f"{name}: measured on {how['from']}, scaled to {there}: approximate")
+        note(f"  by {scaling_error(how)}")

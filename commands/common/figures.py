@@ -1,0 +1,59 @@
+"""The set of plots drawn from one recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+
+COMPARED = ("fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle")
+"""Policies drawn where a plot holds only a few, by name without parameters."""
+
+
+def robustness_families(max_gamma: int) -> dict[str, Callable[[int], DraftPolicy]]:
+    """Policies that start from a draft length, as functions of it (GammaTune, Table 2)."""
+    from policies import Confidence, Fixed, GammaTune, GammaTunePlus, HFHeuristic
+
+    return {
+        "fixed": Fixed,
+        "hf-heuristic": lambda gamma: HFHeuristic(gamma=gamma, gamma_max=max_gamma),
+        "confidence": lambda gamma: Confidence(gamma=gamma),
+        "gammatune": lambda gamma: GammaTune(gamma=gamma, gamma_max=max_gamma),
+        "gammatune-plus": lambda gamma: GammaTunePlus(gamma=gamma, gamma_max=max_gamma),
+    }
+
+
+def save_all(
+    trace: Trace,
+    latency: LatencyTable,
+    logs: Sequence[RoundLog],
+    folder: Path,
+    validation: pd.DataFrame | None = None,
+) -> list[Path]:
+    """Draw everything a recording shows into `folder`; the paths written."""
+    from simulator import plots
+    from simulator.ratios import own_ratios
+    from simulator.robustness import INITIAL_GAMMAS, speedup_by_gamma
+    from simulator.summary import summarize, summarize_by_category
+
+    some = [log for log in logs if log.policy.partition(":")[0] in COMPARED] or list(logs)
+    figures = {
+        "speedup": plots.plot_speedup(summarize(logs, latency)),
+        "categories": plots.plot_categories(summarize_by_category(some, latency)),
+        "cost_ratio": plots.plot_cost_ratio(some, latency=latency, own=own_ratios(trace, latency)),
+        "survival": plots.plot_survival(trace),
+    }
+    if trace.max_gamma is not None and trace.max_gamma >= max(INITIAL_GAMMAS):
+        families = robustness_families(trace.max_gamma)
+        figures["robustness"] = plots.plot_robustness(speedup_by_gamma(trace, families, latency))
+    if validation is not None:
+        figures["validation"] = plots.plot_validation(validation.dropna(subset=["predicted_s"]))
+    return [plots.save(figure, folder / f"{name}.png") for name, figure in figures.items()]

@@ -1,0 +1,287 @@
+"""What commands share: finding recordings, and turning text into policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rules.base import VerifyRule
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+
+DEFAULT_TRACE = "bundled"
+"""The recording used where none is named."""
+TRACE_VARIABLE = "DRAFTSIM_TRACE"
+"""The environment variable that names another."""
+
+TraceOption = Annotated[
+    str,
+    typer.Option(
+        "--trace",
+        metavar="T",
+        envvar=TRACE_VARIABLE,
+        help="Trace file, run folder, or recording's name.",
+    ),
+]
+LatencyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--latency",
+        metavar="L",
+        help="Latency file, run folder, bundled recording's name, or "
+        "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
+    ),
+]
+AssumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--assume-batch-free",
+        help="Where the latencies know one batch size: take every other to cost the same.",
+    ),
+]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="GPU to carry latencies measured on another over to, approximately: see "
+        "`draftsim list --devices`. For `sweep`, several with commas between.",
+    ),
+]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        metavar="P",
+        help="name[:key=value,...], or FILE.py:Class[:...] for a "
+        "policy of your own; repeatable; all = every policy (`draftsim list --policies`).",
+    ),
+]
+
+VerifyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--verify",
+        metavar="RULE",
+        help="Verify rule, name[:key=value,...]; lossless where none is named.",
+    ),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the code that a model's folder brings; read it first."
+    ),
+]
+MemoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory",
+        metavar="FILE",
+        help="Correction memory of `draftsim calibrate-memory`, for csd.",
+    ),
+]
+
+
+COMMON_LENGTH = 8
+"""Policies commonly draft up to so many tokens."""
+
+
+def load_trace(name: str, chooses: str | None = None) -> Trace:
+    """The trace `name` stands for; unknown positions are imputed, and the result marked.
+
+    Raises DraftsimError if that is a lower bound and what is called `chooses` would have to
+    choose between policies by it.
+    """
+    import numpy as np
+
+    from commands.common.output import note
+    from traces.acceptance.trace import UNKNOWN
+    from traces.store.recordings import find_trace
+
+    trace = find_trace(name)
+    if not np.any(trace.columns["match"] == UNKNOWN):
+        return trace
+    if trace.meta.get("draft_lengths_known") is False:
+        # Full accepts cannot be told from rejections: taken as these, a lower bound.
+        if chooses is not None:
+            raise DraftsimError(
+                f"{name}: the log does not tell how long its drafts were, and {chooses} cannot "
+                "choose between lower bounds: import it with --draft-lengths"
+            )
+        note(
+            f"{name}: the log does not tell how long its drafts were: every speedup is a lower "
+            "bound and nothing is ranked; say it with `draftsim import --draft-lengths`"
+        )
+        return trace.impute(0, "rejected")
+    try:
+        filled = trace.impute(0)
+    except DraftsimError as error:
+        raise DraftsimError(f"{name}: {error}") from None
+    seen = filled.meta["imputed"]["longest_seen"]
+    if seen < COMMON_LENGTH:
+        note(
+            f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
+            "extrapolated"
+        )
+    return filled
+
+
+def load_latency(
+    name: str | None, trace_name: str, assume_batch_free: bool = False
+) -> LatencyTable:
+    """The latency table `name` stands for, by default the one recorded with the trace."""
+    from traces.store.recordings import find_latency
+
+    table = find_latency(name if name is not None else trace_name)
+    return table.assumed_batch_free() if assume_batch_free else table
+
+
+def load_policies(
+    texts: Sequence[str] | None,
+    trace: Trace,
+    *,
+    signals: frozenset[str] | None = None,
+    max_gamma: int | None = None,
+) -> list[tuple[str, DraftPolicy]]:
+    """(name, policy) of each text; none or ``all`` stand for every policy of the trace.
+
+    With ``all``, policies that read signals the trace lacks are left out, with a note.
+    ``signals`` and ``max_gamma`` are those of another draft source, by default the trace's own.
+    Raises DraftsimError naming what is wrong with a text.
+    """
+    from commands.common.user_policy import is_file, load_file
+    from policies.registry import describe, parse_policy, policy_names
+    from traces.replay.decoder import can_replay
+
+    names = list(texts or ["all"])
+    every = "all" in names
+    have = trace.signals if signals is None else signals
+    limit = trace.max_gamma if max_gamma is None else max_gamma
+    if every:
+        names = [n for n in names if n != "all"] + policy_names("single")
+    chosen: list[tuple[str, Any]] = []
+    lacking: dict[str, DraftPolicy] = {}
+    for text in names:
+        if is_file(text):
+            name, own = load_file(text)
+            chosen.append((name, own))
+            continue
+        try:
+            policy = parse_policy(text, max_gamma=limit)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        implied = every and text in policy_names("single")
+        if implied and not set(policy.reads) <= have:
+            lacking[text] = policy
+            continue
+        if implied and not (signals or can_replay(trace, policy)):
+            continue
+        name = describe(policy)
+        if name not in dict(chosen):
+            chosen.append((name, policy))
+    say_left_out(lacking, have)
+    return chosen
+
+
+def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str]) -> None:
+    """A note naming policies that were left out, and the signals of theirs not in `have`."""
+    from commands.common.output import note
+
+    if lacking:
+        missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
+        note(
+            f"left out: {', '.join(lacking)}; not recorded: {', '.join(missing)} (record again "
+            "with `draftsim profile`)"
+        )
+
+
+def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> VerifyRule | None:
+    """The rule `text` describes, for the pair of `trace`; None where none is named.
+
+    ``memory`` is the file of a calibrated memory.  Raises DraftsimError naming what is wrong.
+    """
+    from policies.rules.context import CSD
+    from policies.rules.memory import OnlineCorrectionMemory
+    from policies.rules.registry import parse_rule
+
+    if text is None:
+        if memory is not None:
+            raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+        return None
+    try:
+        table = None if memory is None else OnlineCorrectionMemory.load(memory)
+        rule = parse_rule(text, memory=table)  # a run tells the rule its vocabulary
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    if memory is not None and not isinstance(rule, CSD):
+        raise DraftsimError(f"--memory belongs to a rule that has one, not {text!r}: --verify csd")
+    return rule
+
+
+def load_method(
+    name: str, trace: Trace, memory: Path | None = None
+) -> tuple[str, DraftPolicy, VerifyRule | None]:
+    """(policy's text, policy, rule) of a named method that drafts with a draft model."""
+    from traces.sources.methods import method, resolved
+    from traces.sources.registry import DRAFT_MODEL
+
+    chosen = method(name)
+    if chosen.source not in (DRAFT_MODEL, "none"):
+        raise DraftsimError(
+            f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"
+        )
+    chosen = resolved(chosen, trace)
+    [(text, policy)] = load_policies([chosen.policy], trace)
+    learns = chosen.rule.partition(":")[0] in ("csd", "csd-ocm")
+    return text, policy, load_rule(chosen.rule, trace, memory if learns else None)
+
+
+def replay_all(
+    trace: Trace,
+    policies: Sequence[tuple[str, DraftPolicy]],
+    first: int | None = None,
+    rule: VerifyRule | None = None,
+) -> list[RoundLog]:
+    """Replay every policy over the trace; `first` as in `traces.replay.decoder.replay`."""
+    from traces.replay.decoder import replay
+
+    return [replay(trace, policy, rule, name=name, first=first) for name, policy in policies]
+
+
+def say_memory(logs: Sequence[RoundLog]) -> None:
+    """Note how a learning rule's memory grew over the requests, in their order."""
+    from commands.common.output import note
+
+    for log in logs:
+        table = getattr(log.rule, "table", None)
+        if table is not None and table.sizes and table.sizes[-1]:
+            note(
+                f"{log.policy} / {log.verify}: memory of {table.sizes[0]} pairs after the first "
+                f"request, {table.sizes[-1]} after {len(table.sizes)}, {table.evictions} evicted"
+            )
+
+
+def batch_sizes(option: str, text: str) -> list[int]:
+    """The whole numbers of `text`, commas between; DraftsimError naming `option` if it is none."""
+    return [int(size) for size in positive_numbers(option, text, int)]
+
+
+def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:
+    """The positive numbers of `text`, commas between; DraftsimError naming `option` if not so."""
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise DraftsimError(f"{option} is {text!r}, expected {what} with commas between") from None
+    for value in values:
+        if not 0 < value < float("inf"):
+            raise DraftsimError(f"{option} holds {value}, expected positive finite numbers")
+    return [float(v) for v in values]

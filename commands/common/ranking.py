@@ -1,0 +1,152 @@
+"""The logs that a ranking holds: policies as named, the best fixed length, a fitted rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from commands.common.inputs import load_policies, replay_all
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rate_optimal import RateOptimal
+    from policies.rules.base import VerifyRule
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+
+Named = list[tuple[str, "DraftPolicy"]]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Logs to rank, and what has to be said of some of them, by policy name."""
+
+    logs: list[RoundLog]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def noted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of a summary with a ``note`` in those of a log that has one."""
+        told = {(log.policy, log.verify, log.source) for log in self.logs}
+        return [
+            {**row, "note": self.notes.get(row["policy"])
+             if (row["policy"], row["verify"], row["source"]) in told else None}
+            for row in rows
+        ]  # fmt: skip
+
+
+def rank(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None,
+    rule: VerifyRule | None = None,
+) -> Ranking:  # fmt: skip
+    """The policies of `texts` (none or ``all``: every one) replayed, to be ranked.
+
+    ``rate-optimal`` is fitted to the recording and the latencies, each half of the prompts
+    judging what the other one gave; where that cannot be done, or a lossy `rule` accepts other
+    tokens than it would be fitted to, it is noted as unfitted.  With ``all`` the fixed draft
+    length that is fastest here stands beside the policies.
+
+    Where the trace is a lower bound alone (`Trace.is_lower_bound`) nothing is fitted or chosen,
+    and every row says so.
+    """
+    from simulator.whatif.ranking import FITTED, LOWER_BOUND, UNFITTED
+
+    chosen = without_plain(named(load_policies(texts, trace)))
+    if trace.is_lower_bound:
+        # The best of bounds is not the best: least wrong is the policy behind the log.
+        bounds = replay_all(trace, chosen, rule=rule)
+        return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
+    notes: dict[str, str] = {}
+    logs: list[RoundLog] = []
+    for name, policy in chosen:
+        if is_default(policy) and rule is None:
+            fitted = fitted_log(trace, latency, name, policy.gamma_max)
+            if fitted is not None:
+                logs.append(fitted)
+                notes[name] = FITTED
+                continue
+        if is_unfitted(policy):
+            notes[name] = UNFITTED
+        logs += replay_all(trace, [(name, policy)], rule=rule)
+    if not ranks_all(texts):
+        return Ranking(logs, notes)
+    if rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
+        # As it comes it reads a signal, which this recording lacks; fitted it need not.
+        fitted = fitted_log(trace, latency)
+        if fitted is not None:
+            logs.append(fitted)
+            notes[fitted.policy] = FITTED
+    return with_best_fixed(
+        Ranking(logs, notes), latency, trace.max_gamma,
+        lambda some: replay_all(trace, some, rule=rule),
+    )  # fmt: skip
+
+
+def fitted_log(
+    trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
+) -> RoundLog | None:
+    """The rate-optimal rule fitted across the halves of the prompts; None where it cannot be."""
+    from simulator.whatif.ranking import cross_fitted_rule
+
+    try:
+        return cross_fitted_rule(trace, latency, gamma_max=gamma_max, name=name)
+    except DraftsimError:
+        return None  # too few prompts, or a rule that cannot be fitted to them
+
+
+def ranks_all(texts: Sequence[str] | None) -> bool:
+    """Whether every policy is ranked, by default or by ``all``."""
+    return not texts or "all" in texts
+
+
+def with_best_fixed(
+    ranking: Ranking,
+    latency: LatencyTable,
+    longest: int | None,
+    replayed: Callable[[Named], list[RoundLog]],
+) -> Ranking:
+    """`ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it."""
+    from policies.basic import Fixed
+    from simulator.whatif.ladder import GAMMAS
+    from simulator.whatif.ranking import BEST_FIXED, fastest
+
+    lengths = [g for g in GAMMAS if g <= (longest or g)]
+    best = fastest(replayed([(f"fixed:gamma={g}", Fixed(g)) for g in lengths]), latency)
+    logs = list(ranking.logs)
+    if best.policy not in (log.policy for log in logs):
+        # Beside the fixed length that comes by default.
+        fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
+        logs.insert(next(fixed, -1) + 1, best)
+    return Ranking(logs, {**ranking.notes, best.policy: BEST_FIXED})
+
+
+def named(chosen: Named) -> Named:
+    """`chosen` with the draft length in the name of a fixed one left at its default."""
+    from policies.basic import Fixed
+
+    return [(f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) else name, p) for name, p in chosen]
+
+
+def without_plain(chosen: Named) -> Named:
+    """The policies without plain decoding, the first row of every summary already."""
+    return [c for c in chosen if c[0] != "autoregressive"] or chosen
+
+
+def is_unfitted(policy: DraftPolicy) -> bool:
+    """Whether this is the rate-optimal rule without anything fitted to a recording."""
+    from policies.rate_optimal import RateOptimal
+
+    return isinstance(policy, RateOptimal) and policy.cost is None
+
+
+def is_default(policy: DraftPolicy) -> TypeGuard[RateOptimal]:
+    """Whether this is the rate-optimal rule as it comes, its longest draft apart."""
+    from policies.rate_optimal import RateOptimal
+    from policies.spec import parameters
+
+    if not isinstance(policy, RateOptimal):
+        return False
+    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
+    return all(getattr(policy, key) == value for key, value in settings.items())

@@ -1,0 +1,266 @@
+"""Draft sources and the named systems built on them: finding recordings, replaying, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.common.inputs import load_policies
+from commands.common.output import note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rules.base import VerifyRule
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+
+SourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        metavar="S",
+        help="Draft with this source, name[:key=value,...], instead of the draft model "
+        "(`draftsim list --sources`).",
+    ),
+]
+
+RECORD = "`draftsim profile --exit-layers`"
+
+
+def load_source(text: str | None) -> Source | None:
+    """The source that `text` describes; None for the draft model."""
+    from traces.sources.registry import DRAFT_MODEL, parse_source
+
+    if text is None or text == DRAFT_MODEL:
+        return None
+    try:
+        return parse_source(text)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+
+
+def load_recordings(trace_name: str, trace: Trace) -> Recordings:
+    """What was recorded beside a trace.
+
+    Raises
+    ------
+    DraftsimError
+        If it belongs to other outputs than the trace now holds.
+    """
+    from traces.sources.base import Recordings
+    from traces.sources.files import read_recordings
+    from traces.store.recordings import folder_of
+
+    folder = folder_of(trace_name)
+    if folder is None and trace.temperature > 0:
+        folder = Path(trace_name).parent  # sampled outputs are named by their file
+    if folder is None:
+        return Recordings()
+    found = read_recordings(folder, sampled=trace.temperature > 0)
+    metas = [part.meta for part in found.starts.values()]
+    metas += [part.meta for part in (found.exits, found.adapter) if part is not None]
+    stamps = {meta[STAMP] for meta in metas if STAMP in meta}
+    if stamps and stamps != {stamp_of(trace)}:
+        raise DraftsimError(
+            f"the recordings of other draft sources in {folder} belong to other outputs than its "
+            f"trace: record them again with {RECORD}"
+        )
+    return found
+
+
+STAMP = "outputs_sha256"
+"""Field of a recording's provenance that says which outputs it follows."""
+
+
+def stamp_of(trace: Trace) -> str:
+    """A digest of the target's outputs and their prompts."""
+    import hashlib
+
+    import numpy as np
+
+    from traces.sources.base import true_tokens
+
+    digest = hashlib.sha256(np.asarray(true_tokens(trace, sampled=True), dtype=np.int64).tobytes())
+    for request in trace.requests:
+        digest.update(np.asarray(request.prompt_ids or (), dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int | None:
+    """Longest draft that `source` can be replayed with; None where nothing bounds it.
+
+    Raises
+    ------
+    DraftsimError
+        If what the source needs was not recorded.
+    """
+    from traces.sources.adapter import Kangaroo
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.feature_source import Eagle
+    from traces.sources.registry import describe_source
+    from traces.sources.start_sources import LayerSkip
+    from traces.sources.starts import StartSource
+
+    if isinstance(source, Eagle):
+        return source.recording(recordings).offsets
+    if isinstance(source, StartSource) and source.key not in recordings.starts:
+        raise DraftsimError(f"{source.name!r} drafts were not recorded: {RECORD} records them")
+    if isinstance(source, LayerSkip):
+        return recordings.starts[source.key].offsets
+    if not isinstance(source, EarlyExit):
+        return trace.max_gamma
+    if isinstance(source, Kangaroo):
+        if recordings.adapter is None:
+            raise DraftsimError(f"Kangaroo's adapter was not recorded: {RECORD} records it")
+        return max(s.gamma_max for s in recordings.adapter.settings)
+    if recordings.exits is None:
+        raise DraftsimError(f"early exits were not recorded: {RECORD} records them")
+    wanted = source.setting(1)[:-1]
+    lengths = [s.gamma_max for s in recordings.exits.settings if s[:-1] == wanted]
+    if not lengths:
+        text = describe_source(source)
+        raise DraftsimError(
+            f"drafts of {text!r} were not recorded behind wrong exits (recorded: "
+            f"{', '.join(recorded_settings(recordings))}): choose one of these, or record it with "
+            f"`draftsim profile --exit-layers --source {text}`"
+        )
+    return max(lengths)
+
+
+def recorded_settings(recordings: Recordings) -> list[str]:
+    """The early-exit settings that a recording follows, as text."""
+    from traces.sources.early_exit import EarlyExit
+    from traces.sources.registry import describe_source
+
+    settings = recordings.exits.settings if recordings.exits else ()
+    return list(dict.fromkeys(describe_source(EarlyExit(*s[:-1])) for s in settings))
+
+
+def load_source_policies(
+    texts: Sequence[str] | None, source: Source, trace: Trace, recordings: Recordings
+) -> list[tuple[str, DraftPolicy]]:
+    """(name, policy) of each text, with maxima that `source` can be replayed with."""
+    limit = longest_draft(source, trace, recordings)
+    return load_policies(texts, trace, signals=source.held(recordings), max_gamma=limit)
+
+
+def replay_with(
+    trace: Trace,
+    source: Source,
+    policies: Sequence[tuple[str, DraftPolicy]],
+    recordings: Recordings,
+    rule: VerifyRule | None = None,
+) -> list[RoundLog]:
+    """Replay every policy over the trace with `source` drafting."""
+    from traces.sources.replay import replay_source
+
+    return [
+        replay_source(trace, source, policy, rule, recordings=recordings, name=name)
+        for name, policy in policies
+    ]
+
+
+def split_systems(texts: Sequence[str] | None) -> tuple[list[str] | None, list[str]]:
+    """The policies among `texts` (None: all of them) and the named systems."""
+    from traces.sources.registry import SYSTEMS
+
+    if not texts:
+        return None, []
+    return [t for t in texts if t not in SYSTEMS], [t for t in texts if t in SYSTEMS]
+
+
+def load_system(
+    name: str, trace: Trace, recordings: Recordings, source: Source | None = None
+) -> tuple[Source, tuple[str, DraftPolicy]]:
+    """Source (its own, unless `source` is one of its kind), and (name, policy), of a system."""
+    from traces.sources.registry import SYSTEMS, parse_source
+
+    system = SYSTEMS[name]
+    source = source or parse_source(system.source)
+    [(_, policy)] = load_source_policies([system.policy], source, trace, recordings)
+    return source, (name, policy)
+
+
+def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[RoundLog]:
+    """A named system replayed, with each drafter of its kind that was recorded.
+
+    Raises DraftsimError where its source was not recorded.
+    """
+    from traces.sources.feature_source import Eagle, of_kind
+    from traces.sources.registry import SYSTEMS, parse_source
+
+    source = parse_source(SYSTEMS[name].source)
+    every: list[Source] = [source]
+    if isinstance(source, Eagle):
+        every = [*of_kind(str(source.model), recordings)] or every
+    found = [load_system(name, trace, recordings, own) for own in every]
+    return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
+
+
+def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
+    """Every named system that can be replayed and priced; a note names the others and why."""
+    from traces.sources.feature_source import RECORD as DRAFTERS
+    from traces.sources.registry import SYSTEMS
+
+    logs: list[RoundLog] = []
+    missing: dict[str, list[str]] = {}
+    for name in SYSTEMS:
+        try:
+            found = replay_system(name, trace, recordings)
+        except DraftsimError as error:
+            text = str(error)
+            reason = next((f"{by} records them" for by in (RECORD, DRAFTERS) if by in text), text)
+            missing.setdefault(reason, []).append(name)
+            continue
+        if not all(is_measured(log, latency) for log in found):
+            by = DRAFTERS if found[0].drafter != "draft" else RECORD
+            missing.setdefault(f"{by} measures their latencies", []).append(name)
+        logs += [log for log in found if is_measured(log, latency)]
+    if missing:
+        parts = (f"{', '.join(names)} ({why})" for why, names in missing.items())
+        note(f"not listed: {'; '.join(parts)}")
+    return logs
+
+
+def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
+    """Whether the table has cells for all that the rounds ran."""
+    import numpy as np
+
+    from traces.replay.calls import CALL_KINDS, DRAFTER
+
+    if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
+        return False
+    ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
+    kinds = {CALL_KINDS[kind] for kind in ran if kind != DRAFTER}
+    # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs;
+    # a pass costs much the same whatever preceded it.
+    named = {("target", "layer"): ("exit", "layer"), ("target", "pass"): ("target", "forward")}
+    wanted = {named.get(kind) or kind for kind in kinds}
+    return all(latency.has(*kind) for kind in wanted)
+
+
+def with_free_lookups(latency: LatencyTable) -> LatencyTable:
+    """A constant table in which searching text costs nothing; any other as it is."""
+    import pandas as pd
+
+    from traces.latency.table import CELL_COLUMNS, LatencyTable
+    from traces.sources.engine_lookups import NGram, Suffix
+    from traces.sources.lookup_sources import PLD, REST, Lookahead
+
+    if not latency.is_constant:
+        return latency
+    free = pd.DataFrame(
+        [
+            (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
+            for cls in (PLD, REST, Lookahead, NGram, Suffix)
+            if not latency.has(cls.name, "forward")
+        ],
+        columns=list(CELL_COLUMNS),
+    )
+    return LatencyTable(pd.concat([latency.cells, free], ignore_index=True), latency.meta)

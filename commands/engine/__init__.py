@@ -1,0 +1,1 @@
+"""The parts of commands that run a real serving engine."""

@@ -1,0 +1,267 @@
+"""``draftsim validate --engine``: the same requests in a real engine and in the simulator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from commands.common.inputs import load_trace
+from commands.common.output import note
+from commands.engine.loads import scenario_of
+from commands.engine.profile import check_engine
+from policies.core import DraftPolicy, Round
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.decoder import replay
+from traces.store.files import read_latency
+
+if TYPE_CHECKING:
+    from profiler.engines.engine import Engine, EngineOptions, Step
+    from profiler.engines.loads import LoadRun
+    from simulator.serving import Run, Scenario
+    from simulator.serving.arrivals import Arrivals
+    from traces.latency.table import LatencyTable
+
+LEAST_ERROR = 0.03
+"""Error of the service time that intervals of timed loads assume at the least."""
+OFF = "autoregressive"
+SHOWN = (
+    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
+    "throughput_predicted", "error", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
+    "tpot_s_predicted", "speedup", "speedup_predicted", "machine",
+)  # fmt: skip
+
+
+def engine_check(
+    name: str, run: Path, trace_name: str, policies: Sequence[str], loads: Mapping[str, Arrivals],
+    requests: int, repeats: int, limit: int | None, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of `validate --engine`, one per load and policy."""
+    from profiler.engines.engine import Engine
+
+    check_engine(name)
+    latency = read_latency(run / "latency.parquet")
+    if latency.meta.get("kind") != "engine":
+        raise DraftsimError(
+            f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
+        )
+    trace = load_trace(trace_name)
+    if limit is not None:
+        trace = trace.select(range(min(limit, len(trace.requests))))
+    chosen = arms(policies, trace, latency.meta["engine"]["longest"])
+    options = engine_options(latency, trace)
+    for load, arrivals in loads.items():
+        if (arrivals.concurrency or 0) > options.max_batch:
+            raise DraftsimError(
+                f"--load {load} is more than the {options.max_batch} requests the engine runs"
+            )
+    return compare_loads(Engine(options), latency, trace, chosen, loads, requests, repeats, seed)
+
+
+def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
+    """The options that the engine had when `latency` was measured, with room for `trace`."""
+    from profiler.engines.engine import EngineOptions
+
+    said: Mapping[str, Any] = latency.meta["engine"]
+    room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
+    return EngineOptions(
+        latency.meta["target"], longest=said["longest"], max_batch=said["max_batch"],
+        max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
+        dtype=latency.meta["dtype"], threads=latency.meta["threads"],
+    )  # fmt: skip
+
+
+def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
+    """The policies by their texts, no speculation first.
+
+    Raises DraftsimError for one that cannot be, or drafts more than `longest` tokens.
+    """
+    from profiler.engines.setup import policy_from
+    from simulator.serving.run import lookahead_of
+
+    chosen = {}
+    for text in dict.fromkeys([OFF, *policies]):
+        try:
+            chosen[text] = policy_from(text, longest)
+        except ValueError as reason:
+            raise DraftsimError(str(reason)) from None
+        if (own := lookahead_of(chosen[text], trace)) > longest:
+            raise DraftsimError(
+                f"{text} drafts up to {own} tokens, the engine was measured up to {longest}: "
+                f"profile it with --engine-longest {own}"
+            )
+    return chosen
+
+
+def compare_loads(
+    engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
+    loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every load under every policy, in the engine and in the simulator; arms take turns.
+
+    Speedups are over the first policy.
+    """
+    from profiler.engines.bench import Control
+    from profiler.engines.drafts import Forced
+    from profiler.engines.loads import Job, run_load
+    from profiler.engines.setup import Setup
+    from profiler.engines.texts import own_texts, prompts_of
+
+    prompts = prompts_of(trace, engine.vocabulary, seed)
+    note(f"the engine's own {len(prompts)} outputs")
+    forced = Forced(trace, own_texts(engine, trace, prompts), engine.vocabulary)
+    control = Control(engine.meta["device"])
+    scenarios = {
+        load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
+    }
+    measured: dict[tuple[str, str], list[LoadRun]] = {}
+    for repeat in range(repeats):
+        for load, scenario in scenarios.items():
+            rng = np.random.default_rng(np.random.SeedSequence([seed, 0]))  # as `simulate` does
+            jobs = [
+                Job(j.sequence, j.arrival_s, j.output_tokens)
+                for j in scenario.arrivals.jobs(trace, rng, requests)
+            ]
+            first = repeat % len(chosen)
+            for text in [*list(chosen)[first:], *list(chosen)[:first]]:
+                note(f"{load} under {text}, repeat {repeat + 1}")
+                found = run_load(
+                    engine, Setup(chosen[text], forced), jobs, prompts,
+                    scenario.arrivals.concurrency, control,
+                )  # fmt: skip
+                measured.setdefault((load, text), []).append(found)
+    rows = [
+        _row(load, text, measured[load, text], latency, trace, policy, scenario)
+        for load, scenario in scenarios.items()
+        for text, policy in chosen.items()
+    ]
+    off = {row["load"]: row for row in rows if row["policy"] == next(iter(chosen))}
+    for row in rows:
+        for key in ("throughput", "throughput_predicted"):
+            row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
+    return rows
+
+
+def _row(
+    load: str, text: str, runs: Sequence[LoadRun], latency: LatencyTable, trace: Trace,
+    policy: Any, scenario: Scenario,
+) -> dict[str, Any]:  # fmt: skip
+    from simulator.serving import simulate
+
+    predicted = simulate(trace, latency, policy, scenario, name=text)
+    row = {"load": load, "policy": text, **_compared(runs, predicted, latency)}
+    row["rounds_differ"] = max(_rounds_differ(r, predicted, trace, policy) for r in runs)
+    if scenario.arrivals.rate is not None:
+        # Queueing magnifies an error of the service time: what latencies it leaves possible.
+        off_by = max(abs(row["busy_error"]), LEAST_ERROR)
+        for end, factor in (("lo", 1 - off_by), ("hi", 1 + off_by)):
+            table = latency.scaled({"target": factor, "draft": factor}, "service-time error")
+            other = _figures(simulate(trace, table, policy, scenario).requests)
+            row |= {f"{k}_predicted_{end}": other[k] for k in ("ttft_s", "tpot_s")}
+    return row
+
+
+def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) -> dict[str, Any]:
+    expected = _figures(predicted.requests)
+    each = [_figures(r.requests) for r in runs]
+    busy_s = float(np.mean([r.busy_s for r in runs]))
+    row: dict[str, Any] = {
+        "iterations": int(np.median([len(r.steps) for r in runs])),
+        "iterations_predicted": predicted.recorder.iterations,
+    }
+    for key, value in expected.items():
+        row[key] = float(np.mean([e[key] for e in each]))
+        row[f"{key}_predicted"] = value
+    rates = [e["throughput"] for e in each]
+    return {
+        **row, "error": row["throughput_predicted"] / row["throughput"] - 1,
+        "spread": (max(rates) - min(rates)) / 2 / row["throughput"],
+        "busy_s": busy_s, "busy_s_predicted": predicted.recorder.busy_s,
+        "busy_error": predicted.recorder.busy_s / busy_s - 1,
+        "kinds": kinds(runs, latency),
+        # How much slower the control load ran than when the engine was measured.
+        "machine": float(np.median([r.control_s for r in runs]))
+        / latency.meta["control_s"]["usual"],
+        "repeats": len(runs),
+    }  # fmt: skip
+
+
+def _figures(requests: Any) -> dict[str, float]:
+    """Throughput, and means and 95 % quantiles of latencies, over a whole run."""
+    span = requests["finish_s"].max() - requests["arrival_s"].min()
+    later = requests[requests["tokens"] > 1]
+    each = {
+        "ttft_s": requests["first_s"] - requests["arrival_s"],
+        "tpot_s": (later["finish_s"] - later["first_s"]) / (later["tokens"] - 1),
+        "e2e_s": requests["finish_s"] - requests["arrival_s"],
+    }
+    figures = {"throughput": float(requests["tokens"].sum() / span)}
+    for key, values in each.items():
+        figures |= {key: float(values.mean()), f"{key}_p95": float(values.quantile(0.95))}
+    return figures
+
+
+def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
+    """The measured iterations priced one by one, and the error of each kind's seconds."""
+    from simulator.serving.cost.iteration import IterationCost
+
+    cost = IterationCost(latency)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for step in itertools.chain.from_iterable(r.steps for r in runs):
+        found.setdefault(step.kind, []).append((step.seconds, priced_s(step, cost)))
+    rows = []
+    for kind, pairs in found.items():
+        measured_s, predicted_s = (float(sum(values)) for values in zip(*pairs, strict=True))
+        rows.append({
+            "kind": kind, "iterations": len(pairs) // len(runs),
+            "measured_s": measured_s / len(runs), "predicted_s": predicted_s / len(runs),
+            "error": predicted_s / measured_s - 1,
+        })  # fmt: skip
+    return rows
+
+
+def priced_s(step: Step, cost: Any) -> float:
+    """What the simulator says that a measured iteration costs."""
+    from simulator.serving.cost.iteration import Chunk
+
+    slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
+    rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]
+    chunks = [
+        Chunk(SimpleNamespace(prefilled=p.cached, prefill_left=p.left), p.tokens)  # type: ignore[arg-type]
+        for p in step.prompts
+    ]
+    return float(cost(slots, rounds, chunks).total_s)
+
+
+def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> int:
+    """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
+    if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
+        log = replay(trace, policy)
+        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+        own: dict[int, list[tuple[int, ...]]] = {}
+        for row in log.rounds:
+            own.setdefault(int(row["request"]), []).append(tuple(int(row[f]) for f in fields))
+        pairs = [(own.get(int(n.partition("/")[0]), []), list(map(tuple, found)))
+                 for n, found in run.rounds.items()]  # fmt: skip
+        missing: int = len(set(run.requests["name"][run.requests["tokens"] > 1]) - set(run.rounds))
+        differ = [a != b for mine, found in pairs for a, b in itertools.zip_longest(mine, found)]
+        return missing + int(sum(differ))
+    expected = dict(zip(predicted.requests["index"], predicted.requests["rounds"], strict=True))
+    return sum(
+        abs(len(found) - int(expected[int(name.rpartition("/")[2])]))
+        for name, found in run.rounds.items()
+    )
+
+
+def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """What share of the error each kind of iteration has."""
+    for row in rows:
+        parts = ", ".join(
+            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
+        )
+        note(f"{row['load']} {row['policy']}: {parts}")

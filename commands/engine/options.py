@@ -1,0 +1,74 @@
+"""Options of ``draftsim profile`` and ``validate`` that concern a serving engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.common.inputs import DEFAULT_TRACE, TRACE_VARIABLE
+
+MeasuredEngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="Instead, measure what an iteration of a serving engine costs (vllm), in the "
+        "engine's own environment (`make vllm`); drafts come from a proposer of ours.",
+    ),
+]
+LongestOption = Annotated[
+    int,
+    typer.Option("--engine-longest", min=1, help="Of --engine: longest draft of a request."),
+]
+EngineBatchOption = Annotated[
+    int, typer.Option("--engine-batch", min=1, help="Of --engine: requests that run at a time.")
+]
+EngineLengthOption = Annotated[
+    int,
+    typer.Option("--engine-length", min=256, help="Of --engine: longest prompt and output."),
+]
+CheckedEngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="NAME",
+        help="Instead, serve the same requests in a real engine (vllm) and in the simulator; "
+        "--run is of `draftsim profile --engine`, in whose environment this runs.",
+    ),
+]
+AcceptanceOption = Annotated[
+    str,
+    typer.Option(
+        "--trace", metavar="T", help="Of --engine: the acceptance that drafts are given.",
+        envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE,
+    ),
+]  # fmt: skip
+LoadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--load",
+        metavar="closed:N,...",
+        help="Of --engine: closed loops. Default without --rate and --arrivals: closed:1,4,8,16.",
+    ),
+]
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rate", metavar="R,...", help="Of --engine: Poisson loads, requests per second."
+    ),
+]
+EngineArrivalsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--arrivals",
+        metavar="FILE",
+        help="Of --engine: send requests at the times of a file, as `serve --arrivals` reads it; "
+        "their lengths are the recording's.",
+    ),
+]
+RequestsOption = Annotated[
+    int, typer.Option("--requests", min=1, help="Of --engine: requests of every load.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of --engine: of arrivals and prompts.")]

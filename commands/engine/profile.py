@@ -1,0 +1,43 @@
+"""``draftsim profile --engine``: a serving engine's latency table, measured in its environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commands.common.output import note
+from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.measure import EngineTable
+from profiler.engines.plan import Grid
+from traces.errors import DraftsimError
+from traces.store.files import write_latency
+
+ENGINES = ("vllm",)
+
+
+def check_engine(name: str) -> None:
+    """DraftsimError unless the engine is known."""
+    if name not in ENGINES:
+        raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
+
+
+def profile_engine(name: str, options: EngineOptions, out: Path) -> None:
+    """Measure the engine, and write ``latency.parquet`` into the run folder."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    check_engine(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
+    note(f"starting {name} with {options.target}")
+    measured = EngineTable(Engine(options), Grid(), out / "engine-checkpoint")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring iterations", total=measured.blocks)
+        table = measured.run(lambda: progress.advance(task))
+    write_latency(table, out / "latency.parquet")
+    errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
+    worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
+    note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")

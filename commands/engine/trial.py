@@ -1,0 +1,109 @@
+"""``draftsim tune --try``: the settings just found in the real engine, beside those set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from json import dumps
+from typing import TYPE_CHECKING, Any
+
+from commands.common.output import note
+from commands.engine.check import compare_loads, engine_options
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from profiler.engines.engine import Engine
+    from simulator.tune import Tuned
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+
+TUNED = "tuned"
+TRIED = (
+    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
+    "throughput_predicted", "gain", "gain_predicted", "gain_error", "machine",
+)  # fmt: skip
+
+
+def check_trial(latency: LatencyTable) -> int:
+    """The longest draft of the engine that `latency` was measured on, which can be tried here.
+
+    Raises DraftsimError before anything is searched where it cannot.
+    """
+    if latency.meta.get("kind") != "engine" or "scaled" in latency.meta:
+        raise DraftsimError(
+            "--try starts the engine that the latencies were measured on: give --latency RUN of "
+            "`draftsim profile --engine vllm`, and no --gpu"
+        )
+    if find_spec("vllm") is None:
+        raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
+    return int(latency.meta["engine"]["longest"])
+
+
+def try_settings(
+    latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int, repeats: int, seed: int
+) -> list[dict[str, Any]]:
+    """Rows of `tried` in a vLLM started as it was when its latencies were measured."""
+    from profiler.engines.engine import Engine
+
+    options = engine_options(latency, trace)
+    if large := [row["batch"] for row in tuned.rows if row["batch"] > options.max_batch]:
+        raise DraftsimError(
+            f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
+        )
+    return tried(Engine(options), latency, trace, tuned, requests, repeats, seed)
+
+
+def tried(
+    engine: Engine, latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int,
+    repeats: int, seed: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Closed loops at every batch searched: off, K = 1, 3 and 5, and what was found.
+
+    Drafts are the recording's, forced upon the engine by a proposer, so that acceptance is the
+    recorded one and a draft costs no pass.  ``gain`` is the throughput over that of off,
+    measured and predicted, ``gain_error`` how far the prediction is off.
+    """
+    from policies.basic import Fixed
+    from simulator.serving import ClosedLoop
+    from simulator.tune import RIVALS
+
+    longest = engine.options.longest
+    arms: dict[str, Any] = {
+        name: policy for name, policy in RIVALS.items()
+        if not isinstance(policy, Fixed) or policy.gamma <= longest
+    }  # fmt: skip
+    if tuned.document is not None:
+        arms[TUNED] = tuned.policy
+    batches = sorted({row["batch"] for row in tuned.rows})
+    loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    rows = compare_loads(engine, latency, trace, arms, loads, requests, repeats, seed)
+    for row in rows:
+        row["gain"], row["gain_predicted"] = row.pop("speedup"), row.pop("speedup_predicted")
+        row["gain_error"] = row["gain_predicted"] / row["gain"] - 1
+    if not engine.knows_batch_tables:
+        note(
+            "this vLLM does not read num_speculative_tokens_per_batch_size: the proposer follows "
+            "the table by itself, a draft model of vLLM's own cannot"
+        )
+    return rows
+
+
+def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
+    """Whether what was found is the best at each load, what was not tried, and how to launch it."""
+    for load in dict.fromkeys(row["load"] for row in rows):
+        at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
+        own = at.pop(TUNED, at["off"])
+        best = max(at, key=lambda name: at[name])
+        note(f"{load}: {own:.2f}x as found; the best set by hand is {best} at {at[best]:.2f}x")
+    note(
+        "the recorded drafts were forced through a proposer: passes of a draft model or head of "
+        "vLLM's own come on top, in the engine as in these latencies"
+    )
+    if tuned.document is None:
+        note(f"launch: vllm serve {latency.meta['target']}")
+        return
+    config = dumps({"method": "METHOD", "model": "DRAFT", **tuned.document})
+    note(
+        f"launch: vllm serve {latency.meta['target']} --max-num-seqs "
+        f"{latency.meta['engine']['max_batch']} --speculative-config '{config}'"
+    )

@@ -1,0 +1,178 @@
+"""``draftsim papers``: the four papers' tables beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from json import loads
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    LatencyOption,
+    TraceOption,
+    load_latency,
+    load_trace,
+)
+from commands.common.output import JsonOption, OutOption, emit, note
+from commands.papers.table import print_papers
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.papers import Sampled
+    from traces.acceptance.sampling import Sampling
+    from traces.acceptance.trace import Trace
+
+
+def papers(
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: LatencyOption = None,
+    rounds: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rounds that `profile --verify` recorded, preferred to a replay; a run folder "
+            "for all of its own. Default: those beside the trace.",
+        ),
+    ] = None,
+    sampled: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN",
+            help="Run folders of the same pair profiled with --exit-layers --temperature T "
+            "[--top-p P]; repeatable. The trace's own count as well. Default: the folders beside "
+            "the trace's.",
+        ),
+    ] = None,
+    table: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only tables whose name contains this.")
+    ] = None,
+    weights: Annotated[
+        bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
+    ] = False,
+    out: OutOption = None,
+    measured: Annotated[
+        bool,
+        typer.Option(help="What others measured on GPUs instead, predicted from a part of it."),
+    ] = False,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="--measured: folder with eagle_logs/ and specbench_logs/."
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Put every published table of CM-ASD, SpecBound, CSD and GammaTune beside ours.
+
+    Each row says how the two relate: the same quantity (computed from the paper's own
+    numbers), the same experiment on our pair, or a cell that needs the paper's weights.
+    Notes say where a paper contradicts itself.  With --measured the table is of public GPU
+    measurements: what was given of a study, how far off the predictions of the rest are, and how
+    often the side of 1x and the rank are right.
+    """
+    if measured:
+        from commands.papers.evidence import print_evidence
+
+        return print_evidence(logs, table, json, out)
+    from simulator.papers import CONTRADICTIONS, Ours, side_by_side
+    from traces.sources.base import Recordings
+    from traces.sources.files import read_recordings
+    from traces.store.identity import check_folder
+    from traces.store.outputs import find_runs, read_run
+    from traces.store.recordings import folder_of
+
+    recorded, folder = load_trace(trace), folder_of(trace)
+    if folder is not None and rounds is None:
+        check_folder(folder, find_runs(folder))
+    files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
+    ours = Ours(
+        recorded,
+        load_latency(latency, trace),
+        [read_run(file) for file in files],
+        Recordings() if folder is None else read_recordings(folder),
+        sampled_runs(recorded, folder, sampled),
+        command_of(recorded, folder),
+    )
+    found = [
+        row for row in side_by_side(ours) if table is None or table.lower() in row.table.lower()
+    ]
+    rows = [row for row in found if weights or row.kind != "needs their weights"]
+    if not found:
+        raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
+    emit(
+        "papers", [row._asdict() for row in rows], json, out=out,
+        printed=lambda: print_papers(rows),
+    )  # fmt: skip
+    if left := len(found) - len(rows):
+        note(f"{left} of {len(found)} published cells need the papers' own models: --weights")
+    shown = {row.table for row in found}
+    for name, text in CONTRADICTIONS:
+        if table is None or name in shown:
+            note(f"{name}: {text}")
+
+
+def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None) -> list[Sampled]:
+    """Early exits of the pair of `trace` along sampled outputs, one of each sampling.
+
+    Looked for in the trace's own `folder` and in the `named` run folders, or where None is, in
+    those beside its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
+    of another pair.
+    """
+    from commands.common.sources import load_recordings
+    from simulator.papers import Sampled
+    from traces.store.files import read_trace
+    from traces.store.recordings import SAMPLED, pair_of
+
+    for run in named or ():
+        if not (run / SAMPLED).is_file():
+            raise DraftsimError(
+                f"--sampled {run}: holds no sampled outputs: record some with "
+                "`draftsim profile --exit-layers --temperature T`"
+            )
+    runs = list(named or ())
+    if folder is not None:
+        beside = [f.parent for f in sorted(folder.parent.glob(f"*/{SAMPLED}"))]
+        own = [folder] if (folder / SAMPLED).is_file() else []
+        runs = [*own, *(beside if named is None else named)]
+    found: dict[Sampling, Sampled] = {}
+    for run in dict.fromkeys(runs):
+        asked = run == folder or named is not None
+        try:
+            sampled = read_trace(run / SAMPLED)
+            if run != folder and pair_of(sampled) != pair_of(trace):
+                if asked:
+                    raise DraftsimError(f"--sampled {run}: was recorded of another pair: drop it")
+                continue
+            recordings = load_recordings(str(run / SAMPLED), sampled)
+        except DraftsimError as error:
+            if asked:
+                raise
+            note(f"sampled outputs beside the trace are left out: {error}")
+            continue
+        if recordings.exits is not None:
+            found.setdefault(sampled.sampling, Sampled(sampled, recordings))
+    return list(found.values())
+
+
+def command_of(trace: Trace, folder: Path | None) -> str:
+    """The `draftsim profile` that records the pair of a run folder on the same prompts again.
+
+    What only the user knows is left in capitals.
+    """
+    from traces.store.recordings import SAMPLED
+
+    target, draft, prompts, out = "TARGET", "DRAFT", "PROMPTS", "RUN"
+    if folder is not None and (file := folder / "run.json").is_file():
+        info = loads(file.read_text())  # not by `profiler.recording.run`, which needs torch
+        target, draft = info.get("target", target), info.get("draft", draft)
+        prompts = "profiler/bundled/prompts.jsonl" if target == "bundled" else prompts
+        out = out if (folder / SAMPLED).is_file() else str(folder)
+    limits = f"--limit {len(trace.requests)} --max-gamma {trace.max_gamma or 24}"
+    longest = max((r.max_new_tokens for r in trace.requests), default=128)
+    return (
+        f"draftsim profile --target {target} --draft {draft} --prompts {prompts} {limits} "
+        f"--max-new-tokens {longest} --out {out}"
+    )

@@ -1,0 +1,186 @@
+"""``draftsim serve``: batches, queues and arrivals in simulated time."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    AssumeOption,
+    LatencyOption,
+    MemoryOption,
+    PolicyOption,
+    TraceOption,
+    VerifyOption,
+    load_latency,
+    load_rule,
+    load_trace,
+)
+from commands.common.output import JsonOption, emit, note, print_table
+from commands.serve.loads import BATCHES, ONE_STREAM, load_scenarios
+from commands.serve.plots import draw
+from commands.serve.policies import load_serving_policies
+from commands.serve.progress import kept, progress_bar, rows_file
+from commands.serve.rows import remarks, shown
+from traces.errors import DraftsimError
+
+
+def serve(
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: LatencyOption = None,
+    assume_batch_free: AssumeOption = False,
+    policy: PolicyOption = None,
+    source: DraftedOption = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also under what tune wrote; without --policy, beside off and K = 1, 3, 5.",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B,...", help=f"Batch sizes, each kept full. Default where no load: {BATCHES}."
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="R,...", help="Offered loads, requests per second.")
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens; its first --requests rows.",
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="S,...", help="Speed the arrivals file up by these.")
+    ] = None,
+    process: Annotated[
+        str | None,
+        typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(help="continuous, static, static-minimum, static-mean, pearl or dsi."),
+    ] = "continuous",
+    requests: Annotated[int, typer.Option(help="Requests of every run.")] = 1000,
+    replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
+    max_batch: Annotated[
+        int, typer.Option(help="Requests running at a time, where --batch does not say.")
+    ] = 64,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(help="Tokens of one iteration.")] = 8192,
+    ttft: Annotated[
+        float | None, typer.Option(help="Target of goodput: seconds to the first token.")
+    ] = None,
+    tpot: Annotated[
+        float | None, typer.Option(help="Target of goodput: seconds per output token.")
+    ] = None,
+    max_time: Annotated[
+        float | None, typer.Option(help="Stop every run after so many simulated seconds.")
+    ] = None,
+    interference: Annotated[
+        float | None, typer.Option(help="pearl and dsi: slowdown from sharing one device.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RESULTS",
+            help="Keep the rows: JSON lines, each written when finished; if the name ends in "
+            ".parquet, .csv, .tex or .json a table at the end, until then the lines in "
+            "RESULTS.jsonl.",
+        ),
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw PNG files into this folder.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Chrome trace of the first load under the first policy that drafts "
+            "(opens in ui.perfetto.dev).",
+        ),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Simulate batches and queues: latency and throughput of every policy under load.
+
+    A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
+    about its output length; such rows are approximate.
+    """
+    from simulator.serving import Devices, Limits, Scenario
+
+    recorded = load_trace(trace)
+    table = load_latency(latency, trace, assume_batch_free)
+    rule = load_rule(verify, recorded, memory)
+    drafted = drafted_by(source, trace, recorded, rule)
+    if drafted is not None:
+        if mode in ONE_STREAM:
+            raise DraftsimError(
+                f"--mode {mode} drafts on while the target verifies, and {drafted.trace.source} "
+                "drafts from what it has verified: drop --source"
+            )
+        recorded = drafted.trace
+    if interference is not None and mode not in ONE_STREAM:
+        raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
+    limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
+    base = Scenario(
+        _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
+        Devices(interference or 0.0), ttft_target_s=_target(ttft, "--ttft"),
+        tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, seed=seed,
+        replications=replications,
+    )  # fmt: skip
+    scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
+    largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
+    table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
+    if drafted is not None:
+        table = drafted.priced(table, largest, assume_batch_free)
+    policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
+    meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
+    meta |= {"source": recorded.source} if drafted is not None else {}
+    rows: list[dict[str, Any]] = []
+    with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):
+        from simulator.serving import Timeline, sweep
+
+        with Timeline(timeline) if timeline is not None else nullcontext() as drawn:
+            sweep(
+                recorded, table, policies, scenarios, rule=rule,
+                path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
+                rows=rows,
+            )  # fmt: skip
+    if json is None:
+        print_table(shown(rows))
+    else:
+        emit("serve", rows, json)
+    for remark in remarks(rows):
+        note(remark)
+    for path in (p for p in (out, timeline) if p is not None):
+        note(f"wrote {path}")
+    if plots is not None:
+        for path in draw(plots, rows, recorded, table, policies, scenarios):
+            note(f"wrote {path}")
+
+
+def _target(seconds: float | None, option: str) -> float:
+    if seconds is None:
+        return float("inf")
+    if not seconds > 0:
+        raise DraftsimError(f"{option} is {seconds}, expected > 0 seconds")
+    return seconds
+
+
+def _no_arrivals() -> Any:
+    from simulator.serving import ClosedLoop
+
+    return ClosedLoop(1)

@@ -1,0 +1,60 @@
+"""The loads that ``draftsim serve`` runs: batch sizes, rates, or an arrivals file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.common.inputs import batch_sizes, positive_numbers
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.serving import Scenario
+
+BATCHES = "1,2,4,8,16,32,64"
+ONE_STREAM = ("pearl", "dsi")
+
+
+def load_scenarios(
+    base: Scenario,
+    batch: str | None,
+    rate: str | None,
+    arrivals: Path | None,
+    scale: str | None,
+    process: str | None,
+) -> list[Scenario]:
+    """The loads that the options name, one scenario each.
+
+    Raises DraftsimError if they contradict each other or hold an impossible value.
+    """
+    from simulator.serving import ArrivalFile, Deterministic, Poisson, over_batches, over_rates
+
+    if batch is not None and (rate is not None or arrivals is not None):
+        raise DraftsimError("--batch keeps the engine full: drop --rate and --arrivals, or --batch")
+    if scale is not None and (arrivals is None or rate is not None):
+        raise DraftsimError("--scale speeds up --arrivals: give a file, and no --rate beside it")
+    if process is not None and (rate is None or arrivals is not None):
+        raise DraftsimError("--process shapes the arrivals of --rate: give --rate, and no file")
+    if arrivals is not None:
+        file = ArrivalFile(arrivals)
+        if rate is not None:
+            return over_rates(replace(base, arrivals=file), positive_numbers("--rate", rate))
+        scales = positive_numbers("--scale", scale or "1")
+        return [replace(base, arrivals=file.scaled(s)) for s in scales]
+    if rate is not None:
+        kinds: Mapping[str, Any] = {"poisson": Poisson, "deterministic": Deterministic}
+        process = process or "poisson"
+        if process not in kinds:
+            raise DraftsimError(f"--process is {process!r}, expected poisson or deterministic")
+        return over_rates(
+            replace(base, arrivals=kinds[process](1.0)), positive_numbers("--rate", rate)
+        )
+    one_stream = base.mode in ONE_STREAM
+    sizes = batch_sizes("--batch", batch or ("1" if one_stream else BATCHES))
+    if one_stream and sizes != [1]:
+        raise DraftsimError(
+            f"mode {base.mode!r} serves one stream at a time: use --batch 1, --rate or --arrivals"
+        )
+    return over_batches(base, sizes)

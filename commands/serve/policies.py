@@ -1,0 +1,107 @@
+"""The policies that ``draftsim serve`` runs, per request or per batch, from their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.batch.base import BatchPolicy
+    from policies.core import DraftPolicy
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+
+PLAIN = "autoregressive"
+DEFAULT = ("autoregressive", "fixed:gamma=4", "cm-asd", "gammatune")
+"""Policies served where none is named (those of CM-ASD, Fig. 2)."""
+
+ALL = (
+    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "hf-heuristic", "cm-asd",
+    "gammatune", "svip", "rate-optimal", "batch-table", "disable-by-batch-size", "goodput",
+    "turbospec", "confidence-freeze", "adaptive-verification", "sglang-adaptive",
+)  # fmt: skip
+"""What ``all`` stands for: every family that an engine could run."""
+
+
+def load_serving_policies(
+    texts: Sequence[str] | None,
+    trace: Trace,
+    latency: LatencyTable,
+    mode: str = "continuous",
+    settings: Path | None = None,
+    largest: int = 1,
+) -> dict[str, DraftPolicy | BatchPolicy]:
+    """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
+
+    Policies that weigh cost get the table's; those that estimate acceptance, and the rate
+    that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
+    or by default are left out where the trace lacks their signals or the mode does not fit.
+    A file of `settings` is one more policy, named after it, and stands beside `RIVALS` where no
+    text is given; it is to be served at batches up to `largest`.
+    Raises DraftsimError naming what is wrong with a text.
+    """
+    from commands.common.user_policy import is_file, load_file
+    from policies.batch.base import BatchPolicy
+    from policies.registry import POLICIES, parse_serving_policy
+    from policies.spec import parameters
+    from simulator.serving import TableCost
+    from simulator.tune import RIVALS, read_settings
+    from simulator.whatif.rate import fit_estimates, fit_rate_optimal
+    from traces.replay.decoder import can_replay
+
+    asked = [t for t in texts or () if t != "all"]
+    implied = DEFAULT if not texts else ALL if "all" in texts else ()
+    batched = mode in ("continuous", "static")
+    chosen: dict[str, DraftPolicy | BatchPolicy] = {}
+    if settings is not None:
+        engine, chosen[settings.name] = read_settings(settings)
+        if engine == "hf" and largest > 1:
+            raise DraftsimError(
+                f"{settings}: assisted generation of transformers decodes one request at a time: "
+                "use --batch 1, or --max-batch 1 with --rate or --arrivals"
+            )
+        if not texts:
+            return with_plain({**chosen, **RIVALS})
+    for text in [*asked, *implied]:
+        if is_file(text):
+            own, policy = load_file(text)
+            chosen.setdefault(own, policy)
+            continue
+        name = text.partition(":")[0].strip()
+        resources: dict[str, Any] = {}
+        wants = parameters(POLICIES[name]) if name in POLICIES else {}
+        if "cost" in wants:
+            resources["cost"] = TableCost(latency)
+        if "estimator" in wants:
+            resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
+        try:
+            made: DraftPolicy | BatchPolicy
+            if text == "rate-optimal":
+                known = latency.knows_batches or latency.batch_free
+                sizes = (1, 4, 16, 64) if known else (1,)
+                made = fit_rate_optimal(trace, latency, batches=sizes).policy
+            else:
+                made = parse_serving_policy(text, max_gamma=trace.max_gamma, **resources)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        fits = (
+            batched and set(made.reads) <= trace.signals
+            if isinstance(made, BatchPolicy)
+            else can_replay(trace, made)
+        )
+        if text in asked or fits:
+            chosen.setdefault(text, made)
+    return with_plain(chosen)
+
+
+def with_plain(
+    chosen: dict[str, DraftPolicy | BatchPolicy],
+) -> dict[str, DraftPolicy | BatchPolicy]:
+    """The policies with plain decoding first: what a speedup is over."""
+    from policies.basic import Autoregressive
+
+    plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
+    return {**(plain or {PLAIN: Autoregressive()}), **chosen}

@@ -1,0 +1,83 @@
+"""While ``draftsim serve`` runs: a progress bar, and readable results if it is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from commands.common.output import TABLES, note, write_rows
+
+if TYPE_CHECKING:
+    from simulator.serving import Scenario
+
+
+@contextmanager
+def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) -> Iterator[None]:
+    """Write a Parquet `out` at the end, and leave readable results behind an interruption."""
+    table = out if out is not None and out.suffix in TABLES else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        if table is not None and rows:
+            write_as(rows, table, meta, complete=False)
+            _lines_of(table).unlink(missing_ok=True)
+        kept = f" are in {out}, marked incomplete" if out is not None else " were finished"
+        note(f"stopped: {len(rows)} row(s){kept}")
+        raise typer.Exit(130) from None
+    if table is not None:
+        write_as(rows, table, meta)
+        _lines_of(table).unlink(missing_ok=True)
+
+
+def write_as(
+    rows: Sequence[Mapping[str, Any]], path: Path, meta: Mapping[str, Any], complete: bool = True
+) -> None:
+    """The rows as the table that the suffix names; only Parquet says whether they are complete."""
+    from simulator.serving.outcome.results import flat, write_table
+
+    if path.suffix == ".parquet":
+        write_table(rows, path, meta, complete)
+    else:
+        nested = path.suffix == ".json"
+        write_rows(path, rows if nested else flat(rows).to_dict("records"), "serve")
+
+
+def rows_file(out: Path | None) -> Path | None:
+    """Where rows go as they come: `out` itself, or a file beside it that a table replaces."""
+    return _lines_of(out) if out is not None and out.suffix in TABLES else out
+
+
+def _lines_of(table: Path) -> Path:
+    return table.with_name(table.name + ".jsonl")
+
+
+@contextmanager
+def progress_bar(
+    scenarios: Sequence[Scenario], policies: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """A progress bar over every request of every run, on standard error: (advance, progress)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    first = scenarios[0]
+    each = first.requests or 0
+    if (lengths := getattr(first.arrivals, "rows", None)) is not None:
+        each = min(each, len(lengths[0])) or len(lengths[0])
+    each *= first.replications
+    runs = len(scenarios) * len(policies)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"run 1 of {runs}", total=each * runs)
+
+        def progress(done: int, total: int, name: str) -> None:
+            label = f"run {min(done + 1, total)} of {total}"
+            bar.update(task, completed=each * done, description=label)
+
+        yield lambda: bar.advance(task), progress

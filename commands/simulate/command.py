@@ -1,0 +1,307 @@
+"""``draftsim simulate``: replay policies and price their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    LatencyOption,
+    MemoryOption,
+    PolicyOption,
+    TraceOption,
+    VerifyOption,
+    load_latency,
+    load_method,
+    load_rule,
+    load_trace,
+    replay_all,
+    say_memory,
+)
+from commands.common.output import JsonOption, OutOption, emit, note, say_unjudged
+from commands.common.quiet import say_disturbed
+from commands.common.ranking import (
+    Ranking,
+    is_unfitted,
+    named,
+    rank,
+    ranks_all,
+    with_best_fixed,
+    without_plain,
+)
+from commands.common.sources import (
+    SourceOption,
+    load_recordings,
+    load_source,
+    load_source_policies,
+    longest_draft,
+    replay_system,
+    replay_systems,
+    replay_with,
+    split_systems,
+    with_free_lookups,
+)
+from commands.simulate.table import compared, headline, over_all, print_ranked, with_quality
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rules.base import VerifyRule
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+
+
+def simulate(
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: LatencyOption = None,
+    policy: PolicyOption = None,
+    source: SourceOption = None,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    rounds: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of replaying: price the rounds that `profile --verify` recorded; "
+            "a round log, or a run folder for all of its own.",
+        ),
+    ] = None,
+    by_category: Annotated[
+        bool, typer.Option("--by-category", help="Also one row per policy and category of prompts.")
+    ] = False,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Count prefill in times and speedups.")
+    ] = False,
+    robustness: Annotated[
+        bool,
+        typer.Option(
+            "--robustness", help="Instead: mean and sd over twelve initial draft lengths."
+        ),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P",
+            help="Policy that gains are over. Default: the best fixed length.",
+        ),
+    ] = None,
+    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
+    plots: Annotated[
+        Path | None, typer.Option(help="Also draw the results as PNG files into this folder.")
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Predict every policy's speedup from a recorded trace and measured latencies.
+
+    A lossy --verify rule changes the text, which a recording cannot follow: its rows are
+    labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
+    and price those --rounds.
+
+    Every ranking holds the fixed draft length that is fastest here, marked best fixed, and
+    rate-optimal fitted to other prompts than it is judged on, where that can be done.
+
+    --policy also takes the papers' named systems with another draft source, like specbound
+    or pld; all lists them too.  With const: latencies, searching text costs nothing.
+    """
+    from traces.sources.replay import check_rule
+    from traces.store.outputs import find_runs, read_run
+    from traces.store.recordings import folder_of
+
+    if rounds is not None:
+        logs, table = recorded_rounds(rounds, latency, trace)
+        runs = [read_run(file) for file in find_runs(rounds)]
+        ranking, told = Ranking([]), partial(with_quality, runs=runs, trace=load_trace(trace))
+        rows = [
+            row for group in same_requests(logs)
+            for row in _rows(ranking, group, table, against, resamples, prefill, by_category)
+        ]  # fmt: skip
+        _emit(told(rows), json, prefill, out)
+        if any(log.mismatched is not None for log in logs):
+            say_unjudged(table)
+        return
+    recorded = load_trace(trace)
+    table = load_latency(latency, trace)
+    say_disturbed(table)
+    drafting, (texts, systems) = load_source(source), split_systems(policy)
+    if drafting is not None:
+        _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
+        recordings = load_recordings(trace, recorded)
+        rule = load_rule(verify, recorded, memory)
+        check_rule(rule, drafting, recorded)
+        table = with_free_lookups(table)
+        ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
+        rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
+        _emit(rows, json, prefill, out)
+        return
+    if robustness:
+        from commands.common.figures import robustness_families
+        from simulator.robustness import robustness as spread_over
+        from simulator.robustness import speedup_by_gamma
+
+        families = robustness_families(recorded.max_gamma or 24)
+        spread = spread_over(speedup_by_gamma(recorded, families, table))
+        emit("simulate", spread, json, out=out)
+        return
+    ranking = Ranking([])
+    if texts is None or texts:
+        ranking = rank(recorded, table, texts, load_rule(verify, recorded, memory))
+    logs = ranking.logs
+    more: list[RoundLog] = []
+    table = with_free_lookups(table)
+    if systems:
+        _refuse_with("--policy", verify=verify, systems=systems)
+        recordings = load_recordings(trace, recorded)
+        more = [log for name in systems for log in replay_system(name, recorded, recordings)]
+    # What the papers call by a name is listed with everything else.
+    if verify is None and (texts is None or "all" in texts):
+        more += replay_methods(recorded)
+        recordings = load_recordings(trace, recorded)
+        named = {log.policy for log in more}
+        more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
+    rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
+    folder = folder_of(trace)
+    runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
+    _emit(with_quality(rows, runs, recorded), json, prefill, out)
+    say_memory([*logs, *more])
+    if any(log.mismatched is not None for log in [*logs, *more]):
+        say_unjudged(table)
+    if plots is not None:
+        from commands.common.figures import save_all
+
+        if not logs:
+            raise DraftsimError("--plots compares policies with the draft model: name some")
+        for path in save_all(recorded, table, logs, plots):
+            note(f"wrote {path}")
+
+
+def rank_source(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None, source: Source,
+    recordings: Recordings, rule: VerifyRule | None = None,
+) -> Ranking:  # fmt: skip
+    """The policies of `texts` with `source` drafting, to be ranked."""
+    from simulator.whatif.ranking import UNFITTED
+
+    def replayed(some: list[tuple[str, DraftPolicy]]) -> list[RoundLog]:
+        return replay_with(trace, source, some, recordings, rule)
+
+    chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
+    # The rule is fitted to a draft model's passes, which another source does not make.
+    notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    ranking = Ranking(replayed(chosen), notes)
+    if not ranks_all(texts):
+        return ranking
+    return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
+
+
+def _rows(
+    ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
+    resamples: int, prefill: bool, by_category: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of `logs` after plain decoding's, with all that is known of each."""
+    from simulator.summary import summarize, summarize_by_category, to_rows
+
+    def made(summary: Any) -> list[dict[str, Any]]:
+        return ranking.noted(to_rows(summary(logs, latency, resamples=resamples, prefill=prefill)))
+
+    overall = compared(made(summarize), logs, latency, against, resamples, prefill)
+    if not by_category:
+        return overall
+    # Gains are over all prompts: a category holds few.
+    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
+    blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
+    return [{"category": None, **row} for row in overall] + [
+        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
+        for row in made(summarize_by_category)
+    ]
+
+
+def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None) -> None:
+    """Print or write the rows, and say what was read outside the measured cells, or not at all."""
+    more = {"headline": headline(over_all(rows))}
+    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows))
+    shown = over_all(rows)
+    outside = [row for row in shown if row["outside"]]
+    if outside:
+        worst = max(outside, key=lambda row: row["outside"])
+        note(
+            f"{len(outside)} of {len(shown)} rows read passes outside the measured cells, by a "
+            f"fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
+        )
+    if free := sorted({what for row in rows for what in row["unpriced"]} - {"judging"}):
+        note(f"not in the latency table, hence free: {', '.join(free)}")
+
+
+def _refuse_with(
+    option: str,
+    *,
+    plots: Path | None = None,
+    robustness: bool = False,
+    verify: str | None = None,
+    systems: Sequence[str] = (),
+) -> None:
+    """DraftsimError where options do not go together."""
+    if plots is not None or robustness:
+        raise DraftsimError(f"--plots and --robustness belong to the draft model: drop {option}")
+    if systems and option == "--source":
+        raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
+    if systems and verify is not None:
+        raise DraftsimError(f"{systems[0]!r} verifies exactly: drop --verify")
+
+
+def recorded_rounds(
+    path: Path, latency: str | None, trace: str
+) -> tuple[list[RoundLog], LatencyTable]:
+    """The recorded round logs at `path`, and by default the latencies of their run folder."""
+    from traces.store.files import read_rounds
+    from traces.store.identity import check_folder
+    from traces.store.outputs import find_runs
+
+    files = find_runs(path)
+    if not files:
+        raise DraftsimError(
+            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
+        )
+    own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
+    if own is not None:
+        check_folder(own, files)
+    table = load_latency(latency, trace if own is None else str(own))
+    return [read_rounds(file) for file in files], table
+
+
+def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:
+    """The logs, grouped by the requests they decoded: only those can be compared."""
+    groups: dict[tuple[str, ...], list[RoundLog]] = {}
+    for log in logs:
+        groups.setdefault(tuple(r.id for r in log.requests), []).append(log)
+    return list(groups.values())
+
+
+def _has_latency(folder: Path) -> bool:
+    return folder.is_dir() and (folder / "latency.parquet").is_file()
+
+
+def replay_methods(trace: Trace) -> list[RoundLog]:
+    """The papers' lossy methods with a draft model, as far as the trace can tell of them."""
+    from traces.errors import SignalError
+    from traces.sources.methods import METHODS
+    from traces.sources.registry import DRAFT_MODEL
+
+    logs: dict[tuple[str, str], RoundLog] = {}
+    for name, chosen in METHODS.items():
+        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
+            continue
+        try:
+            text, policy, rule = load_method(name, trace)
+            [log] = replay_all(trace, named([(text, policy)]), rule=rule)
+        except SignalError:
+            continue
+        logs.setdefault((log.policy, log.verify), log)
+    return list(logs.values())

@@ -1,0 +1,269 @@
+"""What ``draftsim simulate`` prints: a sentence, the ranking, and lossy rules apart from it."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from commands.simulate.categories import category_ladder
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+    from traces.store.outputs import Quality, RealRun
+
+Row = dict[str, Any]
+WIDTH = 80
+"""Columns that a table fits where nobody's terminal says otherwise."""
+LOSSLESS = ("exact", "rejection-sampling")
+
+
+def compared(
+    rows: Sequence[Row], logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
+    resamples: int, prefill: bool = False,
+) -> list[Row]:  # fmt: skip
+    """The rows of `logs`, after plain decoding's, with what else is known of each.
+
+    ``against`` names the row that ``gain`` compares with, tokens per second over its own with
+    the paired interval over prompts; by default the best fixed length, where there is one.
+    ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
+    table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
+
+    Raises DraftsimError if `against` is none of the rows.
+    """
+    from simulator.degenerate import accepted_mismatches, degenerate
+    from simulator.pricing import autoregressive, price
+    from simulator.summary import paired_gain
+    from simulator.whatif.ranking import BEST_FIXED
+
+    every = [autoregressive(logs[0]), *logs]
+    rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
+    if against is not None:
+        rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
+        if rival is None:
+            raise DraftsimError(
+                f"--against {against}: is none of the policies shown: add --policy {against}"
+            )
+    told = ["", *degenerate(logs)]
+    found = []
+    for row, log, said in zip(rows, every, told, strict=True):
+        run = price(log, latency)
+        more: Row = {
+            "outside": run.outside_with(prefill), "unpriced": run.unpriced(latency, prefill),
+            "mismatches_accepted": accepted_mismatches(log), "against": None, "gain": None,
+            "gain_lo": None, "gain_hi": None,
+        }  # fmt: skip
+        if rival is not None and log is not every[rival]:
+            gain = paired_gain(log, every[rival], latency, resamples=resamples)
+            values = [value if math.isfinite(value) else None for value in gain]
+            more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
+            more["against"] = rows[rival]["policy"]
+        notes = [text for text in (row.get("note"), said) if text]
+        found.append({**row, **more, "note": "; ".join(notes) or None})
+    return found
+
+
+def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> list[Row]:
+    """The rows with the quality of texts really decoded under the same policy and rule."""
+    from policies.registry import parse_policy
+    from policies.rules.registry import parse_rule
+    from traces.store.outputs import find_run, quality
+
+    found = []
+    for row in rows:
+        seen: Quality | None = None
+        if row["verify"] not in LOSSLESS and runs:
+            try:
+                names = parse_policy(row["policy"]), parse_rule(row["verify"])
+            except ValueError:
+                names = None  # a system's name, or a policy of the user's own
+            run = None if names is None else find_run(runs, *names, trace)
+            seen = None if run is None else quality(run.outputs, trace)
+        found.append({
+            **row, "agreement": seen.agreement if seen else None,
+            "relative_bleu": seen.relative_bleu if seen else None,
+        })  # fmt: skip
+    return found
+
+
+def over_all(rows: Sequence[Row]) -> list[Row]:
+    """The rows over all prompts, of no category."""
+    return [row for row in rows if row.get("category") is None]
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """What the rows say, in a sentence: the fastest policy one could run, and by how much."""
+    real = [
+        r for r in rows
+        if r["verify"] in LOSSLESS and r["policy"].partition(":")[0] not in ("oracle", PLAIN)
+        and r["speedup"] is not None
+    ]  # fmt: skip
+    if not real:
+        return ""
+    best = max(real, key=lambda r: r["speedup"])
+    lo, hi = best["speedup_lo"], best["speedup_hi"]
+    known = lo is not None and hi is not None
+    if best["speedup"] <= 1:
+        said = f"Nothing pays here: the best, {best['policy']}, is at"
+    else:
+        said = f"{best['policy']} is fastest:"
+    said += f" {best['speedup']:.3f}x plain decoding"
+    said += f" ({lo:.3f} to {hi:.3f})" if known else ""
+    if best["gain"] is None:
+        return f"{said}."
+    gain, low, high = (best[k] for k in ("gain", "gain_lo", "gain_hi"))
+    said += f", {percent(gain)} against {best['against']}"
+    if low is None:
+        return f"{said}."
+    apart = "" if not low <= 1 <= high else ": these prompts cannot tell them apart"
+    return f"{said} ({percent(low)} to {percent(high)}){apart}."
+
+
+PLAIN = "autoregressive"
+
+
+def percent(ratio: float) -> str:
+    """A ratio as a difference in percent, with its sign."""
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def print_ranked(rows: Sequence[Row]) -> None:
+    """The sentence and the tables, fastest first, lossy rules in one of their own."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console.print(headline(over_all(rows)), markup=False)
+    rival = next((r["against"] for r in rows if r["against"]), None)
+    overall = sorted(over_all(rows), key=lambda r: -(r["speedup"] or 0.0))
+    lossless = [r for r in overall if r["verify"] in LOSSLESS]
+    lossy = [r for r in overall if r["verify"] not in LOSSLESS]
+    gained = "" if rival is None else f"; gain: speed over {rival}'s"
+    _print(console, f"the target's own text{gained}", [_lossless(r) for r in lossless], ORDER)
+    if lossy:
+        _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
+    parts = [r for r in rows if r.get("category") is not None and r["verify"] in LOSSLESS]
+    if parts:
+        ladder = category_ladder(lossless, parts)
+        _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
+    console.print()
+    for line in _footnotes(rows):
+        console.print(line, markup=False)
+
+
+def _lossless(row: Row) -> Row:
+    gain = {}
+    if row["gain"] is not None:
+        low, high = (row[k] for k in ("gain_lo", "gain_hi"))
+        span = "" if low is None else f" ({percent(low)[:-2]}, {percent(high)[:-2]})"
+        gain = {"gain, %": percent(row["gain"])[:-2] + span}
+    return {
+        **_common(row), **gain, "tokens\n/round": _number(row["block_efficiency"], 2),
+        "accepted": _share(row["acceptance_rate"]),
+    }  # fmt: skip
+
+
+def _lossy(row: Row) -> Row:
+    bleu = row.get("relative_bleu")
+    return {
+        **_common(row), "rule": row["verify"], "wrong": _share(row["mismatches_accepted"]),
+        "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(bleu, 1),
+    }  # fmt: skip
+
+
+def _common(row: Row) -> Row:
+    lo, hi = row["speedup_lo"], row["speedup_hi"]
+    span = "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}"
+    about = row["fidelity"] == "approximate" and row["verify"] in LOSSLESS
+    name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] else "")
+    return {"policy": name, "speedup": _number(row["speedup"], 3), "95 %": span}
+
+
+def _footnotes(rows: Sequence[Row]) -> list[str]:
+    """What the marks and the columns of the tables mean."""
+    found = []
+    for row in rows:
+        name = row["policy"] if row["verify"] in LOSSLESS else f"{row['policy']} / {row['verify']}"
+        if row["note"] and f"* {name}: {row['note']}" not in found:
+            found.append(f"* {name}: {row['note']}")
+    if any(r["fidelity"] == "approximate" and r["verify"] in LOSSLESS for r in rows):
+        found.append("~ approximate")
+    if any(r["policy"].partition(":")[0] == "oracle" for r in rows):
+        found.append("oracle knows every outcome: a bound, not a policy")
+    if any(r["verify"] not in LOSSLESS for r in rows):
+        found.append(
+            "wrong: mismatches let stand, of those judged; like greedy and BLEU: of texts really "
+            "decoded under the rule, against greedy ones (-: none was recorded)"
+        )
+    return found
+
+
+def _print(
+    console: Any, title: str, rows: Sequence[Mapping[str, str]], order: Sequence[str]
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns.sort(key=order.index)
+    table = Table(
+        title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
+        padding=(0, 1, 0, 0), title_style="", show_edge=False,
+    )  # fmt: skip
+    for name in columns:
+        words = name in WORDS
+        # A heading asks for no more room than its words.
+        cells = [row.get(name, "-") for row in rows]
+        lines = "\n".join([*(map(in_lines, cells) if words else cells), name]).split("\n")
+        table.add_column(
+            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words,
+            min_width=max(map(len, lines)),
+        )  # fmt: skip
+    for row in rows:
+        cells = [row.get(name, "-") for name in columns]
+        table.add_row(*(
+            Text(in_lines(cell) if name in WORDS else cell)
+            for name, cell in zip(columns, cells, strict=True)
+        ))  # fmt: skip
+    console.print()
+    console.print(table)
+
+
+WORDS = ("policy", "rule", "category", "fastest")
+"""Columns of names, which are folded where they have places for it."""
+NAME = 19
+"""Characters of a name on one line."""
+_WORD = r"(?>\[[^\]]*\]|[^:,-]|-(?=\d))"
+
+
+def in_lines(name: str, width: int = NAME) -> str:
+    """`name` on lines of at most `width` where it has places to break; never within a number.
+
+    >>> in_lines("spec-verification:beta=5,tau=0.533")
+    'spec-verification:\\nbeta=5,tau=0.533'
+    """
+    lines = [""]
+    for part in re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+ORDER = [
+    "policy", "rule", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",
+    "like\ngreedy", "BLEU",
+]  # fmt: skip
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -1,0 +1,294 @@
+"""``draftsim sweep``: what-if grids, break-even maps and the ladder of policies."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.devices import gpu_names, in_batches, latencies, say_scaling
+from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    AssumeOption,
+    GpuOption,
+    TraceOption,
+    load_policies,
+    load_trace,
+)
+from commands.common.output import TABLES, JsonOption, emit, note, write_rows
+from commands.sweep.held_out import SEARCHED, tuned_rows
+from commands.sweep.maps import draw_maps
+from commands.sweep.notes import print_thresholds, say_outside, say_tilt, say_untried
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from simulator.whatif.executors import Executor
+    from simulator.whatif.prices import Prices
+    from simulator.whatif.sweep import Sweep
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+
+SHOWN = (
+    "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "pays",
+    "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
+    "tilt_tried", "assumed", "drafts",
+)  # fmt: skip
+RUNGS = (
+    "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
+    "lost_draft", "lost_verify", "lost_signal", "lost_host",
+)  # fmt: skip
+DEFAULT_POLICIES = ("fixed:gamma={1..12}", "oracle")
+AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
+
+
+class Tilting(StrEnum):
+    """How an acceptance rate other than the recorded one is made."""
+
+    COUPLED = "coupled"
+    REDRAW = "redraw"
+    IID = "iid"
+
+
+def sweep(
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--latency",
+            metavar="L",
+            help="Latency file, run folder, bundled recording's name, or const:...; repeatable, "
+            "one device each; FILE:PAIR/MODE of a GPU suite's table. Default: the trace's own, "
+            "unless --c is given.",
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="P",
+            help="name[:key=value,...], a value {1..12} or {0.3,0.5} standing for each; "
+            "repeatable; all = every policy. Default: fixed:gamma={1..12} and oracle.",
+        ),
+    ] = None,
+    source: DraftedOption = None,
+    c: Annotated[
+        str | None,
+        typer.Option("--c", metavar="AXIS", help=f"Cost ratios T_draft / T_target: {AXIS}."),
+    ] = None,
+    alpha: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Acceptance rates to tilt to. Default: as recorded."),
+    ] = None,
+    gamma: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Draft lengths of every policy with a gamma."),
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="AXIS", help="Sequences decoded together.")] = "1",
+    context: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
+    ] = None,
+    gpu: GpuOption = None,
+    assume_batch_free: AssumeOption = False,
+    verify_ratio: Annotated[
+        float, typer.Option(help="With --c: target passes that a verification costs.")
+    ] = 1.0,
+    tilt: Annotated[
+        Tilting, typer.Option(help="How to change alpha; iid is the textbook baseline.")
+    ] = Tilting.COUPLED,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and where "
+            "each policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
+            "sweep goes on where it was.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Run on a Dask cluster instead.")
+    ] = None,
+    resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder",
+            help="Instead: policies from plain decoding to the oracle, on held-out prompts.",
+        ),
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Instead: search the values in braces of every --policy on part of the prompts, "
+            "and judge the best on the others.",
+        ),
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw the maps as PNG files.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Ask what if: any grid over cost ratio, acceptance, policies, batch, context, device.
+
+    Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
+    policies are swept.  The second table says where each policy stops paying.
+    """
+    from simulator.whatif.breakeven import overview
+    from simulator.whatif.sweep import Sweep
+    from simulator.whatif.sweep_file import write_thresholds
+    from simulator.whatif.thresholds import thresholds
+
+    recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
+    ratios = _axis(c, "c", low=0.0)
+    drafted = drafted_by(source, trace, recorded)
+    by_ratio = bool(ratios) and gpu is None and not (ladder or tune)
+    tables = latencies(latency, trace, by_ratio, assume_batch_free)
+    sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
+    if drafted is not None:
+        drafted.check_costs(ratios, gpu)
+        recorded = drafted.trace
+        tables = {n: drafted.priced(t, max(sizes), assume_batch_free) for n, t in tables.items()}
+    assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
+    if ladder or tune:
+        mode = "--ladder" if ladder else "--tune"
+        if gpu is not None or (ladder and tune):
+            other = "--gpu" if gpu is not None else "--tune"
+            raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
+        table = _one(tables, mode)
+        if ladder:
+            _ladder(recorded, table, policy, resamples, seed, plots, json, out)
+            return
+        found = tuned_rows(
+            recorded, table, policy or [], resamples=resamples, seed=seed, jobs=jobs or 1
+        )
+        if not found:
+            raise DraftsimError("--tune needs a --policy with values in braces")
+        emit("sweep", found, json, show=SEARCHED, out=out)
+        return
+    study = Sweep(
+        recorded,
+        _policies(policy, gamma, recorded),
+        _prices(ratios, tables, context, verify_ratio, gpu),
+        _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
+        sizes,
+        method=tilt.value, resamples=resamples, seed=seed,
+    )  # fmt: skip
+    say_tilt(study)
+    say_scaling(study.bench.prices)
+    wanted = out
+    if out is not None and out.suffix in TABLES:
+        out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
+    frame = _run(study, _executor(jobs, cluster), out, json)
+    rows, ends = overview(frame), thresholds(frame)
+    if wanted is not None and wanted != out:
+        write_rows(wanted, frame.to_dict("records"), "sweep")
+        note(f"wrote {wanted}")
+    if drafted is not None:
+        rows["drafts"] = recorded.source
+    if assumed:
+        rows["assumed"] = assumed
+        note(f"taken to cost nothing: {assumed}")
+    if out is not None:
+        beside = write_thresholds(ends, out, study.description)
+        note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
+    more = {"break_even": ends.to_dict("records")}
+    emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
+    if json is None:
+        print_thresholds(ends, out)
+    say_untried(study, frame)
+    say_outside(frame)
+    if plots is not None:
+        for path in draw_maps(frame, plots, f"taken to cost nothing: {assumed}" if assumed else ""):
+            note(f"wrote {path}")
+
+
+def _axis(
+    text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
+) -> tuple[float, ...]:
+    from simulator.whatif.grid import parse_axis
+
+    return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
+
+
+def _prices(
+    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
+    verify: float, gpu: str | None,
+) -> Prices:  # fmt: skip
+    from simulator.whatif.prices import Prices
+
+    contexts: list[int | None] = [None]
+    if context is not None:
+        if not tables:
+            raise DraftsimError("--context needs a latency table: add --latency")
+        contexts = [int(k) for k in _axis(context, "context", low=0, whole=True)]
+    return Prices(ratios, tables, contexts, verify, gpu_names(gpu))
+
+
+def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
+    from simulator.whatif.grid import expand, with_gammas
+
+    names = expand(texts or DEFAULT_POLICIES)
+    if gamma is not None:
+        lengths = [int(g) for g in _axis(gamma, "gamma", low=0, whole=True)]
+        if "all" in names:
+            names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
+        names = with_gammas(names, lengths)
+    return dict(load_policies(names, trace))
+
+
+def _executor(jobs: int | None, cluster: str | None) -> Executor:
+    from simulator.whatif.executors import Cluster, Local
+
+    if cluster is not None:
+        if jobs is not None:
+            raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
+        return Cluster(cluster)
+    return Local(jobs)
+
+
+def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left(),
+        console=Console(stderr=True), disable=json == "-",
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
+        return study.run(
+            executor, out=out,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+
+
+def _one(tables: dict[str, LatencyTable], mode: str) -> LatencyTable:
+    if len(tables) != 1:
+        raise DraftsimError(f"{mode} takes one latency table, got {len(tables)}")
+    return next(iter(tables.values()))
+
+
+def _ladder(
+    trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
+    seed: int, plots: Path | None, json: str | None, out: Path | None,
+) -> None:  # fmt: skip
+    from simulator.plots import save
+    from simulator.whatif.grid import expand
+    from simulator.whatif.ladder import ladder as climb
+    from simulator.whatif.plots import plot_ladder
+
+    chosen = dict(load_policies(expand(policy), trace)) if policy else None
+    rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
+    emit("sweep", rungs, json, show=RUNGS, out=out)
+    if plots is not None:
+        note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")

@@ -1,0 +1,81 @@
+"""What ``draftsim sweep`` says beside its table: break-even, and what is only estimated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.common.output import note, print_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from simulator.whatif.sweep import Sweep
+
+VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
+
+
+def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
+    """The table of `simulator.whatif.thresholds`, or some points of it where they are many."""
+    from simulator.whatif.thresholds import some_points
+
+    if rows.empty:
+        return
+    shown = some_points(rows)
+    axes = [n for n in VARYING if rows[n].nunique(dropna=False) > 1]
+    columns = ["along", "policy", *axes, "side", "says", "below_1", "adapting", "adapting_most"]
+    print_table(
+        shown.to_dict("records"), columns, "Where speedup is 1, with its interval over prompts"
+    )
+    if len(shown) < len(rows):
+        where = "" if out is None else f" and in {out.stem}.breakeven.parquet"
+        note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")
+
+
+def say_tilt(study: Sweep) -> None:
+    """How wrong tilting to another acceptance was measured to be."""
+    if study.error is None:
+        return
+    note("alpha is tilted: approximate")
+    for error, kind in (
+        (study.error.lengths, "that read no signal"),
+        (study.error.signals, "that read signals"),
+    ):
+        if error.comparisons:
+            note(
+                f"  policies {kind}: speedup off by {error.median:.1%} in the median, "
+                f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between groups of "
+                f"these prompts (i.i.d.: {error.iid_median:.1%} in the median); "
+                f"{error.per_logit:.1%} per unit of logit(alpha)"
+            )
+        else:
+            note(f"  policies {kind}: error not measured, these prompts are too alike")
+
+
+def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
+    """Which acceptance rates lie further off than any that tilting was tried at."""
+    tilted = frame[(frame["source"] == "tilted") & ~frame["tilt_tried"]]
+    if study.error is None or not study.error.lengths.comparisons or tilted.empty:
+        return
+    rates = sorted(set(tilted["alpha_asked"]))
+    asked = ", ".join(f"{r:.3g}" for r in rates if len(rates) < 9) or "see tilt_tried"
+    said = f"{len(rates)} of {frame['alpha_asked'].nunique()} acceptance rates ({asked})"
+    unknown = " and not known where nothing or everything matches"
+    note(
+        f"{said} lie outside the measured range of tilting: tilt_error is extrapolated there"
+        f"{unknown if tilted['tilt_error'].isna().any() else ''}"
+    )
+
+
+def say_outside(frame: pd.DataFrame) -> None:
+    """The row with most passes read outside the measured latencies."""
+    outside = frame[frame["outside"] > 0]
+    if outside.empty:
+        return
+    worst = outside.sort_values(["outside", "context", "batch"], na_position="first").iloc[-1]
+    context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
+    note(
+        f"{len(outside)} of {len(frame)} rows read passes outside the measured cells, by a fitted "
+        f"roofline: most {worst['policy']} at batch {worst['batch']}{context} "
+        f"({worst['outside']:.0%} of its passes); see the column outside"
+    )

@@ -1,0 +1,100 @@
+"""``draftsim validate --batch``: static batches really decoded, against the simulator's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from commands.common.inputs import batch_sizes
+from commands.common.output import note
+from commands.common.quiet import AGAIN, say_machine, with_machine
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+
+BATCH_ARMS = (
+    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "cm-asd", "gammatune",
+    "batch-table", "confidence-freeze",
+)  # fmt: skip
+"""Arms where none is named: per request and per batch, fixed lengths as control."""
+
+
+def batch_check(
+    run: Path,
+    policy: list[str] | None,
+    batch: str,
+    forced: bool = False,
+    repeats: int = 3,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
+) -> pd.DataFrame:
+    """The rows of ``validate --batch``; the measured times are kept in the run folder.
+
+    ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the
+    simulated ones.  A pass is priced as the rectangle that the real decoder runs.
+    """
+    from commands.serve.policies import load_serving_policies
+    from commands.validate.spot_check import spread_over_categories
+    from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
+    from profiler.profile import progress_bar
+    from profiler.recording.run import read_run
+    from simulator.serving.groups import predict_groups
+    from simulator.validation import compare
+    from traces.store.files import read_latency, read_trace
+    from traces.store.measured import MeasuredRuns, write_measured
+
+    info = read_run(run, trust_remote_code)
+    trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
+    batches = batch_sizes("--batch", batch)
+    _check_measured(latency, batches)
+    if limit is not None:
+        trace = trace.select(spread_over_categories(trace, limit))
+    names = list(policy or BATCH_ARMS)
+    if "autoregressive" not in names:
+        names.insert(0, "autoregressive")
+    policies = load_serving_policies(names, trace, latency, "static")
+    predicted, requests = predict_groups(trace, latency, policies, batches)
+    pair = info.load()
+    total = repeats * len(policies) * sum(len(groups_of(len(trace.requests), b)) for b in batches)
+    with progress_bar() as progress:
+        task = progress.add_task("decoding batches for real", total=total)
+        measured = run_batches(
+            pair, trace, [BatchArm(n, p) for n, p in policies.items()], batches=batches,
+            forced=forced, repeats=repeats, advance=lambda: progress.advance(task),
+        )  # fmt: skip
+    rows = compare(predicted, measured.times)
+    rows["rounds_differ"] = [
+        requests_differ(measured.logs[name, size], requests[name, size])
+        for name, size in zip(rows["policy"], rows["batch"], strict=True)
+    ]
+    if outside := sum(frame.attrs["extrapolated"] for frame in requests.values()):
+        note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
+    rows = with_machine(rows, latency, measured.machine)
+    say_machine(latency, measured.machine, AGAIN)
+    meta = {**pair.meta, "machine": measured.machine}
+    write_measured(MeasuredRuns(measured.times, meta), run / "measured_batches.parquet")
+    return rows.sort_values("batch", kind="stable", ignore_index=True)
+
+
+def requests_differ(real: RoundLog, simulated: pd.DataFrame) -> int:
+    """Requests whose rounds, drafted, accepted tokens or draft passes differ in number."""
+    rounds = pd.DataFrame(real.rounds)
+    columns = ["drafted", "accepted", "draft_forwards"]
+    sums = rounds.groupby("request")[columns].sum().reindex(simulated.index, fill_value=0)
+    sums["rounds"] = rounds.groupby("request").size().reindex(simulated.index, fill_value=0)
+    own = simulated[[*columns, "rounds"]]
+    return int((sums[own.columns].to_numpy() != own.to_numpy()).any(axis=1).sum())
+
+
+def _check_measured(latency: LatencyTable, batches: list[int]) -> None:
+    cells = latency.cells
+    own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
+    if not latency.is_constant and max(batches) > (largest := int(own["batch"].max())):
+        raise DraftsimError(
+            f"--batch {max(batches)} is beyond the largest batch measured, {largest}: profile the "
+            f"pair again with --batch 1,...,{max(batches)}"
+        )

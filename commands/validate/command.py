@@ -1,0 +1,186 @@
+"""``draftsim validate``: predictions held against real runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import typer
+
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    MemoryOption,
+    PolicyOption,
+    TrustOption,
+    VerifyOption,
+)
+from commands.common.output import JsonOption, OutOption, emit, say_unjudged
+from commands.common.quiet import QUIETLY
+from commands.common.sources import SourceOption, split_systems
+from commands.engine.options import (
+    AcceptanceOption,
+    CheckedEngineOption,
+    EngineArrivalsOption,
+    LoadOption,
+    RateOption,
+    RequestsOption,
+    SeedOption,
+)
+from commands.validate.spot_check import say_verdict, spot_check
+from traces.errors import DraftsimError
+
+ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
+"""Arms in a real engine where none is named, beside no speculation."""
+
+COPY = "the measured times are kept there, so copy it and name the copy"
+
+
+def validate(
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Run folder of `draftsim profile`.")
+    ] = None,
+    policy: PolicyOption = None,
+    forced: Annotated[
+        bool,
+        typer.Option("--forced", help="Take drafts and verdicts from the trace: tests cost alone."),
+    ] = False,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Use the sampled trace of the run.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts.")] = None,
+    assisted: Annotated[
+        bool, typer.Option(help="Also run transformers' own assisted generation.")
+    ] = True,
+    remeasure: Annotated[
+        bool,
+        typer.Option(
+            "--remeasure",
+            help="Predict from latencies measured again, in turn with the real runs: leaves out "
+            "how the machine has changed since the profile.",
+        ),
+    ] = False,
+    source: SourceOption = None,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(metavar="B,...", help="Decode static batches of these sizes instead."),
+    ] = None,
+    recorded: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead, run nothing: a recording with measured runs (bundled, or a folder of "
+            "one or more that the GPU suite unpacked), and the bounds it keeps; repeatable.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of --recorded: the tables, as Markdown.")
+    ] = None,
+    trust_remote_code: TrustOption = False,
+    engine: CheckedEngineOption = None,
+    trace: AcceptanceOption = DEFAULT_TRACE,
+    load: LoadOption = None,
+    rate: RateOption = None,
+    arrivals: EngineArrivalsOption = None,
+    requests: RequestsOption = 40,
+    seed: SeedOption = 0,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Run policies for real, interleaved, and compare with what was predicted.
+
+    With a lossy --verify rule the predicted seconds price the rounds really decoded; what
+    replay along the recorded text would have said instead, and the quality of the output,
+    stand in further columns.
+
+    With --batch the prompts are decoded in groups, each until its slowest has ended, and
+    compared with the simulator's static batches; profile with the same --batch first.
+
+    With --source the source drafts in place of the draft model; --policy also takes named
+    systems with a source of their own.  Profile with --exit-layers first.
+
+    With --recorded nothing is run: what a GPU measured is held against what its latencies
+    predict, pair by pair, mode, batch and policy.  `drift` is how much slower single passes were
+    beside those runs than when the latencies were measured.
+
+    With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
+    by load and by kind of iteration.  `machine` is how much slower a control load ran than when
+    the engine was measured.
+    """
+    if recorded is not None:
+        from commands.validate.recorded import recorded_check
+
+        if run is not None:
+            raise DraftsimError("--recorded runs nothing: drop --run")
+        recorded_check(recorded, markdown, json, out)
+        return
+    if run is None:
+        raise DraftsimError("name a run folder with --run, or a recording with --recorded")
+    if engine is not None:
+        from commands.engine.check import SHOWN, engine_check, say_kinds
+        from commands.engine.loads import named_loads
+
+        found = engine_check(
+            engine, run, trace, policy or ENGINE_ARMS, named_loads(load, rate, arrivals),
+            requests, repeats, limit, seed,
+        )  # fmt: skip
+        emit("validate", found, json, show=SHOWN, out=out)
+        if json is None:
+            say_kinds(found)
+        return
+    from profiler.recording.folder import only_writer
+
+    if markdown is not None:
+        raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
+    if remeasure and (batch or verify):
+        raise DraftsimError("--remeasure is for lossless runs, one at a time")
+    # Refused now where it may only be read, and not after minutes of decoding.
+    with only_writer(run, COPY) if run.is_dir() else nullcontext():
+        rows = _decoded(
+            run, policy, source, verify, memory, batch, sampled, forced, repeats, limit, assisted,
+            remeasure, trust_remote_code,
+        )  # fmt: skip
+    emit("validate", rows, json, show=[c for c in rows.columns if c not in QUIETLY], out=out)
+    if json is None:
+        say_verdict(rows)
+
+
+def _decoded(
+    run: Path, policy: list[str] | None, source: str | None, verify: str | None,
+    memory: Path | None, batch: str | None, sampled: bool, forced: bool, repeats: int,
+    limit: int | None, assisted: bool, remeasure: bool, trust_remote_code: bool,
+) -> pd.DataFrame:  # fmt: skip
+    """The rows of real runs of the kind that the options ask for."""
+    if source is not None or split_systems(policy)[1]:
+        from commands.validate.sources import source_check
+
+        if batch is not None or verify is not None or memory is not None or sampled or forced:
+            raise DraftsimError(
+                "other draft sources are run greedily, one request at a time: drop --batch, "
+                "--verify, --memory, --sampled and --forced"
+            )
+        return source_check(run, policy, source, repeats, limit, remeasure, trust_remote_code)
+    if batch is not None:
+        from commands.validate.batched import batch_check
+
+        if verify is not None or memory is not None or sampled:
+            raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
+        return batch_check(run, policy, batch, forced, repeats, limit, trust_remote_code)
+    if verify is not None:
+        from commands.validate.lossy import lossy_check
+        from traces.store.files import read_latency
+
+        if forced:
+            raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
+        rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit, trust_remote_code)
+        say_unjudged(read_latency(run / "latency.parquet"))
+        return rows
+    if memory is not None:
+        raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
+    return spot_check(
+        run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
+    )

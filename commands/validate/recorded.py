@@ -1,0 +1,186 @@
+"""``draftsim validate --recorded``: runs measured before, held against their predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from commands.common.output import emit, note, print_table
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.hardware.measured import Bounds
+
+SHOWN = (
+    "pair", "mode", "batch", "policy", "predicted_s", "measured_s", "error", "spread", "drift",
+    "rounds_differ",
+)  # fmt: skip
+ALL = "all"
+
+
+def recorded_check(
+    names: Sequence[str], markdown: Path | None, json: str | None, out: Path | None = None
+) -> None:
+    """Print predicted | measured | error | spread of the recordings, and the bounds kept.
+
+    ``names``: bundled recordings, folders of one, or folders of several.  Nothing is run.
+
+    Folders that cannot be predicted, for want of a table or of cells in it, are named and left
+    out.
+
+    Raises
+    ------
+    DraftsimError
+        If there are no measured runs under a name, or nothing can be predicted.
+    """
+    folders = dict.fromkeys(folder for name in names for folder in recorded_folders(name))
+    parts, skipped = [], {}
+    for folder in folders:
+        try:
+            parts.append(recorded_rows(folder))
+        except DraftsimError as error:
+            skipped[folder.name] = str(error)
+    for name, why in skipped.items():
+        note(f"left out {name}: {why}")
+    if not parts:
+        raise DraftsimError(
+            f"--recorded: none of {len(folders)} recordings can be predicted: measure their "
+            "latencies in the stage that lacks them, and unpack again"
+        )
+    kept = bounds_of(parts)
+    rows = pd.concat(parts, ignore_index=True)
+    shown = [formatted(row) for row in rows[list(SHOWN)].to_dict("records")]
+    said = [bounds_row(name, one) for name, one in kept.items()]
+    remarks = remarks_on(parts)
+
+    def printed() -> None:
+        print_table(shown)
+        print_table(said)
+        for remark in remarks:
+            print(remark)
+
+    more = {
+        "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,
+        "skipped": [{"recording": name, "why": why} for name, why in skipped.items()],
+    }  # fmt: skip
+    emit("validate", rows, json, more=more, out=out, printed=printed)
+    if markdown is not None:
+        lines = "".join(f"\n* {remark}" for remark in remarks)
+        tables = f"{markdown_table(shown)}\n{markdown_table(said)}"
+        _write(markdown, f"{tables}{lines}\n" if lines else tables)
+        note(f"wrote {markdown}")
+
+
+def recorded_folders(name: str) -> list[Path]:
+    """The recordings with measured runs that `name` stands for."""
+    from traces.store.recordings import BUNDLED
+
+    path = Path(name)
+    for place in ([BUNDLED / path] if len(path.parts) == 1 else []) + [path]:
+        if (place / "measured.parquet").is_file():
+            return [place]
+        if inside := sorted(file.parent for file in place.glob("*/measured.parquet")):
+            return inside
+    bundled = sorted(file.parent.name for file in BUNDLED.glob("*/measured.parquet"))
+    raise DraftsimError(
+        f"--recorded {name}: no measured runs there: name a folder that `python -m profiler.suite "
+        f"unpack` wrote, or a bundled recording ({', '.join(bundled) or 'none has measured runs'})"
+    )
+
+
+def recorded_rows(folder: Path) -> pd.DataFrame:
+    """`simulator.hardware.check_recording`, with pair, mode and the drift beside each row."""
+    from simulator.hardware.measured import anchor_drift, check_recording
+    from traces.store.files import read_latency
+
+    meta = read_latency(folder / "latency.parquet").meta
+    rows, drift = check_recording(folder), anchor_drift(folder)
+    rows.insert(0, "pair", str(meta.get("pair", folder.name)))
+    rows.insert(1, "mode", str(meta.get("mode", "-")))
+    rows["drift"] = [drift.get(batch, float("nan")) for batch in rows["batch"]]
+    rows.attrs["meta"] = meta
+    return rows
+
+
+def remarks_on(parts: Sequence[pd.DataFrame]) -> list[str]:
+    """What the figures are of: each mode's kernels, the libraries' versions, and the batches'."""
+    kernels, versions = {}, {}
+    for rows in parts:
+        meta = rows.attrs["meta"]
+        if meta.get("kernels"):
+            kernels[rows["mode"].iloc[0]] = meta["kernels"]
+        about = [f"{name} {v}" for name, v in sorted(meta.get("versions", {}).items())]
+        if about:
+            versions[f"{meta.get('device', 'measured')}: {', '.join(about)}"] = True
+    said = [f"{mode}: {text}" for mode, text in sorted(kernels.items())]
+    said += versions
+    if any((rows["batch"] > 1).any() for rows in parts):
+        said.append(
+            "batches: verification is a padded rectangle, as wide as the longest draft; an "
+            "engine's is ragged.  Eager batches copy or pack heads, by the version of transformers"
+        )
+    return said
+
+
+def bounds_of(parts: Sequence[pd.DataFrame]) -> dict[str, Bounds]:
+    """The bounds of every recording by pair and mode, and of all of them."""
+    from simulator.hardware.measured import bounds
+
+    kept = {f"{p['pair'].iloc[0]}, {p['mode'].iloc[0]}": bounds([p]) for p in parts}
+    return {**kept, ALL: bounds(parts)}
+
+
+def bounds_row(name: str, kept: Bounds) -> dict[str, str]:
+    """One line of the table of bounds."""
+    met = {what: "met" if good else "MISSED" for what, good in kept.met.items()}
+    return {
+        "recording": name,
+        "arms": str(kept.rows),
+        "median |error|": f"{kept.median_error:.1%} {met['median']}",
+        "without drift": f"{kept.undrifted_error:.1%}",
+        "worst": f"{kept.worst_error:+.1%} ({kept.worst_policy}) {met['worst']}",
+        "misranked": f"{kept.misranked} of {kept.ranked_pairs} {met['ranking']}",
+        "wrong side of 1x": f"{kept.wrong_sign} of {kept.sign_arms} {met['sign']}",
+    }
+
+
+def formatted(row: Mapping[Any, Any]) -> dict[str, str]:
+    """The cells of a row as a README has them: seconds, and signed percent."""
+    text = {}
+    for name, value in row.items():
+        if isinstance(value, float) and math.isnan(value):
+            text[name.removesuffix("_s")] = "–"
+        elif name in ("error", "drift"):
+            text[name] = f"{100 * value:+.1f} %"
+        elif name == "spread":
+            text[name] = f"{100 * value:.1f} %"
+        elif name.endswith("_s"):
+            text[name.removesuffix("_s")] = f"{value:.4g}"
+        else:
+            text[name] = str(value)
+    return text
+
+
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """The rows as a Markdown table, the first one's keys as its head."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _plain(item: tuple[str, Bounds]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    name, kept = item
+    return {"recording": name, **asdict(kept), "met": kept.met}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise DraftsimError(f"cannot write --markdown {path}: {error.strerror}") from None

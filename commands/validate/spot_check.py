@@ -1,0 +1,178 @@
+"""One stream really decoded under every policy, against what the recording predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from commands.common.inputs import load_policies, replay_all, say_left_out
+from commands.common.output import note
+from commands.common.quiet import say_machine, with_machine
+from commands.common.ranking import is_unfitted, named
+
+if TYPE_CHECKING:
+    from profiler.models.loading import Pair
+    from traces.acceptance.trace import Trace
+    from traces.replay.rounds import RoundLog
+
+ARMS = (
+    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "fixed:gamma=8", "confidence",
+    "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
+    "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
+)  # fmt: skip
+"""Arms of a spot check where none is named: every policy family, fixed lengths as control."""
+
+ASSISTED = {
+    "constant": (
+        "confidence:roc_update=in_call",
+        {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant",
+         "assistant_confidence_threshold": 0.4},
+    ),
+    "heuristic": (
+        "hf-heuristic:gamma=5,gamma_max=none",
+        {"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic_transient",
+         "assistant_confidence_threshold": 0.0},
+    ),
+}  # fmt: skip
+"""transformers' schedules: the policy that replays each, and its generation settings."""
+
+
+REMEDY = "predict from latencies measured between the runs, with --remeasure"
+
+
+def spot_check(
+    run: Path,
+    policy: list[str] | None = None,
+    forced: bool = False,
+    sampled: bool = False,
+    repeats: int = 3,
+    limit: int | None = None,
+    assisted: bool = True,
+    remeasure: bool = False,
+    trust_remote_code: bool = False,
+) -> pd.DataFrame:
+    """The rows of `validate`; the measured times are kept in the run folder.
+
+    With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
+    predicted from them, and the column `profile_error` is the error of the run's own table.
+    That second table is kept in the run folder (`commands.validate.remeasure.CHECKED`).
+    """
+    from commands.validate.remeasure import Remeasured
+    from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+    from profiler.models.seq2seq_settings import is_seq2seq
+    from profiler.profile import progress_bar
+    from profiler.recording.run import read_run
+    from simulator.pricing import price
+    from simulator.validation import compare
+    from traces.store.files import read_latency, read_trace
+    from traces.store.measured import MeasuredRuns, write_measured
+
+    info = read_run(run, trust_remote_code)
+    trace = read_trace(run / ("sampled.parquet" if sampled else "trace.parquet"))
+    latency = read_latency(run / "latency.parquet")
+    if limit is not None:
+        trace = trace.select(spread_over_categories(trace, limit))
+    chosen = named(load_policies(policy or list(ARMS), trace))
+    if not policy:
+        lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
+        say_left_out(lacking, trace.signals)
+        chosen = [(n, p) for n, p in chosen if n not in lacking]
+    for name in (n for n, p in chosen if is_unfitted(p)):
+        note(f"{name} runs unfitted: with the estimates and the rate it comes with")
+    if "autoregressive" not in dict(chosen):
+        chosen = load_policies(["autoregressive"], trace) + chosen
+    replayed = {log.policy: log for log in replay_all(trace, chosen)}
+    pair = info.load()
+    total = repeats * len(trace.requests) * len(chosen)
+    again = Remeasured(pair, total) if remeasure else None
+    with progress_bar() as progress:
+        task = progress.add_task("decoding for real", total=total)
+
+        def advance() -> None:
+            progress.advance(task)
+            if again is not None:
+                again.advance()
+
+        measured = run_arms(
+            pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
+            advance=advance,
+        )  # fmt: skip
+        logs = list(replayed.values())
+        if again is not None:
+            rows = again.compare(logs, measured.times, latency, run)
+        else:
+            rows = compare([price(log, latency) for log in logs], measured.times)
+        rows = with_machine(rows, latency, measured.machine)
+        # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
+        if trace.temperature == 0:
+            rows["rounds_differ"] = [
+                rounds_differ(measured.logs[name], replayed[name]) for name in rows["policy"]
+            ]
+            # With encoder-decoders transformers 5.23 drafts otherwise than the draft model would.
+            if assisted and not forced and not is_seq2seq(pair.target):
+                rows = pd.concat([rows, _assisted_rows(pair, trace, progress)], ignore_index=True)
+    say_machine(latency, measured.machine, None if remeasure else REMEDY)
+    meta = {**pair.meta, "machine": measured.machine}
+    write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
+    return rows
+
+
+def _assisted_rows(pair: Pair, trace: Trace, progress: Any) -> pd.DataFrame:
+    """transformers' assisted generation: its target passes against the replayed rounds."""
+    import torch
+
+    from profiler.checks.spot_check import assisted_generation
+
+    rows = []
+    for schedule, (text, settings) in ASSISTED.items():
+        log: RoundLog = replay_all(trace, load_policies([text], trace), first=0)[0]
+        expected = log.per_request([1] * len(log))
+        task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
+        seconds, differ = 0.0, 0
+        for i, request in enumerate(trace.requests):
+            prompt = torch.tensor(request.prompt_ids, device=pair.device)
+            _, passes, wall = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
+            differ += abs(passes - int(expected[i]))
+            seconds += wall
+            progress.advance(task)
+        rows.append(
+            {
+                "policy": f"transformers {schedule}", "verify": "exact", "batch": 1,
+                "forced": False, "predicted_s": None, "measured_s": seconds, "error": None,
+                "spread": None, "rounds_differ": differ, "speedup_error": None,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def say_verdict(rows: pd.DataFrame) -> None:
+    """What the comparison amounts to, in words."""
+    from simulator.validation import verdict
+
+    priced = rows.dropna(subset=["predicted_s"])
+    said = verdict(priced)
+    note(
+        f"{int(rows['rounds_differ'].sum())} differing rounds; "
+        f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "
+        f"({said.worst_policy}), of the speedups {priced['speedup_error'].abs().median():.1%}; "
+        f"{len(said.misranked)} of {said.ranked_pairs} clearly different pairs misranked, "
+        f"{len(said.wrong_sign)} of {said.sign_arms} on the wrong side of 1x"
+    )
+    if "profile_error" in priced:
+        note(
+            "predicted from latencies measured between the real runs; from those of the profile "
+            f"before them the median |error| is {priced['profile_error'].abs().median():.1%}"
+        )
+
+
+def spread_over_categories(trace: Trace, limit: int) -> list[int]:
+    """`limit` request indices, in turn from each category."""
+    groups: dict[str, list[int]] = {}
+    for i, request in enumerate(trace.requests):
+        groups.setdefault(request.category, []).append(i)
+    order = sorted(
+        range(len(trace.requests)), key=lambda i: groups[trace.requests[i].category].index(i)
+    )
+    return sorted(order[:limit])

@@ -1,0 +1,1 @@
+"""Policies that decide once for a whole batch."""

@@ -1,0 +1,143 @@
+"""SGLang's adaptive draft length: tiers by batch size, an average with hysteresis."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from policies.batch.base import KeptInStep
+from policies.core import Load, Round
+from policies.parameters import whole
+
+_DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
+    "1": {"candidate_steps": [1, 3, 5, 7], "down_hysteresis": -0.25},
+    "8": {"candidate_steps": [0, 1, 3], "down_hysteresis": 0.0},
+    "32": {"candidate_steps": [0, 1], "down_hysteresis": 0.0},
+    "64": {"candidate_steps": [0], "down_hysteresis": 0.0},
+}
+_SETTINGS = {
+    "ema_alpha": 0.2,
+    "update_interval": 5,
+    "warmup_batches": 10,
+    "down_hysteresis": -0.25,
+    "up_hysteresis": 0.0,
+    "ceiling_coeff": 0.0,
+}
+
+
+class SGLangAdaptive(KeptInStep):
+    """Steps per batch-size slot from an average of accepted drafts (SGLang 0.5.23).
+
+    srt/speculative/adaptive_spec_params.py: each slot keeps e <- 0.8 e + 0.2 (mean accepted
+    drafts, no bonus), starting at steps - 1; after 10 iterations, every 5th moves to
+    a neighbouring candidate: down while e <= previous - 0.5 + down_hysteresis, otherwise
+    up while e > current - 0.5 + up_hysteresis; from 0 steps always one up, as a probe.
+    All sequences share the number of steps.  Reads no signal.
+
+    Parameters
+    ----------
+    config:
+        As SGLang's configuration file: ``{"batch size": {"candidate_steps": [...], ...}}``,
+        each slot serving batches from its size on; settings (``ema_alpha``,
+        ``update_interval``, ``warmup_batches``, ``up_hysteresis``, ``down_hysteresis``,
+        ``ceiling_coeff``) per slot or beside the slots for all.  None: SGLang's default.
+    initial_steps:
+        Where a slot starts if this is one of its candidates; else at the middle one.
+    graph_batches:
+        Captured CUDA-graph batch sizes, to the next of which a batch is padded before its
+        slot is looked up; None: no padding.
+    in_step:
+        Whether the draft model reads along at 0 steps, as SGLang's does (`KeptInStep`).
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        initial_steps: int = 3,
+        graph_batches: Sequence[int] | None = None,
+        in_step: bool = True,
+    ) -> None:
+        whole("initial_steps", initial_steps, 0)
+        self.config = config
+        self.initial_steps = initial_steps
+        self.graph_batches = graph_batches
+        chosen = _DEFAULT_CONFIG if config is None else config
+        common = {k: v for k, v in chosen.items() if k in _SETTINGS}
+        if unknown := [k for k in chosen if k not in _SETTINGS and not k.isdigit()]:
+            raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
+        slots = {int(k): v for k, v in chosen.items() if k.isdigit()}
+        if not slots:
+            raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
+        self._slots = {
+            size: _Slot(size, {**_SETTINGS, **common, **slots[size]}, initial_steps)
+            for size in sorted(slots)
+        }
+        self._slot = next(iter(self._slots.values()))
+        super().__init__(max(slot.candidates[-1] for slot in self._slots.values()), in_step)
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        batch = loads[0].batch
+        if self.graph_batches:
+            sizes = sorted(self.graph_batches)
+            i = bisect_left(sizes, batch)
+            batch = sizes[i] if i < len(sizes) else batch
+        below = [size for size in self._slots if size <= batch]
+        self._slot = self._slots[below[-1] if below else next(iter(self._slots))]
+        return self._slot.steps
+
+    def observe(self, outcomes: Sequence[Round]) -> None:
+        if outcomes:
+            self._slot.update(sum(o.accepted for o in outcomes) / len(outcomes))
+
+
+class _Slot:
+    """One batch-size slot: its candidates, its average and its current number of steps."""
+
+    def __init__(self, size: int, settings: Mapping[str, Any], initial_steps: int) -> None:
+        steps = settings.get("candidate_steps")
+        if not steps or not isinstance(steps, list | tuple):
+            raise ValueError(f"config slot {size}: candidate_steps is {steps!r}, expected a list")
+        for step in steps:
+            whole(f"config slot {size}: candidate_steps", step, 0)
+        self.candidates: list[int] = sorted(set(steps))
+        middle = self.candidates[len(self.candidates) // 2]
+        self.steps: int = initial_steps if initial_steps in self.candidates else middle
+        self.average = float(self.steps - 1)
+        self._settings = settings
+        self._batches = 0
+
+    def update(self, accepted: float) -> None:
+        """Take in an iteration's mean accepted drafts and maybe change the steps."""
+        s = self._settings
+        if self.steps > 0:
+            self.average += s["ema_alpha"] * (accepted - self.average)
+        self._batches += 1
+        since = self._batches - s["warmup_batches"]
+        if since > 0 and since % s["update_interval"] == 0:
+            self.steps = self._choose()
+
+    def _choose(self) -> int:
+        s, candidates = self._settings, self.candidates
+        start = i = candidates.index(self.steps)
+        if self.steps == 0:
+            probe = candidates[min(i + 1, len(candidates) - 1)]
+            if probe > 0 and self.average < 0:
+                self.average = float(probe - 1)
+            return probe
+        while i > 0:
+            below = candidates[i - 1]
+            if self.average > (below - 0.5 if below else 0.5) + s["down_hysteresis"]:
+                break
+            i -= 1
+        if i == start:
+            while i < len(candidates) - 1:
+                if self.average <= candidates[i] - 0.5 + s["up_hysteresis"]:
+                    break
+                i += 1
+        if s["ceiling_coeff"] > 0 and i <= start:
+            ceiling = max(1, math.ceil(self.average * s["ceiling_coeff"]))
+            while i > 0 and candidates[i] > ceiling:
+                i -= 1
+        return candidates[i]

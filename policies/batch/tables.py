@@ -1,0 +1,185 @@
+"""Draft lengths looked up by batch size: vLLM's table and its older switch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from policies.batch.base import KeptInStep
+from policies.core import Load
+from policies.parameters import flag, whole
+
+_DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
+
+
+class BatchTable(KeptInStep):
+    """K by concurrency (vLLM ``num_speculative_tokens_per_batch_size``).
+
+    Rows are ``[lo, hi, K]``, batch sizes lo to hi inclusive.  The first row must start at
+    1; a batch size in a gap has the K of the row before it, and one past the last row
+    that row's.  A request whose prompt shares the iteration counts as one that decodes does,
+    as in vLLM's scheduler (``dynamic_sd_lookup[len(num_scheduled_tokens)]``).  Reads no signal.
+
+    Rows may instead be ``[lo, hi, context_lo, context_hi, K]`` (mean cached tokens per
+    sequence, inclusive), read in the same way: among rows of the batch range, the last
+    that starts at or below the context.
+
+    The default table is ours; `draftsim tune` writes one from a profile.
+
+    Parameters
+    ----------
+    table:
+        The rows.
+    in_step:
+        Whether the draft model reads along at K = 0, as vLLM's does (`KeptInStep`).
+    """
+
+    def __init__(
+        self, table: Sequence[Sequence[int]] = _DEFAULT_TABLE, in_step: bool = True
+    ) -> None:
+        self.table = table
+        self._ranges = _checked(table)
+        super().__init__(max(row[-1] for row in table), in_step)
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        batch = running(loads)
+        rows = self._ranges[0][1]
+        for start, candidates in self._ranges:
+            if start > batch:
+                break
+            rows = candidates
+        if len(rows) == 1:
+            return rows[0][1]
+        context = sum(load.context for load in loads) / len(loads)
+        length = rows[0][1]
+        for start, k in rows:
+            if start > context:
+                break
+            length = k
+        return length
+
+
+def _checked(table: Sequence[Sequence[int]]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """[(first batch size, [(first context, K), ...]), ...] in rising order."""
+    if not table:
+        raise ValueError("table is empty, expected rows [lo, hi, K]")
+    widths = {len(row) for row in table}
+    if widths not in ({3}, {5}):
+        raise ValueError(
+            "table rows must all be [lo, hi, K] or all [lo, hi, context_lo, context_hi, K], "
+            f"got lengths {sorted(widths)}"
+        )
+    ranges: list[tuple[int, list[tuple[int, int]]]] = []
+    previous = (0, 0)
+    context_end = -1
+    for row in table:
+        low, high, k = row[0], row[1], row[-1]
+        for value in row:
+            whole(f"table row {list(row)}", value, 0)
+        if low > high:
+            raise ValueError(f"table row {list(row)}: batch range {low}..{high} is empty")
+        if not ranges and low != 1:
+            raise ValueError(f"table must start at batch size 1, its first row is {list(row)}")
+        start = row[2] if len(row) == 5 else 0
+        if (low, high) == previous and len(row) == 5:
+            if start <= context_end:
+                raise ValueError(f"table row {list(row)}: its contexts overlap the row before")
+            ranges[-1][1].append((start, k))
+        elif low <= previous[1]:
+            raise ValueError(
+                f"table row {list(row)}: batch size {low} overlaps or precedes the row before, "
+                f"which ends at {previous[1]}"
+            )
+        else:
+            ranges.append((low, [(start, k)]))
+        if len(row) == 5:
+            if row[2] > row[3]:
+                raise ValueError(f"table row {list(row)}: contexts {row[2]}..{row[3]} are empty")
+            context_end = row[3]
+        previous = (low, high)
+    return ranges
+
+
+class SwitchedOff(KeptInStep):
+    """Speculation is switched off for requests, for good, as vLLM v0's worker does.
+
+    spec_decode/spec_decode_worker.py: a step that plans no drafts sets the number of drafts of
+    every request in it to 0, and nothing ever sets it back.  Such a step skips the draft model.
+    A step that could draft, but whose requests are all switched off, runs it once, so that its
+    cache stays in step (`KeptInStep`).
+
+    Parameters
+    ----------
+    longest, in_step:
+        Of `KeptInStep`.
+    forever:
+        False: a K of 0 is the step's alone, and the draft model rests in it.
+    """
+
+    def __init__(self, longest: int, forever: bool, in_step: bool) -> None:
+        super().__init__(longest, in_step)
+        flag("forever", forever)
+        self.forever = forever
+        self._off: set[Hashable] = set()
+
+    def resting(self, queue: int) -> bool:
+        """Whether nothing is drafted this step, whatever `plan` would say, at so many requests."""
+        del queue
+        return False
+
+    def switched(self, queue: int) -> None:
+        """Called where `plan` gave 0, with the requests that were running."""
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        queue = running(loads)
+        self._verified = 0
+        if not self.forever:
+            self._verified = self.plan(loads)
+        elif self.resting(queue):
+            self._off.update(requests)
+        elif self._off.issuperset(requests):
+            return [int(self.in_step)] * len(requests)
+        else:
+            self._verified = self.plan(loads)
+            if not self._verified:
+                self._off.update(requests)
+                self.switched(queue)
+        return [0 if request in self._off else self._verified for request in requests]
+
+
+def running(loads: Sequence[Load]) -> int:
+    """Requests of an iteration: those that decode, and those whose prompts share it."""
+    return loads[0].batch + loads[0].prefilling
+
+
+class DisableByBatchSize(SwitchedOff):
+    """No speculation at `threshold` running requests or more (vLLM v0 ``disable_by_batch_size``).
+
+    Reads no signal.  In v0 every request of such a batch lost speculation for good, not
+    just for the step: with ``forever`` the requests are remembered by the ids that
+    `plan_each` receives (`SwitchedOff`).  An engine that calls `plan` alone sees the step's
+    decision.
+
+    Parameters
+    ----------
+    gamma:
+        Draft length below the threshold.
+    threshold:
+        Running requests from which on nothing is drafted; 32 is ours.
+    forever, in_step:
+        Of `SwitchedOff`.
+    """
+
+    def __init__(
+        self, gamma: int = 5, threshold: int = 32, forever: bool = True, in_step: bool = True
+    ) -> None:
+        whole("gamma", gamma, 0)
+        whole("threshold", threshold, 1)
+        super().__init__(gamma, forever, in_step)
+        self.gamma = gamma
+        self.threshold = threshold
+
+    def resting(self, queue: int) -> bool:
+        return queue >= self.threshold
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        return 0 if self.resting(running(loads)) else self.gamma

@@ -1,0 +1,180 @@
+"""Verification rules: how many of the drafted tokens the target lets stand.
+
+A rule sees one round at a time: the drafted tokens and, for each, what the target says
+at that position.  It is the same object whether those scores come from a recording or
+from a real target.  This module holds the abstraction and the two lossless rules;
+`policies.rules.threshold` and `policies.rules.context` hold the lossy ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.guard import SCORES as SCORES  # noqa: PLC0414
+
+R = TypeVar("R", bound="VerifyRule")
+
+
+class TargetScore(Protocol):
+    """What the target says at a drafted position, given the tokens drafted before it.
+
+    Logits are raw: no temperature, no processing.
+    """
+
+    @property
+    def match(self) -> bool:
+        """The lossless verdict on the drafted token.
+
+        Greedy: whether it is the target's argmax.  Sampling: the outcome of rejection
+        sampling's coin, drawn by whoever provides the score.
+        """
+        ...
+
+    @property
+    def token(self) -> int:
+        """The target's argmax."""
+        ...
+
+    @property
+    def top1(self) -> float:
+        """Largest logit."""
+        ...
+
+    @property
+    def top2(self) -> float:
+        """Second largest logit."""
+        ...
+
+    @property
+    def logsumexp(self) -> float:
+        """Log-sum-exp of the logits, so that ``logit - logsumexp`` is a log-probability."""
+        ...
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the target's full distribution at T = 1, in nats."""
+        ...
+
+    @property
+    def draft_logit(self) -> float:
+        """Logit of the drafted token."""
+        ...
+
+    @property
+    def draft_rank(self) -> int:
+        """Tokens with a larger logit than the drafted one: 0 is the argmax."""
+        ...
+
+
+class VerifyRule(ABC):
+    """Decides how many drafted tokens are accepted.  Subclass it and define `accept`.
+
+    An instance is a prototype: a run copies it once (`fresh`) and uses the copy for all
+    its requests, in order, so state such as a correction memory grows over the run and
+    two runs never share it.
+    """
+
+    lossless: ClassVar[bool] = False
+    """Whether the output is the target's own: then `accept` is the leading matches."""
+    reads: tuple[str, ...] = ()
+    """Draft signals the rule reads, of `policies.core.SIGNALS`.
+
+    They are read once a round, together with the verdicts, so unlike a length policy's
+    they cost no wait per drafted token.
+    """
+    needs: tuple[str, ...] = ("match",)
+    """Target scores the rule reads, of `SCORES`."""
+    look_ahead: int = 0
+    """Later tokens of the draft that the verdict on a token may depend on."""
+
+    @abstractmethod
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        """Leading tokens of `draft` that are accepted.
+
+        ``draft``: `policies.core.DraftToken`, ``scores``: `TargetScore`, equally many.
+        The target's own token follows the accepted ones: a correction, or the bonus.
+        """
+
+    def begin_run(  # noqa: B027
+        self, vocab_size: int | None, temperature: float, top_p: float = 1.0
+    ) -> None:
+        """Called once before a run with what the rule may need to know about it.
+
+        ``temperature`` is the sampling temperature, 0 for greedy; below 1, ``top_p`` is the
+        share of the probability that the draft's and the target's distributions were cut to.
+        Raises ValueError if the rule cannot run under these.
+        """
+
+    def end_request(self) -> None:  # noqa: B027
+        """Called after every request of a run."""
+
+    def fresh(self: R) -> R:
+        """An independent copy for one run."""
+        return copy.deepcopy(self)
+
+
+class TokenRule(VerifyRule):
+    """A rule that judges token by token; the first refusal ends the round."""
+
+    @abstractmethod
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether this drafted token stands, given that all before it did."""
+
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        """Leading tokens that `accepts` lets stand."""
+        for i, (token, score) in enumerate(zip(draft, scores, strict=True)):
+            if not self.accepts(token, score):
+                return i
+        return len(draft)
+
+
+class ExactMatch(TokenRule):
+    """Greedy verification: a drafted token stands if it is the target's argmax."""
+
+    lossless = True
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the token is the target's argmax."""
+        return bool(score.match)
+
+
+class RejectionSampling(TokenRule):
+    """Lossless speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+    The coin is part of the score (`TargetScore.match`): a recording carries it, and a
+    decoder that runs real models draws it with `acceptance_probability`.  At temperature
+    0 it degenerates to `ExactMatch`.
+    """
+
+    lossless = True
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the coin fell for the token."""
+        return bool(score.match)
+
+
+def acceptance_probability(target_prob: float, draft_prob: float) -> float:
+    """min(1, target / draft) of the drafted token (Leviathan et al., 2211.17192, Alg. 1)."""
+    if draft_prob <= 0:
+        raise ValueError(f"draft_prob is {draft_prob}, expected > 0: the draft proposed the token")
+    return min(1.0, target_prob / draft_prob)
+
+
+def residual(
+    target_probs: npt.NDArray[np.floating[Any]], draft_probs: npt.NDArray[np.floating[Any]]
+) -> npt.NDArray[np.float64]:
+    """The distribution a rejected token is replaced from: (target - draft)+, normalised.
+
+    Shapes (..., vocab), all alike.  Where the two agree nothing is ever rejected, and
+    the target's own distribution is returned.
+    """
+    target = np.asarray(target_probs, np.float64)
+    excess = np.maximum(target - draft_probs, 0.0)
+    mass = excess.sum(-1, keepdims=True)
+    return np.where(mass > 0, excess / np.where(mass > 0, mass, 1.0), target)

@@ -1,0 +1,164 @@
+"""Lossy rules that look beyond the token at hand: at past corrections, or further ahead."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from policies.confidence import known_vocabulary
+from policies.parameters import flag, whole, within
+from policies.rules.base import TokenRule, VerifyRule
+from policies.rules.memory import OnlineCorrectionMemory
+from policies.rules.threshold import ratio
+
+
+class CSD(TokenRule):
+    """Calibrated Speculative Decoding (2604.13634): rescue familiar, plausible mismatches.
+
+    A mismatch (d, t*) stands if the pair was corrected more than `threshold` times
+    before (Online Correction Memory) and ``z(d) - z(t*) >= log tau`` on the target's raw
+    logits (Semantic Consistency Gating).
+
+    Parameters
+    ----------
+    threshold:
+        lambda: the pair's count must exceed it; infinity makes the rule exact.
+    tau:
+        Of the gate, a probability ratio in (0, 1].
+    use_memory, use_gate:
+        Switch one of the two tests off, for the paper's ablation.
+    count_first:
+        Whether a mismatch is counted before it is tested.  The paper leaves the order
+        open; the default tests first.
+    count_rescued:
+        Whether a rescued mismatch is counted as well.
+    capacity:
+        Bound on the memory's pairs (see `OnlineCorrectionMemory`); None for no bound.
+    memory:
+        A calibrated memory, or the file of one; None starts empty.  It keeps its own
+        capacity.
+
+    Attributes
+    ----------
+    table:
+        The memory in use.  It depends on the order of the requests, which is therefore
+        part of a run.
+    """
+
+    reads: tuple[str, ...] = ("token_id",)
+    needs: tuple[str, ...] = ("match", "token", "top1", "draft_logit")
+
+    def __init__(
+        self,
+        threshold: float = 6,
+        tau: float = 0.01,
+        use_memory: bool = True,
+        use_gate: bool = True,
+        count_first: bool = False,
+        count_rescued: bool = False,
+        capacity: int | None = None,
+        memory: OnlineCorrectionMemory | str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not threshold >= 0:
+            raise ValueError(f"threshold is {threshold}, expected >= 0")
+        ratio("tau", tau)
+        for name, value in (
+            ("use_memory", use_memory), ("use_gate", use_gate),
+            ("count_first", count_first), ("count_rescued", count_rescued),
+        ):  # fmt: skip
+            flag(name, value)
+        if not (use_memory or use_gate):
+            raise ValueError(
+                "use_memory and use_gate are both off, which would accept every token: leave one on"
+            )
+        self.threshold = threshold
+        self.tau = tau
+        self.use_memory = use_memory
+        self.use_gate = use_gate
+        self.count_first = count_first
+        self.count_rescued = count_rescued
+        self.capacity = capacity
+        self.memory = memory
+        if memory is None:
+            self.table = OnlineCorrectionMemory(capacity)
+        elif isinstance(memory, OnlineCorrectionMemory):
+            self.table = memory
+        else:
+            self.table = OnlineCorrectionMemory.load(memory)
+        if not use_memory:
+            self.reads, self.needs = (), ("match", "top1", "draft_logit")
+        elif not use_gate:
+            self.needs = ("match", "token")
+
+    def with_memory(self, memory: OnlineCorrectionMemory) -> CSD:
+        """The same rule, starting from `memory`."""
+        names = ("threshold", "tau", "use_memory", "use_gate", "count_first", "count_rescued")
+        return CSD(**{name: getattr(self, name) for name in names}, memory=memory)
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the token matches, or its mismatch is rescued; counts what it must."""
+        if score.match:
+            return True
+        plausible = not self.use_gate or score.draft_logit - score.top1 >= math.log(self.tau)
+        if not self.use_memory:
+            return bool(plausible)
+        pair = (token.token_id, score.token)
+        rescued = plausible and self.table.count(*pair) + self.count_first > self.threshold
+        if self.count_rescued or not rescued:
+            self.table.add(*pair)
+        return bool(rescued)
+
+    def end_request(self) -> None:
+        """Note the memory's size."""
+        self.table.end_request()
+
+
+class FLy(VerifyRule):
+    """FLy (2511.22972): forgive a mismatch where the target is unsure and agreement returns.
+
+    A mismatch stands if the target's entropy there, normalised by log |V|, is at least
+    `entropy_threshold` and the next `window` drafted tokens all match; without a full
+    window in the draft it is rejected, so a draft needs more than `window` tokens.
+
+    Parameters
+    ----------
+    entropy_threshold, window:
+        The paper's 0.3 and 6.
+    vocab_size:
+        |V|; None takes the run's.
+
+    vLLM's implementation gates on the entropy of the three most probable tokens instead,
+    unnormalised; the third probability is not among the target scores, so only the
+    paper's form is offered.
+    """
+
+    needs = ("match", "entropy")
+
+    def __init__(
+        self, entropy_threshold: float = 0.3, window: int = 6, vocab_size: int | None = None
+    ) -> None:
+        within("entropy_threshold", entropy_threshold, 0)
+        whole("window", window, 0)
+        whole("vocab_size", vocab_size, 2, none=True)
+        self.entropy_threshold = entropy_threshold
+        self.window = window
+        self.vocab_size = vocab_size
+        self.look_ahead = window
+
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
+        """Take the run's vocabulary size where none was given."""
+        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
+
+    def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
+        """Leading tokens up to the first mismatch that is not forgiven."""
+        most = math.log(known_vocabulary(self.vocab_size, None, type(self).__name__))
+        for i, score in enumerate(scores):
+            if score.match:
+                continue
+            ahead = scores[i + 1 : i + 1 + self.window]
+            unsure = score.entropy >= self.entropy_threshold * most
+            if not (unsure and len(ahead) == self.window and all(s.match for s in ahead)):
+                return i
+        return len(draft)

@@ -1,0 +1,212 @@
+"""Lossy rules that compare one number per drafted token with a threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from policies.confidence import (
+    EQUAL_WEIGHTS,
+    EntropySign,
+    cmasd_confidence,
+    known_vocabulary,
+)
+from policies.parameters import one_of, whole, within
+from policies.rules.base import TokenRule
+
+
+def ratio(name: str, value: float) -> None:
+    """Require a number in (0, 1]."""
+    within(name, value, 0, 1)
+    if value == 0:
+        raise ValueError(f"{name} is {value}, expected above 0 and at most 1")
+
+
+class SpecVerification(TokenRule):
+    """Spec-Verification (Xia et al., 2203.16487): top-`beta`, and within `tau` of the best.
+
+    Parameters
+    ----------
+    beta:
+        The token must be among the target's `beta` best.
+    tau:
+        Largest gap to the best token's logit, which is also the gap in log-probability.
+
+    The released code defaults to ``beta=1, tau=0``, which is `ExactMatch`; the defaults
+    here are those of its published script.
+    """
+
+    needs = ("top1", "draft_logit", "draft_rank")
+
+    def __init__(self, beta: int = 5, tau: float = 3.0) -> None:
+        whole("beta", beta, 1)
+        within("tau", tau, 0)
+        self.beta = beta
+        self.tau = tau
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Rank below `beta` and gap at most `tau`."""
+        return bool(score.draft_rank < self.beta and score.top1 - score.draft_logit <= self.tau)
+
+
+class CMASDVerification(TokenRule):
+    """CM-ASD's adaptive verification: Spec-Verification with a threshold per token.
+
+    ``tau_t = tau_base + gamma * C_t`` with the drafter's confidence C_t
+    (`policies.confidence.cmasd_confidence`).
+
+    Parameters
+    ----------
+    tau_base, gamma:
+        Threshold at confidence 0, and what full confidence adds.  The paper suggests
+        0.1 for the first and gives no value for the second: 1 is ours.
+    tau_sign:
+        The printed equation adds ``gamma * (1 - C_t)`` (``literal``).  Since a larger
+        threshold is the more lenient one, it is lenient where the drafter is unsure,
+        while the prose asks for strictness there: ``intended`` adds ``gamma * C_t``.
+    top:
+        The token must be among the target's `top` best, as in Spec-Verification.
+    beta, weights, entropy_sign, vocab_size:
+        Of the confidence.  `vocab_size` None takes the run's.
+
+    A refused token is replaced by the target's own, as in Spec-Verification; the paper
+    only says that acceptance halts.
+    """
+
+    reads: tuple[str, ...] = ("entropy", "logit_margin", "prob_margin")
+    needs = ("top1", "draft_logit", "draft_rank")
+
+    def __init__(
+        self,
+        tau_base: float = 0.1,
+        gamma: float = 1.0,
+        tau_sign: Literal["intended", "literal"] = "intended",
+        top: int = 5,
+        beta: float = 1.0,
+        weights: Sequence[float] = EQUAL_WEIGHTS,
+        entropy_sign: EntropySign = "intended",
+        vocab_size: int | None = None,
+    ) -> None:
+        within("tau_base", tau_base, 0)
+        within("gamma", gamma, 0)
+        whole("top", top, 1)
+        within("beta", beta, 0)
+        one_of("tau_sign", tau_sign, ("intended", "literal"))
+        one_of("entropy_sign", entropy_sign, ("intended", "literal"))
+        if len(weights) != 3 or min(weights) < 0 or abs(sum(weights) - 1) > 1e-6:
+            raise ValueError(
+                f"weights is {list(weights)}, expected three numbers >= 0 that sum to 1 "
+                "(entropy, margin, softmax)"
+            )
+        whole("vocab_size", vocab_size, 2, none=True)
+        self.tau_base = tau_base
+        self.gamma = gamma
+        self.tau_sign = tau_sign
+        self.top = top
+        self.beta = beta
+        self.weights = weights
+        self.entropy_sign: EntropySign = entropy_sign
+        self.vocab_size = vocab_size
+        # A component of weight 0 is never read, so that its signal need not be there.
+        self.reads = tuple(s for s, w in zip(type(self).reads, weights, strict=True) if w)
+
+    def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
+        """Take the run's vocabulary size where none was given."""
+        self.vocab_size = known_vocabulary(self.vocab_size, vocab_size, type(self).__name__)
+
+    def threshold(self, token: Any) -> float:
+        """tau_t of a drafted token, in nats."""
+        entropy, logit_margin, prob_margin = (
+            float(getattr(token, s)) if s in self.reads else 0.0 for s in type(self).reads
+        )
+        confidence = cmasd_confidence(
+            entropy,
+            logit_margin,
+            prob_margin,
+            vocab_size=known_vocabulary(self.vocab_size, None, type(self).__name__),
+            beta=self.beta, weights=self.weights, entropy_sign=self.entropy_sign,
+        )  # fmt: skip
+        share = confidence if self.tau_sign == "intended" else 1.0 - confidence
+        return self.tau_base + self.gamma * share
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Rank below `top` and gap at most the token's threshold."""
+        gap = score.top1 - score.draft_logit
+        return bool(score.draft_rank < self.top and gap <= self.threshold(token))
+
+
+class GlobalThreshold(TokenRule):
+    """Lossy speculative decoding with one threshold on the probability ratio.
+
+    Accepts ``p(draft token) / p(best token) >= tau`` at T = 1.  The CSD paper compares
+    with "Lossy SD, global tau = 0.6" without defining it: this reading is ours.
+    """
+
+    needs = ("top1", "draft_logit")
+
+    def __init__(self, tau: float = 0.6) -> None:
+        ratio("tau", tau)
+        self.tau = tau
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the probability ratio to the target's best token reaches `tau`."""
+        return bool(score.draft_logit - score.top1 >= math.log(self.tau))
+
+
+class TypicalAcceptance(TokenRule):
+    """Medusa's typical acceptance (Cai et al., 2401.10774, sec. 2.3.1).
+
+    Accepts ``p(d) > min(epsilon, delta * exp(-H))`` with the target's probability and
+    entropy at the same temperature.
+
+    Parameters
+    ----------
+    epsilon, delta:
+        Hard threshold and entropy-dependent one; the paper's 0.09 and 0.3.
+    temperature:
+        0, where the rule is `ExactMatch`, or 1: a target score holds the entropy at
+        T = 1 only.
+    """
+
+    needs: tuple[str, ...] = ("logsumexp", "entropy", "draft_logit")
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3, temperature: float = 1.0) -> None:
+        within("epsilon", epsilon, 0, 1)
+        within("delta", delta, 0, 1)
+        if temperature not in (0, 1):
+            raise ValueError(
+                f"temperature is {temperature}, expected 0 or 1: the target's entropy is known "
+                "at temperature 1 only"
+            )
+        self.epsilon = epsilon
+        self.delta = delta
+        self.temperature = temperature
+        self.needs = ("match",) if temperature == 0 else type(self).needs
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the token is probable enough for how uncertain the target is."""
+        if self.temperature == 0:
+            return bool(score.match)
+        prob = math.exp(score.draft_logit - score.logsumexp)
+        return bool(prob > min(self.epsilon, self.delta * math.exp(-score.entropy)))
+
+
+class BiLDRollback(TokenRule):
+    """BiLD's rollback policy (Kim et al., 2302.07863): roll back where the target objects.
+
+    Accepts ``-log p(d) <= threshold`` (nats, T = 1).  A token equal to the target's
+    argmax is never rolled back, as in the released code.  What that code spends beyond
+    a round, one more single-token target step after a rollback, is a matter of the
+    length policy, not of this rule.
+    """
+
+    needs = ("match", "logsumexp", "draft_logit")
+
+    def __init__(self, threshold: float = 5.0) -> None:
+        within("threshold", threshold, 0)
+        self.threshold = threshold
+
+    def accepts(self, token: Any, score: Any) -> bool:
+        """Whether the target's surprise stays within the threshold."""
+        return bool(score.match or score.logsumexp - score.draft_logit <= self.threshold)

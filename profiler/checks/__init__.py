@@ -1,0 +1,1 @@
+"""Full runs of policies on the device, to hold predictions against."""

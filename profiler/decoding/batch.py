@@ -1,0 +1,118 @@
+"""Speculative decoding of several sequences at once with two real models, greedily.
+
+The loop; the passes are in `profiler.decoding.batch_passes`, the decisions in
+`profiler.decoding.batch_styles`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policies.core import Round
+from policies.guard import UndeclaredSignal
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_stream import Stream
+from profiler.decoding.batch_styles import Policy, Style, Synchronise, style_of
+from profiler.models.runner import Runner
+
+
+def speculate_batch(
+    decoder: BatchedDecoder, style: Style, waiting: Iterable[Stream] = ()
+) -> Iterator[list[tuple[Stream, Round]]]:
+    """Decode until every sequence has ended; yields each iteration's rounds.
+
+    Sequences of `waiting` are admitted as there is room, first come first served.
+    """
+    queue = deque(waiting)
+    while decoder.streams or queue:
+        if queue and len(decoder.streams) < decoder.size:
+            room = min(len(queue), decoder.size - len(decoder.streams))
+            enter(decoder, style, [queue.popleft() for _ in range(room)])
+            continue
+        decoder.begin()
+        try:
+            style.draft(decoder)
+        except UndeclaredSignal as error:
+            raise error.by(style.policy) from None
+        verdicts = decoder.verify()
+        kept = style.keep(verdicts)
+        rounds = decoder.commit(verdicts, kept)
+        style.observe(decoder.streams, rounds)
+        yield list(zip(decoder.streams, rounds, strict=True))
+        decoder.retire()
+
+
+def enter(decoder: BatchedDecoder, style: Style, newcomers: Sequence[Stream]) -> None:
+    """Admit `newcomers`; one whose first token is its last leaves at once."""
+    decoder.admit(newcomers)
+    for stream in newcomers:
+        style.join(stream)
+    decoder.retire()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Outputs and rounds of every sequence, in the order given, and iterations run."""
+
+    outputs: list[list[int]]
+    rounds: list[list[Round]]
+    iterations: int
+
+
+def decode_batch(
+    target: Runner,
+    draft: Runner,
+    prompts: Sequence[Tensor],
+    max_new_tokens: int,
+    eos: frozenset[int],
+    policy: Policy,
+    *,
+    synchronise: Synchronise = "ragged",
+    continuous: bool = False,
+    run_lengths: Sequence[Sequence[int]] | None = None,
+) -> Decoded:
+    """Decode `prompts`, as many at a time as the runners have room for.
+
+    Parameters
+    ----------
+    target, draft:
+        Runners over a shared vocabulary; their caches are overwritten.
+    prompts:
+        (prompt_tokens,) token ids each, on the models' device.
+    policy:
+        One policy copied per request, or one for the whole batch; a prototype.
+    synchronise:
+        ``ragged``: each sequence keeps what it had accepted; ``minimum``: all keep as many
+        as the worst; ``mean``: all draft alike, until most would stop
+        (see `profiler.decoding.batch_styles`).
+    continuous:
+        Whether the next prompt takes the place of the first sequence to end; otherwise a
+        batch runs until its slowest has ended.
+    run_lengths:
+        For the oracle: known matches ahead of every output position of every prompt.
+
+    Raises
+    ------
+    DraftsimError
+        If a prompt is empty or does not fit, a model gives NaN, or the policy cannot be
+        synchronised so.
+    """
+    decoder, style = BatchedDecoder(target, draft), style_of(policy, synchronise, target.vocab_size)
+    streams = [
+        Stream(i, prompt, max_new_tokens, eos, run_lengths[i] if run_lengths else None)
+        for i, prompt in enumerate(prompts)
+    ]
+    step = len(streams) if continuous else decoder.size
+    groups = [streams[i : i + step] for i in range(0, len(streams), step or 1)]
+    rounds: list[list[Round]] = [[] for _ in prompts]
+    iterations = 0
+    for group in groups:
+        for iteration in speculate_batch(decoder, style, group):
+            iterations += 1
+            for stream, outcome in iteration:
+                rounds[stream.request].append(outcome)
+    return Decoded([s.output for s in streams], rounds, iterations)

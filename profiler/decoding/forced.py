@@ -1,0 +1,91 @@
+"""Real passes, dictated verdicts: what a run would cost if it accepted as a trace did.
+
+Tests the cost model alone and needs no trained weights: an architecture with random
+weights has the latency of the trained one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.core import Load
+from profiler.decoding.single import ModelDecoder, ModelToken
+from profiler.models.runner import Runner
+from traces.acceptance.trace import Trace
+from traces.replay.decoder import ReplayDecoder
+
+
+class ForcedToken:
+    """A real draft token's work with a recorded token's values."""
+
+    __slots__ = ("_real", "_recorded")
+
+    def __init__(self, real: ModelToken, recorded: Any) -> None:
+        self._real, self._recorded = real, recorded
+
+    @property
+    def device_id(self) -> Tensor:
+        """The real token, for the next pass."""
+        return self._real.device_id
+
+    @property
+    def ends(self) -> bool:
+        """As recorded: no transfer, so nothing waits."""
+        return bool(self._recorded.ends)
+
+    def __getattr__(self, name: str) -> Any:
+        # A policy that reads a signal pays for fetching it, and acts on the recorded one.
+        getattr(self._real, name)
+        return getattr(self._recorded, name)
+
+
+class ForcedDecoder(ModelDecoder):
+    """`ModelDecoder` whose drafts, verdicts and end come from request `request` of `trace`.
+
+    The prompt is random ids of the recorded length.
+    """
+
+    def __init__(
+        self, target: Runner, draft: Runner, trace: Trace, request: int, *, seed: int = 0
+    ) -> None:
+        self._script: ReplayDecoder | None = None
+        info = trace.requests[request]
+        seeded = torch.Generator().manual_seed(seed)
+        prompt = torch.randint(target.vocab_size, (info.prompt_length,), generator=seeded)
+        super().__init__(
+            target, draft, prompt.to(target.device), info.max_new_tokens, first=trace.first,
+            watch_eos=False,
+        )  # fmt: skip
+        self._script = ReplayDecoder(trace, request)
+
+    @property
+    def remaining(self) -> int:
+        """As the recording has it."""
+        return self._script.remaining if self._script else self._limit
+
+    @property
+    def load(self) -> Load:
+        """As the recording has it."""
+        assert self._script is not None
+        return self._script.load
+
+    def draft(self, so_far: Sequence[Any]) -> Any:
+        """A real draft pass; the recorded token's values."""
+        assert self._script is not None
+        return ForcedToken(super().draft(so_far), self._script.draft(so_far))
+
+    def _verdict(
+        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        # The real comparison runs for its cost; the verdict is the recording's.
+        super()._compare(drafted, logits)
+        if self._script is None:  # the prefill, before the recording begins
+            return 0, logits[:1].argmax(-1), [0]
+        before = self._script.position
+        accepted = self._script.verify(draft)
+        emitted = self._script.position - before  # without a bonus after an accepted EOS
+        return accepted, logits[: accepted + 1].argmax(-1), [0] * emitted

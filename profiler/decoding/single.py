@@ -1,0 +1,270 @@
+"""Speculative decoding with two real models, behind the same contract as a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.core import Load
+from policies.rules.base import VerifyRule
+from profiler.decoding.ruled import judge
+from profiler.decoding.tokens import ModelToken
+from profiler.models.runner import Runner
+from profiler.models.sampling import draw, log_probs_at, probs
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.errors import DraftsimError
+
+__all__ = ["ModelDecoder", "ModelToken", "check_prompt", "greedy"]
+
+
+class ModelDecoder:
+    """Decodes one prompt with a draft and a target model (`policies.core.Decoder`).
+
+    Construction prefills both models.  With ``first=1`` the prefill's own token is
+    emitted, as engines do; with ``first=0`` the first verification processes the prompt
+    together with the first draft, as transformers' assisted generation does.
+
+    Parameters
+    ----------
+    target, draft:
+        Runners over a shared vocabulary; their caches are overwritten.
+    prompt:
+        (prompt_tokens,) token ids; of the source text, if the models are encoder-decoders.
+    max_new_tokens:
+        Output limit.
+    eos:
+        Ids that end the output.
+    sampling:
+        Greedy matching; or else lossless rejection sampling (Leviathan et al., 2211.17192,
+        Alg. 1) between both models' distributions under it, as transformers does it, with
+        random numbers from `generator`.
+    rule:
+        A lossy verify rule, which then decides in the place of the lossless one.  It is
+        used as it is: callers that decode several prompts share one, in their order, and
+        call its ``begin_run`` before and its ``end_request`` in between.
+    watch_eos:
+        Stop drafting at a drafted EOS, which makes the host wait for every token.
+    run_lengths:
+        Known matches ahead of each output position, for the oracle policy.
+
+    Attributes
+    ----------
+    output:
+        Token ids emitted so far.
+    mismatched:
+        Under a rule: per round, the emitted drafted tokens that the target would not have
+        emitted after the tokens before them.
+    log_probs:
+        Under a rule: the target's log-probability of each output token at T = 1, nats.
+
+    Raises
+    ------
+    DraftsimError
+        If the prompt is empty or does not fit, or a model produces NaN.
+    """
+
+    def __init__(
+        self,
+        target: Runner,
+        draft: Runner,
+        prompt: Tensor,
+        max_new_tokens: int,
+        eos: frozenset[int] = frozenset(),
+        *,
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+        first: int = 1,
+        watch_eos: bool = True,
+        run_lengths: Sequence[int] | None = None,
+        rule: VerifyRule | None = None,
+    ) -> None:
+        length = int(prompt.shape[0])
+        check_prompt(length, max_new_tokens, target, draft)
+        # The source text of an encoder-decoder is encoded once, and is no part of the sequence.
+        draft.begin(prompt)
+        prompt = target.begin(prompt)
+        self._target, self._draft = target, draft
+        self._eos, self._watch = eos, (eos if watch_eos and eos else None)
+        self._sampling, self._generator = sampling, generator
+        self._limit, self._context, self._runs = max_new_tokens, length, run_lengths
+        self._prompt = int(prompt.shape[0])
+        self._rule = rule
+        self.output: list[int] = []
+        self.mismatched: list[int] = []
+        self.log_probs: list[float] = []
+        # The true tokens, and how many of them each model's cache holds.  What a model
+        # has not seen is fed to it before anything else: that is the catch-up.
+        self._sequence = torch.cat([prompt, prompt.new_empty(max_new_tokens)])
+        self._in_target = 0
+        self._in_draft = 0
+        if first:
+            draft.forward(prompt, 0, keep=1)
+            self._in_draft = self._prompt
+            self.verify([])
+            self.mismatched.clear()
+
+    @property
+    def position(self) -> int:
+        """Output tokens emitted so far."""
+        return len(self.output)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to the limit, 0 after EOS."""
+        if self.output and self.output[-1] in self._eos:
+            return 0
+        return self._limit - len(self.output)
+
+    @property
+    def load(self) -> Load:
+        """A single stream; the run length where the output is known beforehand."""
+        at = len(self.output)
+        run = None
+        if self._runs is not None:
+            run = min(self._runs[at], self._limit - at - 1)
+        return Load(1, self._context + at, run)
+
+    def draft(self, so_far: Sequence[Any]) -> ModelToken:
+        """One draft pass over what the draft has not seen, then its next proposal."""
+        if so_far:
+            feed = so_far[-1].device_id
+        else:
+            feed = self._sequence[self._in_draft : self._prompt + len(self.output)]
+        logits = self._draft.forward(feed, self._in_draft, keep=1)
+        self._in_draft += feed.shape[0]
+        return ModelToken(self._pick(logits), logits, self._sampling, self._watch)
+
+    @torch.inference_mode()
+    def verify(self, draft: Sequence[Any]) -> int:
+        """One target pass over the draft; emits the accepted tokens and one of its own."""
+        known, count = self._prompt + len(self.output), len(draft)
+        pending = self._sequence[self._in_target : known]
+        drafted = torch.cat([pending[:0], *(t.device_id for t in draft)])  # (count,)
+        logits = self._target.forward(
+            torch.cat([pending, drafted]), self._in_target, keep=count + 1
+        )  # (count + 1, vocab)
+        accepted, emitted, tokens = self._verdict(draft, drafted, logits)
+        self._sequence[known : known + accepted + 1] = emitted
+        # Rejected tokens leave both caches by being forgotten: their slots are rewritten.
+        self._in_target = known + accepted
+        self._in_draft = min(self._in_draft, known + accepted)
+        for token in tokens:
+            self.output.append(token)
+            if token in self._eos:
+                break
+        return accepted
+
+    def _verdict(
+        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """Tokens accepted, and the tokens emitted: on the device, and on the host."""
+        if self._rule is not None:
+            return self._judge(self._rule, draft, drafted, logits)
+        if not self._sampling.greedy:
+            return self._reject(*self._coins(draft, drafted, logits), drafted)
+        return self._compare(drafted, logits)
+
+    def _reject(
+        self, target: Tensor, proposal: Tensor, coins: Tensor, drafted: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """Rejection sampling without asking the host how many were accepted."""
+        count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)
+        # Behind a full match there is nothing to subtract: the residual is the target's row.
+        taken = torch.cat([proposal, torch.zeros_like(target[:1])])
+        # index_select, not []: indexing by a device scalar would bring it to the host.
+        left = target.index_select(0, count) - taken.index_select(0, count)
+        own = self._sample(left[0].clamp(min=0))
+        # One transfer per round: the verdict and the tokens together.
+        accepted, *tokens = torch.cat([count, drafted, own]).tolist()
+        emitted = torch.cat([drafted[:accepted], own])
+        return accepted, emitted, [*tokens[:accepted], tokens[-1]]
+
+    def _judge(
+        self, rule: VerifyRule, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[int, Tensor, list[int]]:
+        """The rule's verdict; its refusals are corrected as lossless verification does."""
+        target = proposal = coins = None
+        if not self._sampling.greedy:
+            target, proposal, coins = self._coins(draft, drafted, logits)
+        seen = judge(rule, draft, drafted, logits, self._sampling, coins)
+        count, kept = len(draft), seen.accepted
+        if target is not None and proposal is not None:
+            # A token that only the rule refused leaves no residual to draw from.
+            own = self._replacement(target, proposal, kept, kept < count and seen.mismatched[kept])
+            emitted = torch.cat([drafted[:kept], own])
+            own_log_prob = float(log_probs_at(logits[kept : kept + 1], own, GREEDY))
+            tokens = emitted.tolist()
+        else:
+            emitted = torch.cat([drafted[:kept], logits[kept : kept + 1].argmax(-1)])
+            own_log_prob = seen.pick_log_probs[kept]
+            tokens = [*(int(t.token_id) for t in draft[:kept]), seen.picks[kept]]
+        ends = [i for i, token in enumerate(tokens) if token in self._eos]
+        stop = ends[0] + 1 if ends else kept + 1
+        self.mismatched.append(sum(seen.mismatched[: min(kept, stop)]))
+        self.log_probs += [*seen.log_probs[:kept], own_log_prob][:stop]
+        return kept, emitted, tokens
+
+    def _compare(self, drafted: Tensor, logits: Tensor) -> tuple[int, Tensor, list[int]]:
+        """Greedy matching: leading drafted tokens that are the target's argmax."""
+        count = drafted.shape[0]
+        picks = logits.argmax(-1)  # (count + 1,)
+        # One transfer per round: the verdict and the tokens together.
+        both = torch.cat([drafted, picks]).tolist()
+        accepted = 0
+        while accepted < count and both[accepted] == both[count + accepted]:
+            accepted += 1
+        return accepted, picks[: accepted + 1], both[count : count + accepted + 1]
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        if self._sampling.greedy:
+            return logits.argmax(-1)
+        return self._sample(probs(logits, self._sampling)[0])
+
+    def _sample(self, weights: Tensor) -> Tensor:
+        return draw(weights[None], self._generator)
+
+    def _coins(
+        self, draft: Sequence[Any], drafted: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Target and draft distributions, and per token whether rejection sampling accepts."""
+        target = probs(logits, self._sampling)  # (count + 1, vocab)
+        if not draft:
+            return target, target[:0], drafted.bool()
+        proposal = probs(torch.cat([t.logits for t in draft]), self._sampling)
+        index = drafted[:, None]
+        ratio = (target[:-1].gather(1, index) / proposal.gather(1, index))[:, 0]
+        coins = torch.rand(len(draft), generator=self._generator, device=ratio.device)
+        return target, proposal, coins < ratio
+
+    def _replacement(
+        self, target: Tensor, proposal: Tensor, accepted: int, rejected: bool
+    ) -> Tensor:
+        """The target's own token after the accepted ones, from the residual after a rejection."""
+        left = target[accepted]
+        if rejected:
+            left = (left - proposal[accepted]).clamp(min=0)
+        return self._sample(left)
+
+
+def check_prompt(length: int, max_new_tokens: int, *runners: Runner) -> None:
+    """Raise if a prompt and its output cannot fit the models' contexts."""
+    if length == 0:
+        raise DraftsimError("the prompt is empty: give at least one token")
+    for runner in runners:
+        runner.check_room(length, max_new_tokens)
+
+
+def greedy(target: Runner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]) -> list[int]:
+    """The target's own greedy output, one token at a time: the reference and baseline."""
+    check_prompt(int(prompt.shape[0]), max_new_tokens, target)
+    output: list[int] = []
+    feed, start = target.begin(prompt), 0
+    while len(output) < max_new_tokens and not (output and output[-1] in eos):
+        logits = target.forward(feed, start, keep=1)
+        start += feed.shape[0]
+        feed = logits.argmax(-1)
+        output.append(int(feed))
+    return output

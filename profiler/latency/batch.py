@@ -1,0 +1,139 @@
+"""Measures the passes and the host's work of batched decoding.
+
+Every cell runs what `profiler.decoding.batch` runs.  A cell of batch B and N new tokens is a pass
+over the full rectangle of B x N tokens after equal contexts; a ragged pass runs the
+rectangle that its widest sequence and longest context span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from policies.basic import Fixed
+from profiler.decoding.batch import enter, speculate_batch
+from profiler.decoding.batch_passes import BatchedDecoder
+from profiler.decoding.batch_stream import BatchToken, DraftStep, Stream
+from profiler.decoding.batch_styles import PerRequest
+from profiler.latency.host import HOST_GAMMAS
+from profiler.latency.passes import Pass, decoding_blocks, signal_block
+from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Timing
+from profiler.models.runner import Runner
+
+
+def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
+    """Prefill and decoding passes of both models and the signals' cost, at every batch above 1.
+
+    ``target`` and ``draft`` have room for ``max(grid.batches)`` sequences.
+    """
+    blocks: list[Block] = []
+    for runner in (target, draft):
+        _fill(runner)
+    contexts = [c for c in grid.contexts if c + grid.widest <= target.cache.slots]
+    for batch in [b for b in grid.batches if b > 1]:
+        logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
+        for name, runner in (("target", target), ("draft", draft)):
+            for length in grid.prompts:
+                if length <= runner.cache.slots:
+                    run = _pass(runner, batch, length, 0, 1)
+                    blocks.append(Block([[Step(name, "prefill", length, 0, run, batch)]]))
+        passes = _passes(target, batch, 0), _passes(draft, batch, 1)
+        # A pass over a batch outweighs what the caches keep: fewer rounds will do.
+        blocks += decoding_blocks(*passes, grid.batch_widths, contexts, batch, untimed=1)
+        read = _signals(logits)
+        blocks.append(signal_block(*passes, read, grid.batch_widths, min(contexts), batch))
+    return blocks
+
+
+def _passes(runner: Runner, batch: int, keep: int) -> Pass:
+    return lambda width, context: _pass(runner, batch, width, context, keep)
+
+
+def _fill(runner: Runner) -> None:
+    """Real keys and values in every slot of every row."""
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(runner.vocab_size, (runner.cache.slots,), generator=seeded)
+    with torch.inference_mode():
+        runner.forward(ids.to(runner.device), 0, keep=1)
+        for row in range(1, runner.cache.batch):
+            runner.cache.copy_row(0, row)
+
+
+def _pass(runner: Runner, batch: int, width: int, context: int, keep: int) -> Callable[[], object]:
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(runner.vocab_size, (batch, width), generator=seeded).to(runner.device)
+    places = torch.arange(context, context + width, device=runner.device).expand(batch, width)
+    return lambda: runner.forward_batch(ids, places, context + width, keep=keep)
+
+
+def _signals(logits: Tensor) -> Callable[[], object]:
+    picks = logits.argmax(-1)
+    return lambda: BatchToken(DraftStep(logits, picks), 0, None).prob
+
+
+class _Idle(Runner):
+    """Stands in for a model: right shapes, no work.  What is left is the host's own time."""
+
+    def __init__(self, like: Runner) -> None:
+        self.device, self.cache, self.max_positions = like.device, like.cache, like.max_positions
+        shape = (1, max(HOST_GAMMAS) + 1, like.vocab_size)
+        rows = torch.randn(shape, device=like.device, dtype=like.model.dtype)
+        # Alike for all sequences: they then accept alike and end together.
+        self._rows = rows.repeat(like.cache.batch, 1, 1)
+
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """Some fixed rows, as many as asked for."""
+        del positions, visible, first
+        return self._rows[: tokens.shape[0], : keep or tokens.shape[1]]
+
+
+def measure_batch_host(
+    target: Runner, draft: Runner, batches: Sequence[int], *, repeats: int = 15, tokens: int = 40
+) -> pd.DataFrame:
+    """Seconds per iteration and per batched draft step outside the models, by a linear fit.
+
+    The real loop decodes `tokens` tokens a sequence, both models replaced by ones that do
+    nothing; one row per phase and batch above 1, named ``host_round`` and ``host_draft``.
+    """
+    batches = [b for b in batches if b > 1]
+    idle = _Idle(target), _Idle(draft)
+    watch, again = Stopwatch(target.device), Repeats()
+    cells: list[Cell] = [
+        ("target", phase, b, 1, 0) for b in batches for phase in ("host_round", "host_draft")
+    ]
+    fits = np.empty((repeats, len(batches), 2))
+    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+        for b, batch in enumerate(batches):
+            samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
+            for i, gamma in enumerate(HOST_GAMMAS):
+
+                def run(batch: int = batch, gamma: int = gamma) -> tuple[Timing, list[int]]:
+                    decoder, style = (
+                        BatchedDecoder(*idle, watch_eos=False),
+                        PerRequest(Fixed(gamma)),
+                    )
+                    prompt = torch.zeros(4, dtype=torch.long, device=target.device)
+                    enter(decoder, style, [Stream(k, prompt, tokens) for k in range(batch)])
+                    log: list[int] = []
+                    return watch.measure(_run_into(log, decoder, style)), log
+
+                taken, log = again.best(run)
+                samples[i], counts[i] = taken.seconds, (len(log), sum(log))
+            fits[repeat, b] = np.linalg.lstsq(counts, samples, rcond=None)[0]
+    return rows_of(cells, fits.clip(min=0).reshape(repeats, -1))
+
+
+def _run_into(log: list[int], decoder: BatchedDecoder, style: PerRequest) -> Callable[[], object]:
+    """Appends each iteration's draft steps to `log`."""
+    return lambda: log.extend(
+        max(outcome.draft_forwards for _, outcome in iteration)
+        for iteration in speculate_batch(decoder, style)
+    )

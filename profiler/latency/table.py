@@ -1,0 +1,224 @@
+"""Measures how long each step of decoding takes, on the device in front of you.
+
+Every cell runs the very code the decoder runs, in the order in which decoding runs it.
+Repeats are interleaved: each sweep times all cells once in a fresh random order, so that
+drift of the machine spreads over all of them instead of biasing some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+
+from profiler.machine.repeats import Repeats
+from profiler.machine.stopwatch import Stopwatch, Timing
+from profiler.recording.checkpoint import Checkpoint
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+
+__all__ = ["FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "table"]
+
+FIRST_WIDTHS = (1, 2, 4)
+"""Tokens a round's first draft pass catches up on: one, two after a fully accepted draft,
+more after rounds that drafted nothing."""
+
+
+Cell = tuple[str, str, int, int, int]
+"""Model, phase, batch, new tokens, context."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points to measure: tokens fed, tokens in the cache, sequences decoded together.
+
+    ``batches`` above 1 are measured by `profiler.latency.batch`, at ``batch_widths``.
+    """
+
+    widths: Sequence[int] = (1, 2, 3, 4, 5, 7, 9, 13, 17, 21, 25)
+    contexts: Sequence[int] = (32, 128, 256, 512)
+    prompts: Sequence[int] = (32, 64, 128, 256)
+    batches: Sequence[int] = (1,)
+    batch_widths: Sequence[int] = (1, 2, 3, 5, 9, 17, 25)
+    repeats: int = 15
+    warmup: int = 3
+
+    @property
+    def widest(self) -> int:
+        """Tokens of the widest pass."""
+        return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
+
+    def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
+        """The grid with points added for prompts of up to `prompt_tokens` and their outputs.
+
+        Contexts double until they hold the longest prompt with its output; prompts are added four
+        times as far apart, since a prefill's seconds bend little and many are long.
+        """
+        contexts, prompts = list(self.contexts), list(self.prompts)
+        while contexts[-1] < prompt_tokens + new_tokens:
+            contexts.append(2 * contexts[-1])
+        while 4 * prompts[-1] <= prompt_tokens:
+            prompts.append(4 * prompts[-1])
+        return replace(self, contexts=tuple(contexts), prompts=tuple(prompts))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One cell, and the call that takes its time."""
+
+    model: str
+    phase: str
+    new_tokens: int
+    context: int
+    run: Callable[[], object]
+    batch: int = 1
+
+    @property
+    def cell(self) -> Cell:
+        """What tells cells apart: model, phase, batch, new tokens, context."""
+        return self.model, self.phase, self.batch, self.new_tokens, self.context
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rounds of steps that follow one another, as in decoding; all but the first are timed.
+
+    What ran before decides what the processor's caches hold, of weights and of code, and not
+    only what ran just before: `benchmarks.latency_order` shows a target pass that follows
+    many draft passes, round after round, to be slower than the same pass among others.
+
+    A cell that occurs several times in a block, or in several blocks, is the mean of all.
+    """
+
+    rounds: Sequence[Sequence[Step]]
+    untimed: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences in its steps."""
+        return self.rounds[0][0].batch
+
+
+class Sweeps:
+    """Times blocks sweep by sweep; each sweep runs all of them once, in a fresh random order.
+
+    The batch sizes take turns, each with all of its blocks: behind passes over another batch a
+    pass takes up to a third longer, and eight of its kind to settle.
+
+    A block that was disturbed is run again, within the budget of `repeats`; of a call that stays
+    disturbed count the seconds in which it had a processor, and only where no other call of its
+    cell in the block was left alone.
+
+    Parameters
+    ----------
+    blocks, device:
+        What to time, and where.
+    checkpoint:
+        Keeps every sweep; those it holds already count as done.
+    warmup:
+        Untimed calls of every cell before the first sweep.
+    seed:
+        Of the order.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        device: torch.device,
+        *,
+        checkpoint: Checkpoint | None = None,
+        warmup: int = 3,
+        seed: int = 0,
+    ) -> None:
+        self.blocks, self.warmup = blocks, warmup
+        self._watch, self._checkpoint, self.repeats = Stopwatch(device), checkpoint, Repeats()
+        # A cell may be in several blocks: any of its calls will do to warm up.
+        self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
+        self._place = {cell: i for i, cell in enumerate(self._steps)}
+        kept = checkpoint.get("latency") if checkpoint else None
+        self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
+        self._rng = np.random.default_rng([seed, len(self._samples)])
+        self._warm = False
+        self._left: list[Block] = []
+        self._sums = np.zeros((2, len(self._steps)))  # seconds and calls of the sweep under way
+
+    def __len__(self) -> int:
+        """Sweeps done."""
+        return len(self._samples)
+
+    @property
+    def steps(self) -> int:
+        """Blocks run, over all sweeps."""
+        left = len(self._left)
+        return len(self) * len(self.blocks) + (len(self.blocks) - left if left else 0)
+
+    def run(self) -> None:
+        """One sweep, or what is left of the one under way."""
+        self.step()
+        while self._left:
+            self.step()
+
+    def step(self) -> None:
+        """The next block of a sweep."""
+        if not self._warm:
+            for step in self._steps.values():
+                for _ in range(self.warmup):
+                    step.run()
+            self._warm = True
+        if not self._left:
+            self._left, self._sums[:] = self._shuffled()[::-1], 0
+        block = self._left.pop()
+        _, calls = self.repeats.best(lambda: self._time(block))
+        for cell, timings in calls.items():
+            alone = [t for t in timings if not t.disturbed] or timings
+            self._sums[:, self._place[cell]] += sum(t.seconds for t in alone), len(alone)
+        if self._left:
+            return
+        self._samples = np.vstack([self._samples, self._sums[0] / self._sums[1]])
+        if self._checkpoint:
+            self._checkpoint.put("latency", {"samples": self._samples})
+
+    def _time(self, block: Block) -> tuple[Timing, dict[Cell, list[Timing]]]:
+        """All timed calls of a block, and each cell's."""
+        whole, calls = Timing(0.0), dict[Cell, list[Timing]]()
+        for number, steps in enumerate(block.rounds):
+            for step in steps:
+                taken = self._watch.measure(step.run)
+                if number >= block.untimed:
+                    whole += taken
+                    calls.setdefault(step.cell, []).append(taken)
+        return whole, calls
+
+    def _shuffled(self) -> list[Block]:
+        groups: dict[int, list[Block]] = {}
+        for block in self.blocks:
+            groups.setdefault(block.batch, []).append(block)
+        sizes = self._rng.permutation(list(groups)).tolist()
+        return [groups[n][i] for n in sizes for i in self._rng.permutation(len(groups[n]))]
+
+    def cells(self) -> pd.DataFrame:
+        """Rows as in `traces.latency.table`: means over sweeps, half their interquartile ranges."""
+        return rows_of(list(self._steps), self._samples)
+
+
+def rows_of(cells: Sequence[Cell], samples: npt.NDArray[np.float64]) -> pd.DataFrame:
+    """Rows as in `traces.latency.table` from samples of shape (repeats, cells), seconds.
+
+    Decoding pays the sum of its passes, slow ones included, and a sum is told by the mean: on a
+    machine that is slow now and then the median hides what the sum pays for.
+    """
+    low, high = np.quantile(samples, [0.25, 0.75], axis=0)
+    rows = zip(cells, samples.mean(axis=0), (high - low) / 2, strict=True)
+    return pd.DataFrame(
+        [(*cell, mean, spread, len(samples)) for cell, mean, spread in rows],
+        columns=list(CELL_COLUMNS),
+    )
+
+
+def table(parts: Sequence[pd.DataFrame], meta: dict[str, Any]) -> LatencyTable:
+    """One latency table from measured parts."""
+    return LatencyTable(pd.concat(parts, ignore_index=True), meta)

@@ -1,0 +1,211 @@
+"""Passes of fixed shapes, captured once as CUDA graphs and then replayed.
+
+A pass of a small model launches hundreds of kernels that each run for microseconds, so the
+host, not the device, sets its time.  A captured pass is launched as a whole.  That asks for
+shapes that do not change: the visible context is rounded up and the rest hidden by the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from profiler.models.attention import attending, grouped_attention
+from profiler.models.runner import Runner
+from profiler.models.split_attention import has_fused_part, parts_of, split_mask
+from traces.errors import DraftsimError
+
+WIDEST = 32
+"""Tokens per sequence up to which a pass is captured; wider ones (prompts) run eagerly."""
+
+
+class Shape(NamedTuple):
+    """What makes two passes the same graph."""
+
+    batch: int
+    width: int
+    visible: int
+    keep: int
+
+
+class _Pass:
+    """One shape's input buffers, and once captured its graph and output."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        size = (shape.batch, shape.width)
+        self.shape = shape
+        self.tokens = torch.zeros(size, dtype=torch.long, device=device)
+        self.positions = torch.zeros(size, dtype=torch.long, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all captures: libraries keep a workspace per stream for good."""
+    return torch.cuda.Stream(device)
+
+
+def capture(
+    run: Callable[[], Tensor], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """`run` as a CUDA graph, and the tensor that a replay writes what it returns to.
+
+    The warm-up runs beside the current stream, as captures must, and on the stream of the
+    capture, so that it makes every allocation that must not happen during one: caches, library
+    handles and that stream's workspaces.
+    """
+    side, current = capture_stream(device), torch.cuda.current_stream(device)
+    side.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    # A capture that breaks off leaves its stream the current one; the outer block does not.
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+        with torch.cuda.graph(graph, pool=pool, stream=side):
+            out = run()
+    current.wait_stream(side)
+    return graph, out
+
+
+class GraphRunner(Runner):
+    """A `Runner` whose narrow causal passes have static shapes, one CUDA graph each.
+
+    A graph belongs to a (batch, width, visible context, kept logits), batches padded to
+    powers of two; it is captured when its shape first occurs, or ahead of time by `prepare`.
+    Tree passes, prompts and rows that do not begin at the first run eagerly over the same
+    cache.  On a CPU the same static code runs without capture.
+
+    Parameters
+    ----------
+    model, slots, batch:
+        As for `Runner`; slots are rounded up to a multiple of `granularity`.
+    granularity:
+        Visible contexts are multiples of it (at long contexts, of a sixteenth of their
+        magnitude), so that few graphs serve all contexts.
+    """
+
+    _attention = staticmethod(grouped_attention)
+
+    def __init__(self, model: Any, slots: int, batch: int = 1, granularity: int = 128) -> None:
+        if granularity < 1:
+            raise DraftsimError(f"granularity is {granularity}, expected at least 1 slot")
+        self.granularity = granularity
+        super().__init__(model, -(-slots // granularity) * granularity, batch)
+        config = model.config.get_text_config()
+        self._group = config.num_attention_heads // config.num_key_value_heads
+        self._heads: int = config.num_key_value_heads
+        self._dtype = next(model.parameters()).dtype
+        cuda = self.device.type == "cuda"
+        self._processors: int = (
+            torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 0
+        )
+        if cuda:  # found out now: it waits for the device, as no capture may
+            width = config.hidden_size // config.num_attention_heads
+            has_fused_part(self.device, self._dtype, getattr(config, "head_dim", None) or width)
+        self._passes: dict[Shape, _Pass] = {}
+        # One pool for all graphs: only one runs at a time, so they share their scratch memory.
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+
+    @property
+    def captured(self) -> int:
+        """Shapes seen so far, each a graph on a GPU."""
+        return len(self._passes)
+
+    def bucket(self, stop: int) -> int:
+        """Slots shown to a pass that needs the first `stop`."""
+        step = max(self.granularity, 1 << max(0, stop.bit_length() - 5))
+        return min(self.cache.slots, -(-stop // step) * step)
+
+    def _rounded(self, batch: int) -> int:
+        """Rows a batch is padded to, a power of two: it shrinks as its sequences end."""
+        return min(self.cache.batch, 1 << (batch - 1).bit_length())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        start: int,
+        *,
+        keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """As `Runner.forward`; the logits returned are the caller's to keep."""
+        width = tokens.shape[0]
+        stop = start + width
+        if mask is not None or positions is not None or width > WIDEST or stop > self.cache.slots:
+            return super().forward(tokens, start, keep=keep, mask=mask, positions=positions)
+        shape = Shape(1, width, self.bucket(stop), min(keep, width) or width)
+        return self._replay(shape, tokens[None], self._positions[:, start:stop])[0]
+
+    @torch.inference_mode()
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """As `Runner.forward_batch`; the logits returned are the caller's to keep."""
+        batch, width = tokens.shape
+        fits = visible <= self.cache.slots and batch <= self.cache.batch
+        if first or width > WIDEST or not fits:
+            return super().forward_batch(tokens, positions, visible, first=first, keep=keep)
+        rows = self._rounded(batch)
+        shape = Shape(rows, width, self.bucket(visible), min(keep, width) or width)
+        return self._replay(shape, tokens, positions)[:batch]
+
+    def prepare(self, shapes: Iterable[Shape]) -> None:
+        """Capture `shapes` now, so that no capture falls into a timed run.
+
+        Sizes are rounded up as a pass would; what the cache holds is left alone.
+        """
+        for shape in shapes:
+            own = shape._replace(
+                batch=self._rounded(shape.batch), visible=self.bucket(shape.visible)
+            )
+            if own not in self._passes:
+                scratch = torch.full((own.batch, own.width), -1, device=self.device)
+                self._replay(own, torch.zeros_like(scratch), scratch)
+
+    @torch.inference_mode()
+    def _replay(self, shape: Shape, tokens: Tensor, positions: Tensor) -> Tensor:
+        held = self._passes.get(shape) or _Pass(shape, self.device)
+        count = tokens.shape[0]
+        held.tokens[:count].copy_(tokens)
+        held.positions[:count].copy_(positions)
+        held.positions[count:].fill_(-1)  # rows of no sequence write their scratch slots
+        if self._pool is None:
+            held.logits = self._static(held)
+        elif held.graph is None:
+            # The warm-up computes what the replay will: what it writes to the cache is right.
+            held.graph, held.logits = capture(partial(self._static, held), self.device, self._pool)
+        if held.graph is not None:
+            held.graph.replay()
+        assert held.logits is not None
+        # Only now: a pass that ran out of memory is captured anew when it is next asked for.
+        self._passes[shape] = held
+        # The next replay of this shape overwrites the output, and callers keep logits.
+        return held.logits.clone()
+
+    def _static(self, held: _Pass) -> Tensor:
+        """The pass on its buffers: no host value but the shape enters."""
+        batch, width, visible, keep = held.shape
+        cache = self.cache
+        slots = torch.where(held.positions < 0, cache.scratch, held.positions)
+        cache.place_ragged(self._rows[:batch], slots, visible)
+        places = held.positions.clamp(min=0)
+        seen = self._positions[0, :visible] <= places[:, :, None]  # (batch, width, visible)
+        parts = parts_of(visible, batch * self._heads, width * self._group, self._processors)
+        with attending(self.model, "draftsim_grouped", self._attention):
+            out = self.model(
+                input_ids=held.tokens,
+                attention_mask=split_mask(seen, self._group, self._dtype, parts),
+                position_ids=places,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=keep,
+            )
+        logits: Tensor = out.logits
+        return logits

@@ -1,0 +1,182 @@
+"""One causal language model with its cache: the only place that calls a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiler.models.attention import Block, dense_mask, in_blocks
+from profiler.models.cache import SlotCache
+from traces.errors import DraftsimError
+
+
+class Runner:
+    """Runs passes of one model over one sequence or a batch, any slots rewritten at will.
+
+    Parameters
+    ----------
+    model:
+        A Hugging Face causal model in eval mode, attention ``sdpa``.
+    slots:
+        Cache capacity in tokens (prompt + output + drafts or tree branches).
+    batch:
+        Sequences the cache has room for; `forward` uses the first.
+    """
+
+    _attends_in_blocks = False
+
+    def __init__(self, model: Any, slots: int, batch: int = 1) -> None:
+        if batch < 1:
+            raise DraftsimError(f"batch is {batch}, expected at least 1 sequence")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise DraftsimError(
+                f"{type(model).__name__} is an encoder-decoder model, which cannot be used here: "
+                "it is profiled, replayed and validated with a draft model, one request at a time"
+            )
+        config = model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        self.model = self.stack = model
+        self._attends_in_blocks = config._attn_implementation == "sdpa"
+        self.device = model.device
+        self.max_positions: int = limit or slots
+        self.vocab_size: int = config.vocab_size
+        self.layers: int = config.num_hidden_layers
+        self.cache = SlotCache(self.layers, slots, batch)
+        # On a GPU attention without a mask is the fastest: with one, heads are copied, and no
+        # flash attention takes it.  A lone token sees every slot shown, and a prompt fed from
+        # the first slot on is causal without being told.
+        self._maskless = self.device.type == "cuda"
+        # One causal matrix, sliced per pass: building a mask costs more than a small layer.
+        self._causal = torch.ones(slots, slots, dtype=torch.bool, device=self.device).tril_()
+        self._positions = torch.arange(slots, device=self.device)[None]
+        self._rows = torch.arange(batch, device=self.device)[:, None]
+
+    def begin(self, prompt: Tensor) -> Tensor:
+        """Start a request: the tokens that its first pass is fed, here the prompt itself."""
+        return prompt
+
+    def check_room(self, length: int, max_new_tokens: int) -> None:
+        """Raise DraftsimError unless a prompt of ``length`` tokens and its output fit."""
+        room = min(self.max_positions, self.cache.slots)
+        if length + max_new_tokens > room:
+            raise DraftsimError(
+                f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{room}: shorten the prompt or lower --max-new-tokens"
+            )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        start: int,
+        *,
+        keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Feed ``tokens`` into slots ``start ...`` and return the logits.
+
+        Parameters
+        ----------
+        tokens: (new_tokens,) token ids on the model's device.
+        start: first slot to write; slots before it are attended to.
+        keep: logits wanted of the last ``keep`` tokens; 0 = all.
+        mask: (new_tokens, start + new_tokens) for trees, booleans or numbers to add; causal if
+            None.
+        positions: (new_tokens,) positions, for trees; slots if None.
+
+        Returns
+        -------
+        (kept, vocab) raw logits in the model's dtype.
+
+        Raises
+        ------
+        DraftsimError
+            If the tokens do not fit the cache.
+        """
+        stop = start + tokens.shape[0]
+        if stop > self.cache.slots:
+            raise DraftsimError(f"{stop} tokens do not fit the cache of {self.cache.slots} slots")
+        self.cache.place(start)
+        if mask is None:
+            mask = self._causal_mask(start, stop)
+        out = self.model(
+            input_ids=tokens[None],
+            attention_mask=None if mask is None else mask[None, None],
+            position_ids=self._positions[:, start:stop] if positions is None else positions[None],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def _causal_mask(self, start: int, stop: int) -> Tensor | None:
+        """What a pass over slots ``start`` to ``stop`` is told of causality, if it must be."""
+        if self._maskless and (start == 0 or stop == start + 1):
+            return None
+        return self._causal[start:stop, :stop]
+
+    @torch.inference_mode()
+    def forward_blocks(
+        self, tokens: Tensor, start: int, blocks: Sequence[Block], positions: Tensor
+    ) -> Tensor:
+        """As `forward`, for branches of a tree that attend in `blocks` covering all tokens."""
+        if not self._attends_in_blocks:
+            return self.forward(tokens, start, mask=dense_mask(blocks, start), positions=positions)
+        # transformers makes no mask of its own where it is given one of four dimensions.
+        unread = blocks[0].mask.new_zeros(()).expand(len(tokens), start + len(tokens))
+        with in_blocks(self.model, blocks):
+            return self.forward(tokens, start, mask=unread, positions=positions)
+
+    @torch.inference_mode()
+    def forward_batch(
+        self, tokens: Tensor, positions: Tensor, visible: int, *, first: int = 0, keep: int = 0
+    ) -> Tensor:
+        """Feed each sequence its own tokens at its own positions and return the logits.
+
+        A token's slot is its position; it attends to the slots up to its own, so whatever
+        lies beyond (rejected drafts, an earlier occupant) is hidden until it is rewritten.
+
+        Parameters
+        ----------
+        tokens: (batch, new_tokens) token ids on the model's device.
+        positions: (batch, new_tokens) positions; -1 marks padding, which is written to a
+            scratch slot, sees slot 0 alone, and whose logits mean nothing.
+        visible: slots shown, at least the largest position + 1.
+        first: cache row of the first sequence; the others follow.
+        keep: logits wanted of the last ``keep`` columns; 0 = all.
+
+        Returns
+        -------
+        (batch, kept, vocab) raw logits in the model's dtype.
+
+        Raises
+        ------
+        DraftsimError
+            If the sequences or positions do not fit the cache.
+        """
+        count, cache = tokens.shape[0], self.cache
+        if first + count > cache.batch:
+            raise DraftsimError(
+                f"{first + count} sequences do not fit the cache of {cache.batch} sequences"
+            )
+        if visible > cache.slots:
+            raise DraftsimError(f"{visible} tokens do not fit the cache of {cache.slots} slots")
+        slots = torch.where(positions < 0, cache.scratch, positions)
+        cache.place_ragged(self._rows[:count], slots, visible, first)
+        places = positions.clamp(min=0)
+        mask = self._positions[0, :visible] <= places[:, None, :, None]  # (batch, 1, new, visible)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = out.logits
+        return logits

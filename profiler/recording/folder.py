@@ -1,0 +1,133 @@
+"""A run folder while it is written: whose it is, who writes it, and what it already holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from profiler.recording.run import NAME, RunInfo, read_run, write_run
+from traces.errors import DraftsimError
+from traces.store.parquet import write_atomically
+
+LOCK, HOLDER = ".lock", ".writer.json"
+RECORDINGS = (
+    "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
+    "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "rounds", "exit_heads",
+    ".trace", ".sampled", ".latency",
+)  # fmt: skip
+"""What a run leaves in its folder."""
+DONE_WITH = "recorded_with"
+"""Field of a recording's provenance: a digest of the options it was made under."""
+
+
+@contextmanager
+def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
+    """Hold the folder against other writers; made if it is not there.
+
+    The operating system lets go of the lock when its holder ends, however that comes about,
+    so one that was left behind holds nobody up.
+
+    Raises
+    ------
+    DraftsimError
+        If another process writes there (naming it), or the folder cannot be written to (with
+        the `remedy`).
+    """
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise DraftsimError(
+            f"{folder} is being written by {_holder(folder)}: wait for it, end it, or name another "
+            "folder"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
+    try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        write_atomically(folder / HOLDER, json.dumps(about).encode())
+        yield
+    finally:
+        for name in (HOLDER, LOCK):
+            with suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
+        lock.release()
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # nothing came of it
+
+
+def _holder(folder: Path) -> str:
+    try:
+        about = json.loads((folder / HOLDER).read_text())
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"
+
+
+def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:
+    """`info` with the identity of the run that `folder` holds, or a new one.
+
+    Nothing is written.  With `force` what the folder holds does not matter.
+
+    Raises
+    ------
+    DraftsimError
+        If it holds another pair's run, or one of another device or dtype.
+    """
+    if force or not (folder / NAME).is_file():
+        return replace(info, run_id=uuid.uuid4().hex[:16])
+    held = read_run(folder)
+    if held != info:
+        raise DraftsimError(
+            f"{folder} holds the run of another pair, device or dtype: name another --out, or "
+            "--force to record over it"
+        )
+    return replace(info, run_id=held.run_id)
+
+
+def begin(info: RunInfo, folder: Path, force: bool = False) -> None:
+    """Write what the folder is of; with `force` its recordings are removed first."""
+    if force:
+        for pattern in RECORDINGS:
+            for path in folder.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_run(info, folder)
+
+
+def digest_of(options: Mapping[str, Any]) -> str:
+    """A short digest of the options a recording is made under."""
+    text = json.dumps(options, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_done(path: Path, meta: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether the recording at `path`, whose provenance is `meta`, was made with `options`.
+
+    Raises
+    ------
+    DraftsimError
+        If it was made with other options, which a run would overwrite.
+    """
+    if meta.get(DONE_WITH) == digest_of(options):
+        return True
+    raise DraftsimError(
+        f"{path} was recorded with other options or prompts: repeat the same, name another --out, "
+        "or --force to record over it"
+    )

@@ -1,0 +1,187 @@
+"""Records an acceptance trace: plain decoding once, and everything a draft would say.
+
+Per prompt:
+
+1. the target decodes its own output, token by token, as the baseline does;
+2. the draft reads prompt and output in one pass, which gives its proposal and signals
+   at every position (they depend on the true prefix alone);
+3. wherever it was wrong, its off-path tail is drafted: all tails of the prompt advance
+   together, one pass per step under a tree mask;
+4. the target scores all tails under the same mask, so that lossy rules can be replayed.
+
+With a temperature the output is sampled, and each position carries one coin: by the
+coupling of rejection sampling, given the emitted token x the draft's proposal was
+accepted with probability min(1, draft(x) / target(x)), and otherwise was a draw from
+the normalised positive part of draft - target.  Top-p cuts both distributions before that, so
+draft(x) may be 0: x is then never proposed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from profiler.decoding.single import check_prompt
+from profiler.models.runner import Runner
+from profiler.models.sampling import coupled, log_probs_at, probs
+from profiler.models.signals import check_finite
+from profiler.recording.sides import Sides
+from profiler.recording.tails import Tails
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH
+
+Columns = dict[str, "np.ndarray[Any, Any]"]
+
+
+class Recorder:
+    """Records prompts with one target/draft pair.
+
+    Parameters
+    ----------
+    target, draft:
+        Runners over a shared vocabulary.  Their caches need room for prompt, output and
+        tails: see `slots_needed`.
+    max_new_tokens, max_gamma:
+        Output limit, and the longest draft that can be replayed.
+    eos:
+        Ids that end an output, and a draft.
+    sampling, generator:
+        How outputs are drawn, one per prompt; greedily by default.
+    """
+
+    def __init__(
+        self,
+        target: Runner,
+        draft: Runner,
+        *,
+        max_new_tokens: int,
+        max_gamma: int = 24,
+        eos: frozenset[int] = frozenset(),
+        sampling: Sampling = GREEDY,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if max_gamma < 1:
+            raise ValueError(f"max_gamma is {max_gamma}, expected at least 1")
+        self.target, self.draft = target, draft
+        self.max_new_tokens, self.max_gamma = max_new_tokens, max_gamma
+        self.eos, self.sampling, self.generator = eos, sampling, generator
+        self.sides = Sides(sampling, generator, eos)
+        self.decode_s = 0.0
+        """Seconds the last prompt's plain decoding took, prefill included."""
+
+    def slots_needed(self, prompt_tokens: int) -> int:
+        """Cache slots that recording a prompt of this length can take at most."""
+        return prompt_tokens + self.max_new_tokens * (self.max_gamma + 1)
+
+    @torch.inference_mode()
+    def record(self, prompt: Tensor) -> Columns:
+        """Columns (without `request`) of one prompt, as in `traces.acceptance.trace.COLUMNS`.
+
+        ``prompt``: (prompt_tokens,) ids on the models' device; an encoder-decoder's source.
+        Raises DraftsimError if the prompt does not fit or a model gives NaN.
+        """
+        check_prompt(int(prompt.shape[0]), self.max_new_tokens, self.target, self.draft)
+        begin = time.perf_counter()
+        prompt, source = self.target.begin(prompt), prompt
+        output, target_logits = self._decode(prompt)
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)  # where no EOS is looked for, nothing has
+        self.decode_s = time.perf_counter() - begin
+        self.draft.begin(source)
+        count = output.shape[0]
+        path = torch.cat([prompt, output[:-1]])
+        draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)
+        proposal, match, overlap = self._propose(draft_logits, target_logits, output)
+        on_path = {
+            "position": torch.arange(count),
+            "offset": torch.zeros(count, dtype=torch.long),
+            "match": torch.where(match, MATCH, MISMATCH),
+            "token": output,
+            **self.sides.draft(draft_logits, proposal),
+            **self.sides.target(target_logits, proposal),
+            "overlap": overlap,
+            "draft_path_logprob": log_probs_at(draft_logits, output, self.sampling),
+            "target_path_logprob": log_probs_at(target_logits, output, self.sampling),
+        }
+        check_finite(on_path["draft_logsumexp"], "draft", "while recording")
+        check_finite(on_path["target_logsumexp"], "target", "while recording")
+        starts, lengths = self._tail_plan(match)
+        wrong_at = int(prompt.shape[0]) + starts
+        tails = Tails(self.target, self.draft, path.shape[0], wrong_at, lengths, self.sides)
+        rows = tails.record(proposal[starts])
+        return _merge(on_path, self._tail_columns(rows, starts) if rows else {})
+
+    def _decode(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's output (tokens,) and the logits it came from (tokens, vocab)."""
+        feed, start = prompt, 0
+        output: list[Tensor] = []
+        rows: list[Tensor] = []
+        while len(output) < self.max_new_tokens:
+            logits = self.target.forward(feed, start, keep=1)
+            start += feed.shape[0]
+            feed = self.sides.pick(logits)
+            rows.append(logits)
+            output.append(feed)
+            if self.eos and int(feed) in self.eos:
+                break
+        return torch.cat(output), torch.cat(rows)
+
+    def _propose(
+        self, draft_logits: Tensor, target_logits: Tensor, output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the draft proposes on the path, whether it is accepted, and the overlap.
+
+        The last is the sum over the vocabulary of the smaller probability; (tokens,) each.
+        """
+        draft, target = (probs(logits, self.sampling) for logits in (draft_logits, target_logits))
+        overlap = torch.minimum(draft, target).sum(-1)
+        if self.sampling.greedy:
+            proposal = draft_logits.argmax(-1)
+            return proposal, proposal == output, overlap
+        coins = torch.rand(output.shape, generator=self.generator, device=output.device)
+        match, residual = coupled(draft, target, output, coins)
+        return torch.where(match, output, self.sides.draw(residual)), match, overlap
+
+    def _tail_plan(self, match: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions whose proposal was wrong, and the tail tokens each may need."""
+        starts = torch.nonzero(~match)[:, 0]
+        # No draft reaches the last position of the limit: verification fills it.
+        room = self.max_new_tokens - 2 - starts
+        lengths = room.clamp(min=0, max=self.max_gamma - 1)
+        keep = lengths > 0
+        return starts[keep], lengths[keep]
+
+    def _tail_columns(self, rows: dict[str, Tensor], starts: Tensor) -> dict[str, Tensor]:
+        """Trace columns from the rows of `Tails.record`."""
+        branch, step, drawn = rows.pop("branch"), rows.pop("step"), rows.pop("drawn", None)
+        if drawn is None:
+            match = rows["draft_token"] == rows["target_token"]
+        else:
+            # Whether rejection sampling would accept the token: one coin each.
+            coins = torch.rand(step.shape, generator=self.generator, device=step.device)
+            match = coins.log() < drawn - rows["draft_logprob"]
+        missing = torch.full_like(rows["draft_logprob"], torch.nan)
+        return {
+            "position": starts[branch],
+            "offset": step + 1,
+            "match": torch.where(match, MATCH, MISMATCH),
+            "token": torch.full_like(step, -1),
+            **rows,
+            **dict.fromkeys(("overlap", "draft_path_logprob", "target_path_logprob"), missing),
+        }
+
+
+def _merge(on_path: dict[str, Tensor], tails: dict[str, Tensor]) -> Columns:
+    """Both kinds of rows in (position, offset) order, as numpy in the trace's dtypes."""
+    merged: Columns = {}
+    for name, values in on_path.items():
+        parts = [values, tails[name].to(values.dtype)] if tails else [values]
+        both = torch.cat([part.cpu() for part in parts])
+        dtype = np.dtype(COLUMNS[name][0])
+        merged[name] = (both.float() if dtype.kind == "f" else both).numpy().astype(dtype)
+    order = np.lexsort((merged["offset"], merged["position"]))
+    return {name: values[order] for name, values in merged.items()}

@@ -1,0 +1,282 @@
+"""Measures one pair in one mode: forward passes, layers, batches, and the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from profiler.models.architectures import Architecture, PairShape
+from profiler.models.runner import Runner
+from profiler.suite.account import reason
+from profiler.suite.environment import NoTimeError, Workplace
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.layers import layer_cells
+from profiler.suite.latency.pass_grids import Passes, PassGrid, read_again, reading_errors
+from profiler.suite.latency.passes import (
+    Timer,
+    cell,
+    choice_parts,
+    fill,
+    forward_call,
+    make_runner,
+    prefill_cells,
+    table_of,
+)
+from profiler.suite.latency.pieces import SINGLE, Piece, pieces_of
+from profiler.suite.latency.points import Point, error_summary, held_out
+from profiler.suite.latency.rounds import host_cells
+from profiler.suite.memory import fitting_contexts
+from traces.errors import DraftsimError
+
+FINDINGS = ("cells", "held_out", "parts", "skipped", "drift")
+NO_TIME, FAILED = ": no time left", ": failed: "
+
+TOLERANCE = 0.02
+"""Interpolation error that a gap between grid points may have."""
+
+FINER_SHARE = 0.15
+"""Part of the time left that refining one grid may take: noise alone keeps it going."""
+
+
+class LimitError(DraftsimError):
+    """What the device's memory or the model's context rules out."""
+
+
+class PairMeasurement:
+    """Everything measured of one pair in one mode, in order of importance.
+
+    Each piece adds to `cells`.  One that the memory does not hold is named in `skipped`; those
+    not measured, or not wholly, for want of time or because they `failed`, are `unfinished`.  With
+    ``kept``, the `unit` of an earlier run, only the latter are measured.  Pieces of rank SINGLE
+    are measured whatever the `deadline` of the pair, until the stage's own time is spent.
+    """
+
+    def __init__(
+        self, place: Workplace, pair: PairShape, mode: str, models: tuple[Any, Any], grids: Grids,
+        deadline: float, kept: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.place, self.pair, self.mode, self.grids = place, pair, mode, grids
+        self.models = {"target": models[0], "draft": models[1]}
+        self.shapes = {"target": pair.target, "draft": pair.draft}
+        self.deadline = deadline
+        self.timer = Timer(place.device, grids.repeats, grids.enough_s)
+        before = kept or {}
+        self.cells, self.held_out, self.parts, self.skipped, self.drift = self._all = tuple(
+            list(before.get(name, ())) for name in FINDINGS
+        )
+        self.skipped[:] = [
+            text for text in self.skipped if not text.endswith(NO_TIME) and FAILED not in text
+        ]
+        self.failed: dict[str, str] = {}
+        wanted = before.get("unfinished")
+        self._left = [p for p in pieces_of(self) if wanted is None or p.name in wanted]
+        self._now: Piece | None = None
+        self._took: dict[str, float] = {}
+
+    @property
+    def late(self) -> bool:
+        """Whether this pair's share of the time is spent."""
+        return time.monotonic() > self.deadline or self.place.left <= 0
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Pieces that are yet to be measured."""
+        return [piece.name for piece in self._left]
+
+    def run(self, rank: int | None = None) -> None:
+        """Every piece that is left, or those of one rank, as far as the time goes."""
+        for piece in [p for p in self._left if rank in (None, p.rank)]:
+            self._now, held = piece, [len(some) for some in self._all]
+            begin = time.monotonic()
+            try:
+                # What its like took at a smaller batch is the least that it takes.
+                self._check(self._took.get(piece.kind, 0.0))
+                piece.run()
+                self._left.remove(piece)
+                self._took[piece.kind] = time.monotonic() - begin
+            except NoTimeError:
+                self._undo(held)
+            except torch.OutOfMemoryError:
+                self._skip(piece, "out of memory")
+            except LimitError as error:
+                self._skip(piece, reason(error))
+            except (DraftsimError, RuntimeError) as error:
+                # A driver's error ends this piece; what was measured before it is kept.
+                self._undo(held)
+                self.failed[piece.name] = reason(error)
+                self.place.say(
+                    f"FAILED {self.pair.name}.{self.mode}, {piece.name}: {reason(error)}"
+                )
+            self.place.release()
+
+    def _undo(self, held: Sequence[int]) -> None:
+        """Forget what a piece found: another run measures it as a whole."""
+        for some, count in zip(self._all, held, strict=True):
+            del some[count:]
+
+    def _skip(self, piece: Piece, why: str) -> None:
+        self.skipped.append(f"{piece.name}: {why}")
+        self._left.remove(piece)
+
+    def _check(self, ahead: float = 0.0) -> None:
+        """Raise NoTimeError once the piece under way has no time any more, or not so long."""
+        self.place.check_time()
+        late = self.late or time.monotonic() + ahead > self.deadline
+        if late and self._now is not None and self._now.rank != SINGLE:
+            raise NoTimeError("no time left")
+
+    def coarse(self, name: str, batch: int, phase: str = "forward") -> None:
+        """The coarse grid, and points at random within it; at batch 1 prompts and choices too."""
+        grids, alone = self.grids, batch == 1 and phase == "forward"
+        of = Passes(name, phase, batch)
+        grid, runner = self._grid(of)
+        if alone:
+            lengths = [n for n in grids.prompts if n <= runner.cache.slots]
+            self.cells += prefill_cells(runner, name, lengths, self.timer)
+            fill(runner)
+        rows = grid.coarse(self._check)
+        self.cells += rows
+        self.held_out += grid.at_random(grids.random_points, self._check)
+        if alone:
+            first = rows[0]
+            self.drift.append(grid.measure(Point(first[3], first[4]))[5] / first[5] - 1)
+            self.parts += [{"model": name, **part} for part in choice_parts(runner, self.timer)]
+
+    def finer(self, of: Passes) -> None:
+        """As many points more as interpolation needs, or the time allows."""
+        if not self._has(of):
+            self._lacks(of)
+        grid, _ = self._grid(of)
+        until = time.monotonic() + FINER_SHARE * (self.deadline - time.monotonic())
+        rows, middles, unchecked = grid.finer(lambda: self.late or time.monotonic() > until)
+        self.cells += rows
+        self.held_out += middles
+        if unchecked:
+            assert self._now is not None
+            # What was found is kept, and another run goes on from there.
+            self._left.append(self._now)
+
+    def between(self, batch: int) -> None:
+        """Points between two batch sizes: held out, or a grid of their own if they are missed."""
+        for name, model in self.models.items():
+            if model is None:
+                continue
+            for near in self._neighbours(batch):
+                if not self._has(Passes(name, "forward", near)):
+                    self._lacks(Passes(name, "forward", near))
+            grid, _ = self._grid(Passes(name, "forward", batch))
+            few = grid.coarse(self._check, grid.contexts[:2])
+            errors = reading_errors(few, [c for c in self.cells if c[1] == "forward"])
+            if all(abs(e) <= TOLERANCE for e in errors):
+                self.held_out += held_out(few, errors, False)
+            else:
+                self.cells += [*few, *grid.coarse(self._check)]
+            del grid
+            self.place.release()
+
+    def _neighbours(self, batch: int) -> list[int]:
+        """The batch sizes measured as a matter of course that are next to `batch`."""
+        sizes = (1, *self.grids.batches)
+        above = min((b for b in sizes if b > batch), default=None)
+        return [max(b for b in sizes if b < batch), *([] if above is None else [above])]
+
+    def layers(self, name: str) -> None:
+        """Single layers and the output head; with exit heads where there is no draft."""
+        exits = self.models["draft"] is None
+        grids, shape = self.grids, self._shape(name)
+        widths = grids.widths if exits else grids.widths[:4:3]
+        contexts = self._contexts(shape, grids.contexts[:3], 1, max(widths), name)
+        self.cells += layer_cells(
+            self.mode, self.models[name], name, widths, contexts, self.timer, exits=exits,
+            check_time=self._check,
+        )  # fmt: skip
+
+    def host(self, batch: int) -> None:
+        """Host time per round and drafted token in whole rounds, and that of reading signals.
+
+        What passes do not explain is the host's share, so all passes must be there first.
+        """
+        for of in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up")):
+            if not self._has(Passes(*of, batch)):
+                self._lacks(Passes(*of, batch))
+        grids = self.grids
+        slots = grids.loop_prompt + grids.loop_tokens
+        target, draft = (self._runner(n, slots, batch) for n in ("target", "draft"))
+        passes = [row for row in self.cells if row[1] in ("forward", "catch_up")]
+        self.cells += host_cells(
+            target, draft, table_of(passes), batch=batch, repeats=min(3, grids.repeats),
+            tokens=grids.loop_tokens, prompt=grids.loop_prompt, gammas=grids.gammas,
+            late=lambda: self.late, check_time=self.place.check_time,
+        )  # fmt: skip
+
+    def _grid(self, of: Passes) -> tuple[PassGrid, Runner]:
+        """The grid of some passes, and the runner that they run on, its cache filled."""
+        grids, (name, phase, batch) = self.grids, of
+        widths, wanted = grids.points(*of)
+        before: Callable[[], object] | None = None
+        if phase == "catch_up":
+            target = self._runner("target", grids.loop_prompt + 1, batch)
+            fill(target)
+            before = forward_call(target, batch, 1, grids.loop_prompt, drafts=False)
+        contexts = self._contexts(self._shape(name), wanted, batch, max(widths), name)
+        runner = self._runner(name, max(contexts) + max(widths), batch)
+        fill(runner)
+
+        def measure(at: Point) -> list[Any]:
+            run = forward_call(runner, batch, *at, drafts=name == "draft")
+            behind = self.timer.time(run) if before is None else self.timer.behind(before, run)
+            return cell(name, phase, batch, at.width, at.context, behind)
+
+        grid = PassGrid(
+            of, widths, contexts, measure, tolerance=TOLERANCE, least_gap=grids.least_gap,
+            known=self.cells, booked=self.held_out,
+        )  # fmt: skip
+        return grid, runner
+
+    def _has(self, of: Passes) -> bool:
+        return any(Passes(*row[:3]) == of for row in self.cells)
+
+    def _lacks(self, of: Passes) -> None:
+        """Raise NoTimeError if these passes are still to be measured, else LimitError."""
+        part = "first draft passes" if of.phase == "catch_up" else of.model
+        if f"{part}, batch {of.batch}" in self.unfinished:
+            raise NoTimeError("no time left")
+        raise LimitError(f"no {of.phase} passes of the {of.model} at batch {of.batch}")
+
+    def _shape(self, name: str) -> Architecture:
+        shape = self.shapes[name]
+        assert shape is not None
+        return shape
+
+    def _contexts(
+        self, shape: Architecture, wanted: Any, batch: int, width: int, name: str
+    ) -> list[int]:
+        """The contexts that fit; names the others, and raises LimitError if those are all."""
+        kept, why = fitting_contexts(self.place, shape, wanted, batch, width)
+        named = [f"{name}, batch {batch}, {text}" for text in why]
+        self.skipped += [text for text in named if text not in self.skipped]
+        if not kept:
+            raise LimitError(f"no context of {tuple(wanted)} fits at batch {batch}")
+        return kept
+
+    def _runner(self, name: str, slots: int, batch: int) -> Runner:
+        return make_runner(self.mode, self.models[name], slots, batch)
+
+    def unit(self) -> dict[str, Any]:
+        """What is kept of this measurement."""
+        self.held_out[:] = read_again(self.held_out, self.cells)
+        errors = {
+            kind: error_summary([h["error"] for h in self.held_out if h["random"] is drawn])
+            for kind, drawn in (("held_out_error", False), ("random_error", True))
+        }
+        found = dict(zip(FINDINGS, self._all, strict=True))
+        why = dict.fromkeys(self.unfinished, NO_TIME)
+        why |= {name: FAILED + text for name, text in self.failed.items()}
+        skipped = [*self.skipped, *(name + text for name, text in why.items())]
+        return {
+            **found, **errors, "skipped": skipped, "unfinished": self.unfinished,
+            "failed": self.failed,
+        }  # fmt: skip

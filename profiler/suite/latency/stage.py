@@ -1,0 +1,249 @@
+"""Stage ``latency``: tables of real architectures with random weights, in every mode.
+
+Writes ``latency.parquet``, one table whose models are named ``pair/mode/model``, and
+``latency.json`` with everything that is no cell: interpolation errors, parts, clocks, what
+was left out and why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+
+from profiler.models.architectures import PAIRS, PairShape
+from profiler.models.compiled import compiler_missing
+from profiler.suite.account import Account
+from profiler.suite.environment import Workplace, clocks, write_results
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.kernels import KERNELS, profile_rounds, span
+from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.passes import COMPILED, MODES
+from profiler.suite.latency.pieces import RANKS
+from profiler.suite.ledger import Ledger, earlier_units
+from traces.errors import DraftsimError
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import read_latency, write_latency
+
+UNPAIRED = 0.4
+"""What a target without a draft is given of a pair's time: no policy is predicted from it."""
+
+
+def run_latency(
+    place: Workplace, pairs: Sequence[str] | None = None, modes: Sequence[str] | None = None,
+    *, profile: bool = False,
+) -> Account:  # fmt: skip
+    """Measure the pairs named (all by default) in the modes named (likewise).
+
+    With ``profile`` the kernels of some rounds are kept too.  What pairs measured before left in
+    the folder stays.  Returns what was left undone.
+
+    Raises
+    ------
+    DraftsimError
+        For an unknown pair, for a folder of another device, or where nothing could be measured.
+    """
+    chosen = chosen_pairs(pairs, place.quick)
+    account = Account(place)
+    how = modes_here(place, modes, account)
+    units = {p.name: [f"{p.name}.{mode}" for mode in how] for p in chosen}
+    asked = {name for names in units.values() for name in names}
+    ledger = Ledger(place, "latency", {}, _earlier(place, asked))
+    before = clocks(place.device)
+    todo = [p for p in chosen if any(unfinished(ledger.get(name)) for name in units[p.name])]
+    with account.closing(lambda: _write(place, ledger, account, before)):
+        for i, pair in enumerate(todo):
+            share = place.left * weight(pair) / sum(weight(other) for other in todo[i:])
+            if place.left < (0 if place.quick else 10):
+                account.late[pair.name] = "no time left"
+                continue
+            if (models := build_or_none(place, pair, account)) is None:
+                continue
+            try:
+                _measure_pair(place, pair, models, share, ledger, how)
+            finally:
+                for name in units[pair.name]:
+                    _judge(account, name, ledger.get(name))
+            if profile and pair.draft is not None:
+                _profile(place, pair, models, how, account)
+            del models
+            place.unsettle()
+            _write(place, ledger, account, before)
+        if not asked & set(ledger.units):
+            raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
+    ledger.close(account)
+    return account
+
+
+def _profile(
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], how: Sequence[str],
+    account: Account,
+) -> None:  # fmt: skip
+    for mode in how:
+        try:
+            place.say(f"wrote {profile_rounds(place, pair.name, mode, models).name}")
+        except (DraftsimError, RuntimeError) as error:
+            account.fail(f"{pair.name}.{mode}, profile", error)
+        place.release()
+
+
+def modes_here(place: Workplace, modes: Sequence[str] | None, account: Account) -> list[str]:
+    """The modes asked for that this device runs; why not the others, in `account`."""
+    asked = [mode for mode in MODES if mode in (modes or MODES)]
+    if COMPILED in asked and (why := compiler_missing(place.device)) is not None:
+        account.limit(COMPILED, f"mode {COMPILED} left out, nothing compiles here: {why}")
+        asked.remove(COMPILED)
+    if not asked:
+        raise DraftsimError("nothing was measured: " + "; ".join(account.notes))
+    return asked
+
+
+def _judge(account: Account, name: str, unit: dict[str, Any] | None) -> None:
+    """File what a unit lacks as failed or late."""
+    if unit is None:
+        account.late[name] = "no time left"
+        return
+    failed = unit.get("failed") or {}
+    account.failed.update({f"{name}, {piece}": why for piece, why in failed.items()})
+    if late := [piece for piece in unit.get("unfinished", ()) if piece not in failed]:
+        account.late[name] = f"no time left for {', '.join(late)}"
+
+
+def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Units that the folder holds of pairs and modes that are not asked for."""
+
+    def rows() -> dict[str, list[list[Any]]]:
+        found: dict[str, list[list[Any]]] = {}
+        for model, *rest in read_latency(place.out / "latency.parquet").cells.values.tolist():
+            pair, mode, name = model.split("/")
+            found.setdefault(f"{pair}.{mode}", []).append([name, *rest])
+        return found
+
+    return earlier_units(place, place.out / "latency.json", asked.__contains__, rows, "cells")
+
+
+def unfinished(unit: dict[str, Any] | None) -> bool:
+    """Whether a unit is missing, or pieces of it for want of time."""
+    return unit is None or bool(unit.get("unfinished"))
+
+
+def chosen_pairs(names: Sequence[str] | None, quick: bool) -> list[PairShape]:
+    """The pairs by name; DraftsimError for one that is not known."""
+    if unknown := [n for n in names or () if n not in PAIRS]:
+        raise DraftsimError(f"--pairs {unknown[0]!r} is not one of {', '.join(PAIRS)}")
+    chosen = [PAIRS[n] for n in names or PAIRS]
+    return [p.miniature() for p in chosen] if quick else chosen
+
+
+def build_pair(place: Workplace, pair: PairShape) -> tuple[Any, Any]:
+    """Target and draft (or None) with random weights on the device."""
+    torch.manual_seed(0)
+    target = pair.target.build(place.device, place.dtype)
+    return target, pair.draft.build(place.device, place.dtype) if pair.draft else None
+
+
+def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[Any, Any] | None:
+    """Target and draft; None, and a smaller pair named in `account`, if the memory is too small."""
+    if (why := place.lacks_memory(pair)) is not None:
+        account.limit(pair.name, why)
+        return None
+    try:
+        models = build_pair(place, pair)
+    except torch.OutOfMemoryError:
+        models = None
+    if models is None:
+        # Not inside the handler: there the error's own frames hold what was built.
+        place.release()
+        account.limit(pair.name, f"{pair.name}: out of memory while it was built; {place.advice()}")
+    else:
+        place.settle()
+        place.say(f"{pair.name}: built")
+    return models
+
+
+def weight(pair: PairShape) -> float:
+    """What measuring a pair takes, relative to others.
+
+    Layers set the time of an eager pass and of a capture, parameters that of a graphed pass;
+    whole rounds run the draft several times; and the smallest passes are run more often.
+    """
+    layers = pair.target.layers + 2 * (pair.draft.layers if pair.draft else 0)
+    cost = 10 + layers + pair.parameters / 1e9
+    return cost if pair.draft else UNPAIRED * cost
+
+
+def _measure_pair(
+    place: Workplace, pair: PairShape, models: tuple[Any, Any], share: float, ledger: Ledger,
+    how: Sequence[str],
+) -> None:  # fmt: skip
+    """All modes, rank by rank: none is complete before the others have what is needed."""
+    begin = time.monotonic()
+    grids = Grids(place.quick)
+    modes = {
+        mode: PairMeasurement(place, pair, mode, models, grids, begin + share, kept)
+        for mode in how if unfinished(kept := ledger.get(f"{pair.name}.{mode}"))
+    }  # fmt: skip
+    before = {mode: clocks(place.device) for mode in modes}
+    spent = dict.fromkeys(modes, 0.0)
+    for rank in RANKS:
+        for k, (mode, measured) in enumerate(modes.items()):
+            now = time.monotonic()
+            measured.deadline = now + (begin + share - now) / (len(modes) - k)
+            try:
+                with span(f"{pair.name}.{mode}, rank {rank}"):
+                    measured.run(rank)
+            finally:
+                # Also where the driver took no more work: what was measured before stands.
+                spent[mode] += time.monotonic() - now
+                state = [before[mode], clocks(place.device)]
+                unit = {**measured.unit(), "clocks": state, "seconds": spent[mode]}
+                ledger.put(f"{pair.name}.{mode}", unit)
+    for mode, measured in modes.items():
+        off = 100 * measured.unit()["random_error"].get("median", float("nan"))
+        left = [name for name in measured.unfinished if name not in measured.failed]
+        cut = f"; not in time: {', '.join(left)}" if left else ""
+        if measured.failed:
+            cut += f"; FAILED: {', '.join(measured.failed)}"
+        place.say(
+            f"{pair.name}.{mode}: {len(measured.cells)} cells, {off:.1f} % off at points at "
+            f"random{cut}"
+        )
+
+
+def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str, str]) -> None:
+    rows, units = [], {}
+    for name, unit in ledger.units.items():
+        pair, mode = name.rsplit(".", 1)
+        rows += [[f"{pair}/{mode}/{row[0]}", *row[1:]] for row in unit["cells"]]
+        units[name] = {k: v for k, v in unit.items() if k != "cells"}
+    if rows:
+        frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+        shapes = {p.name: shapes_of(p) for p in chosen_pairs(None, place.quick)}
+        meta = {
+            "kind": "measured", "attention": "sdpa", "shapes": shapes, "kernels": KERNELS,
+            **place.meta(),
+        }  # fmt: skip
+        write_latency(LatencyTable(frame, meta), place.out / "latency.parquet")
+    write_results(
+        place.out / "latency.json",
+        {
+            "stage": "latency", "meta": place.meta(), **account.summary(), "kernels": KERNELS,
+            "clocks": [before, clocks(place.device)], "units": units,
+        },
+    )  # fmt: skip
+
+
+def shapes_of(pair: PairShape) -> dict[str, Any]:
+    """What a model of the cost needs to know of both architectures."""
+    both = {"target": pair.target, "draft": pair.draft}
+    return {
+        role: {
+            "name": a.name, "source": a.source, "layers": a.layers, "parameters": a.parameters,
+            "hidden_size": a.hidden_size, "vocab_size": a.vocab_size, "tied": a.tied,
+            "kv_values": a.kv_values,
+        }
+        for role, a in both.items() if a is not None
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""The suite's runs: pairs recorded, dictated and decoded for real, arm beside arm."""

@@ -1,0 +1,126 @@
+"""Records the trained pair: greedy and sampled traces, and what its early exits say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from profiler.heads.train import default_exit_layers, train_exit_heads
+from profiler.models.graphs import GraphRunner
+from profiler.models.loading import Pair
+from profiler.models.stack import LayerRunner
+from profiler.profile import Settings, _assemble
+from profiler.prompts import Prompt
+from profiler.recording.checkpoint import Checkpoint
+from profiler.recording.trace import Columns, Recorder
+from profiler.sources.exit_record import ExitRecorder, record_exits
+from profiler.suite.environment import Workplace
+from traces.acceptance.trace import Trace
+from traces.sources.early_exit import EarlyExit
+from traces.sources.files import write_exits
+from traces.store.files import write_trace
+
+LARGEST = 16 * 10**6
+"""Bytes of the largest file a stage may leave."""
+ENOUGH = 200
+"""Prompts that make a recording; one of fewer is unfinished."""
+ROOM = 0.9
+"""Share of it to fill where its size is a guess from the first requests."""
+
+
+def record_trace(
+    place: Workplace, pair: Pair, prompts: Sequence[Prompt], settings: Settings, until: float
+) -> Trace:
+    """The trace of as many prompts as are done by `until` (monotonic seconds), four at least.
+
+    The target decodes through captured passes; tails run eagerly under their tree masks.
+    Prompts recorded before the stage was stopped are read back.
+    """
+    encoded = [pair.encode(p.text) for p in prompts]
+    slots = max(len(ids) for ids in encoded) + settings.max_new_tokens * (settings.max_gamma + 1)
+    generator = torch.Generator(pair.device)
+    recorder = Recorder(
+        GraphRunner(pair.target, slots), GraphRunner(pair.draft, slots),
+        max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
+        sampling=settings.sampling, generator=generator,
+    )  # fmt: skip
+    # Of other weights' outputs nothing may be taken over.
+    weights = [pair.meta[role]["fingerprint"] for role in ("target", "draft")]
+    kept = Checkpoint(
+        place.work / f"trained-trace-{settings.sampling.temperature:g}",
+        {"settings": settings, "pair": weights},
+    )
+    recorded: list[Columns] = []
+    for i, ids in enumerate(encoded):
+        columns = kept.get(f"{i:05d}")
+        if columns is None:
+            if len(recorded) >= 4 and time.monotonic() > until:
+                break
+            generator.manual_seed(settings.seed * 1_000_003 + i)
+            begin = time.perf_counter()
+            columns = recorder.record(ids)
+            columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
+            kept.put(f"{i:05d}", columns)
+        recorded.append(columns)
+    done = len(recorded)
+    place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")
+    return _assemble(pair, prompts[:done], encoded[:done], recorded, settings)
+
+
+def write_within(trace: Trace, path: Path, limit: int = LARGEST) -> int:
+    """Write as many of the trace's first requests as fit into `limit` bytes; how many did.
+
+    Requests come in turn from each category, so that the first ones are of all of them.
+    """
+    count = len(trace.requests)
+    while True:
+        some = trace if count == len(trace.requests) else trace.select(range(count))
+        write_trace(some, path)
+        size = path.stat().st_size
+        if size <= limit or count == 1:
+            return count
+        count = max(1, min(count - 1, int(0.97 * count * limit / size)))
+
+
+def record_early_exits(
+    place: Workplace, pair: Pair, trace: Trace, text: torch.Tensor, path: Path, seconds: float
+) -> dict[str, Any]:
+    """Train exit heads on the target and record what they say along some of the trace.
+
+    ``text``: (sequences, tokens) ids to train on.  Requests are recorded until `seconds` are
+    spent or the file is full.  Returns what was done.
+    """
+    begin = time.monotonic()
+    setting = EarlyExit().setting(8)
+    layers = default_exit_layers(int(pair.target.config.num_hidden_layers))
+    longest = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    slots = max(ExitRecorder.slots_needed(longest, 8), text.shape[1])
+    runner = LayerRunner(pair.target, slots)
+    steps = 5 if place.quick else 120
+    heads = train_exit_heads(runner, text, layers, steps=steps, seconds=seconds / 3)
+    recorder = ExitRecorder(runner, heads, [setting], eos=pair.eos)
+    per_request, count = 0.0, 2
+    while True:
+        at = time.monotonic()
+        some = trace.select(range(min(count, len(trace.requests))))
+        recording = record_exits(recorder, some)
+        write_exits(recording, path)
+        size = path.stat().st_size / len(some.requests)
+        per_request = (time.monotonic() - at) / len(some.requests)
+        room = min(ROOM * LARGEST / size, (seconds - (time.monotonic() - begin)) / per_request)
+        if count >= min(room, len(trace.requests)) or count > 2:
+            break
+        count = int(min(room, len(trace.requests)))
+    while path.stat().st_size > LARGEST and len(some.requests) > 1:
+        # The first requests said too little of the others' size.
+        share = 0.8 * LARGEST / path.stat().st_size
+        some = some.select(range(max(1, int(share * len(some.requests)))))
+        write_exits(record_exits(recorder, some), path)
+    return {
+        "layers": layers, "requests": len(some.requests), "seconds": time.monotonic() - begin,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Seconds of one engine iteration, read from a latency table."""

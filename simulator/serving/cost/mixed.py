@@ -1,0 +1,56 @@
+"""Seconds of a pass that prompts share with decoding sequences.
+
+Such a pass is not one of mean width: the sequences' attention costs what it costs alone, and
+all tokens go through the layers together.  Where an engine was measured, what prompts add has
+cells of its own (phase ``mixed``).  Elsewhere the two passes are added less one launch, for
+the weights are read, and the kernels launched, once.
+"""
+
+from __future__ import annotations
+
+import math
+
+from simulator.serving.cost.reader import Coverage, PassReader, Span
+from traces.latency.table import LatencyTable
+
+COMPOSED = "composed"
+"""Origin of passes put together from a decoding one and the prompts' own."""
+
+
+class MixedPasses:
+    """Prices what prompts make of a target pass that decodes."""
+
+    def __init__(self, latency: LatencyTable) -> None:
+        own = latency.has("target", "mixed")
+        self._added = PassReader(latency, "target", "mixed") if own else None
+        cells = latency.cells
+        forward = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
+        self._launch_s = float(forward["median_s"].min())
+        nothing = Span(math.inf, -math.inf)
+        self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """Of the cells that were read, and the passes put together without any."""
+        read = self._added.coverage if self._added is not None else []
+        return [*read, self._composed] if self._composed.passes else read
+
+    def seconds(
+        self, decode_s: float, decoded: int, prompt_s: float, tokens: int, cached: int
+    ) -> float:
+        """Seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
+
+        By themselves they take `decode_s` and `prompt_s`; together never less than either.
+        """
+        if self._added is not None and not cached:
+            return decode_s + self._added(decoded, tokens, 0.0)
+        old = self._composed
+        self._composed = old._replace(
+            passes=old.passes + 1, batch=_wider(old.batch, decoded),
+            new_tokens=_wider(old.new_tokens, tokens), context=_wider(old.context, cached),
+        )  # fmt: skip
+        return max(decode_s, prompt_s, decode_s + prompt_s - self._launch_s)
+
+
+def _wider(span: Span, value: float) -> Span:
+    return Span(min(span.low, value), max(span.high, value))

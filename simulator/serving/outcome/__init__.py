@@ -1,0 +1,1 @@
+"""What a run in simulated time leaves behind: metrics, rows, timelines and figures."""

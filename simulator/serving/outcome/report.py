@@ -1,0 +1,188 @@
+"""What came of it: one run, and replications of several policies side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from simulator.serving.cost.reader import Coverage
+from simulator.serving.outcome.merge import merged_rows, t_interval
+from simulator.serving.outcome.metrics import Recorder, summary
+from simulator.serving.scenario import Scenario
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One replication of one policy."""
+
+    policy: str
+    scenario: Scenario
+    verify: str
+    fidelity: str
+    recorder: Recorder
+    coverage: list[Coverage]
+    unpriced: list[str]
+    simulated_s: float
+    elapsed_s: float
+    status: str
+    """``complete``, or which bound ended the run."""
+    residual_s: float
+    """Time already spent in the system by requests that a bound cut off."""
+    source: str = "draft-model"
+    """What drafted."""
+
+    @property
+    def requests(self) -> pd.DataFrame:
+        """Finished requests, with ``ttft_s``, ``tpot_s`` (NaN for one token) and ``e2e_s``."""
+        frame = self.recorder.to_frame()
+        later = (frame["tokens"] - 1).where(frame["tokens"] > 1)
+        return frame.assign(
+            ttft_s=frame["first_s"] - frame["arrival_s"],
+            tpot_s=(frame["finish_s"] - frame["first_s"]) / later,
+            e2e_s=frame["finish_s"] - frame["arrival_s"],
+        )
+
+    @property
+    def little_error(self) -> float:
+        """Relative gap between the integral of the number in system and the summed sojourns.
+
+        Little's law (1961) equates them; anything beyond rounding is an accounting error.
+        """
+        columns = self.recorder.requests
+        sojourns = (
+            float(np.sum(columns["finish_s"]) - np.sum(columns["arrival_s"])) + self.residual_s
+        )
+        return abs(self.recorder.area_s - sojourns) / max(sojourns, 1e-300) if sojourns else 0.0
+
+    @property
+    def tokens_within_targets(self) -> float:
+        """Share of the measured requests' tokens whose request met the scenario's targets."""
+        requests = self.requests
+        kept = requests[requests["index"] >= self.recorder.skip]
+        total = kept["tokens"].sum()
+        return float(kept["tokens"][self._within(kept)].sum() / total) if total else 1.0
+
+    def _within(self, requests: pd.DataFrame) -> pd.Series:
+        scenario = self.scenario
+        return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
+            requests["tpot_s"] > scenario.tpot_target_s
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The run in one record; latencies as mean, p50, p95 and p99.
+
+        ``overloaded``: when the last request arrived, more than a tenth of all requests,
+        and as many besides as ever ran at a time, were still without their first token.
+        ``coverage`` has an entry per model, phase and origin of the latencies that were
+        read (`simulator.serving.cost.reader.Coverage`); ``over_time`` the mean batch and blocks
+        in use over equal intervals, which begin at ``time_s``.
+        """
+        r, frame = self.recorder, self.requests
+        kept = frame[frame["index"] >= r.skip]
+        start_s, end_s, tokens = self._measured()
+        span = end_s - start_s
+        within = self._within(kept)
+        done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
+        scenario = self.scenario
+        offered = scenario.arrivals.rate
+        window = r.window
+        last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
+        begun = int((frame["first_s"] <= last_s).sum())
+        queued = r.arrived - r.rejected - begun - r.peak_batch
+        return {
+            "policy": self.policy, "verify": self.verify, "source": self.source,
+            "batch": scenario.limits.max_batch, "rate": offered,
+            "scale": getattr(scenario.arrivals, "scale", None),
+            "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
+            "throughput_tok_s": tokens / span if span > 0 else float("nan"),
+            **{
+                name: summary(kept[name].dropna().to_numpy(float))
+                for name in ("ttft_s", "tpot_s", "e2e_s")
+            },
+            "itl_s": r.itl.summary,
+            "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
+            "within_targets": float(within.mean()) if len(kept) else float("nan"),
+            "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
+            "mean_batch": r.batch.integral / self.simulated_s if self.simulated_s else 0.0,
+            "utilisation": r.busy_s / self.simulated_s if self.simulated_s else 0.0,
+            "mean_kv_blocks": r.kv_blocks.integral / self.simulated_s if self.simulated_s else 0.0,
+            "acceptance_rate": r.accepted / r.drafted if r.drafted else float("nan"),
+            "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
+            "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
+            "preemptions": int(frame["preemptions"].sum()),
+            "overloaded": offered is not None and queued > 0.1 * r.arrived,
+            "interpolated": self._passes("interpolated"),
+            "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
+            "coverage": [_entry(c) for c in self.coverage], "over_time": self._over_time(),
+            "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
+            "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
+        }  # fmt: skip
+
+    def _measured(self) -> tuple[float, float, int]:
+        """Start and end of the interval that throughput is measured over, and its tokens."""
+        r, window = self.recorder, self.recorder.window
+        arriving_s = window.end_s - window.start_s
+        swamped = self.scenario.arrivals.rate is not None and 2 * arriving_s < self.simulated_s
+        if arriving_s > 0 and not swamped:
+            return window.start_s, window.end_s, window.end_tokens - window.start_tokens
+        return 0.0, self.simulated_s, r.tokens
+
+    def _passes(self, origin: str) -> int:
+        return sum(c.passes for c in self.coverage if c.origin == origin)
+
+    def _over_time(self) -> dict[str, list[float]]:
+        batch, blocks = (
+            series.to_frame(self.simulated_s)
+            for series in (self.recorder.batch, self.recorder.kv_blocks)
+        )
+        return {
+            "time_s": batch["time_s"].tolist(), "batch": batch["value"].tolist(),
+            # Both were fed the same intervals, unless all blocks stayed free.
+            "kv_blocks": blocks["value"].reindex(batch.index, fill_value=0.0).tolist(),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ServeResult:
+    """Every policy's replications under one scenario."""
+
+    scenario: Scenario
+    runs: Mapping[str, Sequence[Run]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per policy: means over replications, with 95 % t intervals.
+
+        ``<metric>_lo`` and ``_hi`` accompany throughput and the three mean latencies where
+        there are two or more replications.
+        """
+        return [merged_rows([run.row() for run in runs]) for runs in self.runs.values()]
+
+    @property
+    def summary(self) -> pd.DataFrame:
+        """`rows` flattened: ``ttft_s_mean``, ``ttft_s_p50``, ..."""
+        return pd.json_normalize(self.rows(), sep="_")
+
+    def difference(
+        self, policy: str, baseline: str, metric: str = "throughput_tok_s"
+    ) -> tuple[float, float, float]:
+        """Mean of ``policy - baseline`` over paired replications, with its 95 % t interval.
+
+        `metric` is a column of `summary`.  Both met the same requests at the same times,
+        so the interval is that of the differences.
+        """
+        sides = [
+            pd.json_normalize([run.row() for run in self.runs[name]], sep="_")[metric].to_numpy(
+                float
+            )
+            for name in (policy, baseline)
+        ]
+        return t_interval(sides[0] - sides[1])
+
+
+def _entry(coverage: Coverage) -> dict[str, Any]:
+    named = coverage._asdict()
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}

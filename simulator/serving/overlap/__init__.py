@@ -1,0 +1,1 @@
+"""Methods that draft and verify at the same time: PEARL and DSI."""

@@ -1,0 +1,157 @@
+"""How long runs of accepted drafts last, where some ends were not seen.
+
+A round whose whole draft was accepted says that the run was at least that long, not
+where it would have ended: the run is censored, and a plain mean would be too short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_FEWEST_AT_RISK = 20
+"""Hazards seen fewer times than this are pooled with all longer ones."""
+
+
+class Runs(NamedTuple):
+    """Runs of matches, each from a position after a mismatch, unknown or beginning."""
+
+    lengths: Ints
+    """Matches in a row."""
+    rejected: npt.NDArray[np.bool_]
+    """True where a recorded mismatch ended the run, False where it was censored."""
+    ends: Ints
+    """Index into `Trace.on_path` of the position after the run (perhaps the next request's)."""
+
+
+def runs(trace: Trace) -> Runs:
+    """Every run of the trace, in order; an unrecorded match ends one as censored."""
+    match = trace.columns["match"][trace.on_path]
+    bounds = trace.request_starts
+    begins = np.zeros(len(match), dtype=bool)
+    begins[bounds[:-1]] = True
+    begins[1:] |= match[:-1] != MATCH
+    starts = np.flatnonzero(begins)
+    lengths = trace.run_lengths[starts]
+    ends = starts + lengths
+    inside = ends < bounds[np.searchsorted(bounds, starts, side="right")]
+    rejected = inside & ~trace.open_ended[starts]
+    return Runs(lengths, rejected, ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Survival:
+    """Kaplan-Meier estimate of P(run >= k), k = 0 ... K, with Greenwood intervals.
+
+    A run "at risk" at k had k matches and the next outcome was seen; ``rejected[k]`` of
+    ``at_risk[k]`` ended there, so that ``survival[k + 1] = survival[k] (1 - rejected[k] /
+    at_risk[k])``.  ``at_risk`` and ``rejected`` have K entries, the others K + 1.
+    """
+
+    at_risk: Ints
+    rejected: Ints
+    survival: Floats
+    lo: Floats
+    hi: Floats
+
+    @property
+    def hazard(self) -> Floats:
+        """Probability that the draft after k matches is rejected, shape (K,)."""
+        return np.asarray(self.rejected / self.at_risk, dtype=np.float64)
+
+
+def survival(
+    trace: Trace,
+    confidence: float = 0.95,
+    interval: Literal["log-log", "linear"] = "log-log",
+) -> Survival:
+    """Kaplan-Meier survival of the run length, fully accepted rounds censored.
+
+    Kaplan & Meier 1958, eq. 1a; variance by Greenwood's formula, the interval on the
+    scale named (``log-log`` stays within [0, 1]).
+
+    Raises
+    ------
+    DraftsimError
+        If no outcome was recorded, or the draft lengths behind an imported log are
+        not known: then censoring hides rejections, and the estimate means nothing.
+    """
+    if not 0 < confidence < 1:
+        raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")
+    if trace.meta.get("draft_lengths_known") is False:
+        raise DraftsimError(
+            "survival needs to tell rejected drafts from fully accepted ones, and this import does "
+            "not know the draft lengths: import with --draft-lengths hf-heuristic:N or "
+            "fixed:N, or take the unknown ends as rejections (Trace.impute, method='rejected')"
+        )
+    lengths, seen, _ = runs(trace)
+    # A censored run of k tells of k acceptances and nothing about what came after them.
+    last = np.where(seen, lengths, lengths - 1)
+    if (last < 0).all():
+        raise DraftsimError("survival needs a recorded outcome, and the trace holds none")
+    size = int(last.max()) + 1
+    risk = np.bincount(last[last >= 0], minlength=size)[::-1].cumsum()[::-1]
+    rejected = np.bincount(lengths[seen], minlength=size)
+    alive = np.append(1.0, np.cumprod(1 - rejected / risk))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        greenwood = np.append(0.0, np.cumsum(rejected / (risk * (risk - rejected))))
+        z = NormalDist().inv_cdf((1 + confidence) / 2)
+        if interval == "linear":
+            half = z * alive * np.sqrt(greenwood)
+            lo, hi = alive - half, alive + half
+        else:
+            power = np.exp(z * np.sqrt(greenwood) / np.abs(np.log(alive)))
+            lo, hi = alive**power, alive ** (1 / power)
+    sure = (alive == 0) | (greenwood == 0)
+    lo, hi = (np.clip(np.where(sure, alive, bound), 0.0, 1.0) for bound in (lo, hi))
+    return Survival(risk, rejected, alive, lo, hi)
+
+
+def impute_matches(
+    trace: Trace, seed: int, method: Literal["hazard", "rejected"] = "hazard"
+) -> Trace:
+    """The trace with every unrecorded match on the path filled in; see `Trace.impute`."""
+    match = np.array(trace.columns["match"])
+    _, _, ends = runs(trace)
+    on_path = match[trace.on_path]
+    unknown = np.flatnonzero(on_path == UNKNOWN)
+    if method == "rejected":
+        filled = np.full(len(unknown), MISMATCH, dtype=np.int8)
+        seen = max(int(trace.run_lengths.max(initial=0)), 1)
+    elif method == "hazard":
+        estimate = survival(trace)
+        hazard = _pooled(estimate)
+        seen = len(estimate.at_risk)
+        lengths = runs(trace).lengths
+        # Every unknown position ends exactly one run of its own request.
+        so_far = lengths[np.searchsorted(ends, unknown, side="right") - 1]
+        chance = hazard[np.minimum(so_far, len(hazard) - 1)]
+        rejected = np.random.default_rng(seed).random(len(unknown)) < chance
+        filled = np.where(rejected, MISMATCH, MATCH).astype(np.int8)
+    else:
+        raise DraftsimError(f"imputation method is {method!r}, expected 'hazard' or 'rejected'")
+    match[trace.on_path[unknown]] = filled
+    note = {"method": method, "seed": seed, "positions": len(unknown), "longest_seen": seen}
+    meta = {**trace.meta, "imputed": note}
+    return replace(trace, columns={**trace.columns, "match": match}, meta=meta)
+
+
+def _pooled(estimate: Survival) -> Floats:
+    """Hazards by run so far, the thinly observed long runs sharing one."""
+    thin = np.flatnonzero(estimate.at_risk < _FEWEST_AT_RISK)
+    if not thin.size:
+        return estimate.hazard
+    first = int(thin[0])
+    rest = estimate.rejected[first:].sum() / estimate.at_risk[first:].sum()
+    return np.append(estimate.hazard[:first], rest)

@@ -1,0 +1,229 @@
+"""Traces drawn from known distributions: what formulas and estimators are checked on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+VOCABULARY = 32000
+"""Tokens that the synthetic draft distribution spreads over."""
+EOS = 1
+
+
+class MatchProcess(Protocol):
+    """How likely each draft of one request is to match."""
+
+    def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
+        """Chance of a match at each output position, shape (tokens,)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Iid:
+    """The same chance everywhere: the assumption behind the textbook formulas."""
+
+    alpha: float = 0.7
+
+    def __post_init__(self) -> None:
+        _probability("alpha", self.alpha)
+
+    def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
+        del rng
+        return np.full(tokens, float(self.alpha))
+
+
+@dataclass(frozen=True)
+class PerPosition:
+    """A chance for each output position, repeated from the start when it runs out."""
+
+    alphas: tuple[float, ...] = (0.9, 0.5)
+
+    def __post_init__(self) -> None:
+        if not self.alphas:
+            raise DraftsimError("alphas is empty, expected at least one probability")
+        for value in self.alphas:
+            _probability("alphas", value)
+
+    def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
+        del rng
+        return np.resize(np.asarray(self.alphas, dtype=np.float64), tokens)
+
+
+@dataclass(frozen=True)
+class Bursty:
+    """Easy and hard stretches: a two-state Markov chain (Gilbert 1960, Elliott 1963).
+
+    Stretches last `easy_length` and `hard_length` tokens on average; a request begins in
+    the stationary distribution.
+    """
+
+    easy: float = 0.95
+    hard: float = 0.3
+    easy_length: float = 20.0
+    hard_length: float = 10.0
+
+    def __post_init__(self) -> None:
+        _probability("easy", self.easy)
+        _probability("hard", self.hard)
+        for name in ("easy_length", "hard_length"):
+            if not 1 <= getattr(self, name) < np.inf:
+                raise DraftsimError(f"{name} is {getattr(self, name)}, expected >= 1 token")
+
+    @property
+    def alpha(self) -> float:
+        """Long-run share of matches."""
+        total = self.easy_length + self.hard_length
+        return (self.easy * self.easy_length + self.hard * self.hard_length) / total
+
+    def probabilities(self, tokens: int, rng: np.random.Generator) -> Floats:
+        hard = bool(rng.random() < self.hard_length / (self.easy_length + self.hard_length))
+        means = {False: self.easy_length, True: self.hard_length}
+        lengths: list[int] = []
+        states: list[bool] = []
+        while sum(lengths) < tokens:
+            lengths.append(int(rng.geometric(1 / means[hard])))
+            states.append(hard)
+            hard = not hard
+        return np.where(np.repeat(states, lengths)[:tokens], self.hard, self.easy).astype(float)
+
+
+def synthetic_trace(
+    process: MatchProcess | float | Sequence[float] = 0.7,
+    *,
+    requests: int = 20,
+    tokens: int = 500,
+    seed: int = 0,
+    concentration: float | None = None,
+    max_gamma: int = 24,
+    eos_fraction: float = 0.0,
+    prompt_length: int = 64,
+) -> Trace:
+    """A trace whose matches follow `process`.
+
+    Parameters
+    ----------
+    process:
+        A `MatchProcess`; a number stands for `Iid`, a sequence for `PerPosition`.
+    requests, tokens:
+        How many, and the token limit of each.
+    concentration:
+        None records no signals, which is enough for policies that read none.  Otherwise
+        every draft gets a probability drawn from a Beta distribution with the process's
+        chance as its mean and this concentration, and matches with exactly that
+        probability: the smaller, the more the signals tell.  Off-path tails are recorded,
+        so that every policy can be replayed.
+    max_gamma:
+        Longest draft the tails allow.
+    eos_fraction:
+        Chance that a request ends with EOS, at a length uniform below the limit.
+
+    Raises
+    ------
+    DraftsimError
+        On impossible parameters.
+    """
+    for name, value in (("requests", requests), ("tokens", tokens), ("max_gamma", max_gamma)):
+        if value < 1:
+            raise DraftsimError(f"{name} is {value}, expected >= 1")
+    if concentration is not None and not 0 < concentration < np.inf:
+        raise DraftsimError(f"concentration is {concentration}, expected > 0 or None")
+    _probability("eos_fraction", eos_fraction)
+    if isinstance(process, int | float):
+        process = Iid(float(process))
+    elif isinstance(process, Sequence):
+        process = PerPosition(tuple(float(a) for a in process))
+    rng = np.random.default_rng(seed)
+    table, chances = [], []
+    for i in range(requests):
+        ends = bool(rng.random() < eos_fraction)
+        length = int(rng.integers(1, tokens + 1)) if ends else tokens
+        ended: Literal["eos", "length"] = "eos" if ends else "length"
+        name = f"synthetic-{i}"
+        table.append(Request(name, "synthetic", prompt_length, length, tokens, ended))
+        chances.append(process.probabilities(length, rng))
+    chance = np.concatenate(chances)
+    lengths = np.array([r.tokens for r in table])
+    columns: dict[str, npt.NDArray[Any]] = {
+        "request": np.repeat(np.arange(requests), lengths),
+        "position": np.concatenate([np.arange(n) for n in lengths]),
+    }
+    meta = {
+        "kind": "synthetic",
+        "process": {"name": type(process).__name__, **_parameters(process)},
+        "seed": seed,
+        "concentration": concentration,
+        "sampling": {"temperature": 0.0},
+        "eos_token_ids": [EOS],
+        "vocab_size": VOCABULARY,
+    }
+    if concentration is None:
+        match = (rng.random(len(chance)) < chance).astype(np.int8)
+        columns |= {"offset": np.zeros(len(chance), np.int16), "match": match}
+        return Trace(columns, table, None, meta)
+    prob = _beta(chance, concentration, rng)
+    match = (rng.random(len(chance)) < prob).astype(np.int8)
+    last = np.cumsum(lengths) - 1
+    token = rng.integers(2, VOCABULARY, len(chance))
+    token[last[[r.ended == "eos" for r in table]]] = EOS
+    # A wrong draft is any other token, and never EOS.
+    wrong = 2 + (token - 2 + rng.integers(1, VOCABULARY - 2, len(chance))) % (VOCABULARY - 2)
+    repeats = np.where(match == MISMATCH, max_gamma, 1)
+    rows = np.repeat(np.arange(len(chance)), repeats)
+    offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    tail = offset > 0
+    prob = prob[rows]
+    prob[tail] = _beta(chance[rows[tail]], concentration, rng)
+    drafted = np.where(match == MATCH, token, wrong)[rows]
+    drafted[tail] = rng.integers(2, VOCABULARY, int(tail.sum()))
+    columns = {name: values[rows] for name, values in columns.items()} | {
+        "offset": offset,
+        "match": np.where(tail, UNKNOWN, match[rows]),
+        "token": np.where(tail, -1, token[rows]),
+        "draft_token": drafted,
+        **_signals(prob),
+    }
+    return Trace(columns, table, max_gamma, meta)
+
+
+def _beta(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:
+    inner = np.clip(mean, 1e-9, 1 - 1e-9)
+    drawn = rng.beta(inner * concentration, (1 - inner) * concentration)
+    return np.where((mean == 0) | (mean == 1), mean, drawn)
+
+
+def _signals(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
+    """Logits of a distribution with this top probability: a runner-up and an even rest."""
+    top = np.clip(prob, 1e-3, 1 - 1e-6)
+    second = np.minimum(0.5 * (1 - top), 0.9 * top)
+    rest = 1 - top - second
+    entropy = -(top * np.log(top) + second * np.log(second))
+    entropy -= rest * np.log(rest / (VOCABULARY - 2))
+    signals = {
+        "draft_logprob": np.log(top),
+        "draft_top1": np.log(top),
+        "draft_top2": np.log(second),
+        "draft_logsumexp": np.zeros(len(top)),
+        "draft_entropy": entropy,
+    }
+    return {name: values.astype(np.float32) for name, values in signals.items()}
+
+
+def _parameters(process: MatchProcess) -> dict[str, Any]:
+    if isinstance(process, Iid | PerPosition | Bursty):
+        return asdict(process)
+    return {"parameters": repr(process)}
+
+
+def _probability(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise DraftsimError(f"{name} is {value}, expected between 0 and 1")

@@ -1,0 +1,56 @@
+"""What a round's draft passes take while the processor's caches turn to the draft's weights.
+
+The target's pass leaves the caches full of its own weights.  A round's first draft pass has cells
+of its own (``catch_up``); those soon behind it are dearer than later ones, too, the less the
+further behind.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.latency.table import LatencyTable
+
+Floats = npt.NDArray[np.float64]
+
+
+def settling_s(latency: LatencyTable, model: str, batch: int, passes: npt.ArrayLike) -> Floats:
+    """Seconds that rounds' draft passes behind the first take beyond ``forward``, together.
+
+    ``passes`` counts them, of any shape.  Zeros for a table without ``settling`` cells.
+    """
+    sums = settling_sums(latency, model, batch)
+    return np.asarray(sums[np.clip(passes, 0, len(sums) - 1)])
+
+
+def settling_sums(latency: LatencyTable, model: str, batch: int) -> Floats:
+    """The same of the first 0, 1, ... passes behind the first, as many as were told apart.
+
+    Read at the nearest batch measured, as a mean over contexts: what comes back into the caches
+    are weights.
+    """
+    by_model = _known.setdefault(latency, {})
+    known = by_model.get(model)
+    if known is None:
+        known = by_model[model] = _by_batch(latency, model)
+    nearest = min(known, key=lambda size: abs(size - batch), default=None)
+    return np.zeros(1) if nearest is None else known[nearest]
+
+
+def _by_batch(latency: LatencyTable, model: str) -> dict[int, Floats]:
+    cells = latency.cells
+    own = cells[(cells["model"] == model) & (cells["phase"] == "settling")]
+    found = {}
+    for batch in own["batch"].unique():
+        part = own[own["batch"] == batch]
+        later = latency.seconds(model, "forward", batch=batch, context=part["context"])
+        beyond = (part["median_s"] - later).groupby(part["new_tokens"]).mean()
+        found[int(batch)] = np.cumsum([0.0, *beyond.sort_index()])
+    return found
+
+
+# A search prices one table hundreds of times.
+_known: WeakKeyDictionary[LatencyTable, dict[str, dict[int, Floats]]] = WeakKeyDictionary()

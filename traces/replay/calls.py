@@ -1,0 +1,143 @@
+"""What a round ran besides the passes of a draft model, counted by kind and width.
+
+A round of early exit runs single layers over changing numbers of tokens, a lookup searches
+text, heads run once: such work is a list of *calls*, each a cell of the latency table.  The
+replayed and the real decoder count with the same object, so a test can hold one against the
+other call by call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+CALL_KINDS: tuple[tuple[str, str], ...] = (
+    ("target", "forward"),
+    ("target", "layer"),
+    ("target", "head"),
+    ("exit", "head"),
+    ("heads", "forward"),
+    ("pld", "forward"),
+    ("rest", "forward"),
+    ("lookahead", "forward"),
+    ("adapter", "forward"),
+    ("target", "pass"),
+    ("ngram", "forward"),
+    ("suffix", "forward"),
+    ("drafter", "forward"),
+)
+"""(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
+the log's own (`traces.replay.rounds.RoundLog.drafter`)."""
+
+CALL_DTYPE = np.dtype(
+    [
+        ("round", np.int32),
+        ("verify", np.bool_),
+        ("kind", np.int8),
+        ("new_tokens", np.int32),
+        ("count", np.int32),
+    ]
+)
+"""One row: `count` calls of ``CALL_KINDS[kind]`` over `new_tokens` tokens in round `round`."""
+
+Call = tuple[bool, int, int, int]
+"""(verify, kind, new_tokens, count): verify tells the verification from the drafting."""
+
+LAYER, HEAD, EXIT_HEAD = (
+    CALL_KINDS.index(k) for k in (("target", "layer"), ("target", "head"), ("exit", "head"))
+)
+ADAPTER = CALL_KINDS.index(("adapter", "forward"))
+PASS = CALL_KINDS.index(("target", "pass"))
+DRAFTER = CALL_KINDS.index(("drafter", "forward"))
+"""A pass of a drafter on the target's features."""
+
+
+class CallCounter:
+    """Collects the calls of one sequence's rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: list[list[Call]] = []
+        self._open: Counter[tuple[bool, int, int]] = Counter()
+
+    def add(self, kind: int, new_tokens: int, count: int = 1, *, verify: bool = False) -> None:
+        """Count `count` calls over `new_tokens` tokens each."""
+        if count:
+            self._open[verify, kind, new_tokens] += count
+
+    def end_round(self) -> None:
+        """Close the round: what is counted from now on belongs to the next."""
+        self.rounds.append([(*key, count) for key, count in sorted(self._open.items())])
+        self._open.clear()
+
+
+def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.void]:
+    """Rows of `CALL_DTYPE` from the calls of each round of each sequence in turn."""
+    rows: list[tuple[int, bool, int, int, int]] = []
+    number = 0
+    for rounds in sequences:
+        for calls in rounds:
+            rows += [(number, *call) for call in calls]
+            number += 1
+    return np.array(rows, dtype=CALL_DTYPE)
+
+
+class LayerLedger:
+    """Which layers each pending position has passed, and the calls that takes.
+
+    Position i of a round attends to the earlier ones at every layer it runs, so bringing the
+    newest position to a depth brings all earlier ones at least as deep; where they lack a
+    layer they run it together with it, in one call (SpecBound, arXiv:2604.12247, sec. 2.3).
+    Depths therefore never increase from a position to the next.
+
+    ``layers`` is the number of layers of the target.
+    """
+
+    def __init__(self, layers: int, counter: CallCounter) -> None:
+        self.layers = layers
+        self.depths: list[int] = []
+        self._counter = counter
+
+    def enter(self) -> None:
+        """A new position, no layer run yet."""
+        self.depths.append(0)
+
+    def segments(self, depth: int) -> list[tuple[int, int, int]]:
+        """(first layer, last layer + 1, width) of the calls that bring the newest to `depth`.
+
+        The width counts the newest positions that run together.
+        """
+        steps: list[tuple[int, int, int]] = []
+        at, width = self.depths[-1], 1
+        while at < depth:
+            while width < len(self.depths) and self.depths[-1 - width] <= at:
+                width += 1
+            until = depth
+            if width < len(self.depths):
+                until = min(depth, self.depths[-1 - width])
+            steps.append((at, until, width))
+            at = until
+        return steps
+
+    def deepen(self, depth: int, *, verify: bool = False) -> list[tuple[int, int, int]]:
+        """Bring the newest position to `depth`; return the segments that were run."""
+        steps = self.segments(depth)
+        for first, last, width in steps:
+            self._counter.add(LAYER, width, last - first, verify=verify)
+            self.depths[-width:] = [last] * width
+        return steps
+
+    def finish(self, positions: int) -> list[tuple[int, int, int]]:
+        """Verify the first `positions`: run what they lack, and the output head over them.
+
+        Positions beyond are forgotten, positions not yet entered enter now.
+        """
+        del self.depths[positions:]
+        while len(self.depths) < positions:
+            self.enter()
+        steps = self.deepen(self.layers, verify=True)
+        self._counter.add(HEAD, positions, verify=True)
+        self.depths.clear()
+        return steps

@@ -1,0 +1,103 @@
+"""Quality beside speed: how far the output of a lossy rule is from the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, SignalError
+from traces.replay.rounds import RoundLog
+
+
+def own_choice_share(log: RoundLog) -> float:
+    """Share of emitted tokens that the target would have chosen after the same prefix.
+
+    1 under a lossless rule.  Unlike `token_agreement` it forgives what follows from an
+    earlier departure, so it needs no second output and holds within a replay.
+    """
+    emitted = int(log.rounds["emitted"].sum())
+    if emitted == 0:
+        raise DraftsimError("the log holds no emitted tokens: replay at least one request")
+    wrong = 0 if log.mismatched is None else int(log.mismatched.sum())
+    return 1.0 - wrong / emitted
+
+
+def token_agreement(outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> float:
+    """Share of output tokens equal to the target's own output at the same position.
+
+    One pair per request, as token ids.  Tokens beyond the end of the shorter output of
+    a pair count as different: the denominator is the longer length.
+    """
+    _check_pairs(outputs, references)
+    equal = total = 0
+    for output, reference in zip(outputs, references, strict=True):
+        equal += sum(a == b for a, b in zip(output, reference, strict=False))
+        total += max(len(output), len(reference))
+    if total == 0:
+        raise DraftsimError("all outputs are empty: there is nothing to compare")
+    return equal / total
+
+
+def agreeing_prefix(
+    outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
+) -> npt.NDArray[np.int64]:
+    """Tokens before the first difference, per request: shape (requests,)."""
+    _check_pairs(outputs, references)
+    lengths = []
+    for output, reference in zip(outputs, references, strict=True):
+        pairs = enumerate(zip(output, reference, strict=False))
+        end = min(len(output), len(reference))
+        lengths.append(next((i for i, (a, b) in pairs if a != b), end))
+    return np.array(lengths, dtype=np.int64)
+
+
+def output_log_likelihood(trace: Trace) -> float:
+    """The target's mean log-probability of the recorded output tokens, nats per token.
+
+    Under the recording's sampling (T = 1 if greedy).  For the output of a lossy
+    rule, pass the recording that was decoded under it; the target's own greedy output
+    sets the mark to compare with.
+
+    Raises
+    ------
+    SignalError
+        If the recording does not hold the column.
+    """
+    if "target_path_logprob" not in trace.columns:
+        raise SignalError(
+            "this trace lacks the column target_path_logprob, the target's log-probability of "
+            "its output: record one with `draftsim profile`"
+        )
+    values = trace.columns["target_path_logprob"][trace.on_path].astype(np.float64)
+    return float(values.mean())
+
+
+def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
+    """BLEU of `outputs` against the target's greedy `references`, 0..100 (CM-ASD, Table V).
+
+    Corpus BLEU of sacrebleu with its default tokenisation, one text per request.
+
+    Raises
+    ------
+    DraftsimError
+        If sacrebleu is not installed, or the lists do not pair up.
+    """
+    _check_pairs(outputs, references)
+    try:
+        import sacrebleu
+    except ImportError:
+        raise DraftsimError(
+            "relative BLEU needs sacrebleu: install it with `pip install draftsim[quality]`"
+        ) from None
+    return float(sacrebleu.corpus_bleu(list(outputs), [list(references)]).score)
+
+
+def _check_pairs(outputs: Sequence[object], references: Sequence[object]) -> None:
+    if len(outputs) != len(references) or not outputs:
+        raise DraftsimError(
+            f"{len(outputs)} outputs for {len(references)} references: expected one of each per "
+            "request, and at least one"
+        )

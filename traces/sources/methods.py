@@ -1,0 +1,158 @@
+"""The papers' methods by name: each a combination of draft source, length policy and rule.
+
+Any other combination works as well; these are the ones that have a name.  Methods with
+another source than a draft model come from `traces.sources.registry.SYSTEMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from policies.core import DraftPolicy
+from policies.registry import parse_policy
+from policies.rules.base import VerifyRule
+from policies.rules.registry import parse_rule
+from policies.rules.threshold import CMASDVerification
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.decoder import replay
+from traces.sources.registry import DRAFT_MODEL, SYSTEMS
+
+
+class Method(NamedTuple):
+    """A named method, each axis as text."""
+
+    source: str
+    policy: str
+    rule: str
+    what: str
+
+
+FIXED_WINDOW = 5
+"""Tokens of CM-ASD's fixed window, which the paper does not give: ours."""
+CSD_WINDOW = "fixed:gamma=6"
+MEAN_TAU = "MEAN"
+"""Stands in a rule's text for the mean of CM-ASD's tau_t over what the run judges (`resolved`)."""
+_EQUAL_MEAN = f"spec-verification:beta=5,tau={MEAN_TAU}"
+"""CM-ASD's rule without what adapts: the threshold that is as lenient on average.  At any other
+the comparison would be one of how lenient the two are."""
+FIXED_TAUS: Mapping[float, str] = {
+    0.1: "tau_base alone, below every tau_t",
+    3.0: "what SpecDec's own script takes",
+}
+"""Thresholds that `draftsim papers` also shows the ablation at, and why."""
+
+
+def _single(weights: str, what: str) -> Method:
+    return Method(DRAFT_MODEL, f"cm-asd:weights={weights}", f"cm-asd:weights={weights}", what)
+
+
+CMASD_ABLATION: Mapping[str, Method] = {
+    "transformer-base": Method(
+        "none", "autoregressive", "exact", "CM-ASD, Table III: the target alone (greedy here)"
+    ),
+    "cm-asd-fixed-window": Method(
+        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", "cm-asd",
+        "CM-ASD, Table III: without adaptive drafting",
+    ),
+    "cm-asd-fixed-threshold": Method(
+        DRAFT_MODEL, "cm-asd", _EQUAL_MEAN, "CM-ASD, Table III: without adaptive verification"
+    ),
+    "cm-asd-no-confidence": Method(
+        DRAFT_MODEL, f"fixed:gamma={FIXED_WINDOW}", _EQUAL_MEAN,
+        "CM-ASD, Table III: fixed window and threshold",
+    ),
+    "cm-asd-entropy": _single("[1,0,0]", "CM-ASD, Table III: entropy-only confidence"),
+    "cm-asd-margin": _single("[0,1,0]", "CM-ASD, Table III: margin-only confidence"),
+    "cm-asd-softmax": _single("[0,0,1]", "CM-ASD, Table III: softmax-only confidence"),
+    "cm-asd": Method(DRAFT_MODEL, "cm-asd", "cm-asd", "CM-ASD (arXiv:2508.15371)"),
+}  # fmt: skip
+"""The eight variants of CM-ASD, Table III, in its order."""
+
+CSD_ABLATION: Mapping[str, Method] = {
+    "csd-specdecode": Method(
+        DRAFT_MODEL, CSD_WINDOW, "exact", "CSD's baseline: lossless speculative decoding"
+    ),
+    "csd-ocm": Method(DRAFT_MODEL, CSD_WINDOW, "csd-ocm", "CSD's correction memory alone"),
+    "csd-scg": Method(DRAFT_MODEL, CSD_WINDOW, "csd-scg", "CSD's consistency gate alone"),
+    "csd": Method(DRAFT_MODEL, CSD_WINDOW, "csd", "CSD (arXiv:2604.13634)"),
+    "lossy-sd": Method(
+        DRAFT_MODEL, CSD_WINDOW, "lossy-global", "CSD's lossy baseline: one global threshold"
+    ),
+}
+"""CSD's ablation; a memory calibrated beforehand is given to the run, not named here."""
+
+METHODS: Mapping[str, Method] = {
+    "specdecode": Method(DRAFT_MODEL, "fixed", "exact", "Speculative decoding, fixed length"),
+    "hf-heuristic": Method(
+        DRAFT_MODEL, "hf-heuristic", "exact", "transformers' heuristic (GammaTune, Table 2)"
+    ),
+    "assistant-threshold": Method(
+        DRAFT_MODEL, "confidence", "exact", "transformers' confidence threshold (GammaTune)"
+    ),
+    "gammatune": Method(DRAFT_MODEL, "gammatune", "exact", "GammaTune (arXiv:2504.00030)"),
+    "gammatune+": Method(
+        DRAFT_MODEL, "gammatune-plus", "exact", "GammaTune with a confidence stop"
+    ),
+    **CMASD_ABLATION,
+    **CSD_ABLATION,
+    "spec-verification": Method(
+        DRAFT_MODEL, "fixed:gamma=8", "spec-verification", "SpecDec's verification (2203.16487)"
+    ),
+    "bild": Method(DRAFT_MODEL, "bild", "bild", "BiLD (2302.07863): fallback and rollback"),
+    **{
+        name: Method(system.source, system.policy, "exact", system.what)
+        for name, system in SYSTEMS.items()
+    },
+}
+"""Every named method."""
+
+
+def method(name: str) -> Method:
+    """The method called `name`; DraftsimError with the nearest if there is none."""
+    if name not in METHODS:
+        from policies.spec import choice
+
+        raise DraftsimError(f"unknown method {name!r}{choice(name, METHODS)}")
+    return METHODS[name]
+
+
+def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolicy, VerifyRule]:
+    """Policy and rule of a method for the pair of `trace`.
+
+    ``resources`` go to the rule where it has such a parameter, like ``memory``.
+    """
+    chosen = resolved(chosen, trace)
+    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
+    return policy, parse_rule(chosen.rule, **resources)
+
+
+def resolved(chosen: Method, trace: Trace) -> Method:
+    """The method with the mean threshold of CM-ASD in its rule's text, where that asks for it.
+
+    Raises SignalError where the trace cannot tell what CM-ASD would judge.
+    """
+    if MEAN_TAU not in chosen.rule:
+        return chosen
+    policy = parse_policy(chosen.policy, max_gamma=trace.max_gamma)
+    return chosen._replace(rule=chosen.rule.replace(MEAN_TAU, f"{mean_tau(trace, policy):.3f}"))
+
+
+def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
+    """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`."""
+    rule = replay(trace, policy, _Thresholds()).rule
+    assert isinstance(rule, _Thresholds)
+    return rule.total / rule.judged if rule.judged else rule.tau_base
+
+
+class _Thresholds(CMASDVerification):
+    """CM-ASD's verification that adds up the thresholds it applies."""
+
+    total, judged = 0.0, 0
+
+    def threshold(self, token: Any) -> float:
+        value = super().threshold(token)
+        self.total += value
+        self.judged += 1
+        return value

@@ -1,0 +1,1 @@
+"""Recordings on disk: one checked container, whose files belong together."""

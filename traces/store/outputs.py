@@ -1,0 +1,197 @@
+"""What a run under a verify rule really emitted, kept beside its round log.
+
+A run folder holds them as ``rounds/<name>.parquet`` (the rounds, see
+`traces.store.files.write_rounds`) and ``rounds/<name>.json`` (the outputs, in the order the
+requests were decoded, which is part of the run where the rule learns).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from policies.core import DraftPolicy
+from policies.registry import describe
+from policies.rules.base import VerifyRule
+from policies.rules.registry import describe_rule
+from policies.spec import split_items
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, FileError
+from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
+from traces.replay.rounds import RoundLog
+from traces.store.files import read_rounds, write_rounds
+from traces.store.parquet import write_atomically
+
+SCHEMA = 1
+FOLDER = "rounds"
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of one request."""
+
+    id: str
+    tokens: list[int]
+    text: str
+    reference: str
+    """Text of the target's own greedy output."""
+    log_likelihood: float
+    """Sum over the tokens of the target's log-probability at T = 1, nats."""
+
+
+@dataclass(frozen=True, eq=False)
+class RealRun:
+    """Rounds and outputs of really decoding under a verify rule."""
+
+    log: RoundLog
+    outputs: Sequence[Output]
+    meta: Mapping[str, Any]
+    """Provenance; ``memory`` holds what is known of a learning rule's memory."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far the outputs of a lossy run are from the target's own."""
+
+    agreement: float
+    """Share of tokens equal to the target's own output at the same position."""
+    log_likelihood: float
+    """The target's mean log-probability of the output, nats per token at T = 1."""
+    reference_log_likelihood: float
+    """And of its own greedy output."""
+    relative_bleu: float | None
+    """BLEU against that output, 0..100 (CM-ASD, Table V); None without sacrebleu."""
+
+
+def find_run(
+    runs: Sequence[RealRun], policy: DraftPolicy, rule: VerifyRule, trace: Trace
+) -> RealRun | None:
+    """The run that decoded the requests of `trace` under `policy` and `rule`, or None.
+
+    Names are compared as a person would type them: without defaults, and without a vocabulary
+    size that is the recorded pair's own.
+    """
+    wanted = (describe(policy), describe_rule(rule))
+    typed = tuple(_typed(name, trace) for name in wanted)
+    ids = [r.id for r in trace.requests]
+    for run in runs:
+        names = tuple(_typed(name, trace) for name in (run.log.policy, run.log.verify))
+        if names == typed and [r.id for r in run.log.requests] == ids:
+            return run
+    return None
+
+
+def _typed(name: str, trace: Trace) -> tuple[str, frozenset[str]]:
+    """A policy's or rule's name and what its text sets, but for what the recording supplies."""
+    head, _, rest = name.partition(":")
+    supplied = f"vocab_size={trace.vocab_size}"
+    return head, frozenset(part for part in split_items(rest) if part != supplied)
+
+
+def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
+    """Compare `outputs` with the greedy outputs recorded in `trace`, matched by request id.
+
+    Raises
+    ------
+    DraftsimError
+        If `trace` lacks a request or its output tokens.
+    """
+    places = {request.id: i for i, request in enumerate(trace.requests)}
+    if missing := [o.id for o in outputs if o.id not in places]:
+        raise DraftsimError(
+            f"the trace has no request {missing[0]!r} to compare an output with: use the trace "
+            "of the same prompts"
+        )
+    if not outputs:
+        raise DraftsimError("there are no outputs to compare: decode at least one prompt")
+    own = trace.select([places[o.id] for o in outputs])
+    if "token" not in own.columns:
+        raise DraftsimError("this trace lacks the column token: record it with `draftsim profile`")
+    path = np.asarray(own.columns["token"])[own.on_path].tolist()
+    starts = own.request_starts
+    references = [path[a:b] for a, b in pairwise(starts)]
+    emitted = sum(len(o.tokens) for o in outputs)
+    bleu = None
+    if find_spec("sacrebleu") is not None:
+        bleu = relative_bleu([o.text for o in outputs], [o.reference for o in outputs])
+    return Quality(
+        token_agreement([o.tokens for o in outputs], references),
+        sum(o.log_likelihood for o in outputs) / emitted,
+        output_log_likelihood(own),
+        bleu,
+    )
+
+
+def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
+    """Write `run` into the run folder; the path of its rounds."""
+    place = Path(folder) / FOLDER
+    place.mkdir(parents=True, exist_ok=True)
+    path = place / f"{file_name(run.log)}.parquet"
+    document = {
+        "schema": SCHEMA,
+        "meta": dict(run.meta),
+        "outputs": [asdict(output) for output in run.outputs],
+    }
+    write_rounds(run.log, path)
+    write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
+    return path
+
+
+def read_run(path: str | os.PathLike[str]) -> RealRun:
+    """The run whose rounds are in the file `path`.
+
+    Raises
+    ------
+    FileError
+        If one of its two files is missing or damaged, or they do not belong together.
+    """
+    path = Path(path)
+    log, beside = read_rounds(path), path.with_suffix(".json")
+    try:
+        document = json.loads(beside.read_text())
+        version = document["schema"]
+        outputs, meta = [Output(**row) for row in document["outputs"]], dict(document["meta"])
+    except OSError:
+        raise FileError(
+            f"{beside}: cannot be read: the outputs of a run lie beside its rounds; record it "
+            "again with `draftsim profile --verify`"
+        ) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise FileError(f"{beside}: is damaged ({error}): record the run again") from None
+    if version != SCHEMA:
+        raise FileError(
+            f"{beside}: schema version {version}, this draftsim reads {SCHEMA}: record it again"
+        )
+    lengths = [(r.id, r.tokens) for r in log.requests]
+    if [(o.id, len(o.tokens)) for o in outputs] != lengths:
+        raise FileError(f"{beside}: its outputs are not those of {path.name}: record the run again")
+    return RealRun(log, outputs, meta)
+
+
+def find_runs(path: str | os.PathLike[str]) -> list[Path]:
+    """The round files that `path` stands for: itself, or those of a run folder."""
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    return sorted((path / FOLDER).glob("*.parquet"))
+
+
+def file_name(log: RoundLog) -> str:
+    """A name for the log's file, from its policy and rule.
+
+    >>> from traces.replay.rounds import RoundLog
+    >>> import numpy as np
+    >>> file_name(RoundLog(np.empty(0), [], "fixed:gamma=6", verify="csd:tau=0.3"))
+    'fixed_gamma-6+csd_tau-0.3'
+    """
+    text = f"{log.policy}+{log.verify}".replace("=", "-")
+    return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_")

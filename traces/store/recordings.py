@@ -1,0 +1,217 @@
+"""Recordings that come with draftsim, found by name, and latencies given in words."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, FileError
+from traces.latency.table import PHASES, LatencyTable
+from traces.store.files import read_latency, read_trace
+from traces.store.identity import check_folder
+
+BUNDLED = Path(__file__).parents[1] / "recorded"
+"""Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``.
+
+A recording may hold sampled outputs alone, ``<name>/sampled.parquet``; they are its trace then.
+"""
+SAMPLED = "sampled.parquet"
+ELSEWHERE = "elsewhere.json"
+"""Of a recording whose trace another one holds: ``{"trace": NAME}``, the folder beside it."""
+KINDS = ("trace", "latency")
+"""What makes a folder a recording: one of these."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A bundled recording."""
+
+    name: str
+    folder: Path
+    summary: str
+    """Pair, size and device in one line."""
+
+    def file(self, kind: str) -> Path:
+        """Path of one of its files: ``trace``, ``latency``, ``measured``."""
+        folder = trace_folder(self.folder) if kind == "trace" else self.folder
+        return folder / f"{kind}.parquet"
+
+
+def recordings(folder: Path = BUNDLED) -> list[Recording]:
+    """The bundled recordings, by name."""
+    folders = [f for f in sorted(folder.glob("*")) if any(_file(f, kind) for kind in KINDS)]
+    return [Recording(f.name, f, _summary(f)) for f in folders]
+
+
+def trace_folder(folder: Path) -> Path:
+    """Where a recording's trace lies: in its own folder, or in the one that `ELSEWHERE` names.
+
+    What was recorded along the trace (sampled outputs, early exits) lies with it.
+
+    Raises
+    ------
+    FileError
+        If `ELSEWHERE` is damaged, or names no folder beside this one.
+    """
+    path = folder / ELSEWHERE
+    if not path.is_file():
+        return folder
+    try:
+        name = json.loads(path.read_text())["trace"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise FileError(f"{path}: names no trace: unpack the recording again") from None
+    if not isinstance(name, str) or Path(name).name != name or not (folder.parent / name).is_dir():
+        raise FileError(
+            f"{path}: the trace is in {name!r}, which is no folder beside this one: unpack the "
+            "recording again"
+        )
+    return folder.parent / name
+
+
+def pair_of(trace: Trace) -> tuple[str | None, str | None]:
+    """Fingerprints of the target's and the draft's weights; None where they are not known."""
+    target, draft = (
+        value.get("fingerprint") if isinstance(value := trace.meta.get(role), dict) else None
+        for role in ("target", "draft")
+    )
+    return target, draft
+
+
+def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
+    """The trace of a bundled recording, of a run's folder, or in a file.
+
+    Raises
+    ------
+    FileError
+        If there is none, with the nearest name.
+    """
+    return read_trace(_find(name_or_path, "trace", folder))
+
+
+def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> LatencyTable:
+    """The latency table of a bundled recording, of a run's folder, in a file, or ``const:``.
+
+    Raises
+    ------
+    FileError
+        If there is none, with the nearest name; if a folder's trace is of another run.
+    DraftsimError
+        If a ``const:`` description is wrong (see `parse_latency`).
+    """
+    if isinstance(name_or_path, str) and name_or_path.startswith("const:"):
+        return parse_latency(name_or_path)
+    path = _find(name_or_path, "latency", folder)
+    if path.parent != Path(name_or_path).parent:
+        check_folder(path.parent)
+    return read_latency(path)
+
+
+def folder_of(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Path | None:
+    """The folder of a bundled recording or run; None for a single file."""
+    path = _find(name_or_path, "trace", folder)
+    return path.parent if path.parent != Path(name_or_path).parent else None
+
+
+def parse_latency(text: str) -> LatencyTable:
+    """The table of ``const:target=0.0143,draft=0.00176[,verify=0.0150]``, in seconds.
+
+    Any single-cell phase of the target may follow by name (``host_round=0.0003``).
+
+    Raises
+    ------
+    DraftsimError
+        If the text is anything else.
+    """
+    form = "expected const:target=SECONDS,draft=SECONDS[,verify=SECONDS]"
+    kind, _, body = text.partition(":")
+    if kind != "const":
+        raise DraftsimError(f"latency {text!r} does not begin with 'const:': {form}")
+    allowed = ["target", "draft", "verify", *(p for p in PHASES if p != "forward")]
+    given: dict[str, float] = {}
+    for part in body.split(","):
+        name, equals, value = (s.strip() for s in part.partition("="))
+        if not equals:
+            raise DraftsimError(f"latency {text!r} has the part {part!r}: {form}")
+        if name not in allowed:
+            raise DraftsimError(f"latency {text!r} names {name!r}{_nearest(name, allowed)}: {form}")
+        if name in given:
+            raise DraftsimError(f"latency {text!r} gives {name!r} twice: {form}")
+        try:
+            given[name] = float(value)
+            if name == "target" and not given[name] > 0:
+                raise DraftsimError(f"latency {text!r} gives target={value}, expected > 0 seconds")
+        except ValueError:
+            problem = f"latency {text!r} gives {name}={value!r}, no number"
+            raise DraftsimError(f"{problem}: {form}") from None
+    if missing := [name for name in ("target", "draft") if name not in given]:
+        raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
+    # One pass each tells nothing of batches: whoever takes them to be free says so.
+    return LatencyTable.constant(**given, batch_free=False)
+
+
+def _find(name_or_path: str | os.PathLike[str], kind: str, folder: Path) -> Path:
+    path = Path(name_or_path)
+    bundled = [folder / path] if len(path.parts) == 1 else []
+    for place in (*bundled, path):
+        if (found := _file(place, kind)) is not None:
+            return found
+    names = [p.name for p in sorted(folder.glob("*")) if _file(p, kind) is not None]
+    if len(path.parts) == 1 and not path.exists() and (folder / path).is_dir():
+        raise FileError(
+            f"the bundled recording {name_or_path} has no {kind}.parquet: name another's "
+            f"({', '.join(names) or 'none has one'})"
+        )
+    # Names hold dots too, but not what ends a file's: h200-llama-3.1-8b+1b-graph.
+    if path.exists() or len(path.parts) != 1 or path.suffix[1:].isalpha():
+        return path  # the reader says what is wrong with it
+    listed = f"the bundled ones are {', '.join(names)}" if names else "none is bundled"
+    hint = _nearest(str(path), names)
+    raise FileError(f"{name_or_path}: no such file and no bundled recording{hint}: {listed}")
+
+
+def _file(place: Path, kind: str) -> Path | None:
+    """The file of a recording's folder that holds its trace or latencies, if there is one."""
+    if kind == "trace":
+        home = trace_folder(place)
+        files = [home / f"{kind}.parquet", home / SAMPLED]
+    else:
+        files = [place / f"{kind}.parquet"]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _summary(folder: Path) -> str:
+    """Pair, size and device; the mode where latencies belong to one."""
+    table = folder / "latency.parquet"
+    measured = read_latency(table).meta if table.is_file() else {}
+    mode = f", {measured['mode']}" if "mode" in measured else ""
+    if _file(folder, "trace") is None:
+        pair, size, device = str(measured.get("pair", "?")), "latencies alone", None
+    else:
+        trace = find_trace(folder)
+        named = {role: trace.meta.get(role) for role in ("target", "draft")}
+        pair = " + ".join(_label(v) for v in named.values() if v)
+        drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
+        size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
+        if not pair and "pair" in measured:
+            pair, size = str(measured["pair"]), f"dictated verdicts, {size}"
+        pair = pair or str(trace.meta.get("kind", "?"))
+        device = trace.meta.get("device")
+    if "mode" in measured:
+        device = device or measured.get("device")
+    return f"{pair}{mode}: {size}" + (f", {_label(device)}" if device else "")
+
+
+def _label(value: object) -> str:
+    if isinstance(value, dict):
+        value = next((value[k] for k in ("name", "id", "model", "path") if k in value), "?")
+    return str(value)
