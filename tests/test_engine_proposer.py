@@ -18,10 +18,9 @@ from profiler.engines.rounds import Policy
 from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
-from traces import synthetic_trace
+from traces import replay, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay import decoder as replay
 from traces.replay.rounds import RoundLog
 from traces.sources.lookup_sources import PLD
 from traces.sources.registry import parse_source

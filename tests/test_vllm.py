@@ -14,8 +14,7 @@ import pytest
 from policies import parse_policy
 from tests.conftest import ROOT
 from tests.engine_runs import BATCH, LONGEST, OWN, TRACE, names, policy
-from traces import Request, Trace, read_latency
-from traces.replay import decoder as replay
+from traces import Request, Trace, read_latency, replay
 from traces.replay.rounds import RoundLog
 from traces.sources.lookup_sources import PLD
 from traces.sources.replay import replay_source
