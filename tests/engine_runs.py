@@ -1,6 +1,8 @@
 """Runs a real vLLM with a miniature model, in the engine's own environment; JSON of what came.
 
-.venv-vllm/bin/python -m tests.engine_runs FOLDER
+.venv-vllm/bin/python -m tests.engine_runs FOLDER [own]
+
+With ``own`` vLLM drafts by itself, with the first of the model's layers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from commands.engine.loads import named_loads
 from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
-from profiler.engines.drafts import Forced, LookedUp
+from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import Engine, EngineOptions
 from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
@@ -33,8 +35,8 @@ TRACE = synthetic_trace(
 OWN = "tests.own_policy.StopWhenUnsure"
 
 
-def miniature(folder: Path, seed: int = 0) -> Path:
-    """A Llama of two tiny layers with random weights, saved once."""
+def miniature(folder: Path, seed: int = 0, layers: int = 2) -> Path:
+    """A Llama of two tiny layers with random weights, or of its first alone; saved once."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,6 +52,8 @@ def miniature(folder: Path, seed: int = 0) -> Path:
     for weights in model.parameters():
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.2)
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
     model.save_pretrained(folder)
     return folder
 
@@ -121,6 +125,34 @@ def main(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def own(folder: Path) -> dict[str, Any]:
+    """Rounds dictated behind a drafter of vLLM's own, and rounds of its own tokens."""
+    engine = Engine(
+        EngineOptions(
+            str(miniature(folder / "miniature")), str(miniature(folder / "draft", layers=1)),
+            longest=LONGEST, max_batch=BATCH, max_model_len=256, dtype="float32",
+        )
+    )  # fmt: skip
+    prompts = prompts_of(TRACE, engine.vocabulary)
+    texts = own_texts(engine, TRACE, prompts)
+    forced = Forced(TRACE, texts, engine.vocabulary)
+    chosen = ["autoregressive", "fixed", "gammatune", "svip"]
+    found = {n: served(engine, Setup(policy(n), forced), prompts) for n in chosen}
+    own = {n: served(engine, Setup(policy(n), EngineDrafts()), prompts) for n in chosen[:3]}
+    small = Grid((1, 4), (1, 2, 4), (32,), ((1, 16), (1, 32)), (1,), (1,), (16,), 1, 1)
+    latency = EngineTable(engine, small, folder / "checkpoint").run()
+    write_latency(latency, folder / "latency.parquet")
+    rows = compare_loads(
+        engine, latency, TRACE, arms(["gammatune"], TRACE, LONGEST), named_loads("closed:1,3", None,
+        None), 8, 1,
+    )  # fmt: skip
+    return {
+        "policies": found, "own": own, "texts": texts, "meta": engine.meta, "rows": rows,
+        "outputs": engine.run({f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    (folder / "runs.json").write_text(json.dumps(main(folder)))
+    made = own if sys.argv[2:] == ["own"] else main
+    (folder / "runs.json").write_text(json.dumps(made(folder)))

@@ -102,8 +102,10 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
     [
         (("profile", "--engine", "sglang", "--target", "m", "--out", "OUT"), "expected vllm"),
         (("profile", "--target", "m", "--out", "OUT"), "--draft is missing"),
-        (("profile", "--engine", "vllm", "--target", "m", "--draft", "d", "--out", "OUT"),
-         "drop --draft"),
+        (("profile", "--engine", "vllm", "--target", "m", "--prompts", "p", "--out", "OUT"),
+         "drop --prompts"),
+        (("profile", "--engine", "vllm", "--target", "m", "--draft", "d", "--eagle", "e", "--out",
+          "OUT"), "two drafters"),
         (("validate", "--engine", "vllm", "--run", "bundled"), "no engine's latencies"),
         (("validate", "--engine", "vllm", "--run", "OUT", "--load", "open:1"), "closed:N"),
         (("validate", "--engine", "vllm", "--run", "OUT", "--policy", "fixed:gamma=9"),

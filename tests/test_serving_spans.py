@@ -34,6 +34,13 @@ NARROW = table(
     ]
 )  # fmt: skip
 """Most sizes lie beyond what it measured."""
+ALONG = LatencyTable(
+    pd.concat([
+        GRID.cells,
+        GRID.cells.query("model == 'draft' and phase == 'forward'").assign(phase="along"),
+    ], ignore_index=True)
+)  # fmt: skip
+"""Of an engine whose drafter runs in every iteration."""
 
 
 def ran(
@@ -108,12 +115,14 @@ POLICIES = st.sampled_from(
     ["fixed:gamma=3", "autoregressive", "gammatune", "oracle:gamma_max=6", "svip:gamma_max=6"]
 )
 
+TABLES = {"grid": GRID, "narrow": NARROW, "constant": CONSTANT, "along": ALONG}
+
 
 @pytest.mark.invariant(3)
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(ARRIVALS, LIMITS, POLICIES, st.sampled_from(["grid", "narrow", "constant"]), st.data())
+@given(ARRIVALS, LIMITS, POLICIES, st.sampled_from([*TABLES]), st.data())
 def test_spans_are_their_iterations(arrivals, limits, policy, cells, data):
-    latency = {"grid": GRID, "narrow": NARROW, "constant": CONSTANT}[cells]
+    latency = TABLES[cells]
     scenario = Scenario(
         arrivals, limits, requests=data.draw(st.integers(1, 25)),
         mode=data.draw(st.sampled_from(["continuous", "continuous", "static"])),

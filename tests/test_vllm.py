@@ -24,11 +24,19 @@ PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return engine_runs(tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return engine_runs(tmp_path_factory.mktemp("vllm"), "own")
+
+
+def engine_runs(folder: Path, *arguments: str) -> Any:
     if not PYTHON.is_file():
         pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
-    folder = tmp_path_factory.mktemp("vllm")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [str(PYTHON), "-m", "tests.engine_runs", str(folder)]
+    command = [str(PYTHON), "-m", "tests.engine_runs", str(folder), *arguments]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -120,7 +128,9 @@ def test_timed_arrivals_take_the_replays_rounds_and_state_an_interval(ran: Any, 
     rows = [r for r in ran["rows"] if r["load"] == load]
     assert [r["rounds_differ"] for r in rows] == [0, 0]
     for row in rows:
-        assert row["tpot_s_predicted_lo"] < row["tpot_s_predicted"] < row["tpot_s_predicted_hi"]
+        lo, hi = row["tpot_s_predicted_lo"], row["tpot_s_predicted_hi"]
+        assert lo <= row["tpot_s_predicted"] <= hi
+        assert lo < hi
 
 
 def test_every_kind_of_iteration_is_priced(ran: Any) -> None:
@@ -154,3 +164,37 @@ def test_settings_found_are_tried_beside_those_set_by_hand(ran: Any) -> None:
             assert row["gain_error"] == pytest.approx(row["gain_predicted"] / row["gain"] - 1)
             assert row["rounds_differ"] == 0
             assert row["iterations"] == row["iterations_predicted"]
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.parametrize("name", ["autoregressive", "fixed", "gammatune", "svip"])
+def test_rounds_dictated_behind_vllms_own_drafter_are_the_replays(own: Any, name: str) -> None:
+    found = {n: r for n, r in own["policies"][name]["rounds"].items() if r}
+    assert found == rounds(replay(TRACE, policy(name)))  # type: ignore[arg-type]
+
+
+def test_a_policy_cuts_what_vllms_own_drafter_drafts(own: Any) -> None:
+    assert own["meta"]["engine"]["method"] == "draft_model"
+    drafted = {
+        n: {r[1] for o in ran["rounds"].values() for r in o} for n, ran in own["own"].items()
+    }
+    assert drafted["autoregressive"] == {0}
+    assert max(drafted["fixed"]) == parse_policy("fixed").gamma  # type: ignore[attr-defined]
+    assert len(drafted["gammatune"]) > 2
+    accepted = [r[2] for o in own["own"]["fixed"]["rounds"].values() for r in o]
+    assert sum(accepted) > 0  # the first of two layers finds some of their tokens
+    assert own["outputs"] == {f"{i}/0": text for i, text in own["texts"].items()}
+
+
+@pytest.mark.parametrize("load", ["closed:1", "closed:3"])
+def test_loops_with_vllms_own_drafter_take_the_simulators_iterations(own: Any, load: str) -> None:
+    for row in (r for r in own["rows"] if r["load"] == load):
+        assert row["rounds_differ"] == 0
+        assert row["iterations"] == row["iterations_predicted"] > 0
+
+
+def test_the_own_drafters_passes_have_cells_of_their_own(own: Any) -> None:
+    cells = read_latency(Path(own["folder"]) / "latency.parquet").cells
+    drafter = cells[cells["model"] == "draft"]
+    assert set(drafter["phase"]) == {"along", "catch_up", "forward", "prefill"}
+    assert (drafter["median_s"][drafter["phase"] != "forward"] > 0).all()

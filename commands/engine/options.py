@@ -15,7 +15,17 @@ MeasuredEngineOption = Annotated[
         "--engine",
         metavar="NAME",
         help="Instead, measure what an iteration of a serving engine costs (vllm), in the "
-        "engine's own environment (`make vllm`); drafts come from a proposer of ours.",
+        "engine's own environment (`make vllm`); without --draft or --eagle, drafts come from a "
+        "proposer of ours, which runs no passes.",
+    ),
+]
+EagleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--eagle",
+        metavar="DIR",
+        help="Of --engine: an EAGLE or EAGLE-3 head that the engine itself drafts with; --draft is "
+        "a draft model of its own.",
     ),
 ]
 LongestOption = Annotated[

@@ -17,6 +17,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import note
 from commands.engine.options import (
+    EagleOption,
     EngineBatchOption,
     EngineLengthOption,
     LongestOption,
@@ -69,6 +70,7 @@ def profile(
         typer.Option(metavar="FILE", help="JSON lines with prompt and category, or plain lines."),
     ] = None,
     engine: MeasuredEngineOption = None,
+    engine_eagle: EagleOption = None,
     engine_longest: LongestOption = 8,
     engine_batch: EngineBatchOption = 16,
     engine_length: EngineLengthOption = 1024,
@@ -176,17 +178,18 @@ def profile(
     from profiler.recording.folder import claimed, only_writer
 
     if engine is not None:
-        if draft is not None or prompts is not None:
-            raise DraftsimError(
-                "--engine measures a proposer's iterations, of made-up prompts: drop --draft and "
-                "--prompts"
-            )
+        if draft is not None and engine_eagle is not None:
+            raise DraftsimError("--draft and --eagle are two drafters: give one of them")
+        if prompts is not None:
+            raise DraftsimError("--engine measures iterations of made-up prompts: drop --prompts")
         from commands.engine.profile import profile_engine
         from profiler.engines.engine import EngineOptions
 
         options = EngineOptions(
-            _kept(target), longest=engine_longest, max_batch=engine_batch,
-            max_model_len=engine_length, dtype=dtype or "auto", threads=threads,
+            _kept(target), draft=None if draft is None else _kept(draft),
+            eagle=None if engine_eagle is None else _kept(engine_eagle),
+            longest=engine_longest, max_batch=engine_batch, max_model_len=engine_length,
+            dtype=dtype or "auto", threads=threads,
         )  # fmt: skip
         profile_engine(engine, options, out)
         return

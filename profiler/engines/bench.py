@@ -21,12 +21,14 @@ from traces.sources.base import SourceToken
 
 UNTIMED = 2
 """Iterations before the timed ones: the first still verifies drafts of the last cell."""
+LARGE = 1024
+"""Prompt tokens of an iteration from which it is timed once a sweep: seconds, on a CPU."""
 SHORT = 128
 """Contexts below this one are filled again for every batch size."""
 
 
 class Sample(NamedTuple):
-    """One timed iteration."""
+    """One timed iteration; its seconds, and those around it, without the engine's own drafter."""
 
     seconds: float
     parts: tuple[float, ...]
@@ -125,6 +127,7 @@ class Bench:
         self.control = Control("cuda" if engine.meta["device"] == "cuda" else "cpu")
         self._policy = Dictated(engine.options.longest)
         engine.proposer.use(Setup(self._policy, Noise(engine.vocabulary, seed)))
+        self._drafter_runs = engine.proposer.own_passes
         self._rng = np.random.default_rng(seed)
         self._numbers = itertools.count()
         self._running: list[str] = []
@@ -154,13 +157,14 @@ class Bench:
         if cell.kind == "decode":
             taken = self._decoding(cell, steps)
         elif cell.kind == "prompt":
-            taken = [self._prompts(cell) for _ in range(steps)]
+            large = cell.prompts * cell.tokens >= LARGE
+            taken = [self._alone(cell) for _ in range(1 if large else steps)]
         else:
             taken = [self._mixed(cell)]
         control_s = (before_s + self.control.seconds()) / 2
         return [
             Sample(
-                step.seconds + added_s, tuple(step.parts[p] for p in PARTS),
+                self._seconds(step) + added_s, tuple(step.parts[p] for p in PARTS),
                 float(np.mean([d.context - 1 for d in step.decoded])) if step.decoded else 0.0,
                 base_s, control_s,
             )
@@ -171,6 +175,18 @@ class Bench:
         self._policy.length = cell.width - 1
         taken = [self._step() for _ in range(UNTIMED + steps)]
         return [(step, 0.0, 0.0) for step in taken[UNTIMED:]]
+
+    def _alone(self, cell: Cell) -> tuple[Step, float, float]:
+        """Prompts as they come in a server: behind iterations that decode, not behind prompts.
+
+        Weights and buffers of a prompt just processed are still in the processor's caches.
+        """
+        other = self._add(SHORT, 1 + UNTIMED)
+        self._policy.length = 0
+        for _ in range(UNTIMED):
+            self._step()
+        self.engine.abort([other])
+        return self._prompts(cell)
 
     def _prompts(self, cell: Cell) -> tuple[Step, float, float]:
         began = time.perf_counter()
@@ -185,10 +201,14 @@ class Bench:
         self._policy.length = cell.width - 1
         for _ in range(UNTIMED):
             self._step()
-        before_s = self._step().seconds
+        before_s = self._seconds(self._step())
         mixed, added_s, _ = self._prompts(cell)
         self._step()
-        return mixed, added_s, (before_s + self._step().seconds) / 2
+        return mixed, added_s, (before_s + self._seconds(self._step())) / 2
+
+    def _seconds(self, step: Step) -> float:
+        """Of the step, without the passes of a drafter of the engine's own."""
+        return step.seconds - self._drafter_runs * step.parts["propose"]
 
     def _fill(self, batch: int, context: int) -> None:
         self._policy.length = 0

@@ -1,4 +1,4 @@
-"""Where a proposer's tokens come from: a recording that dictates verdicts, or a lookup."""
+"""Where drafts come from: a recording that dictates verdicts, a lookup, or the engine itself."""
 
 from __future__ import annotations
 
@@ -182,4 +182,41 @@ class _Found(Drafts):
     def advance(self, emitted: Sequence[int]) -> None:
         self._lookup.extend(list(emitted))
         self._found = None
+        self.position += len(emitted)
+
+
+UNKNOWN = -1
+"""In the place of a token that the engine's own drafter is still to find."""
+
+
+class EngineDrafts(DraftSource):
+    """Drafts of the engine's own drafter: how many are decided, not which."""
+
+    signals: frozenset[str] = frozenset()
+
+    def open(self, request: Asked, output: Sequence[int]) -> Drafts:
+        """As many drafts as the request has room for."""
+        return _Counted(request, len(output))
+
+
+class _Counted(Drafts):
+    def __init__(self, request: Asked, position: int) -> None:
+        self._limit, self._prompt = request.limit, len(request.prompt)
+        self.position = position
+
+    @property
+    def remaining(self) -> int:
+        return self._limit - self.position
+
+    @property
+    def load(self) -> Load:
+        return Load(1, self._prompt + self.position)
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken:
+        return SourceToken(UNKNOWN)
+
+    def ids(self, draft: Sequence[Any]) -> list[int]:
+        return [UNKNOWN] * len(draft)
+
+    def advance(self, emitted: Sequence[int]) -> None:
         self.position += len(emitted)

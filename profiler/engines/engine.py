@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from profiler.engines.own_drafter import OwnDrafter
 from profiler.engines.proposer import Proposer
+from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 
 PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
@@ -62,8 +65,10 @@ class Step:
 class EngineOptions:
     """How to start the engine.
 
-    ``draft`` and ``eagle`` are folders of vLLM's own draft methods; with neither, drafts come
-    from `profiler.engines.proposer.Proposer`, at most `longest` a round.
+    Models are folders, or names (`profiler.recording.run.model_path`).  ``draft`` and ``eagle`` are
+    those of vLLM's own draft methods, whose passes then run
+    (`profiler.engines.own_drafter.OwnDrafter`); with neither, drafts come from
+    `profiler.engines.proposer.Proposer`.  A draft has at most `longest` tokens.
     """
 
     target: str
@@ -81,15 +86,23 @@ class EngineOptions:
     @property
     def method(self) -> str:
         """vLLM's name of the draft method."""
-        return "eagle" if self.eagle else "draft_model" if self.draft else "custom_class"
+        if self.eagle:
+            return "eagle3" if _is_eagle3(Path(model_path(self.eagle, "draft"))) else "eagle"
+        return "draft_model" if self.draft else "custom_class"
+
+    @property
+    def own_drafter(self) -> bool:
+        """Whether drafts are vLLM's own."""
+        return bool(self.eagle or self.draft)
 
     @property
     def speculative(self) -> dict[str, Any]:
         """vLLM's ``speculative_config``."""
-        own = f"{Proposer.__module__}.{Proposer.__qualname__}"
+        drafter = self.eagle or self.draft
+        ours = f"{Proposer.__module__}.{Proposer.__qualname__}"
         return {
-            "method": self.method, "model": self.eagle or self.draft or own,
-            "num_speculative_tokens": self.longest,
+            "method": self.method, "num_speculative_tokens": self.longest,
+            "model": ours if drafter is None else model_path(drafter, "draft"),
         }  # fmt: skip
 
 
@@ -106,9 +119,12 @@ class Engine:
         core = self._engine.engine_core.engine_core
         self._scheduler, executor = core.scheduler, core.model_executor
         runner = executor.driver_worker.worker.model_runner
-        self.proposer: Any = runner.drafter
         config = self._engine.vllm_config
         self.vocabulary = int(config.model_config.get_vocab_size())
+        self.proposer: Proposer | OwnDrafter = (
+            OwnDrafter(runner, options.longest, self.vocabulary)
+            if options.own_drafter else runner.drafter
+        )  # fmt: skip
         self.blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
         self.meta = _meta(options, config)
@@ -231,6 +247,15 @@ class Engine:
             self._engine.step()
 
 
+def _is_eagle3(folder: Path) -> bool:
+    """Whether a drafter's ``config.json`` is of EAGLE-3, whose vocabulary is its own."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DraftsimError(f"{folder} holds no drafter with a config.json: {error}") from None
+    return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
+
+
 def _start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
     # In this process, so that it can be stepped; both are read when vLLM is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -238,17 +263,22 @@ def _start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     try:
+        import torch
+
+        # The variable comes too late where torch was imported before, and vLLM takes the function
+        # away once it runs.
+        torch.set_num_threads(options.threads)
         from vllm import LLM, SamplingParams
         from vllm.inputs import TokensPrompt
     except ImportError as error:
         raise DraftsimError(
             f"vLLM cannot be imported here ({error}): run `make vllm`, then .venv-vllm/bin/draftsim"
         ) from None
-    folder = Path(options.target)
+    folder = Path(model_path(options.target, "target"))
     words = not folder.is_dir() or any(folder.glob("tokenizer*"))
     try:
         llm = LLM(
-            options.target, dtype=options.dtype, max_model_len=options.max_model_len,
+            str(folder), dtype=options.dtype, max_model_len=options.max_model_len,
             max_num_seqs=options.max_batch, max_num_batched_tokens=options.token_budget,
             enable_prefix_caching=False, async_scheduling=False, skip_tokenizer_init=not words,
             speculative_config=options.speculative, disable_log_stats=False,
@@ -271,13 +301,14 @@ def _meta(options: EngineOptions, config: Any) -> dict[str, Any]:
     return {
         "engine": {
             "name": "vllm", "version": vllm.__version__, "method": options.method,
-            "longest": options.longest, "max_batch": options.max_batch,
+            "own_drafter": options.own_drafter, "longest": options.longest,
+            "max_batch": options.max_batch,
             "max_model_len": options.max_model_len,
             "token_budget": options.token_budget, "eager": config.model_config.enforce_eager,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
         },
         "target": options.target, "draft": options.eagle or options.draft,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "device": config.device_config.device_type, "threads": options.threads,
+        "device": config.device_config.device_type, "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }  # fmt: skip

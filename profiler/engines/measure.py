@@ -59,7 +59,8 @@ class EngineTable:
                 if disturbed := self._disturbed(block):
                     self._block(f"again-{again}-{i}", disturbed)
         errors = self._between()
-        table = LatencyTable(cells_of(self.samples), self._meta(errors))
+        cells = cells_of(self.samples, self.meta["engine"]["own_drafter"])
+        table = LatencyTable(cells, self._meta(errors))
         self._kept.close()
         return table
 

@@ -42,7 +42,7 @@ class Grid:
     sweeps:
         Times that everything is measured, in a fresh order each time.
     steps:
-        Timed iterations of a cell in a sweep; of a mixed one, one.
+        Timed iterations of a cell in a sweep; of a mixed one, or of a large prompt, one.
     held_out:
         Relative error of interpolation from which a held-out batch or width joins the grid.
     """
@@ -50,7 +50,9 @@ class Grid:
     batches: Sequence[int] = (1, 2, 4, 8, 16)
     widths: Sequence[int] = (1, 2, 3, 5, 9)
     contexts: Sequence[int] = (32, 256, 640)
-    prompts: Sequence[tuple[int, int]] = ((1, 16), (1, 64), (1, 256), (1, 512), (4, 16), (4, 64))
+    prompts: Sequence[tuple[int, int]] = (
+        (1, 16), (1, 64), (1, 256), (1, 512), (4, 16), (4, 64), (4, 256), (16, 256),
+    )  # fmt: skip
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
     beside_prompts: Sequence[int] = (16, 64, 256)

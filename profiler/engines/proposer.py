@@ -10,45 +10,47 @@ Written against vLLM 0.32 (v1/worker/gpu_model_runner.py, `propose_draft_token_i
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from profiler.engines.drafts import Asked
-from profiler.engines.rounds import Rounds, Stream, rounds_of
+from profiler.engines.rounds import Stream
+from profiler.engines.session import Session
 from profiler.engines.setup import Setup, setup_from
 from traces.errors import DraftsimError
 
 
 class Proposer:
-    """Drafts for every request of a vLLM engine as a policy decides.
-
-    The policy's prototype is copied for each request, told the load before every round, and
-    told what came of it.  What it sees as the batch are the requests that decode in the next
-    iteration; prompts that join them are not known when drafts are asked for, only those
-    that are being processed in chunks.
+    """Drafts for every request of a vLLM engine as a policy decides (`Session`).
 
     Without `use`, the setup is that of the environment (`profiler.engines.setup`).
     """
 
+    own_passes = False
+    """Whether a drafter of the engine's own runs passes."""
+
     def __init__(self, vllm_config: Any) -> None:
         self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
         self.vocabulary = int(vllm_config.model_config.get_vocab_size())
-        self.setup: Setup | None = None
-        self.finished: dict[str, Stream] = {}
-        """Streams that have ended, by the request's own name; kept only after `use`."""
-        self._keep = False
-        self._streams: dict[str, tuple[Stream, Asked, list[int]]] = {}
-        self._rounds: Rounds | None = None
+        self._session: Session | None = None
 
     def load_model(self, *args: Any) -> None:
         """Nothing to load."""
 
     def use(self, setup: Setup) -> None:
         """Draft so from now on, forgetting every request; keep the rounds of those that end."""
-        self.setup, self._keep = setup, True
-        self._streams.clear()
-        self.finished = {}
-        self._rounds = self._rounds_of(setup)
+        self._session = Session(setup, self.longest, self.vocabulary, keep=True)
+
+    @property
+    def finished(self) -> Mapping[str, Stream]:
+        """Streams that have ended since `use`, by the request's own name."""
+        return {} if self._session is None else self._session.finished
+
+    @property
+    def session(self) -> Session:
+        """What `use` began, or the environment says; DraftsimError if it says nothing."""
+        if self._session is None:
+            self._session = Session(setup_from(longest=self.longest), self.longest, self.vocabulary)
+        return self._session
 
     def propose(
         self,
@@ -61,58 +63,7 @@ class Proposer:
         del num_tokens_no_spec, slot_mappings
         caller = sys._getframe(1).f_locals
         runner, names, verified = _engine_state(caller, token_ids_cpu)
-        rounds = self._started()
-        for name in [n for n in self._streams if n not in runner.requests]:
-            self._leave(name)
-        settled: list[tuple[Stream, Sequence[int], int]] = []
-        for name, tokens in zip(names, sampled_token_ids, strict=False):
-            if tokens and name in self._streams:
-                stream, _, output = self._streams[name]
-                output.extend(tokens)
-                settled.append((stream, tokens, len(verified.get(name, ()))))
-            elif tokens:
-                self._join(name, runner.requests[name])
-        if settled:
-            streams, emitted, seen = zip(*settled, strict=True)
-            rounds.settle(streams, emitted, seen)
-        going_on: list[str] = []
-        for name, tokens in zip(names, sampled_token_ids, strict=False):
-            if tokens and self._streams[name][0].drafts.remaining > 0:
-                going_on.append(name)
-            elif tokens:
-                self._leave(name)
-        waiting = sum(not tokens for tokens in sampled_token_ids)
-        drafts = rounds.draft([self._streams[n][0] for n in going_on], waiting) if going_on else []
-        by_name = dict(zip(going_on, drafts, strict=True))
-        return [by_name.get(name, []) for name in names[: len(sampled_token_ids)]]
-
-    def _started(self) -> Rounds:
-        if self._rounds is None:
-            self.setup = self.setup or setup_from(longest=self.longest)
-            self._rounds = self._rounds_of(self.setup)
-        return self._rounds
-
-    def _rounds_of(self, setup: Setup) -> Rounds:
-        size = setup.source.vocab_size or self.vocabulary
-        return rounds_of(setup.policy, self.longest, size)
-
-    def _join(self, name: str, state: Any) -> None:
-        assert self.setup is not None
-        # vLLM appends a number of its own to the name that the caller gave.
-        limit = state.sampling_params.max_tokens
-        asked = Asked(name.rpartition("-")[0], state.prompt_token_ids, limit)
-        output = list(state.output_token_ids)
-        stream = Stream(asked.id, self.setup.source.open(asked, output))
-        self._streams[name] = stream, asked, output
-        self._started().join(stream)
-
-    def _leave(self, name: str) -> None:
-        assert self.setup is not None
-        stream, asked, output = self._streams.pop(name)
-        self._started().leave(stream)
-        self.setup.source.close(asked, output)
-        if self._keep:
-            self.finished.setdefault(asked.id, stream)
+        return self.session.advance(names, sampled_token_ids, verified, runner.requests)
 
 
 def _engine_state(

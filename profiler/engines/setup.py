@@ -14,7 +14,7 @@ from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import parse_serving_policy
 from policies.spec import parse_spec
-from profiler.engines.drafts import DraftSource, LookedUp
+from profiler.engines.drafts import DraftSource, EngineDrafts, LookedUp
 from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookup_sources import LookupSource
@@ -22,6 +22,8 @@ from traces.sources.registry import parse_source
 
 VARIABLE = "DRAFTSIM_PROPOSER"
 """Environment variable that holds the setup as JSON, or the name of a file that does."""
+ENGINE = "engine"
+"""The source that is vLLM's own draft model or EAGLE head."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,29 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     """The setup that `VARIABLE` describes, drafting at most `longest` tokens.
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
-    writes it, or a class of one's own as ``module.Class[:key=value,...]``; the source a lookup.
+    writes it, or a class of one's own as ``module.Class[:key=value,...]``; the source a lookup,
+    or `ENGINE`.
 
     Raises
     ------
     DraftsimError
         If the variable is not set, or naming what is wrong with it.
     """
+    policy, source = _given(environment)
+    try:
+        return Setup(policy_from(policy, longest), _source(source))
+    except ValueError as error:
+        raise DraftsimError(f"{VARIABLE}: {error}") from None
+
+
+def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether `VARIABLE` is set, and names `ENGINE` as the source.  Raises as `setup_from`."""
+    values = os.environ if environment is None else environment
+    return bool(values.get(VARIABLE)) and _given(values)[1] == ENGINE
+
+
+def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
+    """Policy and source as `VARIABLE` has them."""
     text = (os.environ if environment is None else environment).get(VARIABLE)
     if not text:
         raise DraftsimError(
@@ -60,8 +78,7 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
         )
     try:
         given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-        policy, source = given["policy"], given["source"]
-        return Setup(policy_from(policy, longest), _lookup(source))
+        return given["policy"], given["source"]
     except OSError as error:
         raise DraftsimError(f"{VARIABLE}: cannot read {text}: {error.strerror}") from None
     except (KeyError, TypeError) as error:
@@ -90,8 +107,13 @@ def policy_from(text: str, longest: int | None = None) -> Policy:
     return policy
 
 
-def _lookup(text: str) -> DraftSource:
+def _source(text: str) -> DraftSource:
+    if text == ENGINE:
+        return EngineDrafts()
     source = parse_source(text)
     if not isinstance(source, LookupSource):
-        raise ValueError(f"source {text!r} needs a recording: name a lookup, such as pld or rest")
+        raise ValueError(
+            f"source {text!r} needs a recording: name a lookup, such as pld or rest, or {ENGINE}, "
+            "the engine's own drafter"
+        )
     return LookedUp(source)

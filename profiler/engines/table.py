@@ -17,6 +17,7 @@ Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
 """A sample whose control load took so many times its usual time is not counted, if it may."""
 HOST = ("schedule", "update", "output")
+PROPOSE = PARTS.index("propose")
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
@@ -34,12 +35,13 @@ def usual_control_s(samples: Samples) -> float:
     return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
 
 
-def cells_of(samples: Samples) -> pd.DataFrame:
+def cells_of(samples: Samples, own_passes: bool = False) -> pd.DataFrame:
     """Cells as in `traces.latency.table.CELL_COLUMNS`.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.
-    ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.
+    ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.  With
+    ``own_passes`` the proposer's time is that of the engine's own drafter (`drafter_cells`).
     """
     kept = quiet(samples)
     rows: list[tuple[Any, ...]] = []
@@ -55,11 +57,12 @@ def cells_of(samples: Samples) -> pd.DataFrame:
     for batch in batches:
         mine = {c: own for c, own in kept.items() if c.kind == "decode" and c.batch == batch}
         rounds = [sum(s.parts[PARTS.index(p)] for p in HOST) for own in mine.values() for s in own]
-        idle_s, drafting_s = _proposing(mine)
+        idle_s, drafting_s = (0.0, 0.0) if own_passes else _proposing(mine)
         rows.append(_row("host_round", batch, 1, 0, [r + idle_s for r in rounds]))
         rows.append(_row("host_draft", batch, 1, 0, [drafting_s]))
     frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-    return pd.concat([frame, _free_drafts(frame)], ignore_index=True)
+    drafter = drafter_cells(kept) if own_passes else _free_drafts(frame)
+    return pd.concat([frame, drafter], ignore_index=True)
 
 
 def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
@@ -75,7 +78,7 @@ def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
 def _proposing(own: Samples) -> tuple[float, float]:
     """Proposer's seconds without drafts, and per token of a sequence's draft."""
     pairs = [
-        (c.width - 1, float(np.median([s.parts[PARTS.index("propose")] for s in samples])))
+        (c.width - 1, float(np.median([s.parts[PROPOSE] for s in samples])))
         for c, samples in own.items()
     ]
     lengths, seconds = np.array(pairs).T
@@ -83,6 +86,48 @@ def _proposing(own: Samples) -> tuple[float, float]:
         return float(seconds.mean()), 0.0
     slope, start = np.polyfit(lengths, seconds, 1)
     return max(float(start), 0.0), max(float(slope), 0.0)
+
+
+def drafter_cells(kept: Samples) -> pd.DataFrame:
+    """What the engine's own drafter takes, from the iterations that asked it for 0, 1, ... tokens.
+
+    ``along`` is its pass where none was asked for, ``catch_up`` the first of a draft, over the
+    tokens that its iteration verified, and ``forward`` a later one.  Iterations that verify K and
+    ask for K show both together: what a token more adds to a first pass is that of prompts.
+    """
+    rows: list[tuple[Any, ...]] = []
+    prompts = {
+        c: np.median([s.parts[PROPOSE] for s in own]) for c, own in kept.items()
+        if c.kind == "prompt"
+    }  # fmt: skip
+    for cell, seconds in prompts.items():
+        rows.append(_row("prefill", cell.prompts, cell.tokens, 0, [seconds], "draft"))
+    sizes = np.array([c.prompts * c.tokens for c in prompts])
+    token_s = max(float(np.polyfit(sizes, list(prompts.values()), 1)[0]), 0.0) if len(
+        set(sizes.tolist())
+    ) > 1 else 0.0  # fmt: skip
+    lines: dict[tuple[int, int], dict[int, Sequence[Sample]]] = {}
+    for c, own in kept.items():
+        if c.kind == "decode":
+            lines.setdefault((c.batch, c.context), {})[c.width] = own
+    for (batch, _), by_width in lines.items():
+        context = round(float(np.mean([s.context for own in by_width.values() for s in own])))
+        taken = {
+            w - 1: float(np.median([s.parts[PROPOSE] for s in own])) for w, own in by_width.items()
+        }
+        if 0 in taken:
+            rows.append(_row("along", batch, 1, context, [taken[0]], "draft"))
+        lengths = sorted(k for k in taken if k)
+        # Without what the first pass takes for the K tokens behind its first.
+        bare = [taken[k] - token_s * batch * k for k in lengths]
+        later_s, first_s = (
+            np.polyfit([k - 1 for k in lengths], bare, 1) if len(lengths) > 1 else (0.0, bare[0])
+        )  # fmt: skip
+        rows.append(_row("forward", batch, 1, context, [max(float(later_s), 0.0)], "draft"))
+        for width in (1, 1 + max(lengths)):
+            taken_s = max(float(first_s), 0.0) + token_s * batch * (width - 1)
+            rows.append(_row("catch_up", batch, width, context, [taken_s], "draft"))
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
 
 
 def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -94,10 +139,11 @@ def _free_drafts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _row(
-    phase: str, batch: int, width: int, context: int, seconds: Sequence[float]
-) -> tuple[Any, ...]:
+    phase: str, batch: int, width: int, context: int, seconds: Sequence[float],
+    model: str = "target",
+) -> tuple[Any, ...]:  # fmt: skip
     low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-    return "target", phase, batch, width, context, median, (high - low) / 2, len(seconds)
+    return model, phase, batch, width, context, median, (high - low) / 2, len(seconds)
 
 
 def host_parts(samples: Samples) -> list[dict[str, float]]:

@@ -49,6 +49,7 @@ PHASES: dict[str, str] = {
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
     "pass": "the same where no passes of a draft model or of layers precede it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
+    "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
     "settling": "a draft pass soon behind a round's first, while the processor's caches still turn "
     "from the target's weights to the draft's (new_tokens = its place behind the first)",
     "layer": "one transformer layer of that pass",

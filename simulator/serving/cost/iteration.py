@@ -93,6 +93,10 @@ class IterationCost:
 
     Notes
     -----
+    Where the table has what a drafter takes that an engine runs along in every iteration
+    (``along``), an iteration without drafts costs that, and the first pass of a draft is over all
+    that the iteration verifies, behind which such a drafter runs.
+
     Prompts processed whole are read from the prefill cells, chunks from the forward cells at
     their mean width and context.  What prompts make of a pass that decodes, `mixed` prices:
     they are no part of its mean width.
@@ -110,7 +114,9 @@ class IterationCost:
             raise DraftsimError(f"draft_batch is {draft_batch!r}, expected 'padded' or 'active'")
         self.latency = latency
         self.reads = reads
-        self.speculates = speculates
+        # A drafter that an engine runs in every iteration runs whatever the policy asks for.
+        runs_along = latency.has("draft", "along")
+        self.speculates = speculates = speculates or runs_along
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.draft_batch = draft_batch
@@ -121,6 +127,7 @@ class IterationCost:
         first = latency.first_draft_phase("draft")
         own_first = speculates and first != "forward"
         self._first = PassReader(latency, "draft", first) if own_first else self._draft
+        self._along = PassReader(latency, "draft", "along") if runs_along else None
         self._prefill = {
             m: PassReader(latency, m, "prefill")
             for m in (MODELS if speculates else MODELS[:1]) if latency.has(m, "prefill")
@@ -143,7 +150,10 @@ class IterationCost:
         if self.by_totals:
             return self.of_work(work, batch, chunks)
         host_s = self._host_seconds(work, batch)
-        draft_s = self._draft_by_sequence(work, slots, rounds) if work.longest else 0.0
+        if self._only_along(work):
+            draft_s = self._along_s(work, batch)
+        else:
+            draft_s = self._draft_by_sequence(work, slots, rounds) if work.longest else 0.0
         if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
         if self.passes == "padded" and not (chunks and "target" in self._prefill):
@@ -160,7 +170,10 @@ class IterationCost:
     def of_work(self, work: Work, batch: int, chunks: Sequence[Chunk]) -> Seconds:
         """Seconds of an iteration of `batch` rounds with this work, where `by_totals`."""
         host_s = self._host_seconds(work, batch)
-        draft_s = self._draft_passes(work, batch) if work.longest else 0.0
+        if self._only_along(work):
+            draft_s = self._along_s(work, batch)
+        else:
+            draft_s = self._draft_passes(work, batch) if work.longest else 0.0
         if chunks:
             draft_s += self._prompts("draft", self._draft, chunks)
         target_s = self._target_pass(work, batch, chunks)
@@ -191,12 +204,24 @@ class IterationCost:
         if host.draft_rollback_s:
             seconds += host.draft_rollback_s * (works.unread > 0)
         at = works.longest.nonzero()[0]
+        if self._along is not None:
+            none, at = (works.drafted == 0).nonzero()[0], works.drafted.nonzero()[0]
+            if len(none):
+                cached = works.context[none] / batch - 1.0
+                along = read(self._along, np.ones(len(none)), cached, none)
+                if along is None:
+                    return None
+                seconds[none] += along
         if not len(at):
             return seconds, readings
         longest, drafting = works.longest[at], works.drafting[at]
         width, mean = works.catch_up[at] / drafting, works.draft_context[at] / drafting
         later, first = self._draft_readers()
-        drafts = read(first, width, np.maximum(mean - width, 0.0), at)
+        if self._along is None:
+            cached = np.maximum(mean - width, 0.0)
+        else:
+            width, cached = works.drafted[at] / batch + 1.0, works.context[at] / batch - 1.0
+        drafts = read(first, width, cached, at)
         if drafts is None:
             return None
         steps = longest - 1
@@ -241,7 +266,7 @@ class IterationCost:
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
         self._count()
-        drafts = dict.fromkeys(r for r in (self._draft, self._first) if r)
+        drafts = dict.fromkeys(r for r in (self._draft, self._first, self._along) if r)
         readers = [self._target, *drafts, *self._prefill.values()]
         return [row for reader in readers for row in reader.coverage] + self._mixed.coverage
 
@@ -279,6 +304,15 @@ class IterationCost:
             raise DraftsimError("the policy drafted, but the engine was told it never would")
         return self._draft, self._first
 
+    def _only_along(self, work: Work) -> bool:
+        """Whether a drafter that always runs is asked for nothing (`policies.batch.base.KeptInStep`
+        counts that pass as the draft's own)."""
+        return self._along is not None and not work.drafted
+
+    def _along_s(self, work: Work, batch: int) -> float:
+        assert self._along is not None
+        return self._along(batch, 1.0, work.context / batch - 1.0)
+
     def _settling(self, batch: int) -> list[float]:
         """What the first 0, 1, ... draft passes behind a first take beyond later ones."""
         settled = self._settled.get(batch)
@@ -290,7 +324,10 @@ class IterationCost:
         read, read_first = self._draft_readers()
         _, _, longest, drafting, catch_up, draft_context, _, _ = work
         width, mean = catch_up / drafting, draft_context / drafting
-        first_s = read_first(batch, width, mean - width if mean > width else 0.0)
+        cached = mean - width if mean > width else 0.0
+        if self._along is not None:
+            width, cached = work.drafted / batch + 1.0, work.context / batch - 1.0
+        first_s = read_first(batch, width, cached)
         settled = self._settling(batch)
         settling_s = settled[min(longest, len(settled)) - 1]
         return first_s + settling_s + read.run(batch, mean, longest - 1)

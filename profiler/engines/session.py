@@ -1,0 +1,93 @@
+"""The requests that an engine decodes under one setup: their rounds, whoever drafts the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from profiler.engines.drafts import Asked
+from profiler.engines.rounds import Stream, rounds_of
+from profiler.engines.setup import Setup
+
+
+class Session:
+    """A policy's prototype at work on the rows of an engine's batch.
+
+    The prototype is copied for each request, told the load before every round, and told what
+    came of it.  What it sees as the batch are the requests that decode in the next iteration;
+    prompts that join them are not known when drafts are asked for, only those that are being
+    processed in chunks.
+
+    Parameters
+    ----------
+    setup:
+        The policy, and where its drafts come from.
+    longest:
+        Tokens a draft may have.
+    vocabulary:
+        Size of the engine's, where the source's own is not known.
+    keep:
+        Whether the streams of requests that ended are kept in `finished`.
+    booked:
+        Whether the engine's records hold what was just sampled.
+    """
+
+    def __init__(
+        self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True
+    ) -> None:
+        self.setup, self.keep, self.booked = setup, keep, booked
+        self.finished: dict[str, Stream] = {}
+        """Streams that have ended, by the request's own name."""
+        self._streams: dict[str, tuple[Stream, Asked, list[int]]] = {}
+        self._rounds = rounds_of(setup.policy, longest, setup.source.vocab_size or vocabulary)
+
+    def advance(
+        self, names: Sequence[str], sampled: Sequence[Sequence[int]],
+        verified: Mapping[str, Sequence[int]], requests: Mapping[str, Any],
+    ) -> list[list[int]]:  # fmt: skip
+        """Drafts of each row of the batch for the next iteration.
+
+        ``sampled``: the tokens that each row emitted in this one, none where its prompt is not
+        finished; ``verified``: the drafts it looked at, by name; ``requests``: the engine's
+        records of those that it still knows.
+        """
+        for name in [n for n in self._streams if n not in requests]:
+            self._leave(name)
+        settled: list[tuple[Stream, Sequence[int], int]] = []
+        for name, tokens in zip(names, sampled, strict=False):
+            if tokens and name in self._streams:
+                stream, _, output = self._streams[name]
+                output.extend(tokens)
+                settled.append((stream, tokens, len(verified.get(name, ()))))
+            elif tokens:
+                self._join(name, requests[name], [] if self.booked else tokens)
+        if settled:
+            streams, emitted, seen = zip(*settled, strict=True)
+            self._rounds.settle(streams, emitted, seen)
+        going_on: list[str] = []
+        for name, tokens in zip(names, sampled, strict=False):
+            if tokens and self._streams[name][0].drafts.remaining > 0:
+                going_on.append(name)
+            elif tokens:
+                self._leave(name)
+        waiting = sum(not tokens for tokens in sampled)
+        streams_on = [self._streams[n][0] for n in going_on]
+        drafts = self._rounds.draft(streams_on, waiting) if going_on else []
+        by_name = dict(zip(going_on, drafts, strict=True))
+        return [by_name.get(name, []) for name in names[: len(sampled)]]
+
+    def _join(self, name: str, state: Any, tokens: Sequence[int]) -> None:
+        # vLLM appends a number of its own to the name that the caller gave.
+        limit = state.sampling_params.max_tokens
+        asked = Asked(name.rpartition("-")[0], state.prompt_token_ids, limit)
+        output = [*state.output_token_ids, *tokens]
+        stream = Stream(asked.id, self.setup.source.open(asked, output))
+        self._streams[name] = stream, asked, output
+        self._rounds.join(stream)
+
+    def _leave(self, name: str) -> None:
+        stream, asked, output = self._streams.pop(name)
+        self._rounds.leave(stream)
+        self.setup.source.close(asked, output)
+        if self.keep:
+            self.finished.setdefault(asked.id, stream)

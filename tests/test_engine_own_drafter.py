@@ -1,0 +1,178 @@
+"""vLLM's own drafter under our policies, in a pretended vLLM: how far it drafts, and its cost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies import Round, parse_policy
+from policies.batch.tables import BatchTable
+from profiler.engines.bench import Sample
+from profiler.engines.drafts import EngineDrafts, Forced
+from profiler.engines.engine import PARTS
+from profiler.engines.own_drafter import OwnDrafter, check_speculative
+from profiler.engines.plan import Cell, Grid
+from profiler.engines.rounds import Policy
+from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
+from profiler.engines.table import cells_of
+from simulator.serving.cost.iteration import IterationCost
+from tests.pretend_vllm import PretendRunner
+from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
+from traces import LatencyTable, replay
+from traces.errors import DraftsimError
+
+WRONG = VOCABULARY - 1
+"""No text holds it."""
+
+
+class DraftingRunner(PretendRunner):
+    """Has a drafter that finds `right` tokens of each draft, and remembers how many were asked."""
+
+    def __init__(self, right: int, batch: int = 3, chunks: int = 1) -> None:
+        super().__init__(None, TEXTS, PROMPTS, batch, chunks)  # type: ignore[arg-type]
+        self.right, self.asked = right, list[int]()
+        self.unbooked: dict[str, list[int]] = {}
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(0, bool))
+        self.handed: list[list[list[int]]] = []
+
+    def propose_draft_token_ids(self, output: Any, sampled: Any) -> Any:
+        asked = output.num_spec_tokens_to_schedule
+        self.asked.append(asked)
+        return np.array([self._drafted(name, asked) for name in self.input_batch.req_ids])
+
+    def _sample(self, name: str, draft: Sequence[int]) -> list[int]:
+        tokens = super()._sample(name, draft)
+        if tokens:  # vLLM books them after it has drafted
+            self.unbooked[name] = tokens
+            del self.requests[name].output_token_ids[-len(tokens) :]
+        return tokens
+
+    def _drafted(self, name: str, asked: int) -> list[int]:
+        request = self.requests[name]
+        done = len(request.output_token_ids) + len(self.unbooked.get(name, ()))
+        text = self.texts[request.sequence]
+        ahead = [*text[done:], *[WRONG] * asked][:asked]
+        return [token if k < self.right else WRONG for k, token in enumerate(ahead)]
+
+    def propose(self, scheduler_output: Any, sampled: list[list[int]]) -> list[list[int]]:
+        widest = max(map(len, sampled))
+        padded = np.array([[*row, *[-1] * (widest - len(row))] or [0] for row in sampled])
+        self.discard_request_mask.np = np.array([not row for row in sampled])
+        drafts: list[list[int]] = self.propose_draft_token_ids(scheduler_output, padded)
+        for name, tokens in self.unbooked.items():
+            self.requests[name].output_token_ids += tokens
+        self.unbooked = {}
+        self.handed.append(drafts)
+        return drafts
+
+
+def served(setup: Setup, right: int = 2, batch: int = 3) -> tuple[OwnDrafter, DraftingRunner]:
+    runner = DraftingRunner(right, batch)
+    drafter = OwnDrafter(runner, LONGEST, VOCABULARY)
+    drafter.use(setup)
+    outputs = runner.run()
+    assert {int(n.partition("/")[0]): t for n, t in outputs.items()} == TEXTS
+    return drafter, runner
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.parametrize("name", ["autoregressive", "fixed:gamma=3", "gammatune", "svip"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_dictated_drafts_take_the_replays_rounds(name: str, batch: int) -> None:
+    policy = parse_policy(name, max_gamma=LONGEST)
+    forced = Forced(TRACE, TEXTS, VOCABULARY)
+    drafter, runner = served(Setup(policy, forced), batch=batch)
+    log = replay(TRACE, policy)
+    assert {n: s.rounds for n, s in drafter.finished.items()} == {
+        f"{i}/0": rounds(log, i) for i in TEXTS
+    }
+    assert runner.asked == [max(map(len, drafts), default=0) for drafts in runner.handed]
+
+
+@pytest.mark.parametrize("right", [0, 2, 9])
+def test_its_own_tokens_are_cut_to_the_policys_length(right: int) -> None:
+    drafter, runner = served(Setup(parse_policy("gammatune"), EngineDrafts()), right)
+    lengths = {len(draft) for drafts in runner.handed for draft in drafts}
+    assert len(lengths) > 2  # GammaTune's own lengths, not all that the drafter can
+    found = [r for s in drafter.finished.values() for r in s.rounds]
+    assert max(r.accepted for r in found) == min(right, max(r.drafted for r in found))
+    if right:
+        tokens = {t for drafts in runner.handed for draft in drafts for t in draft[:right]}
+        assert tokens & {t for text in TEXTS.values() for t in text}
+
+
+def test_a_batch_policy_asks_for_one_length() -> None:
+    policy: Policy = BatchTable([[1, 1, 4], [2, 9, 0]])
+    _, runner = served(Setup(policy, EngineDrafts()))
+    assert {0, 4} <= set(runner.asked) <= {0, 1, 2, 3, 4}
+
+
+def test_a_policy_that_reads_what_the_engine_keeps_is_refused() -> None:
+    with pytest.raises(DraftsimError, match="reads entropy"):
+        Setup(parse_policy("svip"), EngineDrafts())
+
+
+def test_the_environment_may_name_the_engines_drafter() -> None:
+    given = {VARIABLE: json.dumps({"policy": "gammatune", "source": ENGINE})}
+    assert asks_for_engine(given)
+    assert isinstance(setup_from(given, longest=4).source, EngineDrafts)
+    assert not asks_for_engine({})
+    assert not asks_for_engine({VARIABLE: '{"policy": "gammatune", "source": "pld"}'})
+
+
+def own(cell: Cell) -> Sample:
+    """2 ms for a pass of the drafter along, 3 for the first of a draft and 1 for each other.
+
+    A token more in a first pass takes 0.01 ms.
+    """
+    asked = max(cell.width - 1, 0)
+    drafting_s = 3e-3 + 1e-3 * (asked - 1) if asked else 2e-3
+    drafting_s += 1e-5 * (cell.batch * asked + cell.prompts * cell.tokens)
+    parts = {**dict.fromkeys(PARTS, 1e-3), "propose": drafting_s}
+    return Sample(0.02, tuple(parts.values()), cell.context, 0.01, 1e-3)
+
+
+def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more() -> None:
+    grid = Grid((1, 4), (1, 2, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
+    samples = {cell: [own(cell)] * 3 for block in grid.blocks() for cell in block}
+    table = LatencyTable(cells_of(samples, own_passes=True))
+
+    def read(phase: str, batch: int, width: int) -> float:
+        return float(table.seconds("draft", phase, batch=batch, new_tokens=width, context=100))
+
+    assert read("along", 4, 1) == pytest.approx(2e-3)
+    assert read("catch_up", 4, 1) == pytest.approx(3e-3)
+    assert read("forward", 4, 1) == pytest.approx(1e-3)
+    assert read("catch_up", 4, 3) == pytest.approx(3e-3 + 1e-5 * 4 * 2)
+    assert table.seconds("draft", "prefill", batch=1, new_tokens=16) == pytest.approx(2.16e-3)
+    # Neither the host nor the target is charged for them.
+    assert table.seconds("target", "host_round", batch=4, new_tokens=1) == pytest.approx(3e-3)
+    cost = IterationCost(table, speculates=False)
+    assert cost([SimpleNamespace(context=65)], [Round(0, 0, 0, 1, 0, 1)], []).draft_s == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "padded", "asynchronous", "said"),
+    [
+        ("ngram", True, False, "by 'ngram'"),
+        ("eagle", False, False, "padded"),
+        ("draft_model", True, True, "--no-async-scheduling"),
+    ],
+)
+def test_an_engine_that_cannot_be_told_is_refused(
+    method: str, padded: bool, asynchronous: bool, said: str
+) -> None:
+    config = SimpleNamespace(
+        method=method, disable_padded_drafter_batch=not padded,
+        use_eagle=lambda: method == "eagle", uses_draft_model=lambda: method == "draft_model",
+    )  # fmt: skip
+    with pytest.raises(DraftsimError, match=said):
+        check_speculative(config, asynchronous)
+    if method != "ngram":
+        config.disable_padded_drafter_batch = False
+        check_speculative(config, asynchronous=False)
