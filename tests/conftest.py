@@ -7,15 +7,22 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+# Before anything imports a library that asks: a worker of the tests has one core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+from tests.few_cells import few_cells  # noqa: E402
 
 # Tests speak of the small pair's recording, whatever the commands' default is.
 os.environ["DRAFTSIM_TRACE"] = "bundled"
@@ -68,13 +75,31 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["draftsim", *map(str, arguments)])
         code = 0
         try:
-            draftsim.main()
+            with few_cells() if {"profile", "validate"} & {*arguments[:1]} else nullcontext():
+                draftsim.main()
         except SystemExit as stop:
             code = int(stop.code or 0)
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 
     return call
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name`, which `make` fills: once for all workers that share the tests."""
+    from filelock import FileLock
+
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, made = base / name, base / f"{name}.made"
+    with FileLock(base / f"{name}.lock"):
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
 
 
 def beside(name: str, what: str) -> Path:
@@ -102,14 +127,15 @@ def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torch")
     import draftsim
 
-    folder = tmp_path_factory.mktemp("profiled") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        command = ["draftsim", *SMALL_PROFILE, "--out", str(folder), "--exit-layers"]
-        patch.setattr(sys, "argv", command)
-        with pytest.raises(SystemExit) as stop:
-            draftsim.main()
-    assert not stop.value.code
-    return folder
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch, few_cells():
+            command = ["draftsim", *SMALL_PROFILE, "--out", str(folder), "--exit-layers"]
+            patch.setattr(sys, "argv", command)
+            with pytest.raises(SystemExit) as stop:
+                draftsim.main()
+        assert not stop.value.code
+
+    return made_once(tmp_path_factory, "profiled", make)
 
 
 @pytest.fixture(scope="module")

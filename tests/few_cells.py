@@ -1,0 +1,46 @@
+"""Profiles in tests measure a few cells: what a command does with them, not what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
+
+
+@contextmanager
+def few_cells() -> Iterator[None]:
+    """The grids that commands measure by default, thinned out; disturbed blocks are kept."""
+    if find_spec("torch") is None:
+        yield
+        return
+    from profiler import profile
+    from profiler.latency import table
+    from profiler.sources import feature_latency, latency
+
+    @dataclass(frozen=True)
+    class Few(table.Grid):
+        widths: Sequence[int] = WIDTHS
+        contexts: Sequence[int] = CONTEXTS
+        prompts: Sequence[int] = PROMPTS
+        batch_widths: Sequence[int] = WIDTHS
+        warmup: int = 1
+
+    few: dict[str, Any] = {"widths": WIDTHS, "contexts": CONTEXTS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(table, "Grid", Few)
+        patch.setattr(feature_latency, "PROMPTS", PROMPTS)
+        for module, name, less in (
+            (latency, "measure_sources", few), (latency, "SourceLatency", few),
+            (feature_latency, "measure_drafters", few), (profile, "measure_host", {"repeats": 2}),
+            (profile, "measure_rules", {"repeats": 3}),
+        ):  # fmt: skip
+            patch.setattr(module, name, partial(getattr(module, name), **less))
+        patch.setattr("profiler.machine.repeats.MOST", 0)
+        yield
