@@ -20,9 +20,11 @@ from profiler.engines.plan import Cell, Grid
 from profiler.engines.rounds import Policy
 from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.table import cells_of
+from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from tests.pretend_vllm import PretendRunner
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
+from tests.test_serving_spans import ALONG, PLAIN
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError
 
@@ -152,8 +154,17 @@ def test_the_drafters_passes_are_read_from_iterations_that_ask_for_more_and_more
     assert table.seconds("draft", "prefill", batch=1, new_tokens=16) == pytest.approx(2.16e-3)
     # Neither the host nor the target is charged for them.
     assert table.seconds("target", "host_round", batch=4, new_tokens=1) == pytest.approx(3e-3)
-    cost = IterationCost(table, speculates=False)
-    assert cost([SimpleNamespace(context=65)], [Round(0, 0, 0, 1, 0, 1)], []).draft_s == 2e-3
+    idle = [SimpleNamespace(context=65)], [Round(0, 0, 0, 1, 0, 1)], []
+    assert IterationCost(table)(*idle).draft_s == pytest.approx(2e-3)
+    assert IterationCost(table, speculates=False)(*idle).draft_s == 0  # an engine without one
+
+
+def test_off_is_an_engine_without_a_drafter_unless_it_is_loaded() -> None:
+    policy, closed = parse_policy("autoregressive"), ClosedLoop(2)
+    off = simulate(PLAIN, ALONG, policy, Scenario(closed, requests=6))
+    loaded = simulate(PLAIN, ALONG, policy, Scenario(closed, requests=6, drafter_loaded=True))
+    assert off.recorder.iterations == loaded.recorder.iterations
+    assert loaded.recorder.busy_s > 1.05 * off.recorder.busy_s
 
 
 @pytest.mark.parametrize(

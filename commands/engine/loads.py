@@ -48,4 +48,7 @@ def scenario_of(arrivals: Arrivals, engine: Engine, requests: int, seed: int) ->
         engine.options.max_batch, engine.options.token_budget, kv_blocks=engine.blocks,
         block_size=engine.block_size,
     )  # fmt: skip
-    return Scenario(arrivals, limits, requests, warmup=0.0, seed=seed)
+    return Scenario(
+        arrivals, limits, requests, warmup=0.0, seed=seed,
+        drafter_loaded=engine.options.own_drafter,
+    )  # fmt: skip

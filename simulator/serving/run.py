@@ -138,7 +138,11 @@ def simulate(
     else:
         kind = Continuous if scenario.mode == "continuous" else StaticBatches
         cost = IterationCost(
-            latency, bool(policy.reads), lookahead > 0, scenario.draft_batch, scenario.passes
+            latency,
+            bool(policy.reads),
+            lookahead > 0 or scenario.drafter_loaded,
+            scenario.draft_batch,
+            scenario.passes,
         )
         assumed = _assumed(scenario, latency)
         unpriced = [*cost.unpriced, *([assumed] if assumed else [])]

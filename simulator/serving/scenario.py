@@ -34,6 +34,9 @@ class Scenario:
         Of the overlapped modes.
     draft_batch, passes:
         See `simulator.serving.cost.iteration.IterationCost`.
+    drafter_loaded:
+        Whether the engine runs with its drafter under a policy that never drafts, too: it then
+        pays for what the drafter runs along.  By default such a policy has an engine without one.
     warmup:
         Share of the requests, first to arrive, that no statistic counts (`Recorder`).
     max_time_s, max_tokens:
@@ -56,6 +59,7 @@ class Scenario:
     devices: Devices = field(default_factory=Devices)
     draft_batch: Literal["padded", "active"] = "padded"
     passes: Literal["ragged", "padded"] = "ragged"
+    drafter_loaded: bool = False
     warmup: float = 0.1
     max_time_s: float | None = None
     max_tokens: int | None = None

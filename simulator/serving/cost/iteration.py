@@ -114,9 +114,7 @@ class IterationCost:
             raise DraftsimError(f"draft_batch is {draft_batch!r}, expected 'padded' or 'active'")
         self.latency = latency
         self.reads = reads
-        # A drafter that an engine runs in every iteration runs whatever the policy asks for.
-        runs_along = latency.has("draft", "along")
-        self.speculates = speculates = speculates or runs_along
+        self.speculates = speculates
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.draft_batch = draft_batch
@@ -127,6 +125,7 @@ class IterationCost:
         first = latency.first_draft_phase("draft")
         own_first = speculates and first != "forward"
         self._first = PassReader(latency, "draft", first) if own_first else self._draft
+        runs_along = speculates and latency.has("draft", "along")
         self._along = PassReader(latency, "draft", "along") if runs_along else None
         self._prefill = {
             m: PassReader(latency, m, "prefill")
