@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,16 +49,18 @@ class Rules(TorchDispatchMode):
     def __init__(self, gpu: PretendedGPU) -> None:
         super().__init__()
         self.gpu = gpu
+        self._whole: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            if torch.is_inference_mode_enabled():
+            if torch.is_inference_mode_enabled() and func not in self._whole:
                 # Where operations made of others arrive whole.
                 with self:
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
+                self._whole.add(func)
             gpu = self.gpu
             given = tensors_of((args, kwargs))
             on = [gpu.has(t) for t in given]
@@ -133,6 +134,8 @@ class Calls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in self._own:
             return self._own[func](*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":  # every other call asks for a shape or type
+            return func(*args, **kwargs)
         gpu = self.gpu
         given = tensors_of((args, kwargs))
         here = any(gpu.has(t) for t in given)
@@ -150,8 +153,12 @@ class Calls(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor) and here:
             gpu.wait("tensor from the host")
         # Without a device or operands a factory makes host tensors: left to the operands.
-        with self._making(here if given or "device" in kwargs else None):
+        # Only what operands and device both leave open is decided here.
+        gpu.makes.append(here or None)
+        try:
             out = func(*args, **kwargs)
+        finally:
+            gpu.makes.pop()
         return gpu.mark(out) if here and func in _FACTORIES else out
 
     def _attend(
@@ -160,15 +167,6 @@ class Calls(TorchFunctionMode):
     ) -> None:  # fmt: skip
         if attn_mask is not None and len(query) == 1 < query.shape[2] == key.shape[2]:
             self.gpu.masked_prompts.append(Wait("mask", _where()))
-
-    @contextmanager
-    def _making(self, here: bool | None) -> Iterator[None]:
-        # Only what operands and device both leave open is decided here.
-        self.gpu.makes.append(here or None)
-        try:
-            yield
-        finally:
-            self.gpu.makes.pop()
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         names = dict(kwargs)

@@ -372,7 +372,9 @@ def test_stages_need_nothing_but_the_libraries_named() -> None:
     )  # fmt: skip
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({hidden!r}))\n"
-        "from profiler.suite import latency_stage, forced_stage, trained_stage, unpack, __main__\n"
+        "from profiler.suite import unpack, __main__\n"
+        "from profiler.suite.latency import stage\n"
+        "from profiler.suite.runs import forced_stage, trained_stage\n"
         f"loaded = [m for m in {hidden!r} if sys.modules[m] is not None]\n"
         "assert not loaded, loaded"
     )

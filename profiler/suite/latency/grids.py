@@ -18,10 +18,10 @@ class Grids:
 
     def __init__(self, quick: bool) -> None:
         self.widths: Sequence[int] = (1, 2, 4) if quick else (1, 2, 3, 5, 9, 17, 25)
-        self.contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
+        self.contexts: Sequence[int] = (16, 48) if quick else (128, 1024, 4096, 16384)
         # As wide as at batch 1: policies draft as far in a batch as alone.
         self.batch_widths: Sequence[int] = (1, 3) if quick else (1, 3, 9, 17, 25)
-        self.batch_contexts: Sequence[int] = (16, 80) if quick else (128, 1024, 4096, 16384)
+        self.batch_contexts: Sequence[int] = (16, 48) if quick else (128, 1024, 4096, 16384)
         self.batches: Sequence[int] = (4,) if quick else (4, 16, 64)
         self.first_widths: Sequence[int] = (1, 2) if quick else FIRST_WIDTHS
         self.between: Sequence[int] = (2,) if quick else (2, 8, 32)

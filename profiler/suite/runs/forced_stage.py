@@ -60,7 +60,7 @@ def forced_trace(quick: bool) -> Trace:
         requests=4 if quick else 16,
         tokens=12 if quick else 32,
         prompt_length=16 if quick else 128,
-        max_gamma=24,
+        max_gamma=8 if quick else 24,
         concentration=3.0,
         seed=6,
     )

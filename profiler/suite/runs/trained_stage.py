@@ -71,7 +71,7 @@ def run_trained(
     account = Account(place)
     if target is None:
         pair, texts, record = trained_pair(
-            place, place.work / "trained-pair", 2.0 if place.quick else 0.34 * total
+            place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * total
         )
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
