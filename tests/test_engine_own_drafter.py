@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from policies.batch.tables import BatchTable
 from profiler.engines.bench import Sample
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.engine import PARTS
-from profiler.engines.own_drafter import OwnDrafter, check_speculative
+from profiler.engines.own_drafter import OwnDrafter, check_speculative, register
 from profiler.engines.plan import Cell, Grid
 from profiler.engines.rounds import Policy
 from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
@@ -187,3 +188,39 @@ def test_an_engine_that_cannot_be_told_is_refused(
     if method != "ngram":
         config.disable_padded_drafter_batch = False
         check_speculative(config, asynchronous=False)
+
+
+class PluggedRunner(DraftingRunner):
+    """A runner as vLLM builds it, which loads its model in its own way (the one for CPUs does)."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(right=9)
+        self.vllm_config, self.use_async_scheduling = vllm_config, False
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+
+
+@pytest.mark.parametrize("source", [ENGINE, "pld", None])
+def test_vllms_plugin_takes_over_where_the_environment_says_so(
+    source: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("vllm.v1.worker.gpu_model_runner")
+    plugged = type("GPUModelRunner", (PluggedRunner,), {})
+    module.GPUModelRunner = plugged  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.worker"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if source is not None:
+        given = {"policy": "fixed:gamma=3", "source": source}
+        monkeypatch.setenv(VARIABLE, json.dumps(given))
+    register()
+    speculative = SimpleNamespace(
+        use_eagle=lambda: True, disable_padded_drafter_batch=False, num_speculative_tokens=LONGEST
+    )
+    runner = type("CPUModelRunner", (plugged,), {})(SimpleNamespace(speculative_config=speculative))
+    if source != ENGINE:
+        assert runner.propose_draft_token_ids.__self__ is runner
+        return
+    outputs = runner.run()
+    assert {int(n.partition("/")[0]): t for n, t in outputs.items()} == TEXTS
+    assert max(runner.asked) == 3

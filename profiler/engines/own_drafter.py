@@ -31,7 +31,7 @@ class OwnDrafter:
     Parameters
     ----------
     runner:
-        vLLM's model runner, its drafter loaded.
+        vLLM's model runner.
     longest, vocabulary:
         Tokens a draft may have; token ids of the engine's model.
     """
@@ -104,9 +104,9 @@ def register() -> None:
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    own: Any = GPUModelRunner.load_model
+    own: Any = GPUModelRunner.__init__
 
-    def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
+    def init(runner: Any, *args: Any, **kwargs: Any) -> None:
         own(runner, *args, **kwargs)
         config = runner.vllm_config.speculative_config
         if config is not None:
@@ -114,4 +114,4 @@ def register() -> None:
             vocabulary = int(runner.model_config.get_vocab_size())
             OwnDrafter(runner, int(config.num_speculative_tokens), vocabulary)
 
-    GPUModelRunner.load_model = load_model
+    GPUModelRunner.__init__ = init
