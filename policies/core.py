@@ -5,6 +5,13 @@ stop drafting and a decoder for tokens and verdicts, and yields one `Round` per
 verification.  The decoder is either a recorded trace or a pair of real models;
 because the loop and the policy are the same objects in both, a difference between
 a prediction and a measurement is a difference of cost, never of logic.
+
+A round is decided here and nowhere else.  Two copies of the loop stay apart from it, for speed
+alone: `simulator.serving.sequence`, the inner loop of a serving simulation, reads a recording
+without a call per token, and `simulator.whatif.walk`, of which a sweep makes thousands, asks a
+policy nothing that can be looked up.  This one can do neither: it knows no recording, and guards
+the tokens of any decoder.  Whoever changes a rule of the loop changes all three;
+`tests/test_one_loop.py` fails until they agree.
 """
 
 from __future__ import annotations

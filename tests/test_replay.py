@@ -13,40 +13,11 @@ from hypothesis import strategies as st
 from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, Load
 from policies.huggingface import Confidence, HFHeuristic
+from tests.random_traces import EOS, random_trace
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import SignalError, TailError
 from traces.replay.decoder import ReplayDecoder, replay
-
-EOS = 0
-
-
-def random_trace(seed: int, alpha: float, max_gamma: int, signals: bool) -> Trace:
-    """A small vocabulary, so that EOS is drafted rightly, wrongly and off the path."""
-    rng = np.random.default_rng(seed)
-    rows: list[tuple[int, ...]] = []
-    requests = []
-    for i in range(3):
-        limit = int(rng.integers(1, 25))
-        ended = "eos" if rng.random() < 0.5 else "length"
-        tokens = int(rng.integers(1, limit + 1)) if ended == "eos" else limit
-        path = rng.integers(1, 4, tokens)
-        if ended == "eos":
-            path[-1] = EOS
-        requests.append(Request(str(i), "", 5, tokens, limit, ended))  # type: ignore[arg-type]
-        for t, token in enumerate(path):
-            match = int(rng.random() < alpha)
-            wrong = int((token + rng.integers(1, 4)) % 4)
-            rows.append((i, t, 0, match, token if match else wrong))
-            if not match:
-                rows += [(i, t, k, 0, int(rng.integers(0, 4))) for k in range(1, max_gamma)]
-    names = ("request", "position", "offset", "match", "draft_token")
-    columns = {name: np.array(c) for name, c in zip(names, zip(*rows, strict=True), strict=True)}
-    if signals:
-        return Trace(columns, requests, max_gamma, {"eos_token_ids": [EOS]})
-    on_path = columns["offset"] == 0
-    plain = {name: values[on_path] for name, values in columns.items() if name in names[:4]}
-    return Trace(plain, requests)
 
 
 def simulate(trace: Trace, gamma: int, first: int) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
 from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, speculate
-from policies.registry import parse_policy, parse_serving_policy, policy_names
+from policies.core import DraftPolicy
+from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
@@ -127,37 +127,6 @@ def test_the_clock_lets_others_go_first():
 
 
 # --- a sequence's own rounds ----------------------------------------------------------------
-
-
-@pytest.mark.invariant(9)
-@settings(max_examples=150, deadline=None)
-@given(
-    name=st.sampled_from([*policy_names("single"), "fixed:gamma=1", "oracle:convention=run+1"]),
-    signalled=st.booleans(),
-    request=st.integers(0, 5),
-    output=st.integers(1, 90),
-    lookahead=st.integers(0, 12),
-    eos=st.booleans(),
-)
-def test_rounds_of_a_sequence_are_those_of_the_loop(
-    name, signalled, request, output, lookahead, eos
-):
-    trace = SIGNALLED if signalled else PLAIN
-    if eos:
-        ended = [replace(r, ended="eos", max_new_tokens=r.tokens + 9) for r in trace.requests]
-        trace = replace(trace, requests=ended)
-    policy = parse_policy(name, max_gamma=trace.max_gamma or 24, vocab_size=1000)
-    if not set(policy.reads) <= trace.signals:
-        return
-    job = Job(0.0, request, 10, output)
-
-    def decoded(run):
-        sequence = ServedSequence(trace, job, lookahead, EngineState())
-        return list(run(sequence, policy.fresh()))
-
-    rounds = decoded(lambda sequence, own: sequence.rounds(own))
-    assert rounds == decoded(speculate)
-    assert 1 + sum(r.emitted for r in rounds) == output
 
 
 def test_rounds_of_a_sequence_end_where_the_recording_does():

@@ -1,4 +1,11 @@
-"""A recorded sequence decoded inside an engine, and the slot a running request occupies."""
+"""A recorded sequence decoded inside an engine, and the slot a running request occupies.
+
+`ServedSequence.rounds` is `policies.core.speculate` written again, the inner loop of every engine:
+it reads rows of the recording as one slice, where the loop asks a decoder for each token through
+`draft` and `remaining`, and it makes rounds without the function that their constructor is.  It
+knows nothing that the loop does not.  ``benchmarks/bench_replay.py`` measures what that saves, and
+`tests/test_one_loop.py` holds the two together, policy by policy.
+"""
 
 from __future__ import annotations
 
@@ -109,10 +116,7 @@ class ServedSequence(ReplayDecoder):
         return min(self.length, self._seam) - self.position
 
     def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
-        """What `policies.core.speculate` yields, read off the recording without detours.
-
-        The inner loop of every engine: a test holds the two together.
-        """
+        """What `policies.core.speculate` yields, read off the recording without detours."""
         if self._rule is not None:
             return speculate(self, policy)
         return self._rounds(policy)

@@ -4,6 +4,11 @@
 length or a test of one token at a time, the length that a draft from each position would
 have is known from the recording at once, and a replay is a walk along these lengths.  The
 rounds are the same, round by round; any other policy is replayed as usual.
+
+So the rules of the loop (`policies.core.speculate`: the cap, EOS, what is accepted and emitted, the
+catching up) stand here a second time, as arrays over all positions.  They stay apart from it
+because a sweep replays thousands of settings: ``benchmarks/bench_replay.py`` measures what that
+saves, and `tests/test_one_loop.py` holds the two together, policy by policy.
 """
 
 from __future__ import annotations

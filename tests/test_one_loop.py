@@ -1,0 +1,96 @@
+"""One loop, written three times for speed: every copy of it goes through the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.core import DraftPolicy, speculate
+from policies.registry import parse_policy, policy_names
+from simulator.serving.arrivals import Job
+from simulator.serving.sequence import EngineState, ServedSequence
+from simulator.whatif.walk import Walker
+from tests.random_traces import recordings
+from tests.test_policies_checks import VARIANTS
+from tests.test_whatif_walk import PLANNED
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.decoder import own_policy, replay
+
+NAMES = sorted({*policy_names(), *VARIANTS, *PLANNED})
+UNRESERVED = 10**6
+"""Slots that no draft fills."""
+
+
+def parsed(name: str, trace: Trace) -> DraftPolicy:
+    return parse_policy(name, max_gamma=trace.max_gamma or 24, vocab_size=1000)
+
+
+def outcome(run: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """The rounds, or how asking for them failed."""
+    try:
+        found = run(*given, **more)
+        return [tuple(one) for one in getattr(found, "rounds", found)]
+    except DraftsimError as error:
+        return type(error)
+
+
+def served(trace: Trace, policy: DraftPolicy, lookahead: int = UNRESERVED) -> list[Any]:
+    """Rounds of every request, as the serving engine asks for them, numbered by request."""
+    mine = own_policy(trace, policy)
+    found: list[Any] = []
+    for i, request in enumerate(trace.requests):
+        job = Job(0.0, i, request.prompt_length, request.tokens)
+        sequence = ServedSequence(trace, job, lookahead, EngineState())
+        found += [(i, *one) for one in sequence.rounds(mine.fresh())]
+    return found
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(trace=recordings)
+def test_the_three_loops_go_through_the_same_rounds(name: str, trace: Trace) -> None:
+    policy = parsed(name, trace)
+    if not set(policy.reads) <= trace.signals:
+        return
+    walker = Walker(trace)
+    logged = outcome(replay, trace, policy)
+    assert outcome(walker.replay, policy) == logged
+    if isinstance(logged, list):
+        log, walked = replay(trace, policy, name=name), walker.replay(policy, name)
+        for field in ("policy", "source", "drafter", "verify", "fidelity", "reads", "first"):
+            assert getattr(walked, field) == getattr(log, field), field
+    # Whatever the recording did, an engine's prefill emits the first token.
+    assert outcome(served, trace, policy) == outcome(replay, trace, policy, first=1)
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=6, deadline=None)
+@given(
+    trace=recordings, request=st.integers(0, 2), output=st.integers(1, 90),
+    lookahead=st.integers(0, 12), prompt=st.integers(1, 50), batch=st.integers(1, 9),
+)  # fmt: skip
+def test_a_request_of_another_length_is_decoded_by_the_same_loop(
+    name: str, trace: Trace, request: int, output: int, lookahead: int, prompt: int, batch: int
+) -> None:
+    """Cut short, or begun again, with as many slots as the engine has reserved."""
+    policy = parsed(name, trace)
+    if not set(policy.reads) <= trace.signals:
+        return
+    engine = EngineState()
+    engine.batch = batch
+
+    def decoded(run: Callable[[ServedSequence, DraftPolicy], Any]) -> Any:
+        own, job = own_policy(trace, policy), Job(0.0, request, prompt, output)
+        return outcome(run, ServedSequence(trace, job, lookahead, engine), own.fresh())
+
+    rounds = decoded(ServedSequence.rounds)
+    assert rounds == decoded(speculate)
+    if isinstance(rounds, list):
+        assert 1 + sum(emitted for _, _, _, emitted, _, _ in rounds) == output
