@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,8 +18,7 @@ from typing import Any
 
 import typer.main
 
-import draftsim
-from commands import catalogue
+from commands import app, catalogue
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
 from policies.core import Round
 from policies.guard import SIGNALS
@@ -165,7 +165,7 @@ def methods() -> str:
 
 def commands() -> str:
     """What ``--help`` says of every command."""
-    found: Mapping[str, Any] = typer.main.get_command(draftsim.app).commands  # type: ignore[attr-defined]
+    found: Mapping[str, Any] = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
     return "\n\n".join(f"## {name}\n\n```text\n{usage(found[name])}\n```" for name in found)
 
 
@@ -268,10 +268,20 @@ def formulas() -> str:
     return "\n\n".join(parts)
 
 
+def equivalents() -> str:
+    """Mutants of the core that make no difference, and why."""
+    file = ROOT / "benchmarks" / "mutants" / "equivalent.toml"
+    known = tomllib.loads(file.read_text(encoding="utf-8"))["equivalent"]
+    return table(
+        ("file", "change", "why it makes no difference"),
+        [(code(e["path"]), " ".join(map(code, e["change"])), e["why"]) for e in known],
+    )
+
+
 MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
-    "commands": commands, "docstring": docstring,
-    "engine_checks": engine_checks, "formulas": formulas, "kinds": kinds,
-    "methods": methods, "modules": modules, "phases": phases, "readme": readme, "rooms": rooms,
+    "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
+    "equivalents": equivalents, "formulas": formulas, "kinds": kinds, "methods": methods,
+    "modules": modules, "phases": phases, "readme": readme, "rooms": rooms,
     "row_columns": row_columns, "served": served, "signals": signals, "string": string,
 }  # fmt: skip

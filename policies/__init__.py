@@ -34,6 +34,8 @@ from policies.registry import (
 )
 from policies.specdec_pp import Disco, SpecDecPP
 
+__distribution__ = "draftsim"
+
 __all__ = [
     "CMASD",
     "POLICIES",

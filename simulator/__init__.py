@@ -24,6 +24,8 @@ from simulator.validation import (
     verdict,
 )
 
+__distribution__ = "draftsim"
+
 __all__ = [
     "INITIAL_GAMMAS",
     "SUMMARY_COLUMNS",

@@ -11,11 +11,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import draftsim
+from commands import app
 from commands.common.output import OutOption
 from tests.conftest import ROOT, Run
 
-COMMANDS = {str(c.name): c.callback for c in draftsim.app.registered_commands}
+COMMANDS = {str(c.name): c.callback for c in app.app.registered_commands}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
 MAKE_SOMETHING = {"demo", "import", "calibrate", "tune"}
 """Their --out names what they make, and rows are --json's."""
@@ -53,7 +53,7 @@ def test_an_option_is_the_same_thing_in_every_command() -> None:
 
 @pytest.mark.parametrize("old", ["batches", "contexts"])
 def test_older_names_are_understood(old: str, synthetic_run: Path, run: Run) -> None:
-    new = draftsim.RENAMED[old]
+    new = app.RENAMED[old]
     command = (
         "sweep", "--trace", synthetic_run, "--c", "0.1", "--policy", "fixed:gamma=2",
         "--jobs", 1, "--resamples", 2,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-import draftsim
+from commands import app
 from tests.conftest import ROOT
 
 PACKAGES = ("commands", "policies", "profiler", "simulator", "traces")
@@ -38,7 +38,7 @@ def test_docstring_examples(path: Path) -> None:
 
 def test_readme_names_only_commands_that_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    known = set(typer.main.get_command(draftsim.app).commands)  # type: ignore[attr-defined]
+    known = set(typer.main.get_command(app.app).commands)  # type: ignore[attr-defined]
     named = set(re.findall(r"^draftsim ([a-z]+)", text, re.M))
     named |= set(re.findall(r"`draftsim ([a-z]+)", text))
     assert {"simulate", "profile", "validate", "check"} <= named

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-import draftsim
+from commands import app
 from docs.made import MAKERS
 from tests.browser import Browser
 from tests.conftest import ROOT
@@ -35,7 +35,7 @@ def test_the_readme_is_short() -> None:
 
 @by_page
 def test_commands_and_options_exist(page: Path) -> None:
-    known = typer.main.get_command(draftsim.app).commands  # type: ignore[attr-defined]
+    known = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
     text = re.sub(r"\\\n\s+", "", text_of(page))
     for line in re.findall(r"(?:^|`|/)draftsim ([^\n`]+)", text, re.MULTILINE):
         name, *words = line.split("#")[0].split()

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from commands.app import app
 from commands.profile.drafters import load_drafters
-from draftsim import app
 from profiler import features
 from profiler.models.loading import Pair
 from profiler.recording.run import BUNDLED, shipped_heads

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-import draftsim
+from commands import app
 from simulator.whatif import read_sweep
 from simulator.whatif.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -30,7 +30,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(draftsim.app, ["sweep", *arguments])
+    result = CliRunner().invoke(app.app, ["sweep", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -63,7 +63,7 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
 
 def said(*arguments: str) -> tuple[str, str]:
     """What the command prints, and what it says beside it."""
-    result = CliRunner().invoke(draftsim.app, ["sweep", *arguments])
+    result = CliRunner().invoke(app.app, ["sweep", *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout, result.stderr
 

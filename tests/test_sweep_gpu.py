@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import draftsim
+from commands import app
 from simulator.hardware import DEVICES, Roofline, carry_over, fit_table, published_error
 from simulator.hardware.shapes import ModelShape
 from simulator.whatif import Prices, overview, read_sweep
@@ -68,7 +69,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(files: Path, *arguments: str, expect: int = 0) -> Any:
     common = ("--trace", str(files / "trace.parquet"), "--jobs", "1", "--resamples", "0")
-    result = CliRunner().invoke(draftsim.app, ["sweep", *common, *arguments])
+    result = CliRunner().invoke(app.app, ["sweep", *common, *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == expect, result.output

@@ -19,6 +19,8 @@ from traces.store.files import (
 )
 from traces.store.recordings import Recording, find_latency, find_trace, parse_latency, recordings
 
+__distribution__ = "draftsim"
+
 __all__ = [
     "EXTRAPOLATED",
     "INTERPOLATED",
