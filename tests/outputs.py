@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 
 if TYPE_CHECKING:
@@ -41,6 +42,35 @@ def trace_of(
         for i, n in enumerate(lengths)
     ]  # fmt: skip
     return Trace(columns, requests, None, {"eos_token_ids": list(eos)})
+
+
+def drawn_trace(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seed: int,
+    limit: int,
+    eos: int,
+) -> Trace:
+    """As `trace_of`, of outputs drawn token by token from the target `model`."""
+    import torch
+
+    from profiler.models.stack import LayerRunner
+    from profiler.sources.draws import RandomDraws
+
+    runner = LayerRunner(model, 64)
+    draws = RandomDraws(sampling, torch.Generator().manual_seed(seed))
+    outputs = []
+    for prompt in prompts:
+        feed, start, output = torch.tensor(prompt), 0, []
+        while len(output) < limit and eos not in output:
+            following = draws.first(runner.forward(feed, start, keep=1))
+            start += len(feed)
+            feed = following
+            output.append(int(feed))
+        outputs.append(output)
+    trace = trace_of(outputs, limit, prompts, [eos])
+    return Trace(trace.columns, trace.requests, None, {**trace.meta, "sampling": sampling.meta})
 
 
 class Decoded(NamedTuple):

@@ -17,12 +17,11 @@ from policies.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.picks import Drawn
 from profiler.models.sampling import draw, probs
-from profiler.models.stack import LayerRunner
-from profiler.sources.draws import RandomDraws, RecordedStarts
+from profiler.sources.draws import RecordedStarts
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from tests.features import drafters, miniature
-from tests.outputs import trace_of
+from tests.outputs import drawn_trace
 from tests.test_sources_sampled import counts_fit
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
@@ -51,22 +50,8 @@ def modules() -> Modules:
 
 
 def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
-    """Outputs drawn token by token from the target."""
-    runner, generator = LayerRunner(model(), 64), torch.Generator().manual_seed(seed)
-    draws = RandomDraws(sampling, generator)
-    outputs, prompts = [], []
-    for i in range(requests):
-        prompt = torch.tensor([3 + i % 5, 11, 2][: 1 + i % 3])
-        feed, start, output = prompt, 0, []
-        while len(output) < LIMIT and EOS not in output:
-            following = draws.first(runner.forward(feed, start, keep=1))
-            start += len(feed)
-            feed = following
-            output.append(int(feed))
-        outputs.append(output)
-        prompts.append(prompt.tolist())
-    trace = trace_of(outputs, LIMIT, prompts, [EOS])
-    return Trace(trace.columns, trace.requests, None, {**trace.meta, "sampling": sampling.meta})
+    prompts = [[3 + i % 5, 11, 2][: 1 + i % 3] for i in range(requests)]
+    return drawn_trace(model(), prompts, sampling, seed, LIMIT, EOS)
 
 
 def record(trace: Trace, seed: int, only: tuple[str, ...] = KINDS) -> Recordings:

@@ -21,7 +21,7 @@ from profiler.sources.draws import RandomDraws, RecordedDraws, SharedDraws
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
-from tests.outputs import trace_of
+from tests.outputs import drawn_trace
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -64,23 +64,8 @@ def heads() -> ExitHeads:
 
 
 def sampled_trace(requests: int, seed: int, sampling: Sampling) -> Trace:
-    """Outputs drawn token by token from the target."""
-    runner, generator = LayerRunner(model(), 64), torch.Generator().manual_seed(seed)
-    draws = RandomDraws(sampling, generator)
-    outputs, prompts = [], []
-    for i in range(requests):
-        prompt = torch.tensor([3 + i % 5, 11, 2])
-        feed, start, output = prompt, 0, []
-        while len(output) < LIMIT and EOS not in output:
-            feed_next = draws.first(runner.forward(feed, start, keep=1))
-            start += len(feed)
-            feed = feed_next
-            output.append(int(feed))
-        outputs.append(output)
-        prompts.append(prompt.tolist())
-    trace = trace_of(outputs, LIMIT, prompts, [EOS])
-    meta = {**trace.meta, "sampling": sampling.meta}
-    return Trace(trace.columns, trace.requests, None, meta)
+    prompts = [[3 + i % 5, 11, 2] for i in range(requests)]
+    return drawn_trace(model(), prompts, sampling, seed, LIMIT, EOS)
 
 
 def record(trace: Trace, seed: int) -> Recordings:
