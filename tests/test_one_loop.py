@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import DraftPolicy, speculate
+from policies.core import DraftPolicy, Load, speculate
 from policies.registry import parse_policy, policy_names
 from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence
@@ -19,7 +19,7 @@ from tests.test_policies_checks import VARIANTS
 from tests.test_whatif_walk import PLANNED
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import own_policy, replay
+from traces.replay.decoder import ReplayDecoder, own_policy, replay
 
 NAMES = sorted({*policy_names(), *VARIANTS, *PLANNED})
 UNRESERVED = 10**6
@@ -94,3 +94,31 @@ def test_a_request_of_another_length_is_decoded_by_the_same_loop(
     assert rounds == decoded(speculate)
     if isinstance(rounds, list):
         assert 1 + sum(emitted for _, _, _, emitted, _, _ in rounds) == output
+
+
+class Noting(DraftPolicy):
+    """Drafts three tokens, and notes what it may know of the engine."""
+
+    def __init__(self) -> None:
+        self.loads: list[Load] = []
+
+    def begin_round(self, load: Load) -> None:
+        self.loads.append(load)
+
+    def keep_drafting(self, draft: Any) -> bool:
+        return len(draft) < 3
+
+
+@pytest.mark.invariant(9)
+@settings(max_examples=40, deadline=None)
+@given(trace=recordings)
+def test_a_policy_is_told_the_same_load(trace: Trace) -> None:
+    for i, request in enumerate(trace.requests):
+        job = Job(0.0, i, request.prompt_length, request.tokens)
+        replayed, engine = Noting(), Noting()
+        theirs = outcome(speculate, ReplayDecoder(trace, i, 1), replayed)
+        sequence = ServedSequence(trace, job, UNRESERVED, EngineState())
+        assert outcome(sequence.rounds, engine) == theirs
+        assert engine.loads == replayed.loads
+        if trace.requests[i].tokens > 1:
+            assert engine.loads[0].context == request.prompt_length + 1
