@@ -195,6 +195,7 @@ def test_drops_drafts_not_worth_verifying() -> None:
     dear = TextbookCost(draft=0.01, per_token=0.2)
     kept = RateOptimal(2.0, 4, 0.9, cost=dear)
     assert length(kept, [0.9, 0.05, 0.9, 0.9]) == 1
+    assert length(kept, [0.05, 0.05]) == 0, "not even the first"
     whole = RateOptimal(2.0, 4, 0.9, trim=False, cost=dear)
     assert length(whole, [0.9, 0.05, 0.9, 0.9]) == 2
 

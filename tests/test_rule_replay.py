@@ -180,6 +180,7 @@ def test_only_the_verdicts_that_decided_need_to_be_known() -> None:
     decoder = RuleReplayDecoder(trace, 0, Distrust(), at)
     first = next(speculate(decoder, Fixed(2)))
     assert (first.drafted, first.accepted) == (2, 0)
-    decoder = RuleReplayDecoder(trace, 0, LeadingMatches(), at + 1)
-    with pytest.raises(SignalError, match=f"not observed at position {at + 1}"):
-        next(speculate(decoder, Fixed(1)))
+    for rule in (LeadingMatches(), Distrust()):
+        decoder = RuleReplayDecoder(trace, 0, rule, at + 1)
+        with pytest.raises(SignalError, match=f"not observed at position {at + 1}"):
+            next(speculate(decoder, Fixed(1)))

@@ -71,6 +71,8 @@ def test_acceptance_and_residual_recover_the_target(seed: int) -> None:
     emitted = accepted + (1 - accepted.sum()) * residual(x.p, x.q)
     np.testing.assert_allclose(emitted, x.p, atol=1e-12)
     np.testing.assert_allclose(residual(x.p, x.p), x.p)
+    several = residual(np.array([x.p, x.q, x.p]), np.array([x.q, x.p, x.p]))
+    np.testing.assert_allclose(several, [residual(x.p, x.q), residual(x.q, x.p), x.p])
 
 
 def test_acceptance_of_a_token_the_draft_cannot_propose_is_refused() -> None:

@@ -200,3 +200,5 @@ def test_policies_are_told_the_engine_s_own_cost(batch, gamma, context):
     drafts += float(first) if gamma else 0.0
     verify = GRID.seconds("target", "forward", batch=batch, new_tokens=gamma + 1, context=context)
     assert told == pytest.approx(drafts + float(verify) + 7e-4 + gamma * 3e-4)
+    # A table without the host's own work charges none.
+    assert TableCost(CONSTANT)(1, 0, 1, context) == pytest.approx(0.02)

@@ -61,8 +61,8 @@ class CSD(TokenRule):
         capacity: int | None = None,
         memory: OnlineCorrectionMemory | str | os.PathLike[str] | None = None,
     ) -> None:
-        if not threshold >= 0:
-            raise ValueError(f"threshold is {threshold}, expected >= 0")
+        if threshold != math.inf:
+            within("threshold", threshold, 0)
         ratio("tau", tau)
         for name, value in (
             ("use_memory", use_memory), ("use_gate", use_gate),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from policies.parameters import whole
+
 SCHEMA = 1
 
 Pair = tuple[int, int]
@@ -35,8 +37,7 @@ class OnlineCorrectionMemory:
     """
 
     def __init__(self, capacity: int | None = None) -> None:
-        if capacity is not None and capacity < 1:
-            raise ValueError(f"capacity is {capacity}, expected at least 1, or None for no bound")
+        whole("capacity", capacity, 1, none=True)
         self.capacity = capacity
         self.sizes: list[int] = []
         self.evictions = 0

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from policies.parameters import one_of
+from policies.parameters import one_of, whole
 from policies.rules.base import TokenRule
 from policies.rules.threshold import ratio
 
@@ -48,7 +48,7 @@ class Lenience(TokenRule):
         self.factor = factor
         self.mode = mode
         self.seed = seed
-        self._rng = np.random.default_rng(seed)
+        self._rng = _generator(seed)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Refuse a run whose sampling the mode cannot serve."""
@@ -114,7 +114,7 @@ class Ensemble(TokenRule):
         self.mode = mode
         self.undecided = undecided
         self.seed = seed
-        self._rng = np.random.default_rng(seed)
+        self._rng = _generator(seed)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Refuse a mode that does not fit how the run decodes."""
@@ -138,3 +138,9 @@ class Ensemble(TokenRule):
             return True
         lost = w * own + (1.0 - w) * token.prob <= w * best
         return not lost and self.undecided == "accept"
+
+
+def _generator(seed: int | np.random.Generator) -> np.random.Generator:
+    if not isinstance(seed, np.random.Generator):
+        whole("seed", seed, 0)
+    return np.random.default_rng(seed)

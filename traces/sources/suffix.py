@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.parameters import whole
+from policies.parameters import whole, within
 from traces.sources.lookup import Lookup, Proposal
 
 
@@ -153,10 +153,8 @@ class SuffixLookup(Lookup):
     ) -> None:  # fmt: skip
         whole("num_tokens", num_tokens, 1)
         whole("depth", depth, 1)
-        if not factor >= 0:
-            raise ValueError(f"factor is {factor}, expected at least 0")
-        if not 0 <= min_prob <= 1:
-            raise ValueError(f"min_prob is {min_prob}, expected 0 to 1")
+        within("factor", factor, 0)
+        within("min_prob", min_prob, 0, 1)
         self.num_tokens, self.depth, self.factor = num_tokens, depth, factor
         self.min_prob, self.eos = min_prob, eos
         self._own, self._served = SuffixTree(depth), served
