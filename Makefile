@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install vllm smollm2 demo notebooks docs figures test bench check-code clean
+.PHONY: install vllm smollm2 demo notebooks docs figures test mutants bench check-code clean
 
 install: .venv/.installed
 
@@ -55,6 +55,13 @@ figures: install
 test: install
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+# Hours for a larger sample; what is done is kept in .mutants/, and the next call goes on from there.
+SAMPLE ?= 6
+mutants: install
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[mutation]'
+	$(BIN)/python -m benchmarks.mutants --sample $(SAMPLE)
+
 bench: install
 	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds
 
@@ -65,4 +72,4 @@ check-code: install
 	$(BIN)/pyright
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info demo figures site
+	rm -rf .venv .venv-vllm .mutants build dist *.egg-info demo figures site

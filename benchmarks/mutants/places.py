@@ -1,0 +1,144 @@
+"""Where the core can be changed by a hair, and a seeded sample of these places."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SCOPE = (
+    "policies/*.py", "policies/*/*.py",
+    "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py",
+    "simulator/pricing.py", "simulator/calls.py",
+    "simulator/serving/scheduler.py", "simulator/serving/engine.py",
+    "simulator/serving/speculation.py", "simulator/serving/sequence.py",
+    "simulator/serving/kv.py", "simulator/serving/cost/*.py",
+)  # fmt: skip
+"""Patterns of the files that are changed."""
+
+OPERATORS = re.compile(
+    r"core/(AddNot|NumberReplacer|ExceptionReplacer|ZeroIterationForLoop|RemoveDecorator"
+    r"|Replace(TrueWithFalse|FalseWithTrue|AndWithOr|OrWithAnd|BreakWithContinue|ContinueWithBreak)"
+    r"|ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Is_IsNot|IsNot_Is)"
+    r"|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul"
+    r"|BitOr_BitAnd|BitAnd_BitOr|BitXor_BitOr|LShift_RShift|RShift_LShift)"
+    r"|ReplaceUnaryOperator_(USub_UAdd|Delete_Not|Delete_Invert))"
+)
+"""Cosmic Ray's operators that turn something into its nearest neighbour.  The others raise at once
+or change so much that every test fails: they would flatter the tests."""
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+"""(line, column) of the first character and of the one behind the last."""
+
+
+class Mutant(NamedTuple):
+    """One change of one file."""
+
+    path: str
+    operator: str
+    occurrence: int
+    """Which of the operator's occurrences in the file, from 0."""
+    line: int
+    column: int
+
+
+def files(root: Path) -> list[str]:
+    """The files in `SCOPE`, relative to `root`."""
+    found = {path for pattern in SCOPE for path in root.glob(pattern)}
+    return [str(path.relative_to(root)) for path in sorted(found)]
+
+
+def mutants(root: Path, path: str) -> list[Mutant]:
+    """Every mutant of a file that could change what it does."""
+    from cosmic_ray import plugins
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    text = (root / path).read_text(encoding="utf-8")
+    never_run, binary = unevaluated(text), binary_operators(text)
+    nodes = list(ast_nodes(get_ast(text)))
+    found = []
+    for name in filter(OPERATORS.fullmatch, plugins.operator_names()):
+        operator = plugins.get_operator(name)()
+        spans = (span for node in nodes for span in operator.mutation_positions(node))
+        for occurrence, (start, end) in enumerate(spans):
+            # Cosmic Ray also takes the stars of parameters and arguments for operators.
+            if "BinaryOperator" in name and not inside((start, end), binary):
+                continue
+            if not inside((start, end), never_run):
+                found.append(Mutant(path, name, occurrence, *start))
+    return found
+
+
+def sample(found: list[Mutant], size: int, seed: int) -> list[Mutant]:
+    """Of `size` places of one file one mutant each; a larger sample holds the smaller one."""
+    places = defaultdict(list)
+    for mutant in sorted(found):
+        places[mutant.line, mutant.column].append(mutant)
+    generator = random.Random(f"{seed} {found[0].path if found else ''}")
+    order = sorted(places)
+    generator.shuffle(order)
+    return [generator.choice(places[place]) for place in order][:size]
+
+
+def unevaluated(text: str) -> list[Span]:
+    """Annotations, protocols and what else only type checkers read, abstract methods' marks."""
+    spans = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            spans.append(span_of(node.annotation))
+        elif isinstance(node, ast.FunctionDef):
+            if node.returns:
+                spans.append(span_of(node.returns))
+            for mark in node.decorator_list:
+                (line, column), _ = span_of(mark)
+                if ast.unparse(mark) in ("abstractmethod", "overload", "override"):
+                    spans.append(((line, column - 1), (line + 1, 0)))
+        elif (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING") or (
+            isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+        ):
+            spans.append(span_of(node))
+    return spans
+
+
+def binary_operators(text: str) -> list[Span]:
+    """Where binary operators stand: between their operands."""
+    return [
+        (span_of(node.left)[1], span_of(node.right)[0])
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.BinOp)
+    ]
+
+
+def statement(text: str, line: int) -> range:
+    """Lines of the innermost statement at `line`; of a compound one, its head."""
+    best = range(line, line + 1)
+    least = float("inf")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
+            body = getattr(node, "body", None)
+            end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
+            lines = range(node.lineno, max(end, node.lineno + 1))
+            if line in lines and len(lines) < least:
+                best, least = lines, len(lines)
+    return best
+
+
+def span_of(node: ast.AST) -> Span:
+    at = vars(node)
+    return (at["lineno"], at["col_offset"]), (at["end_lineno"], at["end_col_offset"])
+
+
+def inside(span: Span, spans: list[Span]) -> bool:
+    """Whether `span` lies in one of `spans`."""
+    return any(first <= span[0] and span[1] <= last for first, last in spans)
+
+
+def functions(text: str) -> Iterator[range]:
+    """Lines of the bodies of functions: what runs when called, not at import."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            yield range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
