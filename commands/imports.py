@@ -1,4 +1,4 @@
-"""``draftsim import``: logs of other programs, made into traces or survival curves."""
+"""``draftsim import``: logs of other programs, made into traces, survival curves or latencies."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from traces.importers.registry import AUTO, IMPORTERS
 if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.importers.totals import Totals
+    from traces.latency.table import LatencyTable
 
 FORMATS = ", ".join([*IMPORTERS, AUTO])
 
@@ -24,7 +25,8 @@ def import_file(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="T", help="Trace file to write; of counts, which make no trace, the JSON."
+            metavar="T",
+            help="Trace or latencies to write; of counts, which make no trace, the JSON.",
         ),
     ] = None,
     baseline: Annotated[
@@ -46,9 +48,13 @@ def import_file(
         str | None,
         typer.Option(metavar="NAME", help="Which drafter, where the log tells of several: eagle."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Of latencies: what they were measured on."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Turn another program's log into a trace that every command takes.
+    """Turn another program's log into a trace, or its timings into latencies, for every command.
 
     A log that holds the rounds in order makes a trace; counts alone make a survival curve, or
     the interval of curves that they allow.  Where a log does not hold its draft lengths, every
@@ -58,10 +64,11 @@ def import_file(
     from traces.acceptance.trace import Trace
     from traces.importers.base import Options
     from traces.importers.registry import find_importer, import_log
+    from traces.latency.table import LatencyTable
 
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
-        "drafter": drafter,
+        "drafter": drafter, "device": device,
     }  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     takes = find_importer(form, files).takes
@@ -71,6 +78,8 @@ def import_file(
     found = import_log(form, files, Options(**chosen))
     if isinstance(found, Trace):
         _trace(found, out, json)
+    elif isinstance(found, LatencyTable):
+        _latency(found, out, json)
     else:
         _totals(found, form, out, json)
     for reason in found.meta.get("left_out") or ():
@@ -110,7 +119,8 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         emit("import", rows, str(out), more={"counts": summary})
         note(f"wrote {out}")
     _say(totals.meta)
-    note(f"{totals.rounds} rounds accepted {totals.mean_accepted:.3f} drafted tokens each")
+    rounds = "means of an unknown number of" if totals.rounds is None else str(totals.rounds)
+    note(f"{rounds} rounds: {totals.mean_accepted:.3f} drafted tokens accepted in each")
     if totals.tree:
         note("a tree was verified in every round: no chain can be replayed from its totals")
     elif totals.per_position is None:
@@ -119,6 +129,26 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         note("rounds are counted, not in order: the curve holds, a trace cannot be made of it")
     if json is not None or (rows and out is None):
         emit("import", rows, json, more={"counts": summary})
+
+
+def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
+    from traces.store.files import write_latency
+
+    if out is None:
+        raise DraftsimError("this makes latencies: name a file for them with --out")
+    write_latency(table, out)
+    note(f"wrote {out}: {len(table.cells)} cells, {table.meta['device']}")
+    for role, name in (table.meta.get("models") or {}).items():
+        note(f"{role}: {name}")
+    passes = table.cells[table.cells["phase"] == "forward"]
+    if not table.has("draft", "forward"):
+        note("no passes of a draft model: import the target's and the draft's files together")
+    if not (passes[passes["model"] == "target"]["new_tokens"] > 1).any():
+        note("no target pass over 2 tokens or more: what verification costs is not known")
+    if not table.has("target", "host_round"):
+        note("no host time: what happens around the passes counts as nothing")
+    if json is not None:
+        emit("import", table.cells.to_dict("records"), json)
 
 
 def measured(meta: Any) -> dict[str, float]:

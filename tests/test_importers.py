@@ -19,6 +19,7 @@ from traces.importers.base import Options
 from traces.importers.registry import AUTO, IMPORTERS, import_log, looks_like
 from traces.importers.specbench import import_specbench
 from traces.importers.totals import Totals
+from traces.latency.table import LatencyTable
 
 SUMMARY = {
     "id": "a", "choices": [{"finish_reason": "stop"}],
@@ -66,6 +67,50 @@ BY_START = {
     "acc_eagle": {"acc_len": [2, 1, 1]},
 }  # fmt: skip
 ROUNDS = "request,drafted,accepted\na,3,3\na,3,1\nb,2,0\n"
+ITERATION = {
+    "iter": 7, "iterLatencyMS": 20.5, "numActiveRequests": 2, "specDecodingStats": {
+        "numDraftTokens": 6, "numAcceptedTokens": 3, "numRequestsWithDraftTokens": 2,
+        "acceptanceLength": 2.5, "iterLatencyMS": 3.1, "draftOverhead": 0.15,
+    },
+}  # fmt: skip
+"""An iteration's statistics as TensorRT-LLM's ``trtllm-serve`` answers ``/metrics``."""
+AIPERF = {
+    "metadata": {
+        "session_num": 0, "x_request_id": "c0", "x_correlation_id": "k", "conversation_id": "s0",
+        "turn_index": 0, "request_start_ns": 1, "request_ack_ns": 2, "request_end_ns": 3,
+        "worker_id": "worker_0", "record_processor_id": "rp_0", "benchmark_phase": "profiling",
+        "was_cancelled": False, "context_overflow_skip": False, "agent_depth": 0,
+    },
+    "metrics": {
+        "input_sequence_length": {"value": 9, "unit": "tokens"},
+        "usage_prompt_tokens": {"value": 9, "unit": "tokens"},
+    },
+    "spec_decode_acceptance": {
+        "engine": "vllm", "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 0.6666666666666666, "acceptance_histogram": {"1": 1, "3": 1},
+        "num_accepted_draft_tokens": 4, "num_draft_tokens": 6, "num_spec_steps": 2,
+        "num_spec_tokens": 3, "completion_tokens": 7, "per_step_accepted": [3, 1],
+        "per_step_drafted": [3, 3],
+    },
+}  # fmt: skip
+"""A row that AIPerf 0.13 itself made (``MetricRecordInfo``) of one of vLLM's answers."""
+LATENCY = "model,phase,batch,new_tokens,context,seconds\ntarget,forward,1,1,64,0.01\n"
+
+
+def bench_record(**changed: Any) -> dict[str, Any]:
+    """A test as ``llama-bench -o jsonl`` prints it (tools/llama-bench of llama.cpp, 2026)."""
+    return {
+        "build_commit": "8cf427ff", "build_number": 5163, "cpu_info": "a processor",
+        "gpu_info": "NVIDIA GeForce RTX 4080", "backends": "CUDA",
+        "model_filename": "models/target.gguf", "model_type": "qwen2 7B Q4_K - Medium",
+        "model_size": 4677120000, "model_n_params": 7615616512, "n_batch": 2048, "n_ubatch": 512,
+        "n_threads": 8, "cpu_strict": False, "type_k": "f16", "n_gpu_layers": -1,
+        "flash_attn": -1, "n_prompt": 0, "n_gen": 0, "n_depth": 0,
+        "test_time": "2025-04-24T11:58:50Z", "avg_ns": 1_000_000_000, "stddev_ns": 10_000_000,
+        "avg_ts": 128.0, "stddev_ts": 1.0,
+        "samples_ns": [980_000_000, 990_000_000, 1_000_000_000, 1_010_000_000, 1_020_000_000],
+        "samples_ts": [], **changed,
+    }  # fmt: skip
 
 
 def written(folder: Path, content: Any, name: str = "log") -> Path:
@@ -79,7 +124,8 @@ def example(name: str) -> Any:
     return {
         "specbench": row(1, [3, 1, 2]), "vllm": DETAILED, "sglang": SGLANG, "eagle": EAGLE,
         "prometheus": SCRAPE.format(10, 20, 9, 6, 3), "llamacpp": LLAMACPP, "rounds": ROUNDS,
-        "by-start": BY_START,
+        "by-start": BY_START, "tensorrt-llm": [ITERATION], "aiperf": AIPERF, "latency": LATENCY,
+        "llama-bench": bench_record(n_gen=128),
     }[name]  # fmt: skip
 
 
@@ -89,8 +135,14 @@ def counts(name: str, *files: Path, **options: Any) -> Totals:
     return found
 
 
-TRACES = ("specbench", "vllm", "rounds", "by-start")
-"""Formats that hold rounds in order; the others hold counts."""
+TRACES = ("specbench", "vllm", "rounds", "by-start", "aiperf")
+"""Formats that hold rounds in order; the others hold counts, or latencies."""
+LATENCIES = ("latency", "llama-bench")
+
+
+def kind_of(name: str) -> type:
+    """What an import of this format makes."""
+    return Trace if name in TRACES else LatencyTable if name in LATENCIES else Totals
 
 
 @pytest.mark.parametrize("name", list(IMPORTERS))
@@ -98,7 +150,7 @@ def test_every_format_knows_its_own_file_and_no_other(name: str, tmp_path: Path)
     file = written(tmp_path, example(name))
     assert looks_like(file) == [name]
     found = import_log(AUTO, [file], Options())
-    assert isinstance(found, Trace if name in TRACES else Totals)
+    assert isinstance(found, kind_of(name))
     # A byte-order mark changes nothing.
     marked = tmp_path / "marked"
     marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
@@ -158,7 +210,7 @@ def test_scrapes_before_and_after(tmp_path: Path) -> None:
     assert lo.tolist() == hi.tolist() == pytest.approx([1.8, 2.2])
     with pytest.raises(FileError, match="name the earlier scrape first"):
         counts("prometheus", after, before)
-    with pytest.raises(FileError, match="expected vLLM's /metrics"):
+    with pytest.raises(FileError, match=r"begin with vllm:spec_decode_ or .*; found none"):
         counts("prometheus", written(tmp_path, "process_cpu_seconds_total 3.0\n"))
     wrong = written(tmp_path, SCRAPE.format(10, 20, 9, 3, 6))
     with pytest.raises(DraftsimError, match="rise, or exceed"):

@@ -1,4 +1,4 @@
-"""What an importer is: one format of another program's log, made into a trace or counts."""
+"""What an importer is: one format of another program, made into a trace, counts or latencies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Protocol
 
 from traces.acceptance.trace import Trace
 from traces.importers.totals import Totals
+from traces.latency.table import LatencyTable
+
+Imported = Trace | Totals | LatencyTable
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Options:
     """Token limit of a request."""
     drafter: str | None = None
     """Which of several drafters a log tells of."""
+    device: str | None = None
+    """What latencies were measured on, where their file does not say."""
 
 
 class Importer(Protocol):
@@ -47,8 +52,8 @@ class Importer(Protocol):
         """Whether the beginning of a file looks like this format."""
         ...
 
-    def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
-        """What the files tell: a trace where rounds are in order, else counts.
+    def read(self, files: Sequence[Path], options: Options) -> Imported:
+        """What the files tell: a trace where rounds are in order, else counts; or latencies.
 
         Raises
         ------

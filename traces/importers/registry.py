@@ -6,22 +6,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from policies.spec import choice
-from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.importers.base import Importer, Options
+from traces.importers.aiperf import AIPerf
+from traces.importers.base import Imported, Importer, Options
 from traces.importers.by_start import ByStart
 from traces.importers.eagle import Eagle
+from traces.importers.latencies.cells import Latency
+from traces.importers.latencies.llama_bench import LlamaBench
 from traces.importers.llamacpp import LlamaCpp
 from traces.importers.prometheus import Prometheus
 from traces.importers.rounds import Rounds
 from traces.importers.rows import read_text
 from traces.importers.sglang import SGLang
 from traces.importers.specbench import SpecBench
-from traces.importers.totals import Totals
+from traces.importers.tensorrt_llm import TensorRTLLM
 from traces.importers.vllm import VLLM
 
 _ALL: tuple[Importer, ...] = (
-    SpecBench(), VLLM(), Prometheus(), SGLang(), LlamaCpp(), Eagle(), Rounds(), ByStart(),
+    SpecBench(), VLLM(), SGLang(), TensorRTLLM(), LlamaCpp(), Prometheus(), AIPerf(), Eagle(),
+    Rounds(), ByStart(), LlamaBench(), Latency(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"
@@ -53,7 +56,7 @@ def looks_like(file: Path) -> list[str]:
     return [name for name, importer in IMPORTERS.items() if importer.sniff(text)]
 
 
-def import_log(name: str, files: Sequence[Path], options: Options) -> Trace | Totals:
+def import_log(name: str, files: Sequence[Path], options: Options) -> Imported:
     """What the files tell, read by the importer called `name`.
 
     Raises

@@ -9,6 +9,7 @@ everywhere) to "the first m always, the others never".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,7 +31,8 @@ class Totals:
     ----------
     rounds, drafted, accepted:
         Verifications, drafted tokens and accepted ones; a bonus token is none of these.
-        ``drafted`` is None where the program does not say.
+        ``drafted`` is None where the program does not say.  ``rounds`` is None where it tells
+        means of an unknown number of rounds: the others are then per round.
     longest:
         Tokens of the longest draft; None where the program does not say: nothing then bounds
         the curve from below.
@@ -50,9 +52,9 @@ class Totals:
         If the counts contradict each other.
     """
 
-    rounds: int
-    drafted: int | None
-    accepted: int
+    rounds: int | None
+    drafted: float | None
+    accepted: float
     longest: int | None = None
     per_position: Sequence[int] | None = None
     requests: int | None = None
@@ -60,7 +62,7 @@ class Totals:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
+        if self.rounds is not None and self.rounds < 1:
             raise DraftsimError("the log counts no round of speculation: nothing to import")
         if self.drafted is not None and self.accepted > self.drafted:
             raise DraftsimError(
@@ -69,11 +71,11 @@ class Totals:
             )
         if self.per_position is None:
             return
-        counts = [self.rounds, *self.per_position]
+        counts = [self._rounds, *self.per_position]
         if any(b > a for a, b in pairwise(counts)):
             raise DraftsimError(
                 f"the counts per draft position {list(self.per_position)} rise, or exceed the "
-                f"{self.rounds} rounds: they do not belong together"
+                f"{self._rounds} rounds: they do not belong together"
             )
         if sum(self.per_position) != self.accepted:
             raise DraftsimError(
@@ -82,9 +84,14 @@ class Totals:
             )
 
     @property
+    def _rounds(self) -> int:
+        """Rounds that the other counts are of."""
+        return 1 if self.rounds is None else self.rounds
+
+    @property
     def mean_accepted(self) -> float:
         """Accepted tokens a round."""
-        return self.accepted / self.rounds
+        return self.accepted / self._rounds
 
     @property
     def reach(self) -> int:
@@ -92,7 +99,7 @@ class Totals:
         if self.per_position is not None:
             return len(self.per_position)
         drafted = self.accepted if self.drafted is None else self.drafted
-        return self.longest or max(1, -(-drafted // self.rounds))
+        return self.longest or max(1, math.ceil(round(drafted / self._rounds, 6)))
 
     def survival(self) -> tuple[Floats, Floats]:
         """Lowest and highest P(accepted >= k) of a round, k = 1 ... `reach`.
@@ -101,7 +108,7 @@ class Totals:
         `reach`; shorter ones make it a lower bound, which `fixed_length` tells).
         """
         if self.per_position is not None:
-            known = np.asarray(self.per_position, dtype=np.float64) / self.rounds
+            known = np.asarray(self.per_position, dtype=np.float64) / self._rounds
             return known, known
         k = np.arange(1, self.reach + 1)
         mean = self.mean_accepted
@@ -116,7 +123,8 @@ class Totals:
     @property
     def fixed_length(self) -> bool:
         """Whether every draft had `reach` tokens."""
-        return self.drafted == self.rounds * self.reach
+        drafted = self.drafted
+        return drafted is not None and math.isclose(drafted, self._rounds * self.reach)
 
     def block_efficiency(self) -> tuple[Floats, Floats]:
         """Lowest and highest tokens emitted a round if `gamma` = 1 ... `reach` were drafted."""

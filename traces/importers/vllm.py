@@ -15,16 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
 
-_STEPS = ("per_step_drafted", "per_step_accepted")
+STEPS = ("per_step_drafted", "per_step_accepted")
+"""Drafted and accepted tokens of each verification."""
+OTHERS = ("spec_decode_acceptance", "total_accepted_draft_tokens")
+"""What stands beside the same names in AIPerf's and TensorRT-LLM's files."""
 
 
 def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:
@@ -54,7 +56,7 @@ def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
                 left_out.append(f"{where}: {reason}")
                 continue
             for at, outer, holder, steps in _found(where, row):
-                request, rounds = _request(at, outer, holder, steps)
+                request, rounds = stepped_request(at, outer, holder, steps)
                 drafted += sum(r.drafted for r in rounds)
                 requests.append(request)
                 match.append(matches(rounds, request.tokens, first=1))
@@ -85,13 +87,14 @@ class VLLM:
     takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:
-        return any(f'"{key}"' in text for key in ("speculative_decoding", *_STEPS))
+        own = any(f'"{key}"' in text for key in ("speculative_decoding", *STEPS))
+        return own and not any(f'"{key}"' in text for key in OTHERS)
 
     def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
         del options
         rows = [read_json_rows(file) for file in files]
         summaries = list(_summaries(rows))
-        if summaries and not any(name in m for _, m in summaries for name in _STEPS):
+        if summaries and not any(name in m for _, m in summaries for name in STEPS):
             return _totals(summaries, files)
         return import_vllm(files)
 
@@ -104,22 +107,10 @@ def _summaries(files: Sequence[Rows]) -> Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def _totals(summaries: Sequence[tuple[str, Mapping[str, Any]]], files: Sequence[Path]) -> Totals:
-    histograms = [_counts(at, m, "acceptance_histogram") for at, m in summaries]
-    longest = max(len(h) for h in histograms) - 1
-    histogram = np.sum([np.pad(h, (0, longest + 1 - len(h))) for h in histograms], axis=0)
-    drafted = [_count(at, m, "num_draft_tokens") for at, m in summaries]
-    at_least = histogram[::-1].cumsum()[::-1][1:].tolist()
-    return Totals(
-        int(histogram.sum()), sum(drafted), sum(at_least), longest, at_least, len(summaries),
-        meta={"kind": "vllm", "source": [file.name for file in files]},
-    )  # fmt: skip
-
-
-def _count(at: str, metrics: Mapping[str, Any], name: str) -> int:
-    value = metrics.get(name)
-    if type(value) is not int or value < 0:
-        raise FileError(f"{at}: {name} is {value!r}, expected a whole number >= 0")
-    return value
+    counts = ("acceptance_histogram", "num_spec_steps", "num_draft_tokens")
+    accepted = "num_accepted_draft_tokens"
+    told = [Summary(at, *(m.get(name) for name in (*counts, accepted))) for at, m in summaries]
+    return pooled(told, {"kind": "vllm", "source": [file.name for file in files]})
 
 
 def _unfinished(row: Mapping[str, Any]) -> str | None:
@@ -156,7 +147,7 @@ def _found(
             }, choice, steps  # fmt: skip
     if not any_found:
         raise FileError(
-            f"{where}: has no metrics.speculative_decoding with {' and '.join(_STEPS)}: ask vLLM "
+            f"{where}: has no metrics.speculative_decoding with {' and '.join(STEPS)}: ask vLLM "
             "for per-request metrics with speculative decoding switched on"
         )
 
@@ -170,10 +161,21 @@ def _metrics(holder: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _request(
+def stepped_request(
     at: str, outer: Mapping[str, Any], holder: Mapping[str, Any], steps: Mapping[str, Any]
 ) -> tuple[Request, list[LoggedRound]]:
-    drafted, accepted = (_counts(at, steps, name) for name in _STEPS)
+    """A request and its rounds, from its ``per_step_drafted`` and ``per_step_accepted``.
+
+    Parameters
+    ----------
+    at:
+        Where it stands, for error messages.
+    outer, holder:
+        The response (``id``, ``category``, ``usage``) and what holds ``finish_reason``.
+    steps:
+        The two lists, one entry a verification; the first token was emitted before.
+    """
+    drafted, accepted = (_counts(at, steps, name) for name in STEPS)
     if len(drafted) != len(accepted):
         raise FileError(
             f"{at}: per_step_drafted has {len(drafted)} steps, per_step_accepted {len(accepted)}: "

@@ -1,0 +1,117 @@
+"""Reading AIPerf's ``profile_export.jsonl``: a record of acceptance per request.
+
+Each row has ``spec_decode_acceptance`` (`SpecDecodeAcceptanceRecord`): ``engine``, counts, a sparse
+``acceptance_histogram`` and, where the engine told them, ``per_step_drafted`` and
+``per_step_accepted``, which make a trace.  Of llama.cpp's server AIPerf knows sums alone, spreads
+them evenly over a histogram and takes the prompt's own token for a verification: neither is used
+here.  Source of the format: ai-dynamo/aiperf 0.13,
+``common/models/spec_decode_models.py`` and ``spec_decode/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from traces.acceptance.trace import Trace
+from traces.errors import FileError
+from traces.importers.base import Options
+from traces.importers.histograms import Summary, pooled
+from traces.importers.rows import logged_trace, matches, read_json_rows
+from traces.importers.totals import Totals
+from traces.importers.vllm import STEPS, stepped_request
+
+RECORD = "spec_decode_acceptance"
+SUMS_ALONE = "llamacpp"
+"""The engine whose histogram AIPerf makes up from sums."""
+Records = Sequence[tuple[str, Mapping[str, Any], Mapping[str, Any]]]
+
+
+class AIPerf:
+    """AIPerf's records of requests."""
+
+    name = "aiperf"
+    summary = "AIPerf's profile_export.jsonl (spec_decode_acceptance)"
+    takes: tuple[str, ...] = ()
+
+    def sniff(self, text: str) -> bool:
+        return f'"{RECORD}"' in text
+
+    def read(self, files: Sequence[Path], options: Options) -> Trace | Totals:
+        del options
+        rows = [pair for file in files for pair in zip(*read_json_rows(file), strict=True)]
+        records = [(at, row, row[RECORD]) for at, row in rows if isinstance(row.get(RECORD), dict)]
+        if not records:
+            raise FileError(
+                f"{files[0]}: no row with {RECORD}: name profile_export.jsonl of a server that "
+                "reports acceptance per request (vLLM: --per-request-spec-decode-metrics detailed)"
+            )
+        left_out = [f"{at}: {_without(row)}" for at, row in rows if not row.get(RECORD)]
+        meta = {
+            "kind": self.name, "source": [file.name for file in files], "left_out": left_out,
+            "engine": sorted({str(record.get("engine")) for _, _, record in records}),
+        }  # fmt: skip
+        if all(isinstance(record.get(name), list) for _, _, record in records for name in STEPS):
+            return _trace(records, meta)
+        return pooled([_summary(at, record) for at, _, record in records], meta)
+
+
+def _trace(records: Records, meta: dict[str, Any]) -> Trace:
+    requests, match, drafted = [], [], 0
+    for at, row, record in records:
+        about = row.get("metadata")
+        about = about if isinstance(about, dict) else {}
+        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(row)}
+        usage = {name: value for name, value in tokens.items() if value is not None}
+        response = {"id": about.get("x_request_id"), "usage": usage}
+        request, rounds = stepped_request(at, response, {}, record)
+        drafted += sum(r.drafted for r in rounds)
+        requests.append(request)
+        match.append(matches(rounds, request.tokens, first=1))
+    if not drafted:
+        raise FileError(f"{records[0][0]}: no request drafted a token: a log of plain decoding")
+    lengths = {
+        "first": 1, "draft_lengths": "recorded", "draft_lengths_known": True,
+        "prompt_lengths_known": all(r.prompt_length for r in requests),
+    }  # fmt: skip
+    return logged_trace(requests, match, {**meta, **lengths})
+
+
+def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of the prompt, as far as AIPerf measured them."""
+    metrics = row.get("metrics")
+    for name in ("usage_prompt_tokens", "input_sequence_length"):
+        found = metrics.get(name) if isinstance(metrics, dict) else None
+        if isinstance(found, dict) and isinstance(found.get("value"), int | float):
+            return {"prompt_tokens": int(found["value"])}
+    return {}
+
+
+def _summary(at: str, record: Mapping[str, Any]) -> Summary:
+    rounds, drafted, accepted = (
+        record.get(name)
+        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    longest = record.get("num_spec_tokens")
+    if type(longest) is not int:
+        longest = None
+    if record.get("engine") == SUMS_ALONE:
+        rounds = max(0, rounds - 1) if type(rounds) is int else rounds
+        return Summary(at, None, rounds, drafted, accepted, longest)
+    histogram = _dense(at, record.get("acceptance_histogram"))
+    return Summary(at, histogram, rounds, drafted, accepted, longest)
+
+
+def _without(row: Mapping[str, Any]) -> str:
+    return "failed" if row.get("error") is not None else "nothing was verified"
+
+
+def _dense(at: str, histogram: Any) -> list[int]:
+    """``{"0": 8, "2": 6}`` as a list by accepted drafts."""
+    if not isinstance(histogram, dict) or not all(
+        str(k).isdigit() and type(v) is int and v >= 0 for k, v in histogram.items()
+    ):
+        raise FileError(f"{at}: its histogram of accepted drafts holds no whole numbers")
+    counts = {int(k): v for k, v in histogram.items()}
+    return [counts.get(k, 0) for k in range(max(counts, default=0) + 1)]

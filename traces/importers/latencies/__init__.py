@@ -1,0 +1,1 @@
+"""Latencies that other programs measured, made into tables that every command reads."""

@@ -1,0 +1,147 @@
+"""The tests in llama-bench's output, whichever form it was printed in."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from traces.errors import FileError
+
+NORMAL_IQR = 0.6744897501960817
+"""Half the interquartile range of a normal distribution, in standard deviations."""
+_NOT_SETTINGS = {
+    "build_commit", "build_number", "model_filename", "model_type", "model_size", "model_n_params",
+    "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
+    "samples_ns", "samples_ts", "cpu_info", "gpu_info", "model", "size", "params", "test", "t/s",
+    "fit_target", "fit_min_ctx",
+}  # fmt: skip
+_TEST = re.compile(r"(?:pp ?(\d+))?\+?(?:tg ?(\d+))?(?: @ d ?(\d+))?")
+_RATE = re.compile(r"([\d.]+) ± ([\d.]+)")
+_SIZES = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
+
+
+class Test(NamedTuple):
+    """One test: so many prompt tokens, then so many generated ones, behind a depth."""
+
+    where: str
+    model: str
+    size: float
+    """Bytes of the model."""
+    prompt: int
+    generated: int
+    depth: int
+    seconds: float
+    """Of the whole test, mean over repeats."""
+    spread_s: float
+    """Half the interquartile range over repeats."""
+    repeats: int
+    device: str
+    settings: Mapping[str, str]
+    """Everything else that the row says the test was run with."""
+
+
+def read_tests(file: Path, text: str) -> list[Test]:
+    """The tests of a file, of json, jsonl, csv or md.
+
+    Raises
+    ------
+    FileError
+        If it is none of these, or a row does not hold what its form has.
+    """
+    start = text.lstrip()
+    if start.startswith(("[", "{")):
+        return [_from_record(at, row) for at, row in _json(file, text)]
+    if start.startswith("|"):
+        return [_from_table(at, row) for at, row in _markdown(file, text)]
+    rows = csv.DictReader(text.splitlines())
+    if not {"n_prompt", "n_gen", "avg_ns"} <= set(rows.fieldnames or ()):
+        raise FileError(f"{file}: is no output of llama-bench: expected -o json, jsonl, csv or md")
+    return [_from_record(f"{file} line {n}", row) for n, row in enumerate(rows, 2)]
+
+
+def _json(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(text) if text.lstrip().startswith("[") else None
+        found = rows if rows is not None else [json.loads(x) for x in text.split("\n") if x.strip()]
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{file}: is not JSON (truncated?): copy the file again") from error
+    for number, row in enumerate(found, 1):
+        yield f"{file} entry {number}", row
+
+
+def _from_record(at: str, row: Any) -> Test:
+    if not isinstance(row, Mapping) or None in row:
+        raise FileError(f"{at}: is no test of llama-bench")
+    prompt, generated = (_number(at, row, name) for name in ("n_prompt", "n_gen"))
+    depth = _number(at, row, "n_depth") if row.get("n_depth") is not None else 0
+    mean = _number(at, row, "avg_ns")
+    samples = row.get("samples_ns")
+    if isinstance(samples, list) and samples:
+        low, high = np.percentile(np.array(samples, dtype=float), [25, 75])
+        spread, repeats = float(high - low) / 2, len(samples)
+    else:
+        spread, repeats = NORMAL_IQR * _number(at, row, "stddev_ns"), 1
+    if prompt + generated < 1 or mean <= 0:
+        raise FileError(f"{at}: {prompt:g} and {generated:g} tokens in {mean:g} ns are no test")
+    return Test(
+        at, str(row.get("model_filename") or row.get("model_type")),
+        _number(at, row, "model_size") if row.get("model_size") else 0.0,
+        int(prompt), int(generated), int(depth), mean / 1e9, spread / 1e9, repeats,
+        str(row.get("gpu_info") or row.get("cpu_info") or "not said"), _settings(row.items()),
+    )  # fmt: skip
+
+
+def _markdown(file: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    names: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith("|"):
+            continue
+        values = [value.strip() for value in line.strip().strip("|").split("|")]
+        if values[0] == "model":
+            names = values
+        elif not set(line) <= set("|-: "):
+            if len(values) != len(names):
+                raise FileError(f"{file} line {number}: has not as many columns as its header")
+            yield f"{file} line {number}", dict(zip(names, values, strict=True))
+
+
+def _from_table(at: str, row: Mapping[str, str]) -> Test:
+    test, rate = _TEST.fullmatch(row.get("test", "")), _RATE.fullmatch(row.get("t/s", ""))
+    if test is None or not any(test.groups()[:2]) or rate is None or not float(rate.group(1)):
+        raise FileError(
+            f"{at}: test is {row.get('test')!r} at {row.get('t/s')!r} t/s, expected such as "
+            "'pp512 @ d512' at '132.19 ± 0.55'"
+        )
+    prompt, generated, depth = (int(part or 0) for part in test.groups())
+    mean, deviation = (float(part) for part in rate.groups())
+    seconds = (prompt + generated) / mean
+    number, _, unit = row.get("size", "").partition(" ")
+    try:
+        size = float(number) * 1024 ** _SIZES[unit]
+    except (ValueError, KeyError):
+        size = 0.0
+    return Test(
+        at, row["model"], size, prompt, generated, depth, seconds,
+        NORMAL_IQR * seconds * deviation / mean, 1, row.get("backend", "not said"),
+        _settings(row.items()),
+    )  # fmt: skip
+
+
+def _settings(items: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    return {name: str(value) for name, value in items if name not in _NOT_SETTINGS}
+
+
+def _number(at: str, row: Mapping[str, Any], name: str) -> float:
+    try:
+        value = float(row.get(name, ""))
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise FileError(f"{at}: {name} is {row.get(name)!r}, expected a number >= 0")
+    return value

@@ -1,0 +1,1 @@
+"""Scrapes of a server's ``/metrics`` (Prometheus text format), a module for each server's names."""
