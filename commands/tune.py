@@ -38,6 +38,14 @@ class Engine(StrEnum):
     VLLM = "vllm"
     SGLANG = "sglang"
     HF = "hf"
+    LLAMACPP = "llamacpp"
+
+
+ONE_REQUEST = {
+    Engine.HF: "assisted generation of hf decodes one request",
+    Engine.LLAMACPP: "llama.cpp's server has one setting for every batch size, no table of them",
+}
+"""Why an engine's settings are those of a single stream."""
 
 
 def tune(
@@ -99,25 +107,26 @@ def tune(
     json: JsonOption = None,
 ) -> None:
     """Search the draft lengths that pay, and write them as the engine's configuration."""
-    from simulator.tune import write_settings
+    from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS
+    from simulator.tune.launch import FILE
 
     recorded = load_trace(trace, "tune")
     table = one_latency(latency, trace, gpu, assume_batch_free)
     drafted = drafted_by(source, trace, recorded)
     if drafted is not None:
-        if engine is Engine.HF:
+        if engine in ONE_REQUEST:
             raise DraftsimError(
-                f"assisted generation of hf drafts with a model, not with {drafted.trace.source}: "
-                "tune for vllm or sglang"
+                f"what is tuned for {engine.value} drafts with a model, not with "
+                f"{drafted.trace.source}: tune for vllm or sglang"
             )
         drafted.check_costs((), gpu)
         recorded, table = drafted.trace, drafted.priced(table, 1, assume_batch_free)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batch", batch)
-    if engine is Engine.HF and sizes not in (None, [1]):
-        raise DraftsimError("assisted generation of hf decodes one request: leave out --batch")
+    if engine in ONE_REQUEST and sizes not in (None, [1]):
+        raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
     if try_out:
         if engine is not Engine.VLLM:
@@ -149,7 +158,10 @@ def tune(
         # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
         note(f"wrote {out}")
-    more: dict[str, Any] = {"settings": tuned.document, "warnings": list(tuned.warnings)}
+    line = launch_line(engine.value, tuned.document, file=str(out or FILE))
+    more: dict[str, Any] = {
+        "settings": tuned.document, "launch": line, "warnings": list(tuned.warnings)
+    }  # fmt: skip
     tried = []
     if try_out:
         from commands.engine.trial import TRIED, say_tried, try_settings
@@ -166,16 +178,20 @@ def tune(
         from json import dumps
 
         note(dumps(tuned.document))
+    if not tried:
+        note(f"launch: {line}")
 
 
 def _search(
     engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
     by_context: bool, context: str | None, common: dict[str, Any],
 ) -> Tuned:  # fmt: skip
-    from simulator.tune import tune_huggingface, tune_sglang, tune_vllm
+    from simulator.tune import tune_huggingface, tune_llamacpp, tune_sglang, tune_vllm
 
     if engine is Engine.HF:
         return tune_huggingface(trace, latency, **common)
+    if engine is Engine.LLAMACPP:
+        return tune_llamacpp(trace, latency, **common)
     if engine is Engine.SGLANG:
         return tune_sglang(trace, latency, batches, **common)
     return tune_vllm(

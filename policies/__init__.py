@@ -23,6 +23,7 @@ from policies.estimators import (
 )
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
+from policies.llamacpp import LlamaCppDraft
 from policies.rate_optimal import RateOptimal
 from policies.registry import (
     POLICIES,
@@ -64,6 +65,7 @@ __all__ = [
     "HFHeuristic",
     "IsotonicAcceptance",
     "IterationCost",
+    "LlamaCppDraft",
     "Load",
     "LogisticAcceptance",
     "Oracle",

@@ -22,6 +22,7 @@ from policies.draft_and_verify import DraftAndVerify
 from policies.entropy import SVIP, AdaEDL
 from policies.gammatune import GammaTune, GammaTunePlus
 from policies.huggingface import Confidence, HFHeuristic
+from policies.llamacpp import LlamaCppDraft
 from policies.rate_optimal import RateOptimal
 from policies.spec import describe_spec, parameters, parse_spec
 from policies.specdec_pp import Disco, SpecDecPP
@@ -33,6 +34,7 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "fixed": Fixed,
     "confidence": Confidence,
     "hf-heuristic": HFHeuristic,
+    "llama-cpp": LlamaCppDraft,
     "gammatune": GammaTune,
     "gammatune-plus": GammaTunePlus,
     "svip": SVIP,

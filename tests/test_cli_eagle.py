@@ -81,6 +81,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         (("sweep", "--gpu", "h100"), "is not kept"),
         (("sweep", "--alpha", "0.5"), "leave out what asks for another acceptance"),
         (("tune", "--engine", "hf"), "drafts with a model"),
+        (("tune", "--engine", "llamacpp"), "drafts with a model"),
     ):
         refused = run(*command, *drafted)
         assert refused.code == 2, command

@@ -72,6 +72,7 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
         (["--engine", "vllm", "--batch", "0"], "expected whole numbers >= 1"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a form of vllm's"),
+        (["--engine", "llamacpp", "--batch", "8"], "no table of them"),
         (["--engine", "tgi"], "tgi"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
@@ -90,6 +89,8 @@ def tried(
 
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
     """Whether what was found is the best at each load, what was not tried, and how to launch it."""
+    from simulator.tune import launch_line
+
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
         own = at.pop(TUNED, at["off"])
@@ -99,11 +100,7 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
         "the recorded drafts were forced through a proposer: passes of a draft model or head of "
         "vLLM's own come on top, in the engine as in these latencies"
     )
-    if tuned.document is None:
-        note(f"launch: vllm serve {latency.meta['target']}")
-        return
-    config = dumps({"method": "METHOD", "model": "DRAFT", **tuned.document})
-    note(
-        f"launch: vllm serve {latency.meta['target']} --max-num-seqs "
-        f"{latency.meta['engine']['max_batch']} --speculative-config '{config}'"
-    )
+    line = launch_line("vllm", tuned.document, target=latency.meta["target"])
+    if tuned.document is not None:
+        line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"
+    note(f"launch: {line}")

@@ -11,11 +11,14 @@ from simulator.tune.costs import Grid, Slo, default_batches, fixed_logs, price_g
 from simulator.tune.formats import (
     SettingsError,
     check_huggingface,
+    check_llamacpp,
     check_settings,
     check_sglang,
     check_vllm,
 )
 from simulator.tune.huggingface import tune_huggingface
+from simulator.tune.launch import launch_line
+from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.reading import read_settings
 from simulator.tune.repair import Held, held, mended
 from simulator.tune.served import (
@@ -42,6 +45,7 @@ __all__ = [
     "Slo",
     "Tuned",
     "check_huggingface",
+    "check_llamacpp",
     "check_seed",
     "check_settings",
     "check_sglang",
@@ -53,11 +57,13 @@ __all__ = [
     "default_batches",
     "fixed_logs",
     "held",
+    "launch_line",
     "mended",
     "price_grid",
     "read_settings",
     "served_rates",
     "tune_huggingface",
+    "tune_llamacpp",
     "tune_sglang",
     "tune_vllm",
     "unbeaten",

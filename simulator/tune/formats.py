@@ -3,7 +3,7 @@
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
 srt/speculative/adaptive_spec_params.py, transformers 5.23
-generation/candidate_generator.py.
+generation/candidate_generator.py, llama.cpp common/arg.cpp (2026).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ CONTEXT_END = 2**31 - 1
 HF_KEYS = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
 )  # fmt: skip
+LLAMACPP_KEYS = ("spec-draft-n-max", "spec-draft-n-min", "spec-draft-p-min")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 _SGLANG_NUMBERS = {
@@ -152,22 +153,37 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
         _fail(keys[0], document[keys[0]], "expected a whole number >= 1")
     if document[keys[1]] not in SCHEDULES:
         _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
-    threshold = document[keys[2]]
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-        _fail(keys[2], threshold, "expected a number")
-    if not 0 <= threshold <= 1:
-        _fail(keys[2], threshold, "expected a probability, 0 to 1; 0 switches the test off")
+    _probability(keys[2], document[keys[2]])
+
+
+def check_llamacpp(document: Mapping[str, Any]) -> None:
+    """Options of llama.cpp's server, as of April 2026, without their dashes.
+
+    Raises
+    ------
+    SettingsError
+        Naming the option and the rule.
+    """
+    most, least, threshold = LLAMACPP_KEYS
+    if set(document) != set(LLAMACPP_KEYS):
+        _fail("keys", sorted(document), f"expected {', '.join(LLAMACPP_KEYS)}")
+    if not _whole(document[most], 1):
+        _fail(most, document[most], "expected a whole number >= 1")
+    if not _whole(document[least], 0) or document[least] > document[most]:
+        _fail(least, document[least], f"expected a whole number, 0 to {document[most]}")
+    _probability(threshold, document[threshold])
 
 
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "vllm": check_vllm,
     "sglang": check_sglang,
     "hf": check_huggingface,
+    "llamacpp": check_llamacpp,
 }
 
 
 def check_settings(engine: str, document: Mapping[str, Any]) -> None:
-    """The rules of `engine`; see `check_vllm`, `check_sglang`, `check_huggingface`.
+    """The rules of `engine`: `check_vllm`, `check_sglang`, `check_huggingface`, `check_llamacpp`.
 
     Raises
     ------
@@ -177,6 +193,13 @@ def check_settings(engine: str, document: Mapping[str, Any]) -> None:
     if engine not in CHECKS:
         _fail("engine", engine, f"expected one of {', '.join(CHECKS)}")
     CHECKS[engine](document)
+
+
+def _probability(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        _fail(key, value, "expected a number")
+    if not 0 <= value <= 1:
+        _fail(key, value, "expected a probability, 0 to 1; 0 switches the test off")
 
 
 def _whole(value: object, least: int) -> bool:

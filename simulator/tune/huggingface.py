@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from policies.basic import Autoregressive
 from policies.huggingface import Confidence, HFHeuristic
-from simulator.pricing import autoregressive
-from simulator.tune.choice import (
-    Choice,
-    Objective,
-    can_hold_back,
-    choose,
-    cross_fitted,
-    folds,
-    gain,
-    resamples,
-)
-from simulator.tune.costs import Slo, longest_draft, price_grid
-from simulator.tune.evidence import about_recording, about_row, origin, summed_up
+from simulator.tune.costs import Slo, longest_draft
+from simulator.tune.formats import HF_KEYS
 from simulator.tune.settings import Tuned
+from simulator.tune.single import SingleEngine, tune_single
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
-from traces.replay.rounds import RoundLog
 
 
 class Setting(NamedTuple):
@@ -49,6 +34,10 @@ class Setting(NamedTuple):
             self.tokens, "sent", self.threshold, update,
             "persistent" if persists else "transient",
         )  # fmt: skip
+
+    def document(self) -> dict[str, Any]:
+        """The keys of the draft's generation config."""
+        return dict(zip(HF_KEYS, self, strict=True))
 
     def __str__(self) -> str:
         return f"{self.tokens}, {self.schedule}, {self.threshold:g}"
@@ -104,63 +93,11 @@ def tune_huggingface(
     most = longest_draft(trace)
     if most is not None:
         default = default._replace(tokens=min(default.tokens, most))
-    logs: dict[Setting, RoundLog] = {}
-    for setting in dict.fromkeys([default, *(settings or options(signals))]):
-        if most is not None and setting.tokens > most:
-            continue
-        try:
-            logs[setting] = replay(trace, setting.policy(), name=str(setting), first=0)
-        except TailError:
-            continue
-    if default not in logs:
-        raise DraftsimError(
-            f"transformers' default ({default}) drafts past the recorded tails: "
-            "record with a larger --max-gamma"
-        )
-    ordered = sorted(logs, key=lambda s: int(logs[s].rounds["draft_forwards"].sum()))
-    grid = price_grid([logs[s] for s in ordered], latency, slo=slo)
-    plain = price_grid([autoregressive(logs[default])], latency, slo=slo)
-    weights = resamples(len(trace.requests), draws, seed)
-    objective = Objective(grid.tokens, grid.seconds, weights)
-    second = folds([r.category for r in trace.requests])
-    held_out = can_hold_back(second)
-    option, base = choose(objective), ordered.index(default)
-    halves = (choose(objective.on(~second)), choose(objective.on(second))) if held_out else None
-    chosen = cross_fitted(
-        objective, second, (objective.tokens[base], objective.seconds[base]), option, halves,
-        default_option=base,
-    )  # fmt: skip
-    best = ordered[option]
-    plain_rate = float(plain.tokens.sum() / plain.seconds.sum())
-    pays = plain_rate < objective.rates[option]
-    if not pays:
-        base_pair = np.stack([objective.tokens[base], objective.seconds[base]])
-        own = np.stack([plain.tokens[0], plain.seconds[0]])
-        chosen = Choice(option, *gain(own, base_pair, weights))
-    row: dict[str, Any] = {
-        "engine": "hf", "batch": 1, "context": None, "setting": str(best) if pays else "off",
-        "deploy": "on" if pays else "off",
-        "throughput_tok_s": float(objective.rates[option]) if pays else plain_rate,
-        "default": str(default),
-        "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
-        "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
-        "held_out": held_out or not pays, "served_gain": None, **origin(latency, 1),
-    }  # fmt: skip
-    row["warnings"] = about_row(row)
-    warnings = [*about_recording(trace, latency), *summed_up([row])]
-    if not signals:
-        warnings.append("the trace lacks the draft's probability: no threshold was searched")
-    if default.tokens < DEFAULT.tokens:
-        warnings.append(f"the recording is cut at {most} drafts, and so is the default")
-    if not pays:
-        warnings.append(
-            f"plain decoding is faster ({plain_rate:.3g} tokens/s): pass no assistant model"
-        )
-    if not pays:
-        return Tuned("hf", None, Autoregressive(), [row], warnings)
-    document = {
-        "num_assistant_tokens": best.tokens,
-        "num_assistant_tokens_schedule": best.schedule,
-        "assistant_confidence_threshold": best.threshold,
-    }
-    return Tuned("hf", document, best.policy(), [row], warnings)
+    engine = SingleEngine("hf", default, first=0, off="pass no assistant model")
+    found = tune_single(
+        engine, trace, latency, settings or options(signals), slo=slo, draws=draws, seed=seed
+    )
+    if default.tokens == DEFAULT.tokens:
+        return found
+    cut = f"the recording is cut at {most} drafts, and so is the default"
+    return replace(found, warnings=[*found.warnings, cut])

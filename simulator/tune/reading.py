@@ -13,8 +13,9 @@ from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
-from simulator.tune.formats import HF_KEYS, SettingsError, check_settings
+from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, SettingsError, check_settings
 from simulator.tune.huggingface import Setting
+from simulator.tune.llamacpp import LlamaCppSetting
 from traces.errors import FileError
 
 
@@ -55,10 +56,15 @@ def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy
         own = {key: document[key] for key in HF_KEYS if key in document}
         check_settings("hf", own)
         return "hf", Setting(*(own[key] for key in HF_KEYS)).policy()
+    if LLAMACPP_KEYS[0] in document:
+        mine = {key: document[key] for key in LLAMACPP_KEYS if key in document}
+        check_settings("llamacpp", mine)
+        return "llamacpp", LlamaCppSetting(*(mine[key] for key in LLAMACPP_KEYS)).policy()
     if any(key.isdigit() for key in document):
         check_settings("sglang", document)
         return "sglang", SGLangAdaptive(document)
     raise SettingsError(
         "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
-        '{"1": {"candidate_steps": [1]}} (SGLang) or num_assistant_tokens (transformers)'
+        '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers) or '
+        "spec-draft-n-max (llama.cpp)"
     )

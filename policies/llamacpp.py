@@ -1,0 +1,47 @@
+"""llama.cpp's drafting: at most so many tokens, none below a probability, none if too few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from policies.core import DraftPolicy
+from policies.parameters import ordered, whole, within
+
+
+class LlamaCppDraft(DraftPolicy):
+    """Stops before a token that the draft gave less than `p_min` (llama.cpp ``draft-simple``).
+
+    That token was paid for and is dropped, and so is a draft of fewer than `gamma_min`
+    tokens.  Source of the behaviour: ggml-org/llama.cpp, ``common/speculative.cpp`` (2026).
+    The probability there is normalised over the ten likeliest tokens, here over all, which
+    makes it at most as large.
+
+    Parameters
+    ----------
+    gamma, gamma_min, p_min:
+        ``--spec-draft-n-max``, ``-n-min`` and ``-p-min``, with the server's defaults.
+    """
+
+    reads = ("prob",)
+
+    def __init__(self, gamma: int = 3, gamma_min: int = 0, p_min: float = 0.0) -> None:
+        whole("gamma", gamma, 1)
+        whole("gamma_min", gamma_min, 0)
+        ordered("gamma_min", gamma_min, "gamma", gamma)
+        within("p_min", p_min, 0, 1)
+        self.gamma = gamma
+        self.gamma_min = gamma_min
+        self.p_min = p_min
+        if not p_min:
+            vars(self)["reads"] = ()  # without the test, no signal is fetched
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self.gamma and not self._unsure(draft)
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        kept = len(draft) - self._unsure(draft)
+        return kept if kept >= self.gamma_min else 0
+
+    def _unsure(self, draft: Sequence[Any]) -> bool:
+        return bool(draft and self.p_min and draft[-1].prob < self.p_min)

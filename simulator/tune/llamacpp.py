@@ -1,0 +1,105 @@
+"""llama.cpp's server: longest and shortest draft, and the probability below which it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from policies.llamacpp import LlamaCppDraft
+from simulator.tune.costs import Slo, longest_draft
+from simulator.tune.formats import LLAMACPP_KEYS
+from simulator.tune.settings import Tuned
+from simulator.tune.single import SingleEngine, tune_single
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+
+
+class LlamaCppSetting(NamedTuple):
+    """The three options of drafting with a model."""
+
+    tokens: int
+    fewest: int = 0
+    p_min: float = 0.0
+
+    def policy(self) -> LlamaCppDraft:
+        """The server's drafting under it."""
+        return LlamaCppDraft(self.tokens, self.fewest, self.p_min)
+
+    def document(self) -> dict[str, Any]:
+        """The options by name, without their dashes, as the server's preset files hold them."""
+        return dict(zip(LLAMACPP_KEYS, self, strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.tokens}, {self.fewest}, {self.p_min:g}"
+
+
+DEFAULT = LlamaCppSetting(3)
+"""llama.cpp since May 2026; 16, 0, 0.75 before."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+THRESHOLDS = (0.2, 0.4, 0.6, 0.75, 0.9)
+CAPS = (3, 5, 8, 16)
+FEWEST = (0, 2)
+
+
+def llamacpp_options(signals: bool) -> list[LlamaCppSetting]:
+    """Settings searched; thresholds only where the trace holds the draft's probability."""
+    found = [LlamaCppSetting(n) for n in LENGTHS]
+    if signals:
+        found += [LlamaCppSetting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
+    return found
+
+
+def tune_llamacpp(
+    trace: Trace,
+    latency: LatencyTable,
+    *,
+    slo: Slo | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+    settings: Sequence[LlamaCppSetting] | None = None,
+) -> Tuned:
+    """``--spec-draft-n-max``, ``--spec-draft-n-min`` and ``--spec-draft-p-min``.
+
+    Every setting is replayed as the server drafts for one slot, and of those that the best does
+    not beat beyond the interval the one is taken that drafts least.  The server's draft model also
+    reads every verified batch, in a pass of its own, which is priced (`mirrored`).  Gains are over
+    the server's default of 3 tokens.
+
+    Raises
+    ------
+    DraftsimError
+        If nothing can be replayed.
+    """
+    signals, most = "prob" in trace.signals, longest_draft(trace)
+    default = DEFAULT if most is None else DEFAULT._replace(tokens=min(DEFAULT.tokens, most))
+    engine = SingleEngine(
+        "llamacpp", default, first=1, off="start the server without a draft model", worked=mirrored
+    )
+    found = tune_single(
+        engine, trace, latency, settings or llamacpp_options(signals), slo=slo, draws=draws,
+        seed=seed,
+    )  # fmt: skip
+    more = ["one setting serves every load: with more slots (--parallel) drafts pay less"]
+    if found.document is not None and found.document[LLAMACPP_KEYS[2]]:
+        more.append(
+            "the server's probability is over its ten likeliest tokens, at least as large as the "
+            "recorded one: it stops a little later than predicted"
+        )
+    return replace(found, warnings=[*found.warnings, *more])
+
+
+def mirrored(log: RoundLog) -> RoundLog:
+    """The rounds with the draft's pass over what was verified, its catching up.
+
+    After every pass of the target the server runs the draft model over the same tokens; drafting
+    then begins with a pass over the target's own.  Source of the behaviour: ggml-org/llama.cpp,
+    ``common/speculative.cpp``, ``common_speculative_impl_draft_simple::process`` (2026).
+    """
+    rounds = np.array(log.rounds)
+    rounds["catch_up"] = rounds["drafted"] + 1
+    rounds["draft_forwards"] += 1
+    return replace(log, rounds=rounds)

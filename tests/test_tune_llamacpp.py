@@ -1,0 +1,177 @@
+"""llama.cpp's server: its drafting as a policy, the options written, what cannot be expressed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.basic import Fixed
+from policies.llamacpp import LlamaCppDraft
+from policies.registry import parse_policy
+from simulator.pricing import price
+from simulator.tune import (
+    SettingsError,
+    check_llamacpp,
+    launch_line,
+    read_settings,
+    tune_llamacpp,
+    write_settings,
+)
+from simulator.tune.llamacpp import LlamaCppSetting, mirrored
+from tests.conftest import Run
+from tests.tuning import CHEAP
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import KEYS, Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.decoder import replay
+from traces.store.files import write_latency, write_trace
+
+DEAR = LatencyTable.constant(1.0, 0.9)
+GOOD = {"spec-draft-n-max": 5, "spec-draft-n-min": 2, "spec-draft-p-min": 0.4}
+
+
+def recorded() -> Trace:
+    """A draft whose probability tells whether it is right, better than chance."""
+    return synthetic_trace(0.7, requests=24, tokens=60, max_gamma=24, concentration=2.0, seed=5)
+
+
+def test_without_a_threshold_it_is_a_fixed_length() -> None:
+    trace = recorded()
+    own, fixed = replay(trace, LlamaCppDraft(4)), replay(trace, Fixed(4))
+    assert own.rounds.tolist() == fixed.rounds.tolist()
+    assert own.reads == ()
+
+
+def test_an_unsure_token_is_paid_and_dropped() -> None:
+    trace = recorded()
+    log = replay(trace, parse_policy("llama-cpp:gamma=8,p_min=0.5"))
+    assert log.reads == ("prob",)
+    drafted, paid = log.rounds["drafted"], log.rounds["draft_forwards"]
+    assert set((paid - drafted).tolist()) == {0, 1}
+    fewer = replay(trace, LlamaCppDraft(8, gamma_min=3, p_min=0.5))
+    assert set(fewer.rounds["drafted"].tolist()) <= {0, *range(3, 9)}
+    assert not fewer.rounds["drafted"][fewer.rounds["drafted"] < 3].any()
+
+
+class Token:
+    def __init__(self, prob: float) -> None:
+        self.prob = prob
+
+
+@pytest.mark.parametrize(
+    ("probs", "goes_on", "sent"),
+    [
+        ([], True, 0),
+        ([0.9], True, 0),
+        ([0.9, 0.9], True, 2),
+        ([0.9, 0.9, 0.9], False, 3),
+        ([0.9, 0.9, 0.3], False, 2),
+        ([0.9, 0.3], False, 0),
+        ([0.3], False, 0),
+    ],
+)
+def test_the_rule_of_the_server(probs: list[float], goes_on: bool, sent: int) -> None:
+    # n_max 3, n_min 2, p_min 0.5, as `common_speculative_impl_draft_simple::draft` reads.
+    policy = LlamaCppDraft(3, 2, 0.5)
+    draft = [Token(p) for p in probs]
+    assert policy.keep_drafting(draft) is goes_on
+    assert policy.submit(draft) == sent
+
+
+def test_the_draft_model_reads_what_was_verified() -> None:
+    log = replay(recorded(), LlamaCppDraft(3))
+    table = LatencyTable.constant(1.0, 0.1)
+    more = price(mirrored(log), table).round_s - price(log, table).round_s
+    assert np.allclose(more, 0.1)
+    assert log.rounds["draft_forwards"].max() == 3  # the log itself is left alone
+
+
+def test_what_pays_is_found() -> None:
+    cheap, dear = (tune_llamacpp(recorded(), table) for table in (CHEAP, DEAR))
+    assert cheap.document is not None
+    check_llamacpp(cheap.document)
+    assert cheap.document["spec-draft-n-max"] > 1
+    row = cheap.rows[0]
+    assert row["deploy"] == "on"
+    assert row["throughput_tok_s"] > 1.0  # of plain decoding, at a second a token
+    assert row["default"] == "3, 0, 0"
+    assert dear.document is None
+    assert any("without a draft model" in w for w in dear.warnings)
+    whole = recorded()
+    bare = Trace({name: whole.columns[name] for name in KEYS}, whole.requests, 24, {})
+    unsure = tune_llamacpp(bare, CHEAP)
+    assert any("no threshold was searched" in w for w in unsure.warnings)
+    assert unsure.document is not None
+    assert unsure.document["spec-draft-p-min"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"spec-draft-n-max": 0}, "whole number >= 1"),
+        ({"spec-draft-n-min": 6}, "0 to 5"),
+        ({"spec-draft-p-min": 1.5}, "expected a probability"),
+        ({"spec-draft-p-min": "0.5"}, "expected a number"),
+        ({"draft-max": 5}, "expected spec-draft-n-max"),
+    ],
+)
+def test_what_the_server_would_refuse(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        check_llamacpp({**GOOD, **changed})
+
+
+def test_written_and_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    tuned = tune_llamacpp(recorded(), CHEAP, settings=[LlamaCppSetting(5, 2, 0.2)])
+    write_settings(tuned, file)
+    engine, policy = read_settings(file)
+    assert engine == "llamacpp"
+    assert isinstance(policy, LlamaCppDraft)
+    assert json.loads(file.read_text()) == tuned.document
+
+
+def test_the_line_that_starts_an_engine() -> None:
+    line = launch_line("llamacpp", GOOD, target="t.gguf")
+    assert shlex.split(line)[-6:] == [
+        "--spec-draft-n-max", "5", "--spec-draft-n-min", "2", "--spec-draft-p-min", "0.4",
+    ]  # fmt: skip
+    assert "--spec-type draft-simple" in line
+    assert launch_line("llamacpp", None) == "llama-server -m TARGET"
+    config = {"num_speculative_tokens": 3}
+    words = shlex.split(launch_line("vllm", config))
+    assert json.loads(words[-1])["num_speculative_tokens"] == 3
+    line = launch_line("sglang", {"1": {"candidate_steps": [1]}}, file="steps.json")
+    assert line.endswith("--speculative-adaptive --speculative-adaptive-config steps.json")
+    assert "generation_config.update(num_assistant_tokens=3)" in launch_line(
+        "hf", {"num_assistant_tokens": 3}
+    )
+    with pytest.raises(DraftsimError, match="expected one of vllm"):
+        launch_line("tgi", None)
+
+
+def test_the_command(tmp_path: Path, run: Run) -> None:
+    write_trace(recorded(), tmp_path / "trace.parquet")
+    write_latency(CHEAP, tmp_path / "latency.parquet")
+    given = ("tune", "--engine", "llamacpp", "--trace", tmp_path)
+    ran = run(*given, "--out", tmp_path / "s.json", "--json", "-")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out)
+    assert document["launch"].startswith(
+        "llama-server -m TARGET -md DRAFT --spec-type draft-simple"
+    )
+    assert document["settings"] == json.loads((tmp_path / "s.json").read_text())
+    assert "launch: llama-server" in ran.err
+    for more, message in (
+        (("--batch", "1,8"), "one setting for every batch size, no table of them"),
+        (("--by-context",), "a form of vllm's"),
+    ):
+        refused = run(*given, *more)
+        assert refused.code == 2, refused.err
+        assert message in refused.err
+        assert refused.err.count("\n") == 1
