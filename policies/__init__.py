@@ -5,6 +5,7 @@ from policies.basic import Autoregressive, Fixed, Oracle
 from policies.batch.base import BatchPolicy, IterationCost, SingleStream, TextbookCost
 from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
 from policies.batch.goodput import Goodput, TurboSpec
+from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.bild import BiLDFallback
@@ -47,6 +48,7 @@ __all__ = [
     "Autoregressive",
     "BatchPolicy",
     "BatchTable",
+    "BatchTableHysteresis",
     "BiLDFallback",
     "Confidence",
     "ConfidenceFreeze",

@@ -13,6 +13,7 @@ from policies.basic import Autoregressive, Fixed, Oracle
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
 from policies.batch.goodput import Goodput, TurboSpec
+from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.bild import BiLDFallback
@@ -49,6 +50,7 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "exp3": EXP3Spec,
     "rate-optimal": RateOptimal,
     "batch-table": BatchTable,
+    "batch-table-hysteresis": BatchTableHysteresis,
     "disable-by-batch-size": DisableByBatchSize,
     "goodput": Goodput,
     "turbospec": TurboSpec,

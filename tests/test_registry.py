@@ -33,7 +33,7 @@ from policies.checks import ScriptedDecoder
 from policies.core import own_copy
 from policies.spec import parameters
 
-TABLES = ("batch-table", "sglang-adaptive")
+TABLES = ("batch-table", "batch-table-hysteresis", "sglang-adaptive")
 """Their draft lengths are entries of a table, which nothing lowers."""
 
 

@@ -22,6 +22,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     plain = {"complete", "exact"}
     told = [k for k in ("status", "fidelity") if not {row[k] for row in rows} <= plain]
     counted = [k for k in ("rejected", "preemptions") if any(row[k] for row in rows)]
+    changing = any(row["length_changes"] for row in rows)
     table = []
     for row in rows:
         drafted = math.nan if math.isnan(row["acceptance_rate"]) else row["wasted_drafts"]
@@ -35,6 +36,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
                if targets else {}),
             "in batch": row["mean_batch"], "accepted": row["acceptance_rate"], "wasted": drafted,
+            **({"K changes": row["length_changes"]} if changing else {}),
             "finished": row["requests"],
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},
         })  # fmt: skip

@@ -74,6 +74,11 @@ class BatchPolicy(ABC):
     reads: ClassVar[tuple[str, ...]] = ()
     """The draft signals the policy reads, of `policies.core.SIGNALS`."""
 
+    @property
+    def planned(self) -> int | None:
+        """Draft length in force for all sequences since the last plan; None: there is no such."""
+        return None
+
     @abstractmethod
     def plan(self, loads: Sequence[Load]) -> int:
         """The draft-length cap shared by every sequence this iteration; 0 = plain decoding.
@@ -132,6 +137,10 @@ class KeptInStep(BatchPolicy):
         self.longest = max(longest, 1) if in_step else longest
         self.in_step = in_step
         self._verified = 0
+
+    @property
+    def planned(self) -> int:
+        return self._verified
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
         self._verified = self.plan(loads)

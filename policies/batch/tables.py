@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 
 from policies.batch.base import KeptInStep
 from policies.core import Load
 from policies.parameters import flag, whole
 
-_DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
+DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
 
 
 class BatchTable(KeptInStep):
@@ -34,19 +35,23 @@ class BatchTable(KeptInStep):
     """
 
     def __init__(
-        self, table: Sequence[Sequence[int]] = _DEFAULT_TABLE, in_step: bool = True
+        self, table: Sequence[Sequence[int]] = DEFAULT_TABLE, in_step: bool = True
     ) -> None:
         self.table = table
         self._ranges = _checked(table)
+        self._starts = [start for start, _ in self._ranges]
         super().__init__(max(row[-1] for row in table), in_step)
 
+    def row_of(self, batch: int) -> int:
+        """Index of the batch range that `batch` requests are in, or that a gap inherits."""
+        return max(bisect_right(self._starts, batch) - 1, 0)
+
+    def row(self, loads: Sequence[Load]) -> int:
+        """Index of the batch range whose K is in force this iteration."""
+        return self.row_of(running(loads))
+
     def plan(self, loads: Sequence[Load]) -> int:
-        batch = running(loads)
-        rows = self._ranges[0][1]
-        for start, candidates in self._ranges:
-            if start > batch:
-                break
-            rows = candidates
+        rows = self._ranges[self.row(loads)][1]
         if len(rows) == 1:
             return rows[0][1]
         context = sum(load.context for load in loads) / len(loads)

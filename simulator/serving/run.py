@@ -174,6 +174,8 @@ def simulate(
     if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
         status = f"stopped at max_tokens={scenario.max_tokens}"
     recorder.enter(env.now, 0)
+    if isinstance(server, Engine):
+        recorder.length_changes = server.speculation.changes
     stuck = list(server.waiting if isinstance(server, Overlapped) else
                  chain(server.scheduler.waiting, server.scheduler.running))  # fmt: skip
     residual_s = sum(env.now - slot.arrival_s for slot in stuck)

@@ -19,6 +19,8 @@ class Speculation(ABC):
     """Turns a policy into rounds of a batch."""
 
     reads: tuple[str, ...] = ()
+    changes = 0
+    """Iterations that drafted another length than the one before, where one holds for all."""
 
     @abstractmethod
     def join(self, slot: Slot) -> None:
@@ -84,6 +86,7 @@ class Jointly(Speculation):
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy.fresh()
         self.reads = policy.reads
+        self._began = False
 
     def join(self, slot: Slot) -> None:
         """The policy belongs to the engine, which tells the request what it reads."""
@@ -93,7 +96,10 @@ class Jointly(Speculation):
         """Plan, draft in lockstep, allot, verify, observe."""
         policy = self.policy
         loads = [slot.decoder.load for slot in slots]
+        before = policy.planned
         caps = policy.plan_each([slot.index for slot in slots], loads)
+        self.changes += self._began and policy.planned != before
+        self._began = True
         limits = [min(c, s.decoder.remaining - 1) for c, s in zip(caps, slots, strict=True)]
         drafts: list[list[Any]] = [[] for _ in slots]
         active = [i for i, limit in enumerate(limits) if limit > 0]

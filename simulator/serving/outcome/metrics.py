@@ -219,6 +219,8 @@ class Recorder:
     peak_batch: int = 0
     """Most requests that ran at a time."""
     iterations: int = 0
+    length_changes: int = 0
+    """Iterations that drafted another length than the one before, where one holds for all."""
     busy_s: float = 0.0
     tokens: int = 0
     drafted: int = 0

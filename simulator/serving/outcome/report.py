@@ -77,9 +77,11 @@ class Run:
 
         ``overloaded``: when the last request arrived, more than a tenth of all requests,
         and as many besides as ever ran at a time, were still without their first token.
-        ``coverage`` has an entry per model, phase and origin of the latencies that were
-        read (`simulator.serving.cost.reader.Coverage`); ``over_time`` the mean batch and blocks
-        in use over equal intervals, which begin at ``time_s``.
+        ``length_changes`` is the share of iterations that drafted another length than the one
+        before, under a policy with one length for all.  ``coverage`` has an entry per model,
+        phase and origin of the latencies that were read
+        (`simulator.serving.cost.reader.Coverage`); ``over_time`` the mean batch and blocks in use
+        over equal intervals, which begin at ``time_s``.
         """
         r, frame = self.recorder, self.requests
         kept = frame[frame["index"] >= r.skip]
@@ -112,6 +114,7 @@ class Run:
             "mean_kv_blocks": r.kv_blocks.integral / self.simulated_s if self.simulated_s else 0.0,
             "acceptance_rate": r.accepted / r.drafted if r.drafted else float("nan"),
             "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
+            "length_changes": r.length_changes / r.iterations if r.iterations else 0.0,
             "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
             "preemptions": int(frame["preemptions"].sum()),
             "overloaded": offered is not None and queued > 0.1 * r.arrived,
