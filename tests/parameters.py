@@ -15,6 +15,8 @@ POLICIES: dict[str, dict[str, Limits]] = {
         "confidence_threshold": (0.0, 0.0, 1.0),
         "gamma_max": (None, 5, None),
     },
+    "llama-cpp": {"gamma": (3, 1, None), "gamma_min": (0, 0, 3), "p_min": (0.0, 0.0, 1.0)},
+    "batch-table-hysteresis": {"margin": (1, 0, None), "patience": (4, 1, None)},
     "gammatune": {
         "gamma": (5, 1, 24),
         "eta": (0.3, 0.0, 1.0),
