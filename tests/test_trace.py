@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from traces.acceptance.sampling import Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, Request, Trace
 from traces.errors import DraftsimError
@@ -137,3 +138,9 @@ def test_tails_must_fit_max_gamma() -> None:
         Trace(trace.columns, trace.requests, 2)
     with pytest.raises(DraftsimError, match="no max_gamma"):
         Trace(trace.columns, trace.requests)
+
+
+@pytest.mark.parametrize("drawn", [Sampling(), Sampling(0.7), Sampling(1.0, 0.9)])
+def test_how_outputs_were_drawn_comes_back_from_its_provenance(drawn: Sampling) -> None:
+    assert Sampling.of(drawn.meta) == drawn
+    assert ("top_p" in drawn.meta) == (drawn.top_p < 1)

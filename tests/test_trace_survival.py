@@ -32,9 +32,10 @@ ROUNDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 7)), min_size=1, m
 @given(ROUNDS)
 @settings(deadline=None)
 def test_runs_are_the_rounds(rounds: list[tuple[int, int]]) -> None:
-    lengths, rejected, _ = runs(logged(rounds))
+    lengths, rejected, ends = runs(logged(rounds))
     assert lengths.tolist() == [a for a, _ in rounds]
     assert rejected.tolist() == [n > a for a, n in rounds]
+    assert ends.tolist() == (np.cumsum([a + 1 for a, _ in rounds]) - 1).tolist()
 
 
 @pytest.mark.parametrize("interval", ["linear", "log-log"])

@@ -94,7 +94,9 @@ class Results:
 
     def wanted(self, mutant: Mutant, again: bool) -> bool:
         row = self.of(mutant)
-        return row is None or (again and row["outcome"] == "survived" and not reason(row))
+        if row is None or row["outcome"] == "unreached":
+            return True
+        return again and row["outcome"] == "survived" and not reason(row)
 
     def add(self, mutant: Mutant, found: Row) -> None:
         """Keep what was found, of the file as it stands."""
@@ -133,7 +135,8 @@ def tried(mutant: Mutant, reach: Reach, tree: Path, deadline: float) -> Row | No
     with use_mutation(tree / mutant.path, operator, mutant.occurrence) as (before, after):
         lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
         change = [f"{line[0]} {line[1:].strip()}" for line in list(lines)[2:] if line[0] in "-+"]
-        row: Row = {"outcome": "survived", "change": change, "tests": len(tests)}
+        alive = "survived" if tests else "unreached"
+        row: Row = {"outcome": alive, "change": change, "tests": len(tests)}
         if not compiles(after):
             return {**row, "outcome": "invalid", "seconds": 0.0}
         for some in filter(None, (first, then)):
@@ -202,14 +205,14 @@ def report(rows: list[Row], asked: int) -> int:
     made = [row for row in rows if row["outcome"] != "invalid"]  # the others are no programs
     rows, asked = made, asked - len(rows) + len(made)
     by_file = Counter(row["path"] for row in rows)
-    alive = [row for row in rows if row["outcome"] == "survived"]
+    alive = [row for row in rows if row["outcome"] in ("survived", "unreached")]
     for path, count in sorted(by_file.items()):
         lost = sum(row["path"] == path for row in alive)
         print(f"{path}: {count - lost} of {count}")
     unexplained = [row for row in alive if not reason(row)]
     same = len(alive) - len(unexplained)
     for row in alive:
-        print(f"survived: {say(row['path'], row['line'], row)}  {reason(row)}")
+        print(f"{row['outcome']}: {say(row['path'], row['line'], row)}  {reason(row)}")
     real = len(rows) - same
     if real:
         print(
