@@ -143,6 +143,17 @@ def catalogued(kind: str) -> str:
     )
 
 
+def routers() -> str:
+    """The routers of fleets, and what they do."""
+    from simulator.serving import ROUTERS
+
+    rows = [
+        (code(name), (inspect.getdoc(kind) or "").partition("\n")[0])
+        for name, kind in ROUTERS.items()
+    ]
+    return table(("router", "who takes a request"), rows)
+
+
 def parameters(given: Iterable[Mapping[str, Any]]) -> str:
     """Parameters with their defaults, as code."""
     from policies.spec import as_text
@@ -282,6 +293,6 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds, "methods": methods,
-    "modules": modules, "phases": phases, "readme": readme, "rooms": rooms,
+    "modules": modules, "phases": phases, "readme": readme, "rooms": rooms, "routers": routers,
     "row_columns": row_columns, "served": served, "signals": signals, "string": string,
 }  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import Fixed, HFHeuristic, Oracle
+from simulator.executors import Local
 from simulator.formulas.leviathan import break_even_alpha, expected_tokens
 from simulator.pricing import price
 from simulator.whatif.breakeven import (
@@ -22,7 +23,6 @@ from simulator.whatif.breakeven import (
     surface,
 )
 from simulator.whatif.cells import Prices
-from simulator.whatif.executors import Local
 from simulator.whatif.ladder import (
     PARTS,
     best_fixed,

@@ -11,12 +11,12 @@ import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, Oracle
 from policies.core import Load
+from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, in_steps, step_costs
 from simulator.whatif.cells import COLUMNS, _at_context
-from simulator.whatif.executors import Local
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import tilt_to

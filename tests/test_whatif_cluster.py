@@ -17,7 +17,7 @@ import pytest
 
 from policies import DraftPolicy
 from policies.core import Load
-from simulator.whatif.executors import Cluster, Local
+from simulator.executors import Cluster, Local
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from tests.conftest import ROOT

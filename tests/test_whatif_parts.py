@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from policies import DraftPolicy
+from simulator.executors import Local, Lost
 from simulator.whatif.cells import Bench, Part
-from simulator.whatif.executors import Columns, Local, Lost
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
-from simulator.whatif.sweep_file import read_sweep
+from simulator.whatif.sweep_file import Columns, read_sweep
 from tests.studies import recorded, study
 from traces.errors import DraftsimError, FileError
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
-from simulator.whatif.executors import Local
+from simulator.executors import Local
 from simulator.whatif.prices import Prices
 from simulator.whatif.references import references
 from simulator.whatif.sweep import Sweep

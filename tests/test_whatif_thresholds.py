@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
+from simulator.executors import Local
 from simulator.ratios import price_ratios
-from simulator.whatif.executors import Local
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.sweep_file import write_thresholds

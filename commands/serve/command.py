@@ -22,7 +22,9 @@ from commands.common.inputs import (
     load_trace,
 )
 from commands.common.output import JsonOption, emit, note, print_table
-from commands.serve.loads import BATCHES, ONE_STREAM, load_scenarios
+from commands.common.workers import ClusterOption
+from commands.serve.fleet import RouterOption, chosen_router, where
+from commands.serve.loads import BATCHES, ONE_STREAM, load_scenarios, requests_of
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
 from commands.serve.progress import kept, progress_bar, rows_file
@@ -75,6 +77,8 @@ def serve(
     max_batch: Annotated[
         int, typer.Option(help="Requests running at a time, where --batch does not say.")
     ] = 64,
+    replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
+    router: RouterOption = None,
     kv_blocks: Annotated[
         int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
     ] = None,
@@ -98,18 +102,23 @@ def serve(
         Path | None,
         typer.Option(
             metavar="RESULTS",
-            help="Keep the rows: JSON lines, each written when finished; if the name ends in "
-            ".parquet, .csv, .tex or .json a table at the end, until then the lines in "
-            "RESULTS.jsonl.",
+            help="Keep the rows: JSON lines, each written when finished, behind which an "
+            "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
+            "at the end, until then the lines in RESULTS.jsonl.",
         ),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes here. Default: one; for many requests, one per core."),
+    ] = None,
+    cluster: ClusterOption = None,
     plots: Annotated[Path | None, typer.Option(help="Draw PNG files into this folder.")] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Chrome trace of the first load under the first policy that drafts "
-            "(opens in ui.perfetto.dev).",
+            help="Chrome trace of the first load under the first policy that drafts, of the "
+            "first replica (opens in ui.perfetto.dev).",
         ),
     ] = None,
     json: JsonOption = None,
@@ -139,7 +148,7 @@ def serve(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=_target(ttft, "--ttft"),
         tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, seed=seed,
-        replications=replications,
+        replications=replications, replicas=replicas, router=chosen_router(router, replicas),
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
@@ -149,6 +158,7 @@ def serve(
     policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
     meta |= {"source": recorded.source} if drafted is not None else {}
+    executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):
         from simulator.serving import Timeline, sweep
@@ -157,7 +167,7 @@ def serve(
             sweep(
                 recorded, table, policies, scenarios, rule=rule,
                 path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
-                rows=rows,
+                rows=rows, executor=executor,
             )  # fmt: skip
     if json is None:
         print_table(shown(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,42 @@ from commands.common.inputs import batch_sizes, positive_numbers
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.serving import Scenario
+    from simulator.serving import Arrivals, Scenario
 
 BATCHES = "1,2,4,8,16,32,64"
 ONE_STREAM = ("pearl", "dsi")
+
+
+def requests_of(scenarios: Sequence[Scenario]) -> int:
+    """Requests of all scenarios and replications together, under one policy."""
+    total = 0
+    for scenario in scenarios:
+        each = scenario.requests or 0
+        if (lengths := getattr(scenario.arrivals, "rows", None)) is not None:
+            each = min(each, len(lengths[0])) or len(lengths[0])
+        total += each * scenario.replications
+    return total
+
+
+def arrivals_of(rate: float | None, arrivals: Path | None, process: str | None) -> Arrivals:
+    """A file of arrivals, or those of a process at `rate`.
+
+    Raises DraftsimError if the options contradict each other or say neither.
+    """
+    from simulator.serving import ArrivalFile, Deterministic, Poisson
+
+    kinds: Mapping[str, Any] = {"poisson": Poisson, "deterministic": Deterministic}
+    if process is not None and (rate is None or arrivals is not None):
+        raise DraftsimError("--process shapes the arrivals of --rate: give --rate, and no file")
+    if arrivals is not None:
+        return ArrivalFile(arrivals)
+    if rate is None:
+        raise DraftsimError("there is no load: give --rate or --arrivals")
+    process = process or "poisson"
+    if process not in kinds:
+        raise DraftsimError(f"--process is {process!r}, expected poisson or deterministic")
+    made: Arrivals = kinds[process](rate)
+    return made
 
 
 def load_scenarios(
@@ -29,28 +61,18 @@ def load_scenarios(
 
     Raises DraftsimError if they contradict each other or hold an impossible value.
     """
-    from simulator.serving import ArrivalFile, Deterministic, Poisson, over_batches, over_rates
+    from simulator.serving import over_batches, over_rates
 
     if batch is not None and (rate is not None or arrivals is not None):
         raise DraftsimError("--batch keeps the engine full: drop --rate and --arrivals, or --batch")
     if scale is not None and (arrivals is None or rate is not None):
         raise DraftsimError("--scale speeds up --arrivals: give a file, and no --rate beside it")
-    if process is not None and (rate is None or arrivals is not None):
-        raise DraftsimError("--process shapes the arrivals of --rate: give --rate, and no file")
-    if arrivals is not None:
-        file = ArrivalFile(arrivals)
+    if process is not None or arrivals is not None or rate is not None:
+        of = arrivals_of(None if rate is None else 1.0, arrivals, process)
         if rate is not None:
-            return over_rates(replace(base, arrivals=file), positive_numbers("--rate", rate))
+            return over_rates(replace(base, arrivals=of), positive_numbers("--rate", rate))
         scales = positive_numbers("--scale", scale or "1")
-        return [replace(base, arrivals=file.scaled(s)) for s in scales]
-    if rate is not None:
-        kinds: Mapping[str, Any] = {"poisson": Poisson, "deterministic": Deterministic}
-        process = process or "poisson"
-        if process not in kinds:
-            raise DraftsimError(f"--process is {process!r}, expected poisson or deterministic")
-        return over_rates(
-            replace(base, arrivals=kinds[process](1.0)), positive_numbers("--rate", rate)
-        )
+        return [replace(base, arrivals=of.scaled(s)) for s in scales]  # type: ignore[attr-defined]
     one_stream = base.mode in ONE_STREAM
     sizes = batch_sizes("--batch", batch or ("1" if one_stream else BATCHES))
     if one_stream and sizes != [1]:

@@ -70,7 +70,7 @@ def draw(
         return written
     batches = [s.limits.max_batch for s in scenarios]
     contexts = _contexts(trace, latency)
-    small = replace(base, requests=max(64, 2 * max(batches)), replications=1)
+    small = replace(base, requests=max(64, 2 * max(batches)), replications=1, replicas=1)
     for i, (name, policy) in enumerate(policies.items()):
         if isinstance(policy, Autoregressive):
             continue

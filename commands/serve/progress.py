@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from commands.common.output import TABLES, note, write_rows
+from commands.serve.loads import requests_of
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -67,11 +68,7 @@ def progress_bar(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    first = scenarios[0]
-    each = first.requests or 0
-    if (lengths := getattr(first.arrivals, "rows", None)) is not None:
-        each = min(each, len(lengths[0])) or len(lengths[0])
-    each *= first.replications
+    each = requests_of(scenarios[:1])
     runs = len(scenarios) * len(policies)
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"run 1 of {runs}", total=each * runs)
@@ -80,4 +77,14 @@ def progress_bar(
             label = f"run {min(done + 1, total)} of {total}"
             bar.update(task, completed=each * done, description=label)
 
-        yield lambda: bar.advance(task), progress
+        waiting = 0
+
+        def advance(count: int) -> None:
+            # A bar takes as long to move as a request to serve: not for every one of many.
+            nonlocal waiting
+            waiting += count
+            if waiting * 200 >= each:
+                bar.advance(task, waiting)
+                waiting = 0
+
+        yield advance, progress

@@ -18,11 +18,12 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     batches = all(row["concurrency"] is not None for row in rows)
     targets = any(_asked(row) for row in rows)
+    changing = any(row["length_changes"] for row in rows)
+    fleets = any(row["replicas"] > 1 for row in rows)
     several = any(row["replications"] > 1 for row in rows)
     plain = {"complete", "exact"}
     told = [k for k in ("status", "fidelity") if not {row[k] for row in rows} <= plain]
     counted = [k for k in ("rejected", "preemptions") if any(row[k] for row in rows)]
-    changing = any(row["length_changes"] for row in rows)
     table = []
     for row in rows:
         drafted = math.nan if math.isnan(row["acceptance_rate"]) else row["wasted_drafts"]
@@ -30,12 +31,15 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
         table.append({
             "policy": row["policy"],
             **({"batch": row["batch"]} if batches else {"rate": row["rate"]}),
+            **({"replicas": row["replicas"]} if fleets else {}),
             "tokens/s": row["throughput_tok_s"], **({"±": half} if several else {}),
             "speedup": row["speedup"],
             **{f"{name} {q}, ms": 1e3 * row[f"{name}_s"][q] for name, q in LATENCIES},
             **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
                if targets else {}),
-            "in batch": row["mean_batch"], "accepted": row["acceptance_rate"], "wasted": drafted,
+            "in batch": row["mean_batch"],
+            **({"imbalance": row["imbalance"]} if fleets else {}),
+            "accepted": row["acceptance_rate"], "wasted": drafted,
             **({"K changes": row["length_changes"]} if changing else {}),
             "finished": row["requests"],
             **{k: row[k] for k in counted}, **{k: row[k] for k in told},

@@ -19,6 +19,7 @@ from commands.common.inputs import (
     load_trace,
 )
 from commands.common.output import TABLES, JsonOption, emit, note, write_rows
+from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.sweep.held_out import SEARCHED, tuned_rows
 from commands.sweep.maps import draw_maps
 from commands.sweep.notes import print_thresholds, say_outside, say_tilt, say_untried
@@ -26,7 +27,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
-    from simulator.whatif.executors import Executor
+    from simulator.executors import Executor
     from simulator.whatif.prices import Prices
     from simulator.whatif.sweep import Sweep
     from traces.acceptance.trace import Trace
@@ -109,12 +110,8 @@ def sweep(
             "sweep goes on where it was.",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes here. Default: one per core.")
-    ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="tcp://HOST:PORT", help="Run on a Dask cluster instead.")
-    ] = None,
+    jobs: JobsOption = None,
+    cluster: ClusterOption = None,
     resamples: Annotated[int, typer.Option(min=0, help="Bootstrap resamples over prompts.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
     ladder: Annotated[
@@ -187,7 +184,7 @@ def sweep(
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
-    frame = _run(study, _executor(jobs, cluster), out, json)
+    frame = _run(study, chosen_executor(jobs, cluster), out, json)
     rows, ends = overview(frame), thresholds(frame)
     if wanted is not None and wanted != out:
         write_rows(wanted, frame.to_dict("records"), "sweep")
@@ -243,16 +240,6 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)
     return dict(load_policies(names, trace))
-
-
-def _executor(jobs: int | None, cluster: str | None) -> Executor:
-    from simulator.whatif.executors import Cluster, Local
-
-    if cluster is not None:
-        if jobs is not None:
-            raise DraftsimError("--jobs counts processes here, --cluster has its own: give one")
-        return Cluster(cluster)
-    return Local(jobs)
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -> Any:

@@ -12,6 +12,7 @@ from simulator.formulas import (
     leviathan,
     magicdec,
     pearl,
+    queues,
     specbound,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "leviathan",
     "magicdec",
     "pearl",
+    "queues",
     "specbound",
 ]

@@ -15,6 +15,14 @@ from simulator.serving.arrivals import (
     Poisson,
 )
 from simulator.serving.cost.policy_cost import TableCost
+from simulator.serving.fleet.routers import (
+    ROUTERS,
+    LeastRequests,
+    LeastTokens,
+    RandomSplit,
+    RoundRobin,
+    Router,
+)
 from simulator.serving.outcome.report import Run, ServeResult
 from simulator.serving.outcome.results import Results, ResultsFile, read_results
 from simulator.serving.outcome.timeline import Timeline
@@ -26,6 +34,7 @@ from simulator.serving.sweep import break_even_load, over_batches, over_rates, s
 
 __all__ = [
     "MODES",
+    "ROUTERS",
     "ArrivalFile",
     "ArrivalTimes",
     "Arrivals",
@@ -33,10 +42,15 @@ __all__ = [
     "Deterministic",
     "Devices",
     "Job",
+    "LeastRequests",
+    "LeastTokens",
     "Limits",
     "Poisson",
+    "RandomSplit",
     "Results",
     "ResultsFile",
+    "RoundRobin",
+    "Router",
     "Run",
     "Scenario",
     "ServeResult",

@@ -37,6 +37,8 @@ class Job(NamedTuple):
     """Index of the recorded sequence whose acceptance it replays."""
     prompt_tokens: int
     output_tokens: int
+    number: int = 0
+    """Place in the order of arrival, which a run gives it."""
 
 
 class Arrivals(ABC):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from heapq import heappush
+
 import simpy
+from simpy.events import NORMAL
 
 
 class Clock(simpy.Environment):
@@ -24,6 +27,13 @@ class Clock(simpy.Environment):
             return False
         self._now = then
         return True
+
+    def at(self, then: float) -> simpy.Event:
+        """An event at `then` exactly; a timeout over the difference would meet it to rounding."""
+        event = simpy.Event(self)
+        event._ok, event._value = True, None
+        heappush(self._queue, (then, NORMAL, next(self._eid), event))
+        return event
 
     def move(self, then: float) -> None:
         """Let time pass until `then`, which must be before the next event."""

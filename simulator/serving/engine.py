@@ -16,8 +16,10 @@ from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
 from simulator.serving.cost.iteration import Chunk, IterationCost, Seconds
+from simulator.serving.cost.reader import Coverage
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.replica import Replica
 from simulator.serving.scheduler import Iteration, Scheduler
 from simulator.serving.sequence import EngineState, Sequenced, ServedSequence, Slot
 from simulator.serving.source import Events, Source
@@ -26,7 +28,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
 
-class Engine:
+class Engine(Replica):
     """One model replica: a scheduler, a policy's rounds, and what they cost."""
 
     def __init__(
@@ -58,14 +60,15 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queue a request, or count it as rejected if it could never finish."""
         now = self.env.now
-        index = self.recorder.arrive(now)
+        self.recorder.arrive(job.number, now, self.emitted)
         if not self.scheduler.admissible(job.prompt_tokens, job.output_tokens):
             self.recorder.rejected += 1
             # Deferred, so that a closed loop of oversized requests does not recurse.
             self.env.timeout(0).callbacks.append(lambda _: self.source.completed())
             return
         self.recorder.enter(now, 1)
-        self.scheduler.waiting.append(Slot(index, job, now, self.sequence(job)))
+        self.recorder.carried += job.prompt_tokens
+        self.scheduler.waiting.append(Slot(job.number, job, now, self.sequence(job)))
         self.wake()
 
     def sequence(self, job: Job) -> Sequenced:
@@ -109,8 +112,21 @@ class Engine:
             self.prefilled(chunk)
         return True
 
+    def catch_up(self) -> None:
+        """Book what has happened by now, where that is done later."""
+
     def settle(self) -> None:
         """Bring every slot up to date, for whoever looks at them after a run."""
+
+    @property
+    def unfinished(self) -> list[Slot]:
+        """Requests that wait or run."""
+        return [*self.scheduler.waiting, *self.scheduler.running]
+
+    @property
+    def coverage(self) -> list[Coverage]:
+        """How many passes were measured, interpolated and extrapolated, per model and phase."""
+        return self.cost.coverage
 
     @property
     def full(self) -> bool:

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from policies.basic import Autoregressive
-from policies.batch.base import BatchPolicy, SingleStream
+from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
-from policies.guard import UndeclaredSignal
 from policies.registry import describe
 from policies.rules.base import VerifyRule
-from policies.rules.registry import describe_rule
-from simulator.serving.clock import Clock
-from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.arrivals import Job
 from simulator.serving.engine import Engine
-from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.fleet.join import joined_runs
+from simulator.serving.fleet.routers import Idle
 from simulator.serving.outcome.report import Run, ServeResult
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.overlap.base import Overlapped
-from simulator.serving.overlap.dsi import Dsi
-from simulator.serving.overlap.pearl import Pearl
-from simulator.serving.scenario import Mode, Scenario
-from simulator.serving.scheduler import Continuous, StaticBatches
-from simulator.serving.source import Source
-from simulator.serving.spans import SpanEngine, clock_free, replays_of
-from simulator.serving.speculation import (
-    Jointly,
-    PerRequest,
-    Speculation,
-    StopAtMean,
-    TruncateToMinimum,
-)
+from simulator.serving.scenario import Scenario
+from simulator.serving.station import Policy, Station
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.decoder import own_policy
-from traces.replay.scores import prepared_rule
-
-Policy = DraftPolicy | BatchPolicy
-OVERLAPPED: Mapping[str, type[Overlapped]] = {"pearl": Pearl, "dsi": Dsi}
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:
@@ -82,16 +62,20 @@ def simulate(
     replication: int = 0,
     timeline: Timeline | None = None,
     audit: Callable[[Engine], None] | None = None,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
     by_iteration: bool = False,
+    only: Sequence[int] | None = None,
 ) -> Run:
     """One replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
-    all requests, as in `traces.replay.decoder.replay`; overlapped modes take none.  `audit` is
-    called with the engine at the end of a run of continuous or static batches, `advance`
-    whenever a request leaves.  `by_iteration` gives every iteration an event of its own even
-    where the iterations of a span could be priced together: slower, and the same to rounding.
+    all requests of an engine, as in `traces.replay.decoder.replay`; overlapped modes take none.
+    `timeline` is of the first replica.  `audit` is called with every engine at the end of a run
+    of continuous or static batches, `advance` with 1 whenever a request leaves.  `by_iteration`
+    gives every iteration an event of its own even where the iterations of a span could be priced
+    together: slower, and the same to rounding.  `only` runs some of the replicas, where they
+    know nothing of each other (`Scenario.splits`): `simulator.serving.fleet.join.joined_runs`
+    puts the runs of all together.
 
     Raises
     ------
@@ -100,128 +84,61 @@ def simulate(
     DraftsimError
         If mode and policy do not fit, or the latency table lacks a model that must run.
     """
-    began = time.perf_counter()
     trace.check_reads(policy.reads, type(policy).__name__)
-    own_rule = prepared_rule(rule, trace)
+    # Named before it is told what the recording supplies.
+    name = name or describe(policy)
     if isinstance(policy, DraftPolicy):
-        # Named before it is told what the recording supplies.
-        name = name or describe(policy)
         policy = own_policy(trace, policy)
-    lookahead = scenario.limits.lookahead
-    if lookahead is None:
-        lookahead = lookahead_of(policy, trace)
-        if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
-            # A block is drafted behind another, still unverified one: both must be recorded.
-            lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
-    rng = np.random.default_rng(np.random.SeedSequence([scenario.seed, replication]))
+    seeds = [scenario.seed, replication]
+    rng, choosing = (np.random.default_rng(np.random.SeedSequence(s)) for s in (seeds, [*seeds, 1]))
     jobs = scenario.arrivals.jobs(trace, rng, scenario.requests)
     expected = scenario.requests
     if expected is None or hasattr(scenario.arrivals, "rows"):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
-    env = Clock()
-    source = Source(env, jobs, scenario.arrivals.concurrency, scenario.arrivals.think_s, advance)
-    recorder = Recorder(skip=int(scenario.warmup * expected), expected=expected)
-    server: Engine | Overlapped
-    unpriced: list[str] = []
-    if scenario.mode in OVERLAPPED:
-        if own_rule is not None:
-            raise DraftsimError(f"mode {scenario.mode!r} replays recorded verdicts: give no rule")
-        if not isinstance(policy, DraftPolicy):
-            raise DraftsimError(
-                f"mode {scenario.mode!r} serves one stream: give a policy per request"
-            )
-        server = OVERLAPPED[scenario.mode](
-            env, trace, source, policy, latency, lookahead, recorder, scenario.devices, timeline,
-            scenario.max_tokens,
-        )  # fmt: skip
-    else:
-        kind = Continuous if scenario.mode == "continuous" else StaticBatches
-        cost = IterationCost(
-            latency,
-            bool(policy.reads),
-            lookahead > 0 or scenario.drafter_loaded,
-            scenario.draft_batch,
-            scenario.passes,
-        )
-        assumed = _assumed(scenario, latency)
-        unpriced = [*cost.unpriced, *([assumed] if assumed else [])]
-        speculation = _speculation(policy, scenario.mode)
-        parts = (
-            env, trace, source, kind(scenario.limits, lookahead), speculation, cost, recorder,
-            timeline, scenario.max_tokens, own_rule,
-        )  # fmt: skip
-        if (
-            isinstance(policy, DraftPolicy) and type(speculation) is PerRequest
-            and clock_free(policy, own_rule)
-            and cost.by_totals and timeline is None and not by_iteration
-        ):  # fmt: skip
-            server = SpanEngine(*parts, replays=replays_of(trace, policy, own_rule, lookahead))
-        else:
-            server = Engine(*parts)
-    process = env.process(server.run())
-    status = "complete"
-    try:
-        source.start(server)
-        if scenario.max_time_s is None:
-            env.run(until=process)
-        else:
-            env.run(until=process | env.timeout(scenario.max_time_s))
-            if process.is_alive:
-                status = f"stopped at max_time_s={scenario.max_time_s:g}"
-    except UndeclaredSignal as error:
-        raise error.by(policy) from None
-    if scenario.max_tokens is not None and recorder.tokens >= scenario.max_tokens:
-        status = f"stopped at max_tokens={scenario.max_tokens}"
-    recorder.enter(env.now, 0)
-    if isinstance(server, Engine):
-        recorder.length_changes = server.speculation.changes
-    stuck = list(server.waiting if isinstance(server, Overlapped) else
-                 chain(server.scheduler.waiting, server.scheduler.running))  # fmt: skip
-    residual_s = sum(env.now - slot.arrival_s for slot in stuck)
-    if audit is not None and isinstance(server, Engine):
-        server.settle()
-        audit(server)
-    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
-    return Run(
-        name or describe(policy), scenario,
-        lossless if rule is None else describe_rule(rule),
-        _fidelity(scenario, trace, rule, latency), recorder,
-        server.coverage if isinstance(server, Overlapped) else server.cost.coverage, unpriced,
-        env.now, time.perf_counter() - began, status, residual_s, trace.source,
+    jobs = (job._replace(number=i) for i, job in enumerate(jobs))
+    station = Station(
+        trace, latency, policy, scenario, name=name, expected=expected, rule=rule,
+        lookahead=_longest_draft(policy, trace, scenario), by_iteration=by_iteration,
+        advance=advance, audit=audit,
     )  # fmt: skip
-
-
-def _speculation(policy: Policy, mode: Mode) -> Speculation:
-    if isinstance(policy, BatchPolicy):
-        if mode in ("static-minimum", "static-mean"):
-            raise DraftsimError(
-                f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
-                "whole batch itself: use mode 'static'"
-            )
-        return Jointly(policy)
-    styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
-    return styles.get(mode, PerRequest)(policy)
-
-
-def _fidelity(
-    scenario: Scenario, trace: Trace, rule: VerifyRule | None, latency: LatencyTable
-) -> str:
-    # A file's lengths cut or repeat recordings; a lossy rule leaves them.
-    if hasattr(scenario.arrivals, "rows") or (rule is not None and not rule.lossless):
-        return "approximate"
-    if _assumed(scenario, latency):
-        return "approximate"
-    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
-        return "approximate"
-    return "exact in distribution" if trace.temperature > 0 else "exact"
-
-
-def _assumed(scenario: Scenario, latency: LatencyTable) -> str:
-    """What the seconds of a run's batches rest on that nobody measured."""
-    return latency.said_batch_free(
-        1 if scenario.mode in OVERLAPPED else scenario.limits.max_batch or 1
+    replicas = range(scenario.replicas) if only is None else only
+    if not scenario.splits:
+        return station.run(jobs, replicas, choosing, timeline=timeline)
+    shares, marks = _shares(scenario, jobs, replicas, station.marked, choosing)
+    return joined_runs(
+        [station.run(iter(shares[i]), [i], choosing, marks, timeline) for i in replicas]
     )
+
+
+def _longest_draft(policy: Policy, trace: Trace, scenario: Scenario) -> int:
+    if scenario.limits.lookahead is not None:
+        return scenario.limits.lookahead
+    lookahead = lookahead_of(policy, trace)
+    if scenario.mode == "pearl" and policy.reads and trace.max_gamma is not None:
+        # A block is drafted behind another, still unverified one: both must be recorded.
+        lookahead = min(lookahead, max(trace.max_gamma // 2, 1))
+    return lookahead
+
+
+def _shares(
+    scenario: Scenario,
+    jobs: Iterator[Job],
+    replicas: Sequence[int],
+    marked: Sequence[int],
+    rng: np.random.Generator,
+) -> tuple[dict[int, list[Job]], dict[int, float]]:
+    """The requests of each of `replicas`, and when the `marked` ones arrive anywhere."""
+    shares: dict[int, list[Job]] = {replica: [] for replica in replicas}
+    marks: dict[int, float] = {}
+    choose, unseen = scenario.router.choose, [Idle()] * scenario.replicas
+    for job in jobs:
+        if job.number in marked:
+            marks[job.number] = job.arrival_s
+        replica = choose(job.number, unseen, rng)
+        if replica in shares:
+            shares[replica].append(job)
+    return shares, marks
 
 
 def serve(
@@ -233,12 +150,13 @@ def serve(
     rule: VerifyRule | None = None,
     progress: Callable[[str, int], None] | None = None,
     timeline: Timeline | None = None,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> ServeResult:
     """Serve `scenario` under every policy, replication by replication.
 
     `progress` is called with the policy's name and the replication before each run;
-    `timeline` records the first run; `advance` is called whenever a request leaves.
+    `timeline` records the first run; `advance` is called with 1 whenever a request
+    leaves.
     """
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     for replication in range(scenario.replications):

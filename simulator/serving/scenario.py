@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from simulator.serving.arrivals import Arrivals
+from simulator.serving.fleet.routers import RoundRobin, Router, describe_router
 from simulator.serving.overlap.base import Devices
 from simulator.serving.scheduler import Limits
 from traces.errors import DraftsimError
@@ -16,20 +17,22 @@ MODES: tuple[Mode, ...] = ("continuous", "static", "static-minimum", "static-mea
 
 @dataclass(frozen=True)
 class Scenario:
-    """Which requests come, and the engine that serves them.
+    """Which requests come, and the engine or engines that serve them.
 
     Parameters
     ----------
     arrivals:
         When requests arrive.
     limits:
-        The engine's configuration; `Limits.max_batch` is the size of static batches.
+        An engine's configuration; `Limits.max_batch` is the size of static batches.
     requests:
         How many requests to serve (an arrivals file may hold fewer); None: the whole file.
     mode:
         ``continuous`` batching; ``static`` batches with ragged acceptance, truncated to
         the batch ``-minimum``, or drafting that stops at the batch ``-mean``; ``pearl``
         and ``dsi`` overlap drafting and verification of one stream.
+    replicas, router:
+        How many engines like that there are, and who chooses among them.
     devices:
         Of the overlapped modes.
     draft_batch, passes:
@@ -40,7 +43,8 @@ class Scenario:
     warmup:
         Share of the requests, first to arrive, that no statistic counts (`Recorder`).
     max_time_s, max_tokens:
-        Bounds of simulated time and emitted tokens; a run that meets one says so.
+        Bounds of simulated time and, of one replica, emitted tokens; a run that meets one says
+        so.
     ttft_target_s, tpot_target_s:
         Targets that a request must meet to count for goodput.
     seed, replications:
@@ -67,18 +71,37 @@ class Scenario:
     tpot_target_s: float = float("inf")
     seed: int = 0
     replications: int = 1
+    replicas: int = 1
+    router: Router = field(default_factory=RoundRobin)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise DraftsimError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
         if not 0 <= self.warmup < 1:
             raise DraftsimError(f"warmup is {self.warmup}, expected a share in [0, 1)")
-        for name in ("requests", "max_tokens", "max_time_s", "replications"):
+        for name in ("requests", "max_tokens", "max_time_s", "replications", "replicas"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise DraftsimError(f"{name} is {value}, expected a positive number")
+        if self.max_tokens is not None and self.replicas > 1:
+            raise DraftsimError("max_tokens bounds one engine: give replicas 1, or max_time_s")
         if self.seed < 0:
             raise DraftsimError(f"seed is {self.seed}, expected a whole number >= 0")
         for name in ("ttft_target_s", "tpot_target_s"):
             if not getattr(self, name) > 0:
                 raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
+
+    @property
+    def router_name(self) -> str | None:
+        """What the router is called; None where there is nothing to choose."""
+        return describe_router(self.router) if self.replicas > 1 else None
+
+    @property
+    def splits(self) -> bool:
+        """Whether every request's replica is known before anything runs.
+
+        Then replicas know nothing of each other, and each is simulated by itself.
+        """
+        return (
+            self.replicas > 1 and not self.router.reads_load and self.arrivals.concurrency is None
+        )

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import simpy
 
 from simulator.serving.arrivals import Job
+from simulator.serving.clock import Clock
 
 Events = Generator[simpy.Event, Any, None]
 
@@ -27,12 +28,13 @@ class Server(Protocol):
 class Source:
     """Feeds requests to a queue: at their times, or as completions allow.
 
-    `advance` is called whenever a request leaves.
+    `advance` is called with 1 whenever a request leaves.  Of open arrivals nobody knows before
+    `open_until_s` that none is to come.
     """
 
     def __init__(
-        self, env: simpy.Environment, jobs: Iterator[Job], concurrency: int | None, think_s: float,
-        advance: Callable[[], None] = lambda: None,
+        self, env: Clock, jobs: Iterator[Job], concurrency: int | None, think_s: float,
+        advance: Callable[[int], None] = lambda _: None, open_until_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.env = env
         self.advance = advance
@@ -40,6 +42,7 @@ class Source:
         self._jobs = jobs
         self._concurrency = concurrency
         self._think_s = think_s
+        self._open_until_s = open_until_s
         self._thinking = 0
 
     def start(self, server: Server) -> None:
@@ -53,7 +56,7 @@ class Source:
 
     def completed(self) -> None:
         """A request left: a closed loop sends another."""
-        self.advance()
+        self.advance(1)
         if self._concurrency is None:
             return
         if self._think_s > 0:
@@ -71,8 +74,10 @@ class Source:
     def _open(self) -> Events:
         for job in self._jobs:
             if job.arrival_s > self.env.now:
-                yield self.env.timeout(job.arrival_s - self.env.now)
+                yield self.env.at(job.arrival_s)
             self._server.submit(job)
+        if self._open_until_s > self.env.now:
+            yield self.env.at(self._open_until_s)
         self.exhausted = True
         self._server.wake()
 

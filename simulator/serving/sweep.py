@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,16 @@ import numpy.typing as npt
 
 from policies.basic import Autoregressive
 from policies.rules.base import VerifyRule
+from simulator.executors import Executor, Local, Lost
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson
-from simulator.serving.outcome.results import ResultsFile
+from simulator.serving.fleet.join import joined_runs
+from simulator.serving.outcome.report import Run, ServeResult
+from simulator.serving.outcome.results import ResultsFile, restored
 from simulator.serving.outcome.timeline import Timeline
-from simulator.serving.run import Policy, serve
+from simulator.serving.parts import Bench, Part
+from simulator.serving.run import serve
 from simulator.serving.scenario import Scenario
+from simulator.serving.station import Policy
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -27,12 +32,15 @@ Progress = Callable[[int, int, str], None]
 
 
 def over_batches(base: Scenario, batches: Sequence[int]) -> list[Scenario]:
-    """`base` at each batch size, with as many requests kept in the engine (closed loop)."""
+    """`base` at each batch size, with as many requests kept in every engine (closed loop)."""
     think = base.arrivals.think_s
     return [
-        replace(base, arrivals=ClosedLoop(b, think), limits=replace(base.limits, max_batch=b))
+        replace(
+            base, arrivals=ClosedLoop(b * base.replicas, think),
+            limits=replace(base.limits, max_batch=b),
+        )
         for b in batches
-    ]
+    ]  # fmt: skip
 
 
 def over_rates(base: Scenario, rates: Sequence[float]) -> list[Scenario]:
@@ -72,43 +80,94 @@ def sweep(
     path: str | Path | None = None,
     meta: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[int], None] = lambda _: None,
     timeline: Timeline | None = None,
     rows: list[dict[str, Any]] | None = None,
+    executor: Executor | None = None,
 ) -> list[dict[str, Any]]:
     """Serve every scenario under every policy; returns one row per pair.
 
     With `path`, each row is written as soon as it is finished, after a header with `meta`
-    (see `ResultsFile`).  `advance` is called whenever a request leaves.  `timeline` records
-    the first scenario under the first policy that is not plain decoding.  Rows go to the
-    list `rows` where one is given, so that an interrupted caller still has them.
+    (see `ResultsFile`); rows that an unfinished file of the same question holds are not
+    computed again.  `executor` runs the parts; None runs them here.  `advance` is called with
+    1 whenever a request leaves here, and with a part's requests when it ran elsewhere.
+    `timeline` records the first scenario under the first policy that is not plain decoding,
+    here.  Rows go to the list `rows` where one is given, so that an interrupted caller still
+    has them.
 
     A row's ``speedup`` is over plain decoding of the same scenario (`speedup_over`), NaN where
     no policy before it, nor itself, decodes plainly.
+
+    Raises
+    ------
+    DraftsimError
+        If a part fails, or parts were lost with their workers; the rows so far are kept.
     """
     rows = [] if rows is None else rows
-    total = len(policies) * len(scenarios)
     drawn = next((n for n, p in policies.items() if not isinstance(p, Autoregressive)), None)
-    with ResultsFile(path, meta) if path is not None else nullcontext() as out:
-        for scenario in scenarios:
-            plain: Mapping[str, Any] | None = None
-            for name, policy in policies.items():
-                here = timeline if name == (drawn or name) else None
-                row = serve(
-                    trace, latency, {name: policy}, scenario, rule=rule, timeline=here,
-                    advance=advance,
-                ).rows()[0]  # fmt: skip
-                if here is not None:
-                    timeline = None
-                if plain is None and isinstance(policy, Autoregressive):
-                    plain = row
-                row["speedup"] = float("nan") if plain is None else speedup_over(row, plain)
-                rows.append(row)
-                if out is not None:
-                    out.add(row)
-                if progress is not None:
-                    progress(len(rows), total, name)
+    here = executor is None
+    bench = Bench(
+        trace, latency, policies, scenarios, rule, advance if here else None,
+        timeline if here else None,
+    )  # fmt: skip
+    pairs = [(at, name) for at in range(len(scenarios)) for name in policies]
+    key = bench.key() if path is not None else None
+    with ResultsFile(path, meta, key=key) if path is not None else nullcontext() as out:
+        if out is not None:
+            rows.extend(restored(row) for row in out.kept)
+        if rows and progress is not None:
+            progress(len(rows), len(pairs), rows[-1]["policy"])
+        groups = [
+            bench.parts(at, name, at == 0 and name == (drawn or name))
+            for at, name in pairs[len(rows) :]
+        ]  # fmt: skip
+        for runs in _gathered(bench, groups, executor, advance):
+            at, name = pairs[len(rows)]
+            row = ServeResult(scenarios[at], {name: runs}).rows()[0]
+            own = rows[at * len(policies) :]
+            plain = next((r for r in own if isinstance(policies[r["policy"]], Autoregressive)), row)
+            row["speedup"] = (
+                speedup_over(row, plain)
+                if isinstance(policies[plain["policy"]], Autoregressive) else float("nan")
+            )  # fmt: skip
+            rows.append(row)
+            if out is not None:
+                out.add(row)
+            if progress is not None:
+                progress(len(rows), len(pairs), name)
     return rows
+
+
+def _gathered(
+    bench: Bench,
+    groups: Sequence[Sequence[Part]],
+    executor: Executor | None,
+    advance: Callable[[int], None],
+) -> Iterator[list[Run]]:
+    """The runs of each group, a run a replication, in the order of the groups."""
+    parts = [part for group in groups for part in group]
+    owner = [i for i, group in enumerate(groups) for _ in group]
+    found: list[dict[int, Run]] = [{} for _ in groups]
+    turn = lost = 0
+    for place, run in (executor or Local(1)).run(bench, parts):
+        if isinstance(run, Lost):
+            lost += 1
+            continue
+        if executor is not None:
+            advance(run.recorder.arrived)
+        found[owner[place]][place] = run
+        while turn < len(groups) and len(found[turn]) == len(groups[turn]):
+            by_replication: dict[int, list[Run]] = {}
+            for part, at in zip(groups[turn], sorted(found[turn]), strict=True):
+                by_replication.setdefault(part.replication, []).append(found[turn][at])
+            found[turn].clear()
+            turn += 1
+            yield [joined_runs(runs) for runs in by_replication.values()]
+    if lost:
+        raise DraftsimError(
+            f"{lost} of {len(parts)} parts were lost with their workers: run the same command "
+            "again; with --out the finished rows are kept"
+        )
 
 
 def speedup_over(row: Mapping[str, Any], plain: Mapping[str, Any]) -> float:

@@ -15,9 +15,10 @@ from policies.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.merge import t_interval
 from simulator.serving.outcome.report import Run
-from simulator.serving.run import Policy, serve
+from simulator.serving.run import serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
+from simulator.serving.station import Policy
 from simulator.tune.costs import Slo
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable

@@ -14,9 +14,10 @@ from policies.basic import Autoregressive
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from simulator.serving.arrivals import ClosedLoop
-from simulator.serving.run import Policy, simulate
+from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
+from simulator.serving.station import Policy
 from simulator.tune.choice import (
     CONFIDENCE,
     Objective,

@@ -4,10 +4,10 @@ Acceptance tilted, grids swept, break-even found, and the bound that no policy p
 Figures live in `simulator.whatif.plots`.
 """
 
+from simulator.executors import Cluster, Local
 from simulator.whatif.breakeven import break_even, crossing, overview, select, surface
 from simulator.whatif.cells import COLUMNS
 from simulator.whatif.cost import LatencyCost
-from simulator.whatif.executors import Cluster, Local
 from simulator.whatif.fidelity import (
     TiltError,
     TiltErrors,

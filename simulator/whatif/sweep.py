@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from policies.core import DraftPolicy
+from simulator.executors import Executor, Local, Lost
 from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part
-from simulator.whatif.executors import Executor, Local, Lost
 from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
 from simulator.whatif.prices import Prices
 from simulator.whatif.references import references, with_regrets

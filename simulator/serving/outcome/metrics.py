@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,18 @@ class Histogram:
                 bins[int(place)] = bins.get(int(place), 0) + int(count) * times
         self._waiting.clear()
         self._held = 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[Histogram]) -> Histogram:
+        """What `parts` counted, counted by one."""
+        whole = cls()
+        for part in parts:
+            part._fold()
+            whole.count += part.count
+            whole.total += part.total
+            for at, count in part._bins.items():
+                whole._bins[at] = whole._bins.get(at, 0) + count
+        return whole
 
     @property
     def summary(self) -> dict[str, float]:
@@ -160,6 +172,23 @@ class Series:
         self._sums[first : last + 1] += np.diff(np.interp(edges, until, area))
         self._waiting, self._stretches, self._held = [], [], 0
 
+    @classmethod
+    def joined(cls, parts: Sequence[Series]) -> Series:
+        """The sum of `parts` over the same time, each of as many points."""
+        whole = cls(parts[0].points)
+        for part in parts:
+            part._close()
+            part._fold()
+        whole.interval_s = max(part.interval_s for part in parts)
+        for part in parts:
+            # Intervals only ever double.
+            merged = round(whole.interval_s / part.interval_s)
+            sums = np.pad(part._sums, (0, -len(part._sums) % merged))
+            sums = sums.reshape(-1, merged).sum(axis=1)
+            whole._sums[: len(sums)] += sums
+            whole._integral += part._integral
+        return whole
+
     def to_frame(self, until_s: float) -> pd.DataFrame:
         """Columns ``time_s`` (start of the interval) and ``value`` (its mean)."""
         self._close()
@@ -174,7 +203,7 @@ class Series:
 REQUEST_COLUMNS: Mapping[str, str] = {
     "index": "q", "sequence": "q", "prompt_tokens": "q", "tokens": "q", "arrival_s": "d",
     "first_s": "d", "finish_s": "d", "rounds": "q", "drafted": "q", "accepted": "q",
-    "draft_forwards": "q", "preemptions": "q",
+    "draft_forwards": "q", "preemptions": "q", "replica": "q",
 }  # fmt: skip
 """Columns of a run's request table and their array codes."""
 
@@ -203,6 +232,8 @@ class Recorder:
 
     skip: int = 0
     expected: int = 0
+    replica: int = 0
+    """Which of a fleet's replicas this is the record of."""
     requests: dict[str, array[Any]] = field(
         default_factory=lambda: {name: array(code) for name, code in REQUEST_COLUMNS.items()}
     )
@@ -216,6 +247,8 @@ class Recorder:
     area_s: float = 0.0
     """Integral of the number in the system over time, for Little's law."""
     _changed_s: float = 0.0
+    carried: int = 0
+    """Prompt tokens of the requests in the system, less the tokens that finished ones emitted."""
     peak_batch: int = 0
     """Most requests that ran at a time."""
     iterations: int = 0
@@ -227,15 +260,17 @@ class Recorder:
     accepted: int = 0
     draft_forwards: int = 0
 
-    def arrive(self, now: float) -> int:
-        """A request arrived; returns its index."""
-        index = self.arrived
-        if index == self.skip:
-            self.window.start_s, self.window.start_tokens = now, self.tokens
-        if index == self.expected - 1:
-            self.window.end_s, self.window.end_tokens = now, self.tokens
+    def arrive(self, index: int, now: float, tokens: int) -> None:
+        """The request `index` arrived here, after `tokens` had been emitted."""
+        self.mark(index, now, tokens)
         self.arrived += 1
-        return index
+
+    def mark(self, index: int, now: float, tokens: int) -> None:
+        """The request `index` arrived, here or at another replica: an end of the window maybe."""
+        if index == self.skip:
+            self.window.start_s, self.window.start_tokens = now, tokens
+        if index == self.expected - 1:
+            self.window.end_s, self.window.end_tokens = now, tokens
 
     def enter(self, now: float, change: int) -> None:
         """The number in the system changed by `change`."""
@@ -246,10 +281,11 @@ class Recorder:
     def leave(self, slot: Slot, now: float) -> None:
         """A request got its last token."""
         self.enter(now, -1)
+        self.carried -= slot.job.prompt_tokens + slot.tokens
         row = (
             slot.index, slot.job.sequence, slot.job.prompt_tokens, slot.tokens, slot.arrival_s,
             slot.first_s, now, slot.steps, slot.drafted, slot.accepted, slot.draft_forwards,
-            slot.preemptions,
+            slot.preemptions, self.replica,
         )  # fmt: skip
         for column, value in zip(self.requests.values(), row, strict=True):
             column.append(value)

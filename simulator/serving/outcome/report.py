@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.serving.cost.reader import Coverage
-from simulator.serving.outcome.merge import merged_rows, t_interval
+from simulator.serving.outcome.merge import joined_coverage, merged_rows, t_interval
 from simulator.serving.outcome.metrics import Recorder, summary
 from simulator.serving.scenario import Scenario
 
@@ -34,6 +34,8 @@ class Run:
     """Time already spent in the system by requests that a bound cut off."""
     source: str = "draft-model"
     """What drafted."""
+    replicas: int = 1
+    """Of the scenario's replicas, how many this is the run of."""
 
     @property
     def requests(self) -> pd.DataFrame:
@@ -64,9 +66,10 @@ class Run:
         requests = self.requests
         kept = requests[requests["index"] >= self.recorder.skip]
         total = kept["tokens"].sum()
-        return float(kept["tokens"][self._within(kept)].sum() / total) if total else 1.0
+        return float(kept["tokens"][self.within(kept)].sum() / total) if total else 1.0
 
-    def _within(self, requests: pd.DataFrame) -> pd.Series:
+    def within(self, requests: pd.DataFrame) -> pd.Series:
+        """Which of `requests` met the scenario's targets."""
         scenario = self.scenario
         return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
             requests["tpot_s"] > scenario.tpot_target_s
@@ -75,6 +78,9 @@ class Run:
     def row(self) -> dict[str, Any]:
         """The run in one record; latencies as mean, p50, p95 and p99.
 
+        Of a fleet, throughput, goodput, counts and what requests met are the whole fleet's;
+        ``mean_batch``, ``utilisation``, ``mean_kv_blocks`` and ``over_time`` are of a replica in
+        the mean, and ``imbalance`` is the most tokens that one of them emitted over that mean.
         ``overloaded``: when the last request arrived, more than a tenth of all requests,
         and as many besides as ever ran at a time, were still without their first token.
         ``length_changes`` is the share of iterations that drafted another length than the one
@@ -87,16 +93,17 @@ class Run:
         kept = frame[frame["index"] >= r.skip]
         start_s, end_s, tokens = self._measured()
         span = end_s - start_s
-        within = self._within(kept)
+        within = self.within(kept)
         done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
         scenario = self.scenario
         offered = scenario.arrivals.rate
-        window = r.window
+        window, each_s = r.window, self.simulated_s * self.replicas
         last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
         begun = int((frame["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
             "policy": self.policy, "verify": self.verify, "source": self.source,
+            "replicas": scenario.replicas, "router": scenario.router_name,
             "batch": scenario.limits.max_batch, "rate": offered,
             "scale": getattr(scenario.arrivals, "scale", None),
             "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
@@ -109,9 +116,10 @@ class Run:
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
             "within_targets": float(within.mean()) if len(kept) else float("nan"),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
-            "mean_batch": r.batch.integral / self.simulated_s if self.simulated_s else 0.0,
-            "utilisation": r.busy_s / self.simulated_s if self.simulated_s else 0.0,
-            "mean_kv_blocks": r.kv_blocks.integral / self.simulated_s if self.simulated_s else 0.0,
+            "mean_batch": r.batch.integral / each_s if each_s else 0.0,
+            "utilisation": r.busy_s / each_s if each_s else 0.0,
+            "imbalance": self._imbalance(frame),
+            "mean_kv_blocks": r.kv_blocks.integral / each_s if each_s else 0.0,
             "acceptance_rate": r.accepted / r.drafted if r.drafted else float("nan"),
             "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
             "length_changes": r.length_changes / r.iterations if r.iterations else 0.0,
@@ -120,7 +128,8 @@ class Run:
             "overloaded": offered is not None and queued > 0.1 * r.arrived,
             "interpolated": self._passes("interpolated"),
             "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
-            "coverage": [_entry(c) for c in self.coverage], "over_time": self._over_time(),
+            "coverage": joined_coverage([_entry(c) for c in self.coverage]),
+            "over_time": self._over_time(),
             "status": self.status, "fidelity": self.fidelity, "simulated_s": self.simulated_s,
             "simulated_tokens": r.tokens, "elapsed_s": self.elapsed_s,
         }  # fmt: skip
@@ -143,10 +152,17 @@ class Run:
             for series in (self.recorder.batch, self.recorder.kv_blocks)
         )
         return {
-            "time_s": batch["time_s"].tolist(), "batch": batch["value"].tolist(),
+            "time_s": batch["time_s"].tolist(),
+            "batch": (batch["value"] / self.replicas).tolist(),
             # Both were fed the same intervals, unless all blocks stayed free.
-            "kv_blocks": blocks["value"].reindex(batch.index, fill_value=0.0).tolist(),
+            "kv_blocks": (blocks["value"].reindex(batch.index, fill_value=0.0) / self.replicas)
+            .tolist(),
         }  # fmt: skip
+
+    def _imbalance(self, requests: pd.DataFrame) -> float:
+        most = requests.groupby("replica")["tokens"].sum().max()
+        total = requests["tokens"].sum()
+        return float(most * self.replicas / total) if total else float("nan")
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,8 @@ from traces.errors import FileError
 from traces.store.parquet import write_file
 
 SCHEMA = 1
+OPTIONAL = {"rate", "scale", "concurrency", "router", "requests"}
+"""Fields of a row that may have no value; others that JSON lacks are NaN."""
 
 
 class Results(NamedTuple):
@@ -38,21 +40,57 @@ class ResultsFile:
 
     A row is on disk when `add` returns.  Leaving by an exception leaves the file marked
     incomplete.
+
+    Parameters
+    ----------
+    path, meta, command:
+        Where, and what the header holds.
+    key:
+        A digest of all that the rows depend on.  What an unfinished file with the same key
+        holds is kept, in `kept`, and written behind; None writes the file anew.
     """
 
-    def __init__(self, path: str | Path, meta: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        command: str = "serve",
+        key: str | None = None,
+    ) -> None:
         self.path = Path(path)
-        self.meta = dict(meta or {})
+        self.meta = {**(meta or {}), **({} if key is None else {"key": key})}
+        self.command, self.key = command, key
+        self.kept: list[dict[str, Any]] = []
         self._rows = 0
         self._file: TextIO | None = None
 
     def __enter__(self) -> ResultsFile:
+        header = {"schema": SCHEMA, "command": self.command, "meta": self.meta}
         try:
+            if self._resumes():
+                self._file = self.path.open("a", encoding="utf-8")
+                return self
             self._file = self.path.open("w", encoding="utf-8")
         except OSError as e:
             raise FileError(f"results file {self.path} cannot be written: {e.strerror}") from None
-        self._write({"schema": SCHEMA, "command": "serve", "meta": self.meta})
+        self._write(header)
         return self
+
+    def _resumes(self) -> bool:
+        """Take over the rows of a run that was cut off, and drop a line that it did not end."""
+        if self.key is None or not self.path.is_file():
+            return False
+        try:
+            found = read_results(self.path)
+        except FileError:
+            return False
+        if found.complete or found.meta.get("key") != self.key:
+            return False
+        with self.path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+        self.kept, self._rows = found.rows, len(found.rows)
+        return True
 
     def __exit__(
         self,
@@ -142,6 +180,19 @@ def write_table(
     """
     table = pa.Table.from_pandas(flat(rows), preserve_index=False)
     write_file(path, "serve", table, {"complete": complete, "meta": dict(meta or {})})
+
+
+def restored(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as it was before it was written: JSON has no NaN and no infinity."""
+
+    def number(key: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: number(k, v) for k, v in value.items()}
+        if value is not None or key in OPTIONAL:
+            return value
+        return math.inf if key.endswith("_target_s") else math.nan
+
+    return {key: number(key, value) for key, value in row.items()}
 
 
 def plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ each draft is from the same policies as everywhere.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost.reader import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
+from simulator.serving.replica import Replica
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from simulator.serving.source import Events, Source
 from traces.acceptance.tape import BLANK
@@ -59,7 +60,7 @@ class Devices:
         return a_s + self.interference * short, b_s + self.interference * short
 
 
-class Overlapped(ABC):
+class Overlapped(Replica):
     """A server of one stream at a time.  Subclass it and define `decode`."""
 
     def __init__(
@@ -100,10 +101,11 @@ class Overlapped(ABC):
     def submit(self, job: Job) -> None:
         """Queue a request."""
         now = self.env.now
-        index = self.recorder.arrive(now)
+        self.recorder.arrive(job.number, now, self.emitted)
         self.recorder.enter(now, 1)
+        self.recorder.carried += job.prompt_tokens
         decoder = ServedSequence(self.trace, job, self.lookahead, EngineState())
-        self.waiting.append(Slot(index, job, now, decoder))
+        self.waiting.append(Slot(job.number, job, now, decoder))
         self.wake()
 
     def wake(self) -> None:
@@ -153,6 +155,11 @@ class Overlapped(ABC):
             recorder.batch.add(start, env.now, 1)
             recorder.leave(slot, env.now)
             self.source.completed()
+
+    @property
+    def unfinished(self) -> list[Slot]:
+        """Requests that wait."""
+        return list(self.waiting)
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -7,7 +7,6 @@ or loses its place for want of memory.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Generator
 from typing import Any
 
@@ -18,20 +17,17 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost.iteration import Chunk
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.work import Work, Works
-from simulator.serving.engine import Engine
-from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Sequenced, Slot
 from simulator.serving.source import Events
-from simulator.serving.spans.ledger import BLOCKS, LONGEST_DRAFT, Ledger
+from simulator.serving.spans.books import BookingEngine, Span
+from simulator.serving.spans.ledger import BLOCKS, LONGEST_DRAFT
 from simulator.serving.spans.rounds import (
-    ACCEPTED,
     CATCH_UP,
     CONTEXT,
     DRAFT_CONTEXT,
     DRAFTED,
     DRAFTING,
     EMITTED,
-    FORWARDS,
     REJECTED,
     UNREAD,
     Ints,
@@ -45,11 +41,13 @@ STEPS = 16
 """Iterations run one by one before spans are tried again."""
 
 Wait = Generator[simpy.Event, Any, bool]
+
+
 WORK = [CONTEXT, DRAFTED, LONGEST_DRAFT, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
 """Rows of the ledger in the order of the fields of `Work`."""
 
 
-class SpanEngine(Engine):
+class SpanEngine(BookingEngine):
     """One model replica whose requests' rounds are known beforehand: `replays` holds them.
 
     It draws no timeline, and its costs are those that totals decide (`by_totals`).
@@ -58,17 +56,9 @@ class SpanEngine(Engine):
     def __init__(self, *args: Any, replays: Replays, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._replays = replays
-        self._continuous = self.scheduler if isinstance(self.scheduler, Continuous) else None
-        self._ledger = Ledger(self.scheduler.lookahead, self.scheduler.limits.block_size)
-        self._since: dict[Slot, int] = {}
-        """Of every request in the ledger, the iteration before which it was entered."""
-        self._ends: list[tuple[int, int, Slot]] = []
-        """A heap of (iteration after which it ends, a number, the request)."""
-        self._entered = self._counted = 0
-        self._late: list[Slot] = []
-        """Requests that emitted nothing in the last iteration, though they had begun."""
         self._prompts: list[Slot] = []
-        self._by_steps = False
+        self._waits: simpy.Process | None = None
+        """This engine's process while it waits for a span's end, which may come earlier."""
 
     def sequence(self, job: Job) -> Sequenced:
         """The request's rounds, replayed already."""
@@ -89,40 +79,17 @@ class SpanEngine(Engine):
             if not going:
                 return
 
-    def join(self, slot: Slot) -> None:
-        """A request begins to decode: `prefilled` enters it."""
-
-    def prefilled(self, chunk: Chunk) -> None:
-        """As for every engine; then the rounds to come are entered."""
-        super().prefilled(chunk)
-        slot = chunk.slot
-        if not slot.prefill_left and not slot.decoder.ended:
-            self._enter(slot)
-
-    def settle(self) -> None:
-        """Bring the slots in the ledger up to date, and leave it empty."""
-        now, pool = self._ledger.now, self.scheduler.pool
-        pool.release(self)
-        for slot, since in self._since.items():
-            sequence = slot.decoder
-            passed = now - since
-            slot.steps = sequence.at = sequence.at + passed
-            if passed:
-                drafted, accepted, emitted, forwards = sequence.table.totals[:, slot.steps - 1]
-                slot.drafted, slot.accepted = int(drafted), int(accepted)
-                slot.draft_forwards, slot.tokens = int(forwards), 1 + int(emitted)
-                slot.context = slot.job.prompt_tokens + slot.tokens
-                slot.last_s = self.env.now
-            if self._continuous is not None:
-                # What the last iteration reserved.
-                last = int(sequence.table.after[slot.steps - 2]) if slot.steps > 1 else 1
-                peak = slot.job.prompt_tokens + last + self.scheduler.lookahead
-                slot.capacity = pool.grow(slot, peak if passed else slot.capacity)
-        self._ledger.clear()
-        self._since.clear()
-        self._ends.clear()
-        self._late.clear()
-        self._counted = 0
+    def wake(self) -> None:
+        """Look at the queue again: after this iteration of a span, if that lets anybody in."""
+        waits, scheduler = self._waits, self._continuous
+        # Who finds others waiting or every seat taken changes nothing before the span's end.
+        if (
+            waits is not None and scheduler is not None and len(scheduler.waiting) == 1
+            and len(scheduler.running) < scheduler.limits.max_batch
+        ):  # fmt: skip
+            self._waits = None
+            waits.interrupt()
+        super().wake()
 
     # --- what to run -------------------------------------------------------------------
 
@@ -153,20 +120,6 @@ class SpanEngine(Engine):
             chunks.append(Chunk(slot, slot.prefill_left))
         scheduler.admit(budget, chunks)
         return chunks
-
-    def _enter(self, slot: Slot) -> None:
-        if self._by_steps:
-            slot.rounds = slot.decoder.rounds(None)
-            return
-        end = self._ledger.add(slot.decoder, slot.job.prompt_tokens)
-        self._entered += 1
-        heapq.heappush(self._ends, (end, self._entered, slot))
-        self._since[slot] = self._ledger.now
-        self._counted += slot.index >= self.recorder.skip
-        if slot.last_s != self.env.now:
-            self._late.append(slot)
-        if self._continuous is not None:
-            self.scheduler.pool.release(slot)
 
     # --- running it --------------------------------------------------------------------
 
@@ -215,22 +168,17 @@ class SpanEngine(Engine):
             count = self._allowed(columns)
             columns = columns[:, :count]
         if count > FEW:
-            works = Works(*columns[WORK])
-            priced = self.cost.of_works(works, together)
+            priced = self.cost.of_works(Works(*columns[WORK]), together)
             if priced is not None:
                 seconds, readings = priced
-                start, ahead = env.now, env.peek()
-                ends = np.cumsum(np.concatenate(([start], seconds)))[1:]
-                free = int(ends.searchsorted(ahead))  # an event at the very end goes first
-                self.cost.count(readings, free + 1 if free < count else None)
-                if free:
-                    env.move(float(ends[free - 1]))
-                    self._many_passed(start, ends[:free], seconds[:free], columns[:, :free])
-                if free < count:
-                    column = ledger.coming(1)[:, 0].tolist()
-                    start = env.now
-                    yield env.timeout(float(seconds[free]))
-                    self._passed(start, column)
+                ends = np.cumsum(np.concatenate(([env.now], seconds)))[1:]
+                span = Span(env.now, ends, seconds, columns, readings)
+                if ends[-1] < env.peek():
+                    env.move(float(ends[-1]))
+                else:
+                    self._under_way = span
+                    count = yield from self._wait(ends)
+                self._book(span, count, count)
                 return True
         for _ in range(count):
             column = ledger.coming(1)[:, 0].tolist()
@@ -241,6 +189,22 @@ class SpanEngine(Engine):
                 return True
             self._passed(start, column)
         return True
+
+    def _wait(self, ends: Floats) -> Generator[simpy.Event, Any, int]:
+        """Until the iterations have ended, or the one in which `wake` cut them off.
+
+        Returns how many ended.
+        """
+        env = self.env
+        self._waits = env.active_process
+        try:
+            yield env.at(float(ends[-1]))
+        except simpy.Interrupt:
+            last = int(ends.searchsorted(env.now))
+            yield env.at(float(ends[last]))
+            return last + 1
+        self._waits = None
+        return len(ends)
 
     def _allowed(self, columns: Ints) -> int:
         """How many of the coming iterations memory and the token limit let through, one or more."""
@@ -253,90 +217,6 @@ class SpanEngine(Engine):
             wanted = self.max_tokens - self.recorder.tokens
             count = min(count, int(np.cumsum(columns[EMITTED]).searchsorted(wanted)) + 1)
         return max(count, 1)
-
-    # --- what has been -----------------------------------------------------------------
-
-    def _passed(self, start: float, column: list[int] | None) -> None:
-        """One iteration, of the entered requests and perhaps of prompts, ended now."""
-        recorder, now, pool = self.recorder, self.env.now, self.scheduler.pool
-        running = len(self.scheduler.running)
-        recorder.iterations += 1
-        recorder.busy_s += now - start
-        recorder.peak_batch = max(recorder.peak_batch, running)
-        recorder.batch.add(start, now, running)
-        used = pool.used
-        if column is not None and self._continuous is not None:
-            used += column[BLOCKS] - pool.held(self)
-        recorder.kv_blocks.add(start, now, used)
-        if column is None:
-            return
-        on_time = self._counted - self._gaps(now)
-        if on_time:
-            recorder.itl.add(now - start, on_time)
-        recorder.tokens += column[EMITTED]
-        recorder.drafted += column[DRAFTED]
-        recorder.accepted += column[ACCEPTED]
-        recorder.draft_forwards += column[FORWARDS]
-        self._advance(1)
-
-    def _many_passed(self, start: float, ends: Floats, seconds: Floats, columns: Ints) -> None:
-        """Iterations of the entered requests alone, ended at these times."""
-        recorder, pool = self.recorder, self.scheduler.pool
-        count, now = len(ends), float(ends[-1])
-        running = len(self.scheduler.running)
-        recorder.iterations += count
-        recorder.busy_s += now - start
-        recorder.peak_batch = max(recorder.peak_batch, running)
-        recorder.batch.add(start, now, running)
-        if self._continuous is None:
-            recorder.kv_blocks.add(start, now, pool.used)
-        else:
-            others = pool.used - pool.held(self)
-            recorder.kv_blocks.add_all(start, ends, columns[BLOCKS] + others)
-        if self._late:
-            if on_time := self._counted - self._gaps(float(ends[0])):
-                recorder.itl.add(float(seconds[0]), on_time)
-            seconds = seconds[1:]
-        if self._counted:
-            recorder.itl.add_all(seconds, self._counted)
-        sums = columns.sum(axis=1).tolist()
-        recorder.tokens += sums[EMITTED]
-        recorder.drafted += sums[DRAFTED]
-        recorder.accepted += sums[ACCEPTED]
-        recorder.draft_forwards += sums[FORWARDS]
-        self._advance(count)
-
-    def _gaps(self, now: float) -> int:
-        """Count the gaps of requests that had been held up; returns how many count at all."""
-        counted = 0
-        for slot in self._late:
-            self.recorder.gap(slot, now - slot.last_s)
-            counted += slot.index >= self.recorder.skip
-        self._late.clear()
-        return counted
-
-    def _advance(self, count: int) -> None:
-        ledger, ends = self._ledger, self._ends
-        ledger.advance(count)
-        ended = []
-        while ends and ends[0][0] == ledger.now:
-            ended.append(heapq.heappop(ends)[2])
-        if len(ended) > 1:
-            ended.sort(key=self.scheduler.running.index)
-        for slot in ended:
-            self._finish(slot)
-
-    def _finish(self, slot: Slot) -> None:
-        sequence = slot.decoder
-        drafted, accepted, _, forwards = sequence.table.totals[:, sequence.count - 1].tolist()
-        slot.steps = sequence.at = sequence.count
-        slot.drafted, slot.accepted, slot.draft_forwards = drafted, accepted, forwards
-        slot.tokens = slot.job.output_tokens
-        slot.context = slot.job.prompt_tokens + slot.tokens
-        slot.last_s = self.env.now
-        del self._since[slot]
-        self._counted -= slot.index >= self.recorder.skip
-        self.leave(slot)
 
 
 def _work(column: list[int]) -> Work:

@@ -1,30 +1,41 @@
-"""Where the parts of a sweep run: the cores of this machine, or a Dask cluster."""
+"""Where the parts of a study run: this process, the cores of this machine, or a Dask cluster."""
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
-import joblib
-import numpy.typing as npt
-from joblib.externals.loky.process_executor import TerminatedWorkerError
-
-from simulator.whatif.cells import Bench, Part
 from traces.errors import DraftsimError
 
-Columns = dict[str, npt.NDArray[Any]]
+Part = TypeVar("Part")
+Part_contra = TypeVar("Part_contra", contravariant=True)
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Lost:
     """In the place of a part whose workers were lost with it."""
 
 
+class Bench(Protocol[Part_contra, Result_co]):
+    """Everything that any part needs, sent once to whoever computes it."""
+
+    def run(self, part: Part_contra, /) -> Result_co:
+        """What comes of one part."""
+        ...
+
+
 class Executor(Protocol):
     """Runs parts in any order."""
 
-    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns | Lost]]:
-        """(place in `parts`, its columns) of every part, as they finish."""
+    def run(
+        self, bench: Bench[Part, Result], parts: Sequence[Part]
+    ) -> Iterator[tuple[int, Result | Lost]]:
+        """(place in `parts`, its result) of every part, as they finish."""
         ...
 
 
@@ -34,7 +45,8 @@ class Local:
     Parameters
     ----------
     jobs:
-        Processes; None: one per core this process may use.
+        Processes; None: one per core this process may use.  With one, parts run in this
+        process, in order, each when its result is asked for.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -42,17 +54,26 @@ class Local:
             raise DraftsimError(f"jobs is {jobs}, expected at least 1")
         self.jobs = jobs
 
-    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns | Lost]]:
-        jobs = min(self.jobs or _cores(), max(len(parts), 1))
+    def run(
+        self, bench: Bench[Part, Result], parts: Sequence[Part]
+    ) -> Iterator[tuple[int, Result | Lost]]:
+        jobs = min(self.jobs or cores(), max(len(parts), 1))
         if jobs == 1:
             for place, part in enumerate(parts):
                 yield place, bench.run(part)
             return
+        import joblib
+        from joblib.externals.loky.process_executor import TerminatedWorkerError
+
         pool: Any = joblib.Parallel(
             n_jobs=jobs, return_as="generator_unordered", pre_dispatch="2*n_jobs"
         )
+        # Of a bench that is run again, workers still have what they unpacked.
+        if bench not in _packed:
+            _packed[bench] = _Packed(bench)
+        packed = _packed[bench]
         try:
-            yield from pool(joblib.delayed(_numbered)(bench, i, p) for i, p in enumerate(parts))
+            yield from pool(joblib.delayed(_unpacked)(packed, i, p) for i, p in enumerate(parts))
         except TerminatedWorkerError as error:
             raise DraftsimError(
                 "a worker process was killed, perhaps for want of memory: its part is lost, run "
@@ -80,7 +101,9 @@ class Cluster:
         self.address = address
         self.timeout_s = timeout_s
 
-    def run(self, bench: Bench, parts: Sequence[Part]) -> Iterator[tuple[int, Columns | Lost]]:
+    def run(
+        self, bench: Bench[Part, Result], parts: Sequence[Part]
+    ) -> Iterator[tuple[int, Result | Lost]]:
         try:
             import distributed
             from distributed.client import FutureCancelledError
@@ -115,9 +138,40 @@ class Cluster:
                     yield places[future.key], Lost()
 
 
-def _numbered(bench: Bench, place: int, part: Part) -> tuple[int, Columns | Lost]:
+class _Packed:
+    """A bench on its way to worker processes, which unpack it once for all their parts.
+
+    What a bench caches while it computes (replayed rounds, say) then outlives a part.
+    """
+
+    def __init__(self, bench: Any) -> None:
+        # As joblib itself packs them: classes of a user's own file come along.
+        from joblib.externals.loky.backend.reduction import dumps
+
+        self.name = uuid4().hex
+        self.content = bytes(dumps(bench))
+
+    @property
+    def bench(self) -> Any:
+        if self.name not in _unpacked_benches:
+            _unpacked_benches.clear()
+            _unpacked_benches[self.name] = pickle.loads(self.content)
+        return _unpacked_benches[self.name]
+
+
+_packed: WeakKeyDictionary[Any, _Packed] = WeakKeyDictionary()
+_unpacked_benches: dict[str, Any] = {}
+"""In a worker process, the bench that its last part was of."""
+
+
+def _unpacked(packed: _Packed, place: int, part: Any) -> tuple[int, Any]:
+    return place, packed.bench.run(part)
+
+
+def _numbered(bench: Bench[Part, Result], place: int, part: Part) -> tuple[int, Result]:
     return place, bench.run(part)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,71 @@
+"""Waiting in queues: one server, several behind one queue, and a stream dealt out in turn."""
+
+from __future__ import annotations
+
+import math
+
+from scipy.optimize import brentq
+
+from simulator.formulas.bounds import require
+
+
+def pollaczek_khinchine(rate: float, mean_s: float, second_moment_s2: float) -> float:
+    """Mean seconds of waiting in M/G/1: lambda E[S^2] / (2 (1 - rho)) (Khinchine 1932).
+
+    Each of N servers that a Poisson stream is split among at random is such a queue, at a rate
+    of lambda / N.
+    """
+    load = _load(rate * mean_s)
+    return rate * second_moment_s2 / (2 * (1 - load))
+
+
+def rate_within(target_s: float, share: float, mean_s: float) -> float:
+    """The highest rate at which M/M/1 answers a `share` of requests within `target_s` seconds.
+
+    The time in it is exponential at a rate of mu - lambda: 1 - exp(-(mu - lambda) t) = share.
+    0 where an empty server is too slow already.
+    """
+    require("share", share, 0, math.nextafter(1, 0))
+    return max(1 / mean_s + math.log1p(-share) / target_s, 0.0)
+
+
+def erlang_c(load: float, servers: int) -> float:
+    """Share of arrivals that wait in M/M/c, of `load` = lambda E[S] < c (Erlang 1917)."""
+    require("servers", servers, 1)
+    busy = _load(load / servers)
+    # Erlang's loss formula by its recursion, which overflows nowhere.
+    blocked = 1.0
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
+    return blocked / (1 - busy * (1 - blocked))
+
+
+def waiting_in_mmc(rate: float, mean_s: float, servers: int) -> float:
+    """Mean seconds of waiting in M/M/c, whose servers share one queue.
+
+    No way to deal requests out to servers with queues of their own waits less.
+    """
+    return erlang_c(rate * mean_s, servers) * mean_s / (servers - rate * mean_s)
+
+
+def waiting_in_turn(rate: float, mean_s: float, servers: int) -> float:
+    """Mean seconds of waiting where a Poisson stream is dealt to exponential servers in turn.
+
+    Each is a queue E_N/M/1: with sigma = A(mu (1 - sigma)), A the transform of Erlang gaps,
+    sigma / (mu (1 - sigma)) (Kleinrock, Queueing Systems I, section 6.4).
+    """
+    require("servers", servers, 1)
+    _load(rate * mean_s / servers)
+
+    def excess(sigma: float) -> float:
+        return (rate / (rate + (1 - sigma) / mean_s)) ** servers - sigma
+
+    # At 1 it is zero for any queue; below that it is negative again if the queue is stable.
+    sigma = float(brentq(excess, 0.0, 1 - 1e-9))
+    return sigma * mean_s / (1 - sigma)
+
+
+def _load(load: float) -> float:
+    """A server's share of busy time, below 1 where it keeps up."""
+    require("load", load, 0, math.nextafter(1, 0))
+    return load
