@@ -19,7 +19,15 @@ from policies.batch.base import BatchPolicy
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
-from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
+from simulator.serving import (
+    ROUTERS,
+    ArrivalFile,
+    ClosedLoop,
+    Limits,
+    Poisson,
+    Scenario,
+    simulate,
+)
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import CELL_COLUMNS, LatencyTable
@@ -63,6 +71,13 @@ CASES: dict[str, tuple[DraftPolicy | BatchPolicy, Scenario]] = {
     "fixed 4, Poisson": (Fixed(4), Scenario(Poisson(8.0), Limits(64), requests=1600)),
     "fixed 4, alone": (Fixed(4), Scenario(ClosedLoop(1), Limits(1), requests=200)),
     "fixed 4, batch 2": (Fixed(4), Scenario(ClosedLoop(2), Limits(2), requests=200)),
+    **{
+        f"fixed 4, 16 replicas, {name}": (
+            Fixed(4),
+            Scenario(Poisson(128.0), Limits(64), requests=6400, replicas=16, router=make()),
+        )
+        for name, make in ROUTERS.items()
+    },
     **{
         f"fixed 4, closed loop of {n}": (
             Fixed(4), Scenario(ClosedLoop(n), Limits(n), requests=400 * max(1, n // 8)),
@@ -123,7 +138,7 @@ def main() -> None:
     trace, latency = recorded_like_trace(), measured_like_table()
     print(f"a bare SimPy timeout: {bare_event_us():.2f} us")
     for name, (policy, scenario) in CASES.items():
-        print(f"{name:28s} {measured(trace, latency, policy, scenario)}")
+        print(f"{name:36s} {measured(trace, latency, policy, scenario)}")
     if CONVERSATIONS.exists():
         base = ArrivalFile(CONVERSATIONS)
         own = base.rate or 1.0
@@ -131,7 +146,7 @@ def main() -> None:
             for rate in (0.1, 1.0, 4.0, 7.0, 12.0):
                 scenario = Scenario(base.scaled(rate / own), Limits(64), requests=800)
                 label = f"Azure {rate:g}/s, {name}"
-                print(f"{label:28s} {measured(trace, latency, policy, scenario)}")
+                print(f"{label:36s} {measured(trace, latency, policy, scenario)}")
         scenario = Scenario(base, Limits(64), requests=10_000)
         began = time.process_time()
         run = simulate(trace, latency, Fixed(4), scenario)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from commands import calibrate, catalogue, check, demo, fetch, imports, memory, report, tune
+from commands.capacity import command as capacity
 from commands.papers import command as papers
 from commands.profile import command as profile
 from commands.serve import command as serve
@@ -59,6 +60,7 @@ app.command("check")(check.check)
 app.command("calibrate")(calibrate.calibrate)
 app.command("calibrate-memory")(memory.calibrate_memory)
 app.command("serve")(serve.serve)
+app.command("capacity")(capacity.capacity)
 app.command("sweep")(sweep.sweep)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)

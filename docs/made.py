@@ -144,7 +144,7 @@ def catalogued(kind: str) -> str:
 
 
 def routers() -> str:
-    """The routers of fleets, and what they do."""
+    """The routers of `serve` and `capacity`, and what they do."""
     from simulator.serving import ROUTERS
 
     rows = [

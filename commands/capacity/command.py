@@ -1,0 +1,172 @@
+"""``draftsim capacity``: how many replicas a load takes, and how many a policy saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.capacity.said import remarks, shown
+from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.inputs import (
+    DEFAULT_TRACE,
+    AssumeOption,
+    LatencyOption,
+    MemoryOption,
+    PolicyOption,
+    TraceOption,
+    VerifyOption,
+    load_latency,
+    load_rule,
+    load_trace,
+)
+from commands.common.output import JsonOption, OutOption, emit, note, print_table
+from commands.common.workers import ClusterOption, JobsOption, chosen_executor
+from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
+from commands.serve.loads import arrivals_of
+from commands.serve.plots import assumption
+from commands.serve.policies import load_serving_policies
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.serving import Scenario
+
+
+def capacity(
+    slo: Annotated[
+        str,
+        typer.Option(
+            metavar="ttft=S,tpot=S,p=SHARE",
+            help="Targets: seconds to the first token and per token behind it, and the share of "
+            "requests that must meet both (default 0.95).",
+        ),
+    ],
+    rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, at its own rate or --rate.",
+        ),
+    ] = None,
+    process: Annotated[
+        str | None,
+        typer.Option(help="Gaps between arrivals of --rate: poisson (default) or deterministic."),
+    ] = None,
+    policy: PolicyOption = None,
+    router: RouterOption = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
+    trace: TraceOption = DEFAULT_TRACE,
+    latency: LatencyOption = None,
+    assume_batch_free: AssumeOption = False,
+    source: DraftedOption = None,
+    max_batch: Annotated[int, typer.Option(help="Requests running at a time in a replica.")] = 64,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="Cache blocks of 16 tokens of a replica; default: no limit.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(help="Tokens of one iteration.")] = 8192,
+    max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests of every run. Default: the file's, or as many as a judgement needs."
+        ),
+    ] = None,
+    replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of arrivals and of who replays what.")] = 0,
+    verify: VerifyOption = None,
+    memory: MemoryOption = None,
+    jobs: JobsOption = None,
+    cluster: ClusterOption = None,
+    out: OutOption = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also draw replicas over request rates as a PNG file."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Plan capacity: the fewest replicas that keep the targets, under every policy.
+
+    With --out an interrupted plan goes on where it was: until the end FILE.jsonl holds what is
+    finished.
+    """
+    from simulator.capacity import parse_targets
+    from simulator.capacity.rows import with_cost
+    from simulator.serving import Limits, Scenario
+
+    targets = parse_targets(slo)
+    with_cost([], gpus, price)  # refused before anything is simulated
+    recorded = load_trace(trace)
+    table = load_latency(latency, trace, assume_batch_free)
+    rule = load_rule(verify, recorded, memory)
+    drafted = drafted_by(source, trace, recorded, rule)
+    if drafted is not None:
+        recorded = drafted.trace
+    limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
+    table.check_sizes("target", "forward", max_batch, 1)
+    if drafted is not None:
+        table = drafted.priced(table, max_batch, assume_batch_free)
+    base = Scenario(
+        arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
+        replications=replications, router=chosen_router(router or DEFAULT_ROUTER, 2),
+    )  # fmt: skip
+    asked = _rate(rate, base)
+    policies = load_serving_policies(policy, recorded, table, largest=max_batch)
+    executor = chosen_executor(jobs, cluster)
+    rows = with_cost(
+        _planned(
+            out, recorded, table, policies, base, asked, targets, rule=rule, requests=requests,
+            most=max_replicas, curve=plots is not None, executor=executor,
+        ),
+        gpus, price,
+    )  # fmt: skip
+    emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)))
+    for remark in remarks(rows):
+        note(remark)
+    if plots is not None:
+        _draw(plots, rows, assumption(table, max_batch))
+
+
+def _rate(rate: float | None, base: Scenario) -> float:
+    if rate is not None:
+        return rate
+    own: float | None = base.arrivals.rate
+    if own is None:
+        raise DraftsimError("the arrivals file spans no time: give the load, --rate")
+    return own
+
+
+def _planned(out: Path | None, *question: Any, **options: Any) -> list[dict[str, Any]]:
+    """The plan, with a word on what is being simulated; beside `out` what is finished is kept."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from simulator.capacity import plan
+
+    kept = None if out is None else out.with_name(out.name + ".jsonl")
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    console = Console(stderr=True)
+    # Off a terminal a bar that goes when it is done would leave an empty line.
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("simulating", total=None)
+        rows = plan(
+            *question, **options, path=kept,
+            progress=lambda done, at: bar.update(task, description=f"run {done}: {at}"),
+        )  # fmt: skip
+    if kept is not None:
+        kept.unlink(missing_ok=True)
+    return rows
+
+
+def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:
+    from simulator.capacity.plots import plot_replicas
+    from simulator.plots import save
+
+    if not any(row["curve"] for row in rows):
+        note("no policy keeps the targets at any load: there is nothing to draw")
+        return
+    note(f"wrote {save(plot_replicas(rows), folder / 'replicas.png', label=label)}")

@@ -1,0 +1,145 @@
+"""What is looked for of one policy: rough limits first, then the answer, then comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from simulator.capacity.points import LONG, Point, Verdict
+from simulator.capacity.search import fewest, highest
+from simulator.capacity.study import Search
+
+EMPTY_RATE = 1e-4
+"""Requests per second at which each is alone."""
+TRIED, FEW = 100, 200
+"""Requests that are tried alone, and the least that a replica gets."""
+MOST_REQUESTS = 3000
+"""The most that a replica gets, however slow its requests."""
+ROUGH, FINE = 0.1, 0.03
+"""To what part rates are found: to look around from, and to report."""
+ENOUGH = 3
+"""Replications for rates, of which one is found from many points."""
+
+Value = TypeVar("Value", int, float)
+Found = TypeVar("Found")
+Ask = Callable[[int, float, int | None, int | None], Sequence[Point]]
+"""Makes the points of a policy: (replicas, rate, requests, replications at most; None: all)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one replica can do, about."""
+
+    alone: Verdict
+    """A request at a time."""
+    limit: float
+    """The rate up to which it keeps the targets; 0 where it does at none."""
+    requests: int
+    """That a replica has to get for a judgement."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found for one policy."""
+
+    verdict: Verdict
+    """At `replicas`, or of the most that were tried."""
+    replicas: int | None
+    low: int | None = None
+    high: int | None = None
+    limit: float = math.nan
+    """The rate up to which so many replicas keep the targets."""
+
+
+def start(ask: Ask) -> Search[Start]:
+    """Whether one replica keeps the targets at any rate, and roughly up to which."""
+    alone = yield ask(1, EMPTY_RATE, TRIED, 1)
+    if not alone.kept:
+        return Start(alone, 0.0, FEW)
+    rate = 1 / alone.mean("e2e_s", "mean")
+    verdicts: dict[float, Verdict] = {}
+    limit = yield from _asked(
+        highest(rate, 2.0, ROUGH, rate / 1000), lambda r: ask(1, r, FEW, 2), verdicts
+    )
+    slowest = (verdicts[limit] if limit else alone).mean("e2e_s", "p95")
+    needed = math.ceil(1.5 * LONG * slowest * limit)
+    return Start(alone, limit, min(max(FEW, needed), MOST_REQUESTS))
+
+
+def answer(ask: Ask, rate: float, guess: int, most: int, requests: int | None) -> Search[Answer]:
+    """The fewest replicas at `rate`, their interval, and the rate that is too much for them."""
+    verdicts: dict[int, Verdict] = {}
+
+    def points(replicas: int) -> Sequence[Point]:
+        return ask(replicas, rate, requests, None)
+
+    count = yield from _asked(fewest(guess, most), points, verdicts)
+    if count is None:
+        return Answer(verdicts[most], None)
+    share = verdicts[count].targets.share
+    low: int | None = None
+    high: int | None = None
+    if math.isfinite(verdicts[count].low):
+        low = high = count
+        while low > 1:
+            if low - 1 not in verdicts:
+                verdicts[low - 1] = yield points(low - 1)
+            if verdicts[low - 1].high < share:
+                break
+            low -= 1
+        while high is not None and verdicts[high].low < share:
+            high = high + 1 if high < min(2 * count + 4, most) else None
+            if high is not None and high not in verdicts:
+                verdicts[high] = yield points(high)
+    limit = yield from _asked(
+        highest(rate, 1 + 1 / max(count, 2), FINE, rate / 2),
+        lambda r: ask(count, r, requests, ENOUGH), {},
+    )  # fmt: skip
+    return Answer(verdicts[count], count, low, high, limit)
+
+
+def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
+    """The share of requests within the targets at each of `rates` per replica."""
+    found = []
+    for rate in rates:
+        verdict = yield ask(1, rate, requests, ENOUGH)
+        found.append(verdict.within)
+    return found
+
+
+def curve(
+    ask: Ask, found: Answer, counts: Sequence[int], requests: Callable[[int], int | None]
+) -> Search[list[tuple[int, float]]]:
+    """Pairs of replicas and the rate up to which they keep the targets, ascending."""
+    pairs = []
+    if found.replicas is not None:
+        pairs.append((found.replicas, found.limit))
+        for count in counts:
+            if count == found.replicas:
+                continue
+            about = found.limit / found.replicas * count
+
+            def points(rate: float, count: int = count) -> Sequence[Point]:
+                return ask(count, rate, requests(count), ENOUGH)
+
+            search = highest(about, 1.1, FINE, about / 10)
+            pairs.append((count, (yield from _asked(search, points, {}))))
+    return sorted(pairs)
+
+
+def _asked(
+    search: Generator[Value, bool, Found],
+    points: Callable[[Value], Sequence[Point]],
+    verdicts: dict[Value, Verdict],
+) -> Search[Found]:
+    """A search whose questions are answered by simulation; `verdicts` gets the answers."""
+    try:
+        value = next(search)
+        while True:
+            verdicts[value] = verdict = yield points(value)
+            value = search.send(verdict.kept)
+    except StopIteration as end:
+        found: Found = end.value
+        return found

@@ -1,0 +1,342 @@
+"""Capacity: the searches, the answer against queueing theory, what is kept and refused."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.basic import Autoregressive, Fixed
+from simulator.capacity import Targets, parse_targets, plan, plots
+from simulator.capacity.points import Bench, Point, Verdict
+from simulator.capacity.rows import with_cost
+from simulator.capacity.search import fewest, highest
+from simulator.executors import Local
+from simulator.formulas import queues
+from simulator.serving import (
+    ArrivalFile,
+    LeastRequests,
+    Limits,
+    Poisson,
+    RandomSplit,
+    RoundRobin,
+    Scenario,
+    read_results,
+)
+from tests.conftest import Run
+from tests.serving import arrival_file, bernoulli
+from tests.test_serving_parts import Failing
+from tests.test_serving_spans import same
+from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+
+PAIR: Any = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
+TRACE = bernoulli(0.8, 20, 40, seed=3)
+LATENCY = LatencyTable.constant(0.02, 0.002, 0.022)
+
+# --- searches -----------------------------------------------------------------------------
+
+
+def answered(search: Any, answer: Any) -> tuple[Any, list[Any]]:
+    """What a search found, and what it asked."""
+    asked = []
+    value = next(search)
+    while True:
+        asked.append(value)
+        try:
+            value = search.send(answer(value))
+        except StopIteration as end:
+            return end.value, asked
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300))
+def test_the_fewest_are_found_from_any_guess(needed: int, guess: int, most: int) -> None:
+    found, asked = answered(fewest(guess, most), lambda count: count >= needed)
+    assert found == (needed if needed <= most else None)
+    assert all(1 <= count <= most for count in asked)
+    distance = abs(needed - min(guess, most)) + 1
+    assert len(asked) <= 2 * math.log2(distance) + 5
+    # Nobody is believed who was not checked: both sides of the step were asked for.
+    if found is not None:
+        assert needed == 1 or needed - 1 in asked
+        assert needed == most or needed + 1 in asked
+
+
+@given(st.sets(st.integers(1, 30)), st.integers(1, 30))
+def test_an_answer_that_is_chance_is_passed_over(bad: set[int], guess: int) -> None:
+    """Whatever fails, what is found passes, and one more does too."""
+    found, _ = answered(fewest(guess, 30), lambda count: count not in bad)
+    if found is None:
+        assert 30 in bad
+    else:
+        assert found not in bad
+        assert found == 30 or found + 1 not in bad
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(1.05, 4))
+def test_the_highest_rate_is_found_from_any_start(limit: float, start: float, step: float) -> None:
+    found, _ = answered(highest(start, step, 0.01, 1e-6), lambda rate: rate <= limit)
+    assert limit / 1.01 <= found <= limit
+    assert answered(highest(start, step, 0.01, start / 50), lambda rate: False)[0] == 0
+
+
+# --- against theory -----------------------------------------------------------------------
+
+
+@pytest.mark.invariant(7)
+@pytest.mark.parametrize("rate", [2.0, 3.4])
+def test_the_fewest_replicas_are_those_of_queueing_theory(rate: float) -> None:
+    """Exponential jobs, one at a time, split at random: every replica is M/M/1."""
+    jobs = exponential(np.random.default_rng(5), 4000)
+    trace = one_token_jobs(np.rint(jobs / jobs.mean() / PER_TOKEN_S).astype(int))
+    targets = Targets(ttft_s=6.0, share=0.9)
+    base = Scenario(
+        Poisson(1.0), Limits(max_batch=1, token_budget=1 << 30), warmup=0.2, replications=6,
+        router=RandomSplit(),
+    )  # fmt: skip
+    [row] = plan(
+        trace, SERVICE, {"autoregressive": Autoregressive()}, base, rate, targets, requests=3000
+    )
+    each = queues.rate_within(6.0, 0.9, 1.0)
+    # The share is known to about 2 points, and falls by 0.6 for one more request a second.
+    assert row["rate_per_replica"] == pytest.approx(each, rel=0.15)
+    assert abs(row["replicas"] - math.ceil(rate / each)) <= 1
+    assert row["replicas_lo"] <= row["replicas"] <= row["replicas_hi"]
+    assert row["rate_limit"] >= rate
+    assert row["within_targets"] >= 0.9
+
+
+def test_the_share_within_a_target_has_the_standard_error_that_it_claims() -> None:
+    """M/M/1 at a rate where 90 % are in time: |z| < 4 over replications, and they have power."""
+    each = queues.rate_within(6.0, 0.9, 1.0)
+    jobs = exponential(np.random.default_rng(6), 4000)
+    trace = one_token_jobs(np.rint(jobs / jobs.mean() / PER_TOKEN_S).astype(int))
+    base = Scenario(Poisson(1.0), Limits(1, token_budget=1 << 30), warmup=0.2, router=RandomSplit())
+    targets = Targets(ttft_s=6.0, share=0.9)
+    bench = Bench(trace, SERVICE, {"a": Autoregressive()}, base, targets)
+    shares = [bench.run(Point("a", 3, 3 * each, 4000, r))["within"] for r in range(12)]
+    error = float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
+    assert error < 0.02
+    assert abs(np.mean(shares) - 0.9) < 4 * error
+
+
+# --- the plan -----------------------------------------------------------------------------
+
+
+def planned(rate: float = 24.0, slo: str = "ttft=0.4,tpot=0.05,p=0.9", **options: Any) -> Any:
+    base = Scenario(
+        Poisson(1.0), Limits(4), warmup=0.2, replications=2,
+        router=options.pop("router", RoundRobin()),
+    )  # fmt: skip
+    options = {"policies": PAIR, "requests": 400, **options}
+    return plan(TRACE, LATENCY, base=base, rate=rate, targets=parse_targets(slo), **options)
+
+
+def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
+    plain, fixed = planned(curve=True)
+    assert plain["saved"] == 0
+    assert fixed["saved"] == plain["replicas"] - fixed["replicas"] > 0
+    for row in (plain, fixed):
+        assert row["replicas_lo"] <= row["replicas"] <= row["replicas_hi"]
+        assert row["rate_limit"] >= 24
+        assert row["within_targets"] >= 0.9
+        assert row["within_alone"] == 1
+        assert row["router"] == "round-robin"
+        counts = [count for count, _ in row["curve"]]
+        assert counts == sorted(set(counts))
+        assert row["replicas"] in counts
+        # One replica more takes more, about as much each.
+        rates = [rate for _, rate in row["curve"]]
+        assert all(b > 0.95 * a for a, b in pairwise(rates))
+    # A pass is as long for any batch here, so drafting pays at every load.
+    assert fixed["stops_saving"] == math.inf
+    assert plain["stops_saving"] is None
+    # What is found is so: fewer do not keep the targets.
+    bench = Bench(
+        TRACE, LATENCY, PAIR,
+        Scenario(Poisson(1.0), Limits(4), warmup=0.2, router=RoundRobin()),
+        parse_targets("ttft=0.4,tpot=0.05,p=0.9"),
+    )  # fmt: skip
+    fewer = [
+        bench.run(Point("fixed", fixed["replicas"] - 1, 24.0, fixed["requests"], r))
+        for r in range(2)
+    ]
+    assert not Verdict(fewer, bench.targets).kept
+
+
+def test_a_better_router_needs_no_more() -> None:
+    [turn] = planned(policies={"fixed": Fixed(3)})
+    [least] = planned(policies={"fixed": Fixed(3)}, router=LeastRequests())
+    assert least["replicas"] <= turn["replicas"]
+    assert least["rate_per_replica"] > 0.95 * turn["rate_per_replica"]
+
+
+def test_targets_that_nobody_meets_alone_are_met_by_no_number() -> None:
+    # A token takes 20 ms: plain decoding never meets 15, speculation does.
+    plain, fixed = planned(slo="tpot=0.015,p=0.9")
+    assert plain["replicas"] is None
+    assert plain["saved"] is None
+    assert plain["within_alone"] < 0.9
+    assert fixed["replicas"] is not None
+    assert fixed["stops_saving"] == math.inf
+    [neither] = planned(slo="tpot=0.001", policies={"fixed": Fixed(3)})
+    assert neither["replicas"] is None
+    priced = with_cost([plain, fixed], gpus=2, price=1.5)
+    assert math.isnan(priced[0]["cost_per_hour"])
+    assert priced[1]["gpus"] == 2 * fixed["replicas"]
+
+
+def test_too_few_replicas_allowed_is_said() -> None:
+    [row] = planned(600.0, policies={"fixed": Fixed(3)}, most=2)
+    assert row["replicas"] is None
+    assert row["within_alone"] == 1
+
+
+def test_a_horizon_that_is_too_short_says_so() -> None:
+    [row] = planned(policies={"fixed": Fixed(3)}, requests=30)
+    assert "requests arrive over" in row["too_short"]
+    [row] = planned(6.0, policies={"fixed": Fixed(3)}, requests=None)
+    assert row["requests"] >= 200
+    assert not row["too_short"]
+
+
+def test_a_queue_that_still_grows_is_no_judgement() -> None:
+    outcome = {
+        "within": 0.96, "within_late": 0.9, "span_s": 100.0, "e2e_s": {"p95": 1.0},
+        "overloaded": False,
+    }  # fmt: skip
+    growing = Verdict([outcome, outcome], Targets(ttft_s=1.0))
+    assert growing.kept
+    assert "the queue still grows" in growing.too_short
+    assert not Verdict([{**outcome, "within_late": 0.95}] * 2, Targets(ttft_s=1.0)).too_short
+    swamped = {**outcome, "overloaded": True}
+    assert not Verdict([swamped, outcome], Targets(ttft_s=1.0)).kept
+    assert Verdict([swamped, outcome, outcome], Targets(ttft_s=1.0)).kept
+
+
+def test_costs_are_those_of_the_fleet() -> None:
+    row = {"replicas": 3, "throughput_tok_s": 500.0}
+    [priced] = with_cost([row], gpus=2, price=2.0)
+    assert (priced["gpus"], priced["cost_per_hour"]) == (6, 12.0)
+    assert priced["tok_s_per_gpu"] == pytest.approx(500 / 6)
+    assert priced["cost_per_million_tokens"] == pytest.approx(12 / 3600 / 500 * 1e6)
+    assert math.isnan(with_cost([row])[0]["cost_per_hour"])
+    for wrong in ({"gpus": 0}, {"price": -1.0}, {"price": math.inf}):
+        with pytest.raises(DraftsimError, match="expected"):
+            with_cost([row], **wrong)
+
+
+def test_a_stopped_plan_goes_on_and_processes_give_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "plan.jsonl"
+    rows = planned()
+    first = Failing(3)
+    with pytest.raises(KeyboardInterrupt):
+        planned(path=path, executor=first)
+    kept = len(read_results(path).rows)
+    assert kept >= 2
+    every = Failing(10**6)
+    again = planned(path=path, executor=every)
+    done = len(read_results(path).rows)
+    assert every.ran == done - kept
+    for found in (again, planned(executor=Local(2))):
+        for row, expected in zip(found, rows, strict=True):
+            same(row, expected, "row")
+
+
+def test_arrivals_of_a_file_are_planned_as_a_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.exponential(0.05, 400))
+    file = ArrivalFile(arrival_file(tmp_path / "a.csv", *(f"{t},30,{20}" for t in times)))
+    base = Scenario(file, Limits(4), warmup=0.2, replications=2)
+    [row] = plan(
+        TRACE, LATENCY, {"fixed": Fixed(3)}, base, file.rate or 1.0, parse_targets("ttft=0.3")
+    )
+    assert row["requests"] is None
+    assert row["fidelity"] == "approximate"
+    assert row["replicas"] >= 1
+
+
+# --- the figure ---------------------------------------------------------------------------
+
+
+def test_lines_cross_where_the_better_one_changes() -> None:
+    pairs = [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0)]
+    assert plots.limits(pairs).tolist() == pytest.approx([10.0 * k for k in range(1, 9)])
+    bent = [(1, 12.0), (2, 22.0), (4, 38.0), (8, 70.0)]
+    [crossing] = plots.crossings(bent, pairs)
+    assert 20 < crossing.rate < 40
+    assert 2 < crossing.replicas < 4
+    assert plots.crossings(pairs, [(n, 1.01 * r) for n, r in pairs]) == []
+    assert plots.crossings(pairs, [(n, 2 * r) for n, r in pairs]) == []
+
+
+def test_the_figure_shows_the_fewest_replicas_at_every_rate() -> None:
+    rows = planned(curve=True)
+    figure = plots.plot_replicas(rows)
+    [axes] = figure.axes
+    lines = {line.get_label(): line.get_data() for line in axes.lines}
+    for row in rows:
+        x, y = lines[row["policy"]]
+        steps = plots.limits(row["curve"])
+        for rate in np.linspace(0.5, 24, 23):
+            drawn = y[np.searchsorted(x, rate) - 1]
+            assert round(drawn) == np.searchsorted(steps, rate) + 1
+    with pytest.raises(DraftsimError, match="no row has a curve"):
+        plots.plot_replicas([{**row, "curve": []} for row in rows])
+
+
+# --- the command --------------------------------------------------------------------------
+
+
+def test_the_command_answers_in_words_and_rows(
+    synthetic_run: Path, run: Run, tmp_path: Path
+) -> None:
+    command = [
+        "capacity", "--trace", synthetic_run, "--rate", 12, "--slo", "ttft=0.5,tpot=0.05",
+        "--policy", "fixed:gamma=3", "--max-batch", 4, "--replications", 2, "--jobs", 1,
+        "--assume-batch-free", "--price", 3, "--requests", 300,
+    ]  # fmt: skip
+    rows = run(*command, "--json", "-", "--plots", tmp_path).rows
+    assert [r["policy"] for r in rows] == ["autoregressive", "fixed:gamma=3"]
+    assert (tmp_path / "replicas.png").read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        assert row["share"] == 0.95
+        assert row["cost_per_hour"] == pytest.approx(3 * row["replicas"])
+    out = tmp_path / "plan.csv"
+    ran = run(*command, "--out", out)
+    assert f"takes {rows[1]['replicas']} replica" in ran.err
+    assert "saves below" in ran.out
+    assert out.exists()
+    assert not (tmp_path / "plan.csv.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
+        (("--slo", "ttft=0.5", "--rate", 0), "rate is 0"),
+        (("--slo", "latency=1", "--rate", 1), "'latency=1' is none of ttft=S, tpot=S, p=SHARE"),
+        (("--slo", "ttft=soon", "--rate", 1), "ttft is 'soon', expected a number"),
+        (("--slo", "p=0.9", "--rate", 1), "bound nothing"),
+        (("--slo", "ttft=1,ttft=2", "--rate", 1), "stands there twice"),
+        (("--slo", "ttft=1,p=1.5", "--rate", 1), "share is 1.5"),
+        (("--slo", "ttft=-1", "--rate", 1), "ttft_s is -1"),
+        (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
+        (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
+        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "at least 1 replica"),
+    ],
+)
+def test_bad_questions_are_one_line(
+    synthetic_run: Path, run: Run, arguments: tuple[Any, ...], message: str
+) -> None:
+    ran = run("capacity", "--trace", synthetic_run, "--assume-batch-free", *arguments)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
