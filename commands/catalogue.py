@@ -35,6 +35,10 @@ def list_all(
         bool,
         typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
     ] = False,
+    weights: Annotated[
+        bool,
+        typer.Option("--weights", help="Instead: weight formats that latencies can be carried to."),
+    ] = False,
     published: Annotated[
         bool,
         typer.Option("--published", help="Instead: the roofline model against published times."),
@@ -45,14 +49,15 @@ def list_all(
     """Show the bundled recordings, or what can be named on the command line."""
     asked = {
         "policies": policies, "rules": rules, "sources": sources, "formats": formats,
-        "devices": devices, "published": published,
+        "devices": devices, "weights": weights, "published": published,
     }  # fmt: skip
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) > 1:
         raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: ask for one at a time")
     rows = {
         "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
-        "formats": format_rows, "devices": device_rows, "published": published_rows,
+        "formats": format_rows, "devices": device_rows, "weights": weight_rows,
+        "published": published_rows,
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
     shown = None
     if json is None and out is None and chosen and chosen[0] in ("policies", "rules", "sources"):
@@ -156,11 +161,31 @@ def device_rows() -> list[dict[str, Any]]:
     return [asdict(device) for device in DEVICES.values()]
 
 
+def weight_rows() -> list[dict[str, Any]]:
+    """Weight formats."""
+    from dataclasses import asdict
+
+    from simulator.hardware import FORMATS
+
+    return [asdict(form) for form in FORMATS.values()]
+
+
 def published_rows() -> list[dict[str, Any]]:
     """The roofline model against published times."""
     from simulator.hardware import check_published
+    from simulator.hardware.evidence.papers import GAMMATUNE
+    from simulator.hardware.record import predictions
 
-    return [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
+    rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
+    return rows + [
+        {
+            "table": f"{one.study.name}, ms", "row": f"{one.label}", "device": one.run.device,
+            "published": 1e3 * one.run.seconds, "ours": 1e3 * one.seconds, "error": one.error,
+            "kind": one.given,
+        }
+        for mode in ("eager", "graph") for one in predictions(mode)
+        if one.study is not GAMMATUNE  # as the paper's table, above
+    ]  # fmt: skip
 
 
 def recording_rows() -> list[dict[str, Any]]:

@@ -21,7 +21,8 @@ from simulator.hardware import (
     find_device,
     observations,
 )
-from simulator.hardware.published import GAMMATUNE_1, SPECBOUND_4
+from simulator.hardware.evidence.papers import GAMMATUNE_1
+from simulator.hardware.published import SPECBOUND_4
 from simulator.hardware.scaling import table_shapes
 from traces.errors import DraftsimError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
@@ -36,6 +37,9 @@ def test_sizes_are_those_the_models_are_named_for() -> None:
         ("meta-llama/Llama-3.1-8B", 8.03 - 0.525), ("lmsys/vicuna-7b-v1.5", 6.74 - 0.131),
         ("lmsys/vicuna-13b-v1.5", 13.02 - 0.164), ("meta-llama/Llama-3.2-1B-Instruct", 1.236),
         ("double7/vicuna-68m", 0.068 - 0.0246), ("double7/vicuna-160m", 0.162 - 0.0246),
+        ("Qwen/Qwen2.5-0.5B", 0.494), ("Qwen/Qwen2.5-7B", 7.616 - 0.545),
+        ("Qwen/Qwen2.5-32B", 32.76 - 0.779), ("Qwen/Qwen3-0.6B", 0.596),
+        ("Qwen/Qwen3-8B", 8.19 - 0.622), ("Qwen/Qwen3-32B", 32.76 - 0.778),
     ):  # fmt: skip
         assert SHAPES[name].weights / 1e9 == pytest.approx(billions, rel=0.01), name
     # One token of the cache: 2 x layers x kv heads x head width x 2 bytes.
@@ -182,11 +186,11 @@ def test_published_numbers_are_those_of_the_papers() -> None:
         assert (bound.loc["H800", task], bound.loc["RTX 3090", task]) == (fast, slow)
 
 
-def test_published_latencies_are_met_within_a_quarter_but_for_the_smallest() -> None:
-    """The bound that the docs state: two layers are mostly what no layer explains."""
+def test_published_latencies_are_met_within_a_quarter() -> None:
+    """The bound that the docs state; launches outside of layers are of other studies."""
     rows = check_published()
     plain = rows[rows["kind"] == "left out"].set_index("row")["error"]
-    assert (plain.drop("double7/vicuna-68m").abs() < 0.25).all()
+    assert (plain.abs() < 0.25).all()
     assert rows[rows["table"] == "SpecBound 3, ms"]["error"].abs().item() < 0.25
     assert (rows[rows["table"].str.startswith("SpecBound 4")]["error"].abs() < 0.1).all()
     # int4 by dequantisation is another regime: named, not fitted.
@@ -201,14 +205,14 @@ def test_devices_are_found_by_the_names_torch_gives_them() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA GeForce RTX 3090", "rtx-3090"),
         ("NVIDIA H800", "h800"), ("NVIDIA L4", "l4"), ("NVIDIA L40S", "l40s"),
         ("NVIDIA A10", "a10"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("5090", "rtx-5090"),
-        ("NVIDIA B200", "b200"), ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA B200", "b200"), ("NVIDIA H20", "h20"), ("AMD Instinct MI300X OAM", "mi300x"),
     ):  # fmt: skip
         assert find_device(name).name == key
     for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "A10G", "L40"):
         with pytest.raises(DraftsimError, match="has no data-sheet entry"):
             find_device(other)
-    with pytest.raises(DraftsimError, match=r"'h20' has no data-sheet entry \(did you mean 'h200'"):
-        find_device("h20")
+    with pytest.raises(DraftsimError, match=r"'h2o' has no data-sheet entry \(did you mean 'h20"):
+        find_device("h2o")
     with pytest.raises(DraftsimError, match="h100-pcie"):
         find_device("h100-pcie")
 

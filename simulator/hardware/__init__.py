@@ -1,6 +1,8 @@
 """Another GPU than the one measured: data sheets, a cost model, and its error."""
 
 from simulator.hardware.devices import DEVICES, Device, find_device
+from simulator.hardware.formats import FORMATS, WeightFormat, find_format
+from simulator.hardware.interval import CALIBRATE, bounds_of, interval_words
 from simulator.hardware.measured import check_recording
 from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
@@ -8,17 +10,23 @@ from simulator.hardware.scaling import carry_over, fit_table, scaling_error, sca
 from simulator.hardware.shapes import SHAPES, ModelShape
 
 __all__ = [
+    "CALIBRATE",
     "DEVICES",
+    "FORMATS",
     "SHAPES",
     "Device",
     "ModelShape",
     "Observation",
     "Roofline",
+    "WeightFormat",
+    "bounds_of",
     "carry_over",
     "check_published",
     "check_recording",
     "find_device",
+    "find_format",
     "fit_table",
+    "interval_words",
     "observations",
     "published_error",
     "scaling_error",

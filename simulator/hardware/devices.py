@@ -14,7 +14,7 @@ class Device:
     """A GPU's peak rates.
 
     ``bandwidth``: memory, bytes/s.  ``flops``: dense bf16 with fp32 accumulation, 1/s
-    (no sparsity).  ``memory``: bytes.
+    (no sparsity).  ``memory``: bytes.  ``vector_flops``: fp32 outside the tensor cores, 1/s.
     """
 
     name: str
@@ -22,9 +22,10 @@ class Device:
     flops: float
     memory: float
     source: str
+    vector_flops: float
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops", "memory"):
+        for name in ("bandwidth", "flops", "memory", "vector_flops"):
             value = getattr(self, name)
             if not value > 0:
                 raise DraftsimError(f"{name} of {self.name!r} is {value}, expected > 0")
@@ -35,33 +36,39 @@ _HOPPER = "NVIDIA H100 Tensor Core GPU data sheet, SXM (1,979 TFLOP/s with spars
 _H800 = "NVIDIA H800 Tensor Core GPU data sheet, SXM: memory and bf16 as the H100's"
 
 _ALL = (
-    Device("a100-40gb", 1555e9, 312e12, 40e9, f"{_AMPERE}, SXM 40 GB"),
-    Device("a100-80gb", 2039e9, 312e12, 80e9, f"{_AMPERE}, SXM 80 GB"),
-    Device("h100", 3350e9, 989.5e12, 80e9, _HOPPER),
-    Device("h200", 4800e9, 989.5e12, 141e9, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-    Device("h800", 3350e9, 989.5e12, 80e9, _H800),
-    Device("l4", 300e9, 121e12, 24e9, "NVIDIA L4 data sheet (242 TFLOP/s with sparsity, halved)"),
-    Device("l40s", 864e9, 362e12, 48e9, "NVIDIA L40S data sheet (362.05 TFLOP/s dense)"),
-    Device("a10", 600e9, 125e12, 24e9, "NVIDIA A10 data sheet (125 TFLOP/s dense)"),
+    Device("a100-40gb", 1555e9, 312e12, 40e9, f"{_AMPERE}, SXM 40 GB", 19.5e12),
+    Device("a100-80gb", 2039e9, 312e12, 80e9, f"{_AMPERE}, SXM 80 GB", 19.5e12),
+    Device("h100", 3350e9, 989.5e12, 80e9, _HOPPER, 67e12),
+    Device("h200", 4800e9, 989.5e12, 141e9, "NVIDIA H200 Tensor Core GPU data sheet, SXM", 67e12),
+    Device("h800", 3350e9, 989.5e12, 80e9, _H800, 67e12),
+    Device("h20", 4000e9, 148e12, 96e9, "NVIDIA H20 product brief (148 TFLOP/s bf16 dense)", 44e12),
+    Device(
+        "l4", 300e9, 121e12, 24e9, "NVIDIA L4 data sheet (242 TFLOP/s with sparsity, halved)",
+        30.3e12,
+    ),
+    Device("l40s", 864e9, 362e12, 48e9, "NVIDIA L40S data sheet (362.05 TFLOP/s dense)", 91.6e12),
+    Device("a10", 600e9, 125e12, 24e9, "NVIDIA A10 data sheet (125 TFLOP/s dense)", 31.2e12),
     Device(
         "rtx-4090", 1008e9, 165.2e12, 24e9,
-        "NVIDIA Ada GPU Architecture white paper, appendix A (bf16, fp32 accumulate)",
+        "NVIDIA Ada GPU Architecture white paper, appendix A (bf16, fp32 accumulate)", 82.6e12,
     ),
     Device(
         "rtx-5090", 1792e9, 209.5e12, 32e9,
         "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A (bf16, fp32 accumulate)",
+        104.8e12,
     ),
     Device(
         "b200", 8000e9, 2250e12, 180e9,
-        "NVIDIA HGX B200 data sheet, an eighth (36 PFLOP/s bf16 with sparsity, halved)",
+        "NVIDIA HGX B200 data sheet, an eighth (36 PFLOP/s bf16 with sparsity, halved)", 75e12,
     ),
     Device(
         "mi300x", 5300e9, 1307.4e12, 192e9,
-        "AMD Instinct MI300X data sheet (1,307.4 TFLOP/s bf16 dense)",
+        "AMD Instinct MI300X data sheet (1,307.4 TFLOP/s bf16 dense)", 163.4e12,
     ),
     Device(
         "rtx-3090", 936e9, 71e12, 24e9,
         "NVIDIA Ampere GA102 GPU Architecture white paper, tables 2 and 9 (bf16, fp32 accumulate)",
+        35.6e12,
     ),
 )  # fmt: skip
 

@@ -6,25 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from simulator.hardware.devices import DEVICES
-from simulator.hardware.roofline import Observation, Roofline
+from simulator.hardware.evidence.papers import CONTEXT, GAMMATUNE, GAMMATUNE_1, QUANTISED
+from simulator.hardware.formats import FORMATS
+from simulator.hardware.kernels import outside_launches
+from simulator.hardware.record import passes
+from simulator.hardware.roofline import Mode, Observation, Roofline
 from simulator.hardware.shapes import SHAPES
-
-GAMMATUNE_1: Mapping[str, float] = {
-    "meta-llama/Llama-3.2-1B-Instruct": 8.87,
-    "meta-llama/Llama-3.1-8B": 16.65,
-    "meta-llama/Llama-3.1-70B": 925.05,
-    "double7/vicuna-68m": 1.76,
-    "double7/vicuna-160m": 5.61,
-    "lmsys/vicuna-7b-v1.5": 14.29,
-    "lmsys/vicuna-13b-v1.5": 20.15,
-}
-"""Milliseconds a token on one H100 (GammaTune, arXiv:2504.00030, Table 1)."""
-
-QUANTISED = ("meta-llama/Llama-3.1-70B",)
-"""int4 by the table, int8 by the text: its kernels are not those of the others."""
 
 SPECBOUND_3_AR_MS = 17.5
 """Vicuna-7B, plain decoding, batch 1, H800 (SpecBound, arXiv:2604.12247, Table 3)."""
@@ -34,11 +25,6 @@ SPECBOUND_4: Mapping[str, tuple[float, float]] = {
     "Summary": (1.95, 1.92), "Translation": (2.94, 2.69), "Overall": (2.15, 2.01),
 }  # fmt: skip
 """SpecBound's speedup on H800 and on RTX 3090, Vicuna-7B (Table 4)."""
-
-CONTEXT = 512
-"""Tokens in the cache that the published means are read at; none of the papers says."""
-
-LAUNCHES = ("fixed_s", "layer_s")
 
 COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
 
@@ -70,7 +56,8 @@ def check_published(
     for name, published in GAMMATUNE_1.items():
         others = [n for n in plain if n != name]
         model = fitted.on(h100) if fitted else _launches(others)
-        ours = 1e3 * float(model.seconds(SHAPES[name], context=CONTEXT))
+        shape = SHAPES[name].kept_as(FORMATS[QUANTISED.get(name, "bf16")])
+        ours = 1e3 * float(model.seconds(shape, context=CONTEXT))
         kind = "scaled" if fitted else "left out"
         if name in QUANTISED:
             kind += ", quantised"
@@ -103,30 +90,41 @@ class PublishedError(NamedTuple):
     median: float
     worst: float
     figures: int
+    devices: tuple[str, ...]
 
 
-def published_error(fitted: Roofline | None = None) -> PublishedError:
-    """The error of `check_published` over the models whose kernels are those of bf16.
+def published_error(fitted: Roofline | None = None, quantised: bool = False) -> PublishedError:
+    """The error of the model against published passes of its kind.
 
-    ``fitted``: an eager model, carried over to each paper's device; the papers decode eagerly,
-    so that one of graphs has nothing to be held against, and the launches are then fitted to
-    the papers' other models.
+    Of the launch mode of `fitted` (eager without one) and of weights that are `quantised` or are
+    not: `simulator.hardware.record.passes`, and eagerly `check_published` as well, in which an
+    eager model is carried over to each paper's device.
     """
-    eager = fitted is not None and fitted.mode == "eager"
-    return _published_error(fitted if eager else None)
+    eager = fitted is None or fitted.mode == "eager"
+    return _published_error(fitted if eager else None, "eager" if eager else "graph", quantised)
 
 
 @cache
-def _published_error(fitted: Roofline | None) -> PublishedError:
-    rows = check_published(fitted)
-    error = rows.loc[~rows["kind"].str.contains("quantised"), "error"].abs()
-    return PublishedError(float(error.median()), float(error.max()), len(error))
+def _published_error(fitted: Roofline | None, mode: Mode, quantised: bool) -> PublishedError:
+    rows = [
+        (abs(row.error), row.run.device) for row in passes(mode, quantised)
+        if row.study is not GAMMATUNE  # below
+    ]  # fmt: skip
+    if mode == "eager" and not quantised:
+        papers = check_published(fitted)
+        papers = papers[~papers["kind"].str.contains("quantised")]
+        rows += list(zip(papers["error"].abs(), papers["device"], strict=True))
+    found, devices = zip(*rows, strict=True)
+    return PublishedError(
+        float(np.median(found)), max(found), len(found), tuple(sorted(set(devices)))
+    )
 
 
 def _launches(names: Sequence[str]) -> Roofline:
     """Launch times of eager decoding, from published single-token latencies."""
     observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_1[n] / 1e3) for n in names]
-    return Roofline(DEVICES["h100"], "eager").fitted(observed, LAUNCHES)
+    start = Roofline(DEVICES["h100"], "eager", 0.0, outside=outside_launches(GAMMATUNE.name))
+    return start.fitted(observed, ("layer_s",))
 
 
 def _row(

@@ -1,12 +1,15 @@
 """A transformer pass as bytes, operations and launches, fitted to measured cells.
 
     roof   = max(bytes / (memory_share x bandwidth), operations / (compute_share x flops))
-    eager  = fixed + max(layers x layer_s, roof)     the host launches while the device runs
-    graph  = fixed + layers x layer_s + roof         what is left between a graph's kernels
+             + unpacking operations / vector flops
+    eager  = fixed + max((layers + outside) x layer_s, roof)    the host launches while it runs
+    graph  = fixed + layers x layer_s + roof                    what is left between its kernels
 
 bytes: the weights once, and every sequence's cache; operations: two per weight and token,
 and four per cached position, token and hidden unit of every layer (the roofline model of
-Williams et al. 2009, with launches as in LLM inference in eager mode).
+Williams et al. 2009, with launches as in LLM inference in eager mode).  ``outside``: what a pass
+launches outside of its layers, embedding to sampling, over the launches of a layer.  Quantised
+weights are unpacked as their kernels do (`simulator.hardware.formats.Unpacking`).
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Roofline:
         Seconds per pass and per layer that no rate explains: launches and gaps.
     memory_share, compute_share:
         Shares of the peak rates that are reached.
+    outside:
+        Launches outside of the layers, in layers' worth, where the host launches.
     """
 
     device: Device
@@ -66,6 +71,7 @@ class Roofline:
     layer_s: float = 4e-4
     memory_share: float = 0.75
     compute_share: float = 0.6
+    outside: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "graph"):
@@ -83,10 +89,12 @@ class Roofline:
     ) -> Floats:  # fmt: skip
         """Seconds by memory and arithmetic alone; sizes broadcast."""
         b, n, c = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
-        moved = shape.weights * shape.weight_bytes + b * (c + n) * shape.kv_values * shape.kv_bytes
+        moved = shape.held_bytes + b * (c + n) * shape.kv_values * shape.kv_bytes
         done = 2 * b * n * shape.weights + 4 * b * n * (c + n) * shape.layers * shape.hidden
         memory = moved / (self.memory_share * self.device.bandwidth)
-        return np.asarray(np.maximum(memory, done / (self.compute_share * self.device.flops)))
+        roof = np.maximum(memory, done / (self.compute_share * self.device.flops))
+        unpacked = shape.weights * shape.unpacking.operations(b * n)
+        return np.asarray(roof + unpacked / self.device.vector_flops)
 
     def seconds(
         self, shape: ModelShape, batch: npt.ArrayLike = 1, new_tokens: npt.ArrayLike = 1,
@@ -94,10 +102,11 @@ class Roofline:
     ) -> Floats:  # fmt: skip
         """Seconds of a pass; sizes broadcast."""
         roof = self.roof_s(shape, batch, new_tokens, context)
-        launches = shape.layers * self.layer_s
+        how = shape.unpacking
         if self.mode == "eager":
+            launches = (shape.layers * (1 + how.launches) + self.outside) * self.layer_s
             return np.asarray(self.fixed_s + np.maximum(launches, roof))
-        return np.asarray(self.fixed_s + launches + roof)
+        return np.asarray(self.fixed_s + shape.layers * (self.layer_s + how.layer_s) + roof)
 
     def on(self, device: Device) -> Roofline:
         """The same launches and shares of the peak rates on another device."""

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from simulator.hardware.devices import DEVICES, Device, find_device
+from simulator.hardware.formats import WeightFormat
+from simulator.hardware.interval import interval_words, note_of
+from simulator.hardware.kernels import unpacking
 from simulator.hardware.published import published_error
 from simulator.hardware.roofline import Mode, Roofline, observations
 from simulator.hardware.shapes import ModelShape
@@ -62,17 +65,19 @@ def scaling_words(latency: LatencyTable) -> str:
     note = latency.meta.get("scaled") or ""
     if not isinstance(note, Mapping):
         return str(note)
-    return f"from {note['from']} to {note['to']}, by {scaling_error(note)}"
+    kept = ", ".join(f"{role} in {name}" for role, name in note["weights"].items())
+    to = f"{note['to']} ({kept})" if kept else note["to"]
+    return f"from {note['from']} to {to}, by {scaling_error(note)}; {interval_words(latency)}"
 
 
 def scaling_error(note: Mapping[str, Any]) -> str:
     """How far off the model that carried a table over is known to be; ``meta["scaled"]``."""
-    how = "carried over likewise" if note["mode"] == "eager" else "launches fitted to the papers"
+    where = ", ".join(note["published_devices"])
     return (
         f"a cost model that is off by {note['published_median']:.0%} in the median and "
         f"{note['published_worst']:.0%} at worst against {note['published_figures']} published "
-        f"figures of H100, H800 and RTX 3090 ({how}), and by {note['fit_error']:.1%} in the median "
-        "on the passes it was fitted to"
+        f"figures of {where}, and by {note['fit_error']:.1%} in the median on the passes it was "
+        "fitted to"
     )
 
 
@@ -120,6 +125,7 @@ def carry_over(
     source: Device | None = None,
     shapes: Mapping[str, ModelShape] | None = None,
     mode: Mode | None = None,
+    weights: Mapping[str, WeightFormat] | None = None,
 ) -> LatencyTable:
     """`latency` as it would be on `to`: every cell times the ratio of the fitted model there.
 
@@ -134,16 +140,26 @@ def carry_over(
         The device measured; by default what the table's provenance says.
     shapes, mode:
         Models' shapes and launch mode; by default as well.
+    weights:
+        By role, the format that a model's weights are kept in there; those measured by default.
 
     Raises
     ------
     DraftsimError
-        If the table cannot be fitted (see `fit_table`), or the models' weights are larger
-        than the memory of `to`.
+        If the table cannot be fitted (see `fit_table`), it knows no model of that role, or the
+        models' weights are larger than the memory of `to`.
     """
     known = dict(shapes or table_shapes(latency))
     fit, error = fit_table(latency, source=source, shapes=known, mode=mode)
-    held = sum(shape.weights * shape.weight_bytes for shape in known.values())
+    asked = dict(weights or {})
+    if odd := [role for role in asked if role not in known]:
+        raise DraftsimError(f"no model {odd[0]!r} in these latencies, expected {', '.join(known)}")
+    there = {
+        role: shape.kept_as(asked[role], unpacking(asked[role], fit.mode))
+        if role in asked else shape
+        for role, shape in known.items()
+    }  # fmt: skip
+    held = sum(shape.held_bytes for shape in there.values())
     if held > to.memory:
         raise DraftsimError(
             f"{to.name} has {to.memory / 1e9:.0f} GB of memory and the models' weights take "
@@ -157,18 +173,23 @@ def carry_over(
             continue
         sizes = [cells.loc[rows, c].to_numpy(float) for c in ("batch", "new_tokens", "context")]
         sizes[1][cells.loc[rows, "phase"] == "settling"] = 1.0  # there a place, not a width
-        ratio = away.seconds(shape, *sizes) / fit.seconds(shape, *sizes)
+        ratio = away.seconds(there[role], *sizes) / fit.seconds(shape, *sizes)
         for column in ("median_s", "spread_s"):
             cells.loc[rows, column] = cells.loc[rows, column].to_numpy(float) * ratio
     # A head is its projection's weights: memory or arithmetic, and no layers' launches.
-    heads = cells["phase"].eq("head")
-    cells.loc[heads, ["median_s", "spread_s"]] *= home.bandwidth / to.bandwidth
-    against = published_error(fit)
+    for role, shape in known.items():
+        heads = cells["phase"].eq("head") & cells["model"].eq(role)
+        bits = (there[role].head_bytes or shape.weight_bytes) / shape.weight_bytes
+        cells.loc[heads, ["median_s", "spread_s"]] *= bits * home.bandwidth / to.bandwidth
+    quantised = any(form.quantised for form in asked.values())
+    against = published_error(fit, quantised)
     note = {
         "from": home.name, "to": to.name, "mode": fit.mode, "fixed_s": fit.fixed_s,
         "layer_s": fit.layer_s, "memory_share": fit.memory_share,
         "compute_share": fit.compute_share, "fit_error": error,
         "published_median": against.median, "published_worst": against.worst,
-        "published_figures": against.figures,
+        "published_figures": against.figures, "published_devices": list(against.devices),
+        "weights": {role: form.name for role, form in asked.items()},
+        **note_of(fit.mode, quantised),
     }  # fmt: skip
     return LatencyTable(cells, {**latency.meta, "device": to.name, "scaled": note})

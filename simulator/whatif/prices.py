@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.hardware.devices import find_device
+from simulator.hardware.formats import WeightFormat
+from simulator.hardware.interval import Bounds, bounds_of
 from simulator.hardware.scaling import carry_over, home_device
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -33,6 +35,11 @@ class DeviceTable(NamedTuple):
     """The same on the passes measured, which it was fitted to."""
     table: LatencyTable
 
+    @property
+    def bounds(self) -> Bounds | None:
+        """The table were the carrying model off as far as it was before; None unless `scaled`."""
+        return bounds_of(self.table)
+
 
 @dataclass(frozen=True)
 class Prices:
@@ -47,6 +54,10 @@ class Prices:
     gpus:
         Devices, by their data-sheet names, that each table is carried over to (see
         `simulator.hardware.carry_over`); none leaves them on the device measured.
+    weights:
+        By role, formats that the models' weights are kept in instead of those measured.
+    always:
+        Draft passes that every round runs, whatever it drafts (`traces.replay.always`).
 
     Raises
     ------
@@ -60,6 +71,8 @@ class Prices:
     contexts: Sequence[int | None] = (None,)
     verify: float = 1.0
     gpus: Sequence[str] = ()
+    weights: Mapping[str, WeightFormat] = field(default_factory=dict)
+    always: int = 0
 
     def __post_init__(self) -> None:
         if not len(self.ratios) and not self.latencies:
@@ -71,6 +84,8 @@ class Prices:
             raise DraftsimError(f"verify is {self.verify}, expected > 0 target passes")
         if self.gpus and not self.latencies:
             raise DraftsimError("GPUs need a latency table to carry over: give one measured")
+        if self.weights and not self.latencies:
+            raise DraftsimError("weight formats need a latency table to start from: give one")
         _ = self.tables  # refused now, not in a worker
 
     @property
@@ -81,7 +96,7 @@ class Prices:
     @cached_property
     def tables(self) -> tuple[DeviceTable, ...]:
         """Every table on every device, in the order of the rows priced."""
-        if not self.gpus:
+        if not self.gpus and not self.weights:
             return tuple(
                 DeviceTable(n, device_name(t), *_scaling(t), t) for n, t in self.latencies.items()
             )
@@ -90,8 +105,9 @@ class Prices:
         for name, table in self.latencies.items():
             try:
                 home = home_device(table)
-                for gpu, device in devices.items():
-                    there = table if device == home else carry_over(table, device)
+                for gpu, device in (devices or {home.name: home}).items():
+                    same = device == home and not self.weights
+                    there = table if same else carry_over(table, device, weights=self.weights)
                     found.append(DeviceTable(name, gpu, *_scaling(there), there))
             except DraftsimError as error:
                 raise DraftsimError(f"{name}: {error}") from None

@@ -7,6 +7,7 @@ the RTX 3090 ladder in view, though, so that the ladder does not test the form.
 
 from pathlib import Path
 
+from simulator.hardware.evidence import STUDIES
 from simulator.papers.measured.engines import engine_rows
 from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, RTX3090_SOURCE
 from simulator.papers.measured.ladder import ladder_rows
@@ -30,6 +31,7 @@ def sources() -> dict[str, str]:
     found = {"RTX 3090 llama.cpp 27B 4-bit": RTX3090_SOURCE}
     found |= {study.name: study.source for study in (*ENGINE_STUDIES, MINICPM)}
     found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
+    found |= {study.name: study.source for study in STUDIES}
     found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
     found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
     return found

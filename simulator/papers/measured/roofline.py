@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from simulator.hardware.evidence.papers import GAMMATUNE
+from simulator.hardware.formats import FORMATS
 from simulator.hardware.published import check_published
+from simulator.hardware.record import predictions
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 
 GIVEN = {
@@ -13,7 +16,7 @@ GIVEN = {
 
 
 def roofline_rows() -> list[Evidence]:
-    """`simulator.hardware.check_published` as rows of evidence; quantised models apart."""
+    """`check_published` and `predictions` as rows of evidence; quantised models apart."""
     groups: dict[str, list[Evidence]] = {}
     for row in check_published().to_dict("records"):
         study, given = GIVEN[str(row["table"])]
@@ -23,4 +26,17 @@ def roofline_rows() -> list[Evidence]:
         groups.setdefault(str(row["table"]), []).append(
             evidence(study, given, quantity, float(row["ours"]), float(row["published"]))
         )
+    for mode in ("eager", "graph"):
+        for one in predictions(mode):
+            if one.study is GAMMATUNE:
+                continue  # above
+            given = f"data sheet; {one.given}"
+            if FORMATS[one.run.weights].quantised:
+                given = given.replace("its unquantised", "quantised from its unquantised")
+            if one.run.new_tokens > 1:
+                given += ", wider"
+            groups.setdefault(f"{one.study.name}, {given}", []).append(evidence(
+                one.study.name, given, f"ms, {one.label}, {one.run.device}", 1e3 * one.seconds,
+                1e3 * one.run.seconds,
+            ))  # fmt: skip
     return [row for rows in groups.values() for row in ranked(rows)]

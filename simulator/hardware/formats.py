@@ -1,0 +1,118 @@
+"""Formats that weights are kept in, and what reading one costs beyond its bytes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How a model's matrices are stored.
+
+    ``bits``: of a number in the layers' matrices, its share of scales and zero points included.
+    ``head_bits``: of one in the output projection, which many formats leave alone.  ``kernels``:
+    whose read it, where one set reads several.
+    """
+
+    name: str
+    bits: float
+    head_bits: float
+    source: str
+    kernels: str = ""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the numbers are unpacked, or multiplied at less than 16 bits."""
+        return self.bits < 16
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """What passes over a format cost beyond its bytes; fitted to published runs of it.
+
+    Parameters
+    ----------
+    layer_s:
+        Seconds a layer on the device: further kernels, and matrices too small to fill it.
+    launches:
+        The same where a host launches every kernel, over the launches of a layer.
+    weight_ops:
+        Vector operations per weight and pass.
+    token_ops:
+        The same for each token after a pass's first, in kernels that take the tokens one by one.
+    tokens:
+        Tokens of a pass up to which such kernels run; None: they never do.
+    tile_ops:
+        Vector operations per weight of the kernels for more, which take a whole tile of them.
+    """
+
+    layer_s: float = 0.0
+    launches: float = 0.0
+    weight_ops: float = 0.0
+    token_ops: float = 0.0
+    tokens: int | None = None
+    tile_ops: float = 0.0
+
+    def operations(self, tokens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Vector operations per weight of passes over so many tokens."""
+        count = np.asarray(tokens, dtype=float)
+        if self.tokens is None:
+            return np.full_like(count, self.weight_ops)
+        more = np.where(count <= self.tokens, self.token_ops * (count - 1), self.tile_ops)
+        return np.asarray(self.weight_ops + more)
+
+
+_GPTQ = "a 16-bit scale and a zero point for 128 weights; the head in 16 bits"
+_GGUF = "llama.cpp, block layouts of ggml-common.h; the head in Q6_K"
+_MIXED = "llama.cpp, bits per weight of its quantize README, Llama 2 13B; the head in Q6_K"
+
+_ALL = (
+    WeightFormat("bf16", 16, 16, "16 bits, unquantised"),
+    WeightFormat("fp8", 8 + 32 / 128**2, 16, "E4M3, a scale for 128 x 128 weights; the head bf16"),
+    WeightFormat("gptq-int8", 8 + (16 + 8) / 128, 16, _GPTQ, "marlin"),
+    WeightFormat("gptq-int4", 4 + (16 + 4) / 128, 16, _GPTQ, "marlin"),
+    WeightFormat("awq-int4", 4 + (16 + 4) / 128, 16, _GPTQ, "marlin"),
+    WeightFormat(
+        "int8", 8, 8, "gpt-fast, weights alone, a scale for a row; the head too", "gpt-fast"
+    ),
+    WeightFormat(
+        "int4-g32", 4 + 32 / 32, 4 + 32 / 32, "gpt-fast, groups of 32; the head too", "gpt-fast"
+    ),
+    WeightFormat("nf4", 4.127, 16, "QLoRA, arXiv:2305.14314, section 3; the head in 16 bits"),
+    WeightFormat("q4_0", 4.5, 6.5625, _GGUF, "llama.cpp"),
+    WeightFormat("q4_k_m", 4.83, 6.5625, _MIXED, "llama.cpp"),
+    WeightFormat("q5_k_m", 5.67, 6.5625, _MIXED, "llama.cpp"),
+    WeightFormat("q6_k", 6.5625, 6.5625, _GGUF, "llama.cpp"),
+    WeightFormat("q8_0", 8.5, 8.5, "llama.cpp, block layouts of ggml-common.h", "llama.cpp"),
+)
+
+FORMATS: Mapping[str, WeightFormat] = {f.name: f for f in _ALL}
+
+_ALIASES = {
+    "fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "gptq": "gptq-int4", "awq": "awq-int4",
+    "gptq-int4-g128": "gptq-int4", "awq-int4-g128": "awq-int4",
+}  # fmt: skip
+
+
+def find_format(name: str) -> WeightFormat:
+    """The format called `name`, as in `FORMATS`; raises DraftsimError with the nearest name.
+
+    >>> find_format("Q4_K_M").bits
+    4.83
+    """
+    text = name.strip().lower()
+    text = _ALIASES.get(text, text)
+    if text in FORMATS:
+        return FORMATS[text]
+    close = difflib.get_close_matches(text, FORMATS, n=1, cutoff=0.3)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise DraftsimError(
+        f"{name!r} is no weight format known here{hint}: expected of {', '.join(FORMATS)}"
+    )
