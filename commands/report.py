@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.devices import one_latency
+from commands.common.devices import one_latency, say_calibrate
 from commands.common.inputs import (
     DEFAULT_TRACE,
     TRACE_VARIABLE,
+    AlwaysOption,
     GpuOption,
     LatencyOption,
     PolicyOption,
+    WeightsOption,
     load_trace,
 )
 from commands.common.output import note
 from commands.common.ranking import rank
+
+if TYPE_CHECKING:
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
 
 
 def report(
@@ -35,7 +42,9 @@ def report(
     ),
     latency: LatencyOption = None,
     policy: PolicyOption = None,
+    always_draft: AlwaysOption = None,
     gpu: GpuOption = None,
+    weights: WeightsOption = None,
     serve: Annotated[
         bool, typer.Option(help="Also serve batches in simulated time, where they were measured.")
     ] = True,
@@ -43,20 +52,46 @@ def report(
 ) -> None:
     """Write one HTML page to hand on: no network, sliders that recompute in the page."""
     from simulator.report import build_report, write_report
+    from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
 
-    trace, table = load_trace(run, "the report"), one_latency(latency, run, gpu)
+    trace = load_trace(run, "the report")
+    table = drafting_always(one_latency(latency, run, gpu, weights=weights), always_draft)
+    say_calibrate([table], 2 if serve and table.knows_batches else 1)
     ranking = rank(trace, table, policy)
     # Times measured on another device are no check of what is predicted for this one.
-    other = latency is not None or table.meta.get("scaled")
+    other = latency is not None or table.meta.get("scaled") or always_draft is not None
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
+    notes = {**ranking.notes}
+    for name, span in carried_spans(ranking.logs, table).items():
+        notes[name] = "; ".join(filter(None, (notes.get(name), span)))
+    logs = [always_drafted(log, passes_always(table)) for log in ranking.logs]
     page = build_report(
-        trace, table, ranking.logs, notes=ranking.notes, measured=measured,
+        trace, table, logs, notes=notes, measured=measured,
         title=Path(run).name, serve=serve, resamples=resamples,
     )  # fmt: skip
     write_report(page, out)
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
+
+
+def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:
+    """By policy, the speedup were carried latencies off as before; empty for measured ones."""
+    from simulator.hardware import bounds_of
+    from simulator.pricing import autoregressive, price
+
+    bounds = bounds_of(latency)
+    if bounds is None:
+        return {}
+
+    def speedup(log: RoundLog, table: LatencyTable) -> float:
+        return price(autoregressive(log), table).total_s / price(log, table).total_s
+
+    spans = {log.policy: [speedup(log, table) for table in bounds] for log in logs}
+    return {
+        policy: f"{low:.2f} to {high:.2f} were the carrying model off as it was before"
+        for policy, (low, high) in spans.items()
+    }
 
 
 def measured_file(run: str) -> Path | None:

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import one_latency
+from commands.common.devices import one_latency, say_calibrate
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AlwaysOption,
     AssumeOption,
     GpuOption,
     LatencyOption,
     TraceOption,
+    WeightsOption,
     load_trace,
 )
 from commands.common.output import JsonOption, emit, note, print_table
@@ -30,6 +32,9 @@ SHOWN = (
     "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain", "gain_lo",
     "gain_hi",
 )  # fmt: skip
+CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
+"""With --gpu or --weights: what would be found were drafting and verifying as much dearer, or
+cheaper, than carried over as the carrying model was off before."""
 
 
 class Engine(StrEnum):
@@ -53,7 +58,9 @@ def tune(
     trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     source: DraftedOption = None,
+    always_draft: AlwaysOption = None,
     gpu: GpuOption = None,
+    weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
     slo: Annotated[
         str | None,
@@ -107,12 +114,14 @@ def tune(
     json: JsonOption = None,
 ) -> None:
     """Search the draft lengths that pay, and write them as the engine's configuration."""
+    from simulator.hardware import bounds_of
     from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS
     from simulator.tune.launch import FILE
+    from traces.replay.always import drafting_always
 
     recorded = load_trace(trace, "tune")
-    table = one_latency(latency, trace, gpu, assume_batch_free)
+    table = one_latency(latency, trace, gpu, assume_batch_free, weights)
     drafted = drafted_by(source, trace, recorded)
     if drafted is not None:
         if engine in ONE_REQUEST:
@@ -120,8 +129,9 @@ def tune(
                 f"what is tuned for {engine.value} drafts with a model, not with "
                 f"{drafted.trace.source}: tune for vllm or sglang"
             )
-        drafted.check_costs((), gpu)
+        drafted.check_costs((), gpu or weights)
         recorded, table = drafted.trace, drafted.priced(table, 1, assume_batch_free)
+    table = drafting_always(table, always_draft)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batch", batch)
@@ -144,11 +154,17 @@ def tune(
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
     tuned = _search(engine, recorded, table, sizes, by_context, context, common)
     rows = [dict(row) for row in tuned.rows]
+    for name, other in zip(("dear", "cheap"), bounds_of(table) or (), strict=False):
+        # Searched again: were the carried latencies off as before, would the setting be another?
+        again = _search(engine, recorded, other, sizes, by_context, context, common)
+        for row, found in zip(rows, again.rows, strict=False):
+            row |= {f"setting_{name}": found["setting"], f"gain_{name}": found["gain"]}
+    say_calibrate([table], max(row["batch"] for row in rows) if rows else 1)
     shown = [c for c in SHOWN if c != "context" or by_context]
     if targets is not None:
         shown.append("within_slo")
-    if gpu is not None:
-        shown.append("scaled")
+    if gpu is not None or weights is not None:
+        shown += ["scaled", *(n for n in CARRIED if rows and n in rows[0])]
     if any(row["assumed"] for row in rows):
         shown.append("assumed")
     if check:

@@ -10,7 +10,8 @@ A round of a draft model costs
 * under a lossy verify rule, the time to judge the drafted tokens, a part of the host time.
 
 Plain decoding is the case ``drafted = 0`` of the same sum, so a speedup compares like
-with like.  Decode time counts the rounds; prefill is kept apart.
+with like.  A table of an engine that always drafts (`traces.replay.always`) charges its passes in
+every other round.  Decode time counts the rounds; prefill is kept apart.
 
 A round of another source costs its calls (`simulator.calls`) in place of the draft passes,
 and of the target's pass where they include the verification.  Rounds of a drafter on the
@@ -32,6 +33,7 @@ from simulator.calls import NO_PASSES, PassCount, call_seconds, verify_phase
 from traces.errors import DraftsimError
 from traces.latency.settling import settling_s
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay.always import always_drafted, passes_always
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -151,6 +153,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         If the log lacks the calls of its source, the table lacks the cells of a part that
         ran, or ``batch < 1``.
     """
+    log = always_drafted(log, passes_always(latency))
     drafter = log.drafter if log.drafter == "draft" else latency.drafter(log.drafter)
     if log.calls is None and log.drafter == "draft" and log.source not in ("draft-model", "none"):
         raise DraftsimError(

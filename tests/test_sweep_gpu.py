@@ -13,7 +13,17 @@ from typer.testing import CliRunner
 
 import draftsim
 from commands import app
-from simulator.hardware import DEVICES, Roofline, carry_over, fit_table, published_error
+from simulator.hardware import (
+    DEVICES,
+    FORMATS,
+    Roofline,
+    bounds_of,
+    carry_over,
+    fit_table,
+    interval_words,
+    published_error,
+)
+from simulator.hardware.interval import reach_of, reaches
 from simulator.hardware.shapes import ModelShape
 from simulator.whatif import Prices, overview, read_sweep
 from tests.conftest import Run
@@ -102,9 +112,16 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
     known = published_error(TRUTH)
     assert (
         f"off by {known.median:.0%} in the median and {known.worst:.0%} at worst against "
-        f"{known.figures} published figures of H100, H800 and RTX 3090"
+        f"{known.figures} published figures of a100-80gb, h20, rtx-3090, rtx-4090"
     ) in result.stderr
     assert {r["scale_error"] for r in rows if r["scaled"]} == {known.median}
+    # Beside it what it would be were the model off as before; of what was measured, nothing.
+    carried = frame[frame["scaled"]]
+    assert (carried["carried_lo"] < carried["speedup"]).all()
+    assert (carried["carried_hi"] > carried["speedup"]).all()
+    assert frame.loc[~frame["scaled"], ["carried_lo", "carried_hi"]].isna().all(axis=None)
+    assert all((r["carried_lo"] is None) != r["scaled"] for r in rows)
+    assert result.stderr.count("draftsim calibrate") == 1
     # Every row is what the carried table gives by itself.
     alone = tmp_path / "alone.parquet"
     carried = tmp_path / "h100.parquet"
@@ -113,6 +130,32 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
         "--context", "100,1000", "--out", str(alone))  # fmt: skip
     same = frame[frame["gpu"] == "h100"].reset_index(drop=True)
     np.testing.assert_allclose(read_sweep(alone)["speedup"], same["speedup"])
+
+
+def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
+    files: Path, tmp_path: Path
+) -> None:
+    """Of the target alone: it gets faster, the draft does not, so speculation pays less."""
+    table = ("--latency", str(files / "latency.parquet"), "--policy", "fixed:gamma=4")
+    found = {}
+    for name, more in (
+        ("measured", ()), ("both", ("--weights", "awq-int4")),
+        ("target", ("--weights", "target=awq-int4")),
+        ("away", ("--weights", "fp8", "--gpu", "h100")),
+    ):  # fmt: skip
+        out = tmp_path / f"{name}.parquet"
+        result = run(files, *table, *more, "--out", str(out), "--json", "-")
+        found[name] = read_sweep(out)
+        assert found[name]["scaled"].all() == (name != "measured")
+        if name == "target":
+            assert "scaled to h200, target in awq-int4: approximate" in result.stderr
+    assert set(found["away"]["gpu"]) == {"h100"}
+    wall = {name: float(frame["wall_s"].iloc[0]) for name, frame in found.items()}
+    assert wall["both"] < wall["target"] < wall["measured"]
+    pays = {name: float(frame["speedup"].iloc[0]) for name, frame in found.items()}
+    assert pays["target"] < pays["measured"]
+    more = ("--weights", "fp8", "--ladder")
+    assert "leave out --weights" in run(files, *table, *more, expect=2).stderr
 
 
 def test_ratios_belong_to_no_device(files: Path, tmp_path: Path) -> None:
@@ -141,7 +184,9 @@ def test_a_table_of_the_suite_stands_for_its_pairs(files: Path, tmp_path: Path) 
     [
         (("--latency", "{}/cpu.parquet", "--gpu", "h100"), r"'Intel\(R\) Xeon\(R\)'.* no GPU data"),
         (("--latency", "const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
-        (("--latency", "{}/latency.parquet", "--gpu", "h20"), "did you mean 'h200'"),
+        (("--latency", "{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
+        (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
+        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
         (("--latency", "{}/latency.parquet", "--gpu", "h100", "--ladder"), "leave out --gpu"),
     ],
 )
@@ -194,8 +239,11 @@ def test_published_error_is_of_the_tables_own_fit_where_the_papers_ran_as_it_did
     eager = Roofline(DEVICES["h200"], "eager", 1e-4, 4.5e-4)
     slow = Roofline(DEVICES["h200"], "eager", 1e-4, 9e-4)
     assert published_error(slow).median > published_error(eager).median
-    assert published_error(TRUTH) == published_error()
-    assert published_error().figures == 6 + 1 + 7
+    # GammaTune's models, SpecBound's step and its tasks, and Qwen's models on two GPUs.
+    assert published_error().figures == 6 + 1 + 7 + 6 + 6
+    graph, packed = published_error(TRUTH), published_error(TRUTH, quantised=True)
+    assert "h100" not in graph.devices
+    assert packed.figures > graph.figures > 10
 
 
 def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path) -> None:
@@ -209,7 +257,7 @@ def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path)
         {"draftsim": json.dumps({**header, "schema": 1})}
     )
     pq.write_table(old, out)
-    with pytest.raises(FileError, match=r"is of schema 1, expected 3: sweep again"):
+    with pytest.raises(FileError, match=r"is of schema 1, expected 4: sweep again"):
         read_sweep(out)
 
 
@@ -234,6 +282,11 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
     assert "warning: latencies were scaled, not measured: from h200 to rtx-3090" in there.err
     assert f"off by {published_error(TRUTH).median:.0%} in the median" in there.err
     assert "measured on h200, scaled to rtx-3090: approximate" in there.err
+    for row in there.rows:
+        assert row["gain_dear"] <= row["gain_cheap"]
+        assert {"setting_dear", "setting_cheap"} <= set(row)
+    assert "gain_dear" not in here.rows[0]
+    assert ("draftsim calibrate" in there.err) == (engine != "hf")
     # A GPU of a fifth of the bandwidth.
     assert there.rows[0]["throughput_tok_s"] < 0.6 * here.rows[0]["throughput_tok_s"]
 
@@ -242,7 +295,9 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
     ("more", "message"),
     [
         (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU here: run once for each"),
-        (("{}/latency.parquet", "--gpu", "h20"), "did you mean 'h200'"),
+        (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
+        (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
+        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
         (("{}/cpu.parquet", "--gpu", "h100"), "has no GPU data sheet"),
         (("const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
         (("{}/suite.parquet",), "holds 2 tables, expected one: name"),
@@ -268,4 +323,29 @@ def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
     for gpu, scaled in (("h200", False), ("h100", True)):
         ran = run(*common, "--gpu", gpu, "--out", page)
         assert ran.code == 0, ran.err
+        assert ("were the carrying model off as it was" in page.read_text()) == scaled
         assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled
+
+
+def test_bounds_are_the_records_factors_and_leave_a_step_alone() -> None:
+    table = carry_over(measured(), DEVICES["h100"])
+    how, bounds = reach_of(table), bounds_of(table)
+    assert how is not None
+    assert bounds is not None
+    assert (how.draft, how.verify) == reaches("graph", False)
+    assert min(how) > 1
+    assert "80% of the time" in interval_words(table)
+    quantised = carry_over(measured(), DEVICES["h100"], weights={"target": FORMATS["awq-int4"]})
+    assert reach_of(quantised) == reaches("graph", True)
+    for one, (draft, verify) in zip(bounds, (how, (1 / how.draft, 1 / how.verify)), strict=True):
+        assert one.seconds("draft", "forward", context=16) == pytest.approx(
+            draft * table.seconds("draft", "forward", context=16)
+        )
+        step = table.seconds("target", "forward", context=16)
+        assert one.seconds("target", "forward", context=16) == pytest.approx(step)
+        wide = table.seconds("target", "forward", new_tokens=9, context=16)
+        assert one.seconds("target", "forward", new_tokens=9, context=16) == pytest.approx(
+            max(step, verify * wide)
+        )
+    assert bounds_of(measured()) is None
+    assert interval_words(measured()) == ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from simulator.hardware import WeightFormat
     from simulator.whatif.prices import Prices
     from traces.latency.table import LatencyTable
 
@@ -70,9 +71,12 @@ def in_batches(
 
 
 def one_latency(
-    name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False
-) -> LatencyTable:
+    name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False,
+    weights: str | None = None,
+) -> LatencyTable:  # fmt: skip
     """The one table that `name` stands for, by default the trace's own, on one GPU or its own.
+
+    ``weights`` as of `weight_formats`.
 
     Raises
     ------
@@ -85,14 +89,14 @@ def one_latency(
         raise DraftsimError(
             f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
         )
-    wanted = gpu_names(gpu)
-    if not wanted:
+    wanted, forms = gpu_names(gpu), weight_formats(weights)
+    if not wanted and not forms:
         return next(iter(tables.values()))
-    if len(wanted) != 1:
+    if len(wanted) > 1:
         raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
     from simulator.whatif.prices import Prices
 
-    prices = Prices(latencies=tables, gpus=wanted)
+    prices = Prices(latencies=tables, gpus=wanted, weights=forms)
     say_scaling(prices)
     return prices.tables[0].table
 
@@ -116,9 +120,34 @@ def gpu_names(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(find_device(name).name for name in names))
 
 
+def weight_formats(text: str | None) -> dict[str, WeightFormat]:
+    """The formats of ``--weights`` by role; DraftsimError for what is none."""
+    from simulator.hardware import find_format
+
+    if text is None:
+        return {}
+    if "=" not in text:
+        return dict.fromkeys(("target", "draft"), find_format(text))
+    found = {}
+    for part in text.split(","):
+        role, _, name = (piece.strip() for piece in part.partition("="))
+        if role not in ("target", "draft") or role in found:
+            raise DraftsimError(f"--weights {text}: expected FORMAT or target=FORMAT,draft=FORMAT")
+        found[role] = find_format(name)
+    return found
+
+
+def say_calibrate(tables: Iterable[LatencyTable], largest: int) -> None:
+    """Note, where carried latencies price batches above one, what does that better."""
+    from simulator.hardware import CALIBRATE
+
+    if largest > 1 and any(table.meta.get("scaled") for table in tables):
+        note(CALIBRATE)
+
+
 def say_scaling(prices: Prices) -> None:
     """Note what was carried over to another GPU, and the model's known errors."""
-    from simulator.hardware import scaling_error, scaling_words
+    from simulator.hardware import interval_words, scaling_error, scaling_words
 
     scaled = [t for t in prices.tables if t.scaled]
     for name in dict.fromkeys(t.latency for t in scaled):
@@ -128,5 +157,8 @@ def say_scaling(prices: Prices) -> None:
             note(f"{name}: scaled, not measured: {scaling_words(own[0].table)}")
             continue
         there = ", ".join(t.gpu for t in own)
-        note(f"{name}: measured on {how['from']}, scaled to {there}: approximate")
+        kept = ", ".join(f"{role} in {form}" for role, form in how["weights"].items())
+        to = f"{there}, {kept}" if kept else there
+        note(f"{name}: measured on {how['from']}, scaled to {to}: approximate")
         note(f"  by {scaling_error(how)}")
+        note(f"  {interval_words(own[0].table)}")

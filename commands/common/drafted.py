@@ -56,8 +56,9 @@ class Drafted:
         name = self.trace.source
         if gpu is not None:
             raise DraftsimError(
-                f"--gpu carries latencies over by the models' shapes, and that of {name} is not "
-                "kept: measure it there (`draftsim profile --device cuda`), or drop --source"
+                f"--gpu and --weights carry latencies over by the models' shapes, and that of "
+                f"{name} is not kept: measure it there (`draftsim profile --device cuda`), or "
+                "drop --source"
             )
         if ratios and self.trace.drafts_end:
             raise DraftsimError(

@@ -11,6 +11,7 @@ import typer
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AlwaysOption,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -38,6 +39,7 @@ def serve(
     assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,
     source: DraftedOption = None,
+    always_draft: AlwaysOption = None,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -129,6 +131,7 @@ def serve(
     about its output length; such rows are approximate.
     """
     from simulator.serving import Devices, Limits, Scenario
+    from traces.replay.always import drafting_always
 
     recorded = load_trace(trace)
     table = load_latency(latency, trace, assume_batch_free)
@@ -155,6 +158,9 @@ def serve(
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
     if drafted is not None:
         table = drafted.priced(table, largest, assume_batch_free)
+    if always_draft is not None and mode in ONE_STREAM:
+        raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
+    table = drafting_always(table, always_draft)
     policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
     meta |= {"source": recorded.source} if drafted is not None else {}

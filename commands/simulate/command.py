@@ -11,6 +11,7 @@ import typer
 
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AlwaysOption,
     LatencyOption,
     MemoryOption,
     PolicyOption,
@@ -63,6 +64,7 @@ def simulate(
     latency: LatencyOption = None,
     policy: PolicyOption = None,
     source: SourceOption = None,
+    always_draft: AlwaysOption = None,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     rounds: Annotated[
@@ -111,12 +113,14 @@ def simulate(
     --policy also takes the papers' named systems with another draft source, like specbound
     or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
+    from traces.replay.always import drafting_always
     from traces.sources.replay import check_rule
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
     if rounds is not None:
         logs, table = recorded_rounds(rounds, latency, trace)
+        table = drafting_always(table, always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
         ranking, told = Ranking([]), partial(with_quality, runs=runs, trace=load_trace(trace))
         rows = [
@@ -128,7 +132,7 @@ def simulate(
             say_unjudged(table)
         return
     recorded = load_trace(trace)
-    table = load_latency(latency, trace)
+    table = drafting_always(load_latency(latency, trace), always_draft)
     say_disturbed(table)
     drafting, (texts, systems) = load_source(source), split_systems(policy)
     if drafting is not None:

@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import gpu_names, in_batches, latencies, say_scaling
+from commands.common.devices import (
+    gpu_names,
+    in_batches,
+    latencies,
+    say_calibrate,
+    say_scaling,
+    weight_formats,
+)
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AlwaysOption,
     AssumeOption,
     GpuOption,
     TraceOption,
+    WeightsOption,
     load_policies,
     load_trace,
 )
@@ -34,7 +43,8 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 SHOWN = (
-    "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "pays",
+    "gpu", "scaled", "scale_error", "fit_error", "policy", "points", "mean_speedup", "carried_lo",
+    "carried_hi", "pays",
     "surely_pays", "below_1", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error",
     "tilt_tried", "assumed", "drafts",
 )  # fmt: skip
@@ -93,7 +103,9 @@ def sweep(
         str | None,
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
     ] = None,
+    always_draft: AlwaysOption = None,
     gpu: GpuOption = None,
+    weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
     verify_ratio: Annotated[
         float, typer.Option(help="With --c: target passes that a verification costs.")
@@ -143,24 +155,26 @@ def sweep(
     from simulator.whatif.sweep import Sweep
     from simulator.whatif.sweep_file import write_thresholds
     from simulator.whatif.thresholds import thresholds
+    from traces.replay.always import drafting_always
 
     recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
     ratios = _axis(c, "c", low=0.0)
     drafted = drafted_by(source, trace, recorded)
-    by_ratio = bool(ratios) and gpu is None and not (ladder or tune)
+    by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
     tables = latencies(latency, trace, by_ratio, assume_batch_free)
     sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
     if drafted is not None:
-        drafted.check_costs(ratios, gpu)
+        drafted.check_costs(ratios, gpu or weights)
         recorded = drafted.trace
         tables = {n: drafted.priced(t, max(sizes), assume_batch_free) for n, t in tables.items()}
     assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
-        if gpu is not None or (ladder and tune):
-            other = "--gpu" if gpu is not None else "--tune"
+        carried = "--gpu" if gpu is not None else "--weights" if weights is not None else ""
+        if carried or (ladder and tune):
+            other = carried or "--tune"
             raise DraftsimError(f"{mode} prices policies on the device measured: leave out {other}")
-        table = _one(tables, mode)
+        table = drafting_always(_one(tables, mode), always_draft)
         if ladder:
             _ladder(recorded, table, policy, resamples, seed, plots, json, out)
             return
@@ -174,13 +188,14 @@ def sweep(
     study = Sweep(
         recorded,
         _policies(policy, gamma, recorded),
-        _prices(ratios, tables, context, verify_ratio, gpu),
+        _prices(ratios, tables, context, verify_ratio, gpu, weights, always_draft),
         _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
     say_tilt(study)
     say_scaling(study.bench.prices)
+    say_calibrate((at.table for at in study.bench.prices.tables), max(sizes))
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
@@ -218,7 +233,7 @@ def _axis(
 
 def _prices(
     ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
-    verify: float, gpu: str | None,
+    verify: float, gpu: str | None, weights: str | None, always: int | None,
 ) -> Prices:  # fmt: skip
     from simulator.whatif.prices import Prices
 
@@ -227,7 +242,9 @@ def _prices(
         if not tables:
             raise DraftsimError("--context needs a latency table: add --latency")
         contexts = [int(k) for k in _axis(context, "context", low=0, whole=True)]
-    return Prices(ratios, tables, contexts, verify, gpu_names(gpu))
+    return Prices(
+        ratios, tables, contexts, verify, gpu_names(gpu), weight_formats(weights), always or 0
+    )
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:

@@ -174,7 +174,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
 
     Where the grid has several devices, or latencies carried over to another one, there is a
     row per device and policy, with ``gpu``, ``scaled`` and the largest ``scale_error`` and
-    ``fit_error``.
+    ``fit_error``, and the means of ``carried_lo`` and ``carried_hi``.
     ``points``; ``pays``, ``surely_pays`` and ``surely_loses``: shares of the points with
     speedup, lower bound above 1, upper bound below it; ``below_1``: mean share of prompts
     slower than plain decoding; mean regrets against the best fixed length and the oracle, and
@@ -191,6 +191,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
         if len(by) > 1:
             keys["scaled"] = bool(part["scaled"].any())
             keys |= {n: part[n].max() for n in ("scale_error", "fit_error")}
+            keys |= {n: part[n].mean() for n in ("carried_lo", "carried_hi")}
         found.append(
             {
                 **keys, "points": len(part), "mean_speedup": part["speedup"].mean(),

@@ -20,6 +20,7 @@ from simulator.whatif.tilt import Tilter, acceptance, iid_like
 from simulator.whatif.walk import Walker
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.always import always_drafted
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -28,8 +29,9 @@ COLUMNS = (
     "policy", "family", "gamma", "alpha", "alpha_asked", "source", "c", "latency", "batch",
     "context", "gpu", "scaled", "scale_error", "fit_error", "tokens", "rounds", "drafted",
     "accepted", "draft_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup",
-    "speedup_lo", "speedup_hi", "below_1", "best_fixed", "best_gamma", "oracle", "regret_fixed",
-    "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried", "fidelity",
+    "speedup_lo", "speedup_hi", "carried_lo", "carried_hi", "below_1", "best_fixed", "best_gamma",
+    "oracle", "regret_fixed", "regret_oracle", "adapting", "outside", "tilt_error", "tilt_tried",
+    "fidelity",
 )  # fmt: skip
 """Columns of a sweep: one row per policy, alpha, batch and price (c, or latency and context).
 
@@ -40,6 +42,9 @@ prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorde
 carried over to it from another one, ``scale_error`` the median relative error of the model
 that carried them against published figures of other devices, and ``fit_error`` the same on
 the passes measured, which it was fitted to and which say nothing of another device.
+``carried_lo`` and ``carried_hi``: the speedup were drafting and wide passes dearer, or cheaper,
+than carried over, by as much as that model was off before (`simulator.hardware.interval`; NaN
+where nothing was carried over); ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
 ``outside`` is the share of passes read outside the measured cells.
 ``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
 take at the full batch's rate.  ``below_1`` is the share of prompts slower than plain
@@ -49,6 +54,7 @@ lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relativ
 to expect of a speedup from tilting, larger for policies that read signals and NaN where it
 is not known; ``tilt_tried`` says whether it was measured at a shift as large.
 """
+CARRIED = ("carried_lo", "carried_hi")
 TEXT = ("policy", "family", "source", "latency", "gpu", "fidelity")
 
 
@@ -112,6 +118,7 @@ class Bench:
                 if name not in self.references:
                     raise
                 continue
+            log = always_drafted(log, self.prices.always)
             counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
                       ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)
@@ -147,7 +154,8 @@ class Bench:
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
             piece = self._in_batch(batches.at_ratios(c, prices.verify)) if batches else None
-            pieces.append({"c": c, **(piece or self._ratios(log, c))})
+            none = dict.fromkeys(CARRIED, np.full(len(c), np.nan))
+            pieces.append({"c": c, **(piece or self._ratios(log, c)), **none})
         for context in prices.contexts:
             seen = log if context is None else _at_context(log, context)
             for at in prices.tables:
@@ -157,6 +165,12 @@ class Bench:
                     ours, plain = price(seen, at.table), price(autoregressive(seen), at.table)
                     piece = self._bootstrap(plain.decode_s, ours.decode_s)
                     piece["outside"] = np.array([max(ours.outside, plain.outside)])
+                for name, table in zip(CARRIED, at.bounds or (None, None), strict=True):
+                    piece[name] = np.array([
+                        np.nan if table is None
+                        else batches.at_latency(table, context).speedup[0] if batches
+                        else price(autoregressive(seen), table).total_s / price(seen, table).total_s
+                    ])  # fmt: skip
                 pieces.append({"c": np.array([np.nan]), **piece})
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
         return {**columns, **self._labels()}

@@ -22,7 +22,7 @@ from traces.store.parquet import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 class KeptParts:

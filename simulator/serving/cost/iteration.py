@@ -18,11 +18,19 @@ from policies.core import Round
 from simulator.serving.cost.mixed import MixedPasses
 from simulator.serving.cost.reader import Coverage, PassReader
 from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.work import Ints, Work, Works, work_of
+from simulator.serving.cost.work import (
+    Ints,
+    Work,
+    Works,
+    drafting_always,
+    drafting_always_each,
+    work_of,
+)
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
+from traces.replay.always import passes_always
 
 MODELS = ("target", "draft")
 UNCOUNTED = 256
@@ -99,7 +107,8 @@ class IterationCost:
 
     Prompts processed whole are read from the prefill cells, chunks from the forward cells at
     their mean width and context.  What prompts make of a pass that decodes, `mixed` prices:
-    they are no part of its mean width.
+    they are no part of its mean width.  A table of an engine that always drafts
+    (`traces.replay.always`) has its passes in every iteration that decodes.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class IterationCost:
         self.latency = latency
         self.reads = reads
         self.speculates = speculates
+        self.always = passes_always(latency) if speculates else 0
         if passes not in ("ragged", "padded"):
             raise DraftsimError(f"passes is {passes!r}, expected 'ragged' or 'padded'")
         self.draft_batch = draft_batch
@@ -145,6 +155,8 @@ class IterationCost:
         if not rounds:
             drafting_s = self._prompts("draft", self._draft, chunks)
             return Seconds(drafting_s, self._prompts("target", self._target, chunks), 0.0)
+        if self.always and not self.by_totals:
+            rounds = [r._replace(draft_forwards=max(r.draft_forwards, self.always)) for r in rounds]
         work, batch = work_of(slots, rounds), len(rounds)
         if self.by_totals:
             return self.of_work(work, batch, chunks)
@@ -168,6 +180,8 @@ class IterationCost:
 
     def of_work(self, work: Work, batch: int, chunks: Sequence[Chunk]) -> Seconds:
         """Seconds of an iteration of `batch` rounds with this work, where `by_totals`."""
+        if self.always:
+            work = drafting_always(work, batch, self.always)
         host_s = self._host_seconds(work, batch)
         if self._only_along(work):
             draft_s = self._along_s(work, batch)
@@ -185,6 +199,8 @@ class IterationCost:
         which `of_work` prices.
         """
         readings: list[Reading] = []
+        if self.always:
+            works = drafting_always_each(works, batch, self.always)
 
         def read(reader: PassReader, widths: Floats, contexts: Floats, of: Ints) -> Floats | None:
             readings.append(Reading(reader, batch, widths, contexts, of))
@@ -204,7 +220,8 @@ class IterationCost:
             seconds += host.draft_rollback_s * (works.unread > 0)
         at = works.longest.nonzero()[0]
         if self._along is not None:
-            none, at = (works.drafted == 0).nonzero()[0], works.drafted.nonzero()[0]
+            idle = (works.drafted == 0) & (self.always < 2)
+            none, at = idle.nonzero()[0], (~idle).nonzero()[0]
             if len(none):
                 cached = works.context[none] / batch - 1.0
                 along = read(self._along, np.ones(len(none)), cached, none)
@@ -306,7 +323,7 @@ class IterationCost:
     def _only_along(self, work: Work) -> bool:
         """Whether a drafter that always runs is asked for nothing (`policies.batch.base.KeptInStep`
         counts that pass as the draft's own)."""
-        return self._along is not None and not work.drafted
+        return self._along is not None and not work.drafted and self.always < 2
 
     def _along_s(self, work: Work, batch: int) -> float:
         assert self._along is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from simulator.serving.cost.reader import PassReader
 from traces.latency.settling import settling_s
 from traces.latency.table import LatencyTable
+from traces.replay.always import passes_always
 
 
 class TableCost:
@@ -21,9 +22,11 @@ class TableCost:
         self._first = PassReader(latency, "draft", latency.first_draft_phase("draft"))
         self._round_s = self._host("host_round")
         self._draft_s = self._host("host_draft")
+        self._always = passes_always(latency)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification."""
+        draft_length = max(draft_length, self._always)
         drafting = 0.0
         if draft_length:
             drafting = self._first(batch, 1.0, context)

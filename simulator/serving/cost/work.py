@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from policies.core import Round
 from simulator.serving.sequence import Slot
+from traces.replay.always import MOST_BEHIND
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,6 +43,28 @@ class Works(NamedTuple):
     draft_context: Ints
     rejected: Ints
     unread: Ints
+
+
+def drafting_always(work: Work, batch: int, passes: int) -> Work:
+    """`work` where every sequence of the batch runs at least `passes` draft passes.
+
+    A drafter called in every iteration is at most `MOST_BEHIND` tokens behind.
+    """
+    behind = min(work.catch_up, MOST_BEHIND * work.drafting) + batch - work.drafting
+    return work._replace(
+        longest=max(work.longest, passes), drafting=batch, catch_up=behind,
+        draft_context=work.context, unread=work.unread or passes > 1,
+    )  # fmt: skip
+
+
+def drafting_always_each(works: Works, batch: int, passes: int) -> Works:
+    """`drafting_always` of many iterations."""
+    every = np.full_like(works.drafting, batch)
+    behind = np.minimum(works.catch_up, MOST_BEHIND * works.drafting) + batch - works.drafting
+    return works._replace(
+        longest=np.maximum(works.longest, passes), drafting=every, catch_up=behind,
+        draft_context=works.context, unread=every if passes > 1 else works.unread,
+    )  # fmt: skip
 
 
 def work_of(slots: Sequence[Slot], rounds: Sequence[Round]) -> Work:

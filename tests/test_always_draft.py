@@ -1,0 +1,160 @@
+"""Draft passes that an engine always runs: one option, priced alike by every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.basic import Autoregressive, Fixed
+from policies.batch.base import SingleStream
+from simulator.pricing import autoregressive, price
+from simulator.tune.costs import RESTING
+from tests.conftest import Run
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.always import always_drafted, drafting_always, passes_always
+from traces.replay.decoder import replay
+from traces.replay.rounds import RoundLog
+from traces.store.files import write_trace
+
+TARGET_S, DRAFT_S = 0.02, 0.002
+CONST = f"const:target={TARGET_S},draft={DRAFT_S}"
+
+
+class Filled(Fixed):
+    """Drafts all of its slots, and has the first few verified: what such an engine does."""
+
+    def __init__(self, gamma: int = 2, slots: int = 6) -> None:
+        super().__init__(gamma)
+        self.slots = slots
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self.slots
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return min(self.gamma, len(draft))
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return synthetic_trace(Bursty(), requests=6, tokens=120, seed=4)
+
+
+def inside(log: RoundLog, slots: int) -> np.ndarray:
+    """Rounds that the output's end does not cut short, nor the one before them."""
+    tokens = np.array([r.tokens for r in log.requests])[log.rounds["request"]]
+    return np.asarray(tokens - log.rounds["position"] - 1 >= slots)
+
+
+@pytest.mark.parametrize(("gamma", "slots"), [(2, 6), (1, 3), (4, 4), (5, 2)])
+def test_rounds_are_those_of_a_policy_that_fills_its_slots(
+    trace: Trace, gamma: int, slots: int
+) -> None:
+    """The same loop, run with such a policy, on every field of every round."""
+    made = always_drafted(replay(trace, Fixed(gamma)), slots)
+    real = replay(trace, Filled(gamma, max(slots, gamma)))
+    assert len(made) == len(real)
+    here = inside(made, max(slots, gamma))
+    assert here.sum() > 0.8 * len(made)
+    for name in ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up"):
+        np.testing.assert_array_equal(made.rounds[name][here], real.rounds[name][here], name)
+
+
+def test_a_drafter_that_reads_along_is_the_engines_own_resting_policy(trace: Trace) -> None:
+    """vLLM's and SGLang's K = 0, which drafts one token and verifies none."""
+    made = always_drafted(replay(trace, Fixed(0)), 1)
+    real = replay(trace, SingleStream(RESTING))
+    here = inside(made, 1)
+    for name in ("drafted", "draft_forwards", "catch_up"):
+        np.testing.assert_array_equal(made.rounds[name][here], real.rounds[name][here], name)
+
+
+def test_every_round_is_charged_and_plain_decoding_is_not(trace: Trace) -> None:
+    table = drafting_always(LatencyTable.constant(TARGET_S, DRAFT_S), 6)
+    assert passes_always(table) == 6
+    log = replay(trace, Fixed(2))
+    assert price(log, table).total_s == pytest.approx(len(log) * (TARGET_S + 6 * DRAFT_S))
+    for plain in (autoregressive(log), replay(trace, Autoregressive(), name="autoregressive")):
+        assert price(plain, table).total_s == pytest.approx(len(plain) * TARGET_S)
+    # As many as were drafted where that is more, and twice is as once.
+    long = replay(trace, Fixed(9))
+    assert always_drafted(long, 6).rounds["draft_forwards"].max() == 9
+    once = always_drafted(log, 6)
+    np.testing.assert_array_equal(always_drafted(once, 6).rounds, once.rounds)
+    assert drafting_always(table, None) is table
+    with pytest.raises(DraftsimError, match="are 0, expected at least 1"):
+        drafting_always(table, 0)
+
+
+@pytest.fixture
+def file(trace: Trace, tmp_path: Path) -> Path:
+    path = tmp_path / "trace.parquet"
+    write_trace(trace, path)
+    return path
+
+
+def test_every_command_prices_it_alike(trace: Trace, file: Path, run: Run, tmp_path: Path) -> None:
+    """A round of two verified tokens with six passes, in streams, grids, batches and pages."""
+    log = replay(trace, Fixed(2))
+    round_s = TARGET_S + 6 * DRAFT_S
+    tokens = int(log.rounds["emitted"].sum())
+    expected = tokens * TARGET_S / (len(log) * round_s)
+    common = ("--trace", file, "--policy", "fixed:gamma=2", "--always-draft", 6)
+    alone = run("simulate", *common, "--latency", CONST, "--resamples", 10, "--json", "-")
+    row = next(r for r in alone.rows if r["policy"] == "fixed:gamma=2")
+    assert row["speedup"] == pytest.approx(expected)
+    assert row["draft_forwards"] == 6 * len(log)
+    for more in (("--latency", CONST), ("--c", DRAFT_S / TARGET_S)):
+        grid = run("sweep", *common, *more, "--resamples", 0, "--jobs", 1, "--json", "-")
+        assert grid.rows[0]["mean_speedup"] == pytest.approx(expected), more
+    # A batch of one, kept full, is the stream; of eight, each iteration takes as long.
+    rates = {}
+    for name, more in (("always", ("--always-draft", 6)), ("asked", ())):
+        served = run(
+            "serve", "--trace", file, "--policy", "fixed:gamma=2", *more, "--latency", CONST,
+            "--assume-batch-free", "--batch", "1,8", "--requests", 40, "--json", "-",
+        )  # fmt: skip
+        rates[name] = {
+            r["batch"]: r["throughput_tok_s"]["mean"]
+            if isinstance(r["throughput_tok_s"], dict) else r["throughput_tok_s"]
+            for r in served.rows if r["policy"] == "fixed:gamma=2"
+        }  # fmt: skip
+    for batch, rate in rates["always"].items():
+        slower = rates["asked"][batch] / rate
+        assert slower == pytest.approx(round_s / (TARGET_S + 2 * DRAFT_S), rel=0.02), batch
+    page = tmp_path / "page.html"
+    report = run(
+        "report", "--run", file, "--latency", CONST, "--policy", "fixed:gamma=2", "--no-serve",
+        "--resamples", 10, "--always-draft", 6, "--out", page,
+    )  # fmt: skip
+    assert report.code == 0, report.err
+
+
+def test_settings_are_searched_at_what_the_engine_always_pays(file: Path, run: Run) -> None:
+    """All lengths cost the same drafting, so that a longer one pays where it did not."""
+    found = {}
+    for name, more in (("asked", ()), ("always", ("--always-draft", 8))):
+        ran = run(
+            "tune", "--engine", "vllm", "--trace", file, "--latency", CONST, "--batch", "1",
+            "--resamples", 20, *more, "--json", "-",
+        )  # fmt: skip
+        assert ran.code == 0, ran.err
+        found[name] = json.loads(ran.out[ran.out.index("{") :])
+    always, asked = (found[n]["settings"]["num_speculative_tokens"] for n in ("always", "asked"))
+    assert always >= asked
+
+
+def test_modes_without_rounds_refuse_it(file: Path, run: Run) -> None:
+    ran = run(
+        "serve", "--trace", file, "--latency", CONST, "--mode", "pearl", "--batch", "1",
+        "--always-draft", 2,
+    )  # fmt: skip
+    assert ran.code == 2
+    assert "drop --always-draft" in ran.err

@@ -1,0 +1,69 @@
+"""Draft passes that an engine runs in every round, whatever is drafted and verified.
+
+Engines keep the draft model's cache in step and its graphs at one size: they call the drafter in
+every round, and some draft all of their slots and only then see what is worth verifying.  A table
+that says so prices at least that many passes in each round of a policy that speculates; plain
+decoding, of an engine without a drafter, is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+
+ALWAYS = "always_drafts"
+PLAIN = "autoregressive"
+MOST_BEHIND = 2
+"""Tokens that a drafter called in every round has to read at most: the last of its own and the
+target's."""
+
+
+def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
+    """The table of an engine that runs `passes` draft passes in every round; None: as it is.
+
+    Raises DraftsimError if ``passes < 1``.
+    """
+    if passes is None:
+        return latency
+    if passes < 1:
+        raise DraftsimError(f"draft passes of every round are {passes}, expected at least 1")
+    return LatencyTable(latency.cells, {**latency.meta, ALWAYS: passes})
+
+
+def passes_always(latency: LatencyTable) -> int:
+    """Draft passes of every round in the engine of a table; 0 where it drafts as asked."""
+    return int(latency.meta.get(ALWAYS) or 0)
+
+
+def always_drafted(log: RoundLog, passes: int) -> RoundLog:
+    """The rounds of `log` in an engine that runs `passes` draft passes in each, or more if drafted.
+
+    What is verified and accepted stays.  The drafter, called every time, never falls behind, so
+    that its first pass reads one token, or two where all that it had read was accepted.  Sources
+    whose drafts are no model's passes, and plain decoding, stay as they are.
+    """
+    if not passes or log.source == "none" or log.policy == PLAIN or log.calls is not None:
+        return log
+    rounds = log.rounds.copy()
+    forwards = np.maximum(rounds["draft_forwards"], passes)
+    read = np.minimum(rounds["accepted"], forwards - 1)
+    behind = _behind(rounds, read)
+    rounds["draft_forwards"] = forwards
+    rounds["catch_up"] = np.minimum(rounds["catch_up"], behind)
+    return replace(log, rounds=rounds)
+
+
+def _behind(rounds: npt.NDArray[Any], read: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Tokens that the drafter has not read as each round begins."""
+    behind = rounds["catch_up"].copy()
+    same = rounds["request"][1:] == rounds["request"][:-1]
+    after = rounds["accepted"] - read + 1
+    behind[1:][same] = after[:-1][same]
+    return behind
