@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, print_table
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
@@ -115,8 +115,10 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
         "accepted": totals.accepted, "accepted_per_round": totals.mean_accepted,
         "tree": totals.tree, **measured(totals.meta),
     }  # fmt: skip
+    lengths = _lengths(totals)
+    more = {"counts": summary, "tokens_by_length": lengths}
     if out is not None:
-        emit("import", rows, str(out), more={"counts": summary})
+        emit("import", rows, str(out), more=more)
         note(f"wrote {out}")
     _say(totals.meta)
     rounds = "means of an unknown number of" if totals.rounds is None else str(totals.rounds)
@@ -128,7 +130,21 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     else:
         note("rounds are counted, not in order: the curve holds, a trace cannot be made of it")
     if json is not None or (rows and out is None):
-        emit("import", rows, json, more={"counts": summary})
+        emit("import", rows, json, more=more)
+    if lengths and json is None:
+        print_table(lengths, title="Tokens a round at other draft lengths, by what totals allow")
+
+
+def _lengths(totals: Totals) -> list[dict[str, Any]]:
+    """Tokens a round by draft length with intervals; none where the counts tell of no length."""
+    from simulator.aggregate import emitted_rows, known_totals
+
+    if totals.tree:
+        return []
+    known = known_totals(
+        totals.rounds, totals.accepted, totals.reach, totals.per_position, totals.fixed_length
+    )
+    return emitted_rows(known) if known else []
 
 
 def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:

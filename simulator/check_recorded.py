@@ -2,7 +2,8 @@
 
 From Leviathan's formula to the replayed speedup in steps, each giving up one assumption:
 independent positions, rounds that start anywhere, a verification as cheap as one step,
-draft passes of one token, a host that costs nothing.  The last step is the replay.
+draft passes of one token, a host that costs nothing.  The last step is the replay.  Beside them
+stands what the acceptance rate alone allows where positions are not independent.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from policies.basic import Fixed
+from simulator.aggregate.rates import emitted_of_rate
 from simulator.estimate import Estimate, ratio
 from simulator.formulas import general, leviathan
 from simulator.pricing import autoregressive, price
@@ -67,6 +69,13 @@ def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Itera
     yield (
         "recorded: tokens per round, actual round starts", where,
         general.block_efficiency(survival), per_round,
+    )  # fmt: skip
+    # What the rate alone allows: the member of the two-state family that is nearest.
+    span = emitted_of_rate(alpha, gamma)
+    near = min(max(per_round.value, span.low), span.high)
+    yield (
+        "recorded: tokens per round, two-state interval of alpha",
+        f"{where} from={span.low:.4f} to={span.high:.4f}", near, per_round,
     )  # fmt: skip
 
     forwards = rounds["draft_forwards"]

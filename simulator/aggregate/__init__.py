@@ -1,5 +1,15 @@
 """What totals tell: tokens a second and acceptance of whole runs, without a trace or a profile."""
 
 from simulator.aggregate.acceptance import Interval, TwoState, emitted_at, iid_mean, unevenness
+from simulator.aggregate.rates import emitted_of_rate, emitted_rows, known_totals
 
-__all__ = ["Interval", "TwoState", "emitted_at", "iid_mean", "unevenness"]
+__all__ = [
+    "Interval",
+    "TwoState",
+    "emitted_at",
+    "emitted_of_rate",
+    "emitted_rows",
+    "iid_mean",
+    "known_totals",
+    "unevenness",
+]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import norm, t
 
-from simulator.aggregate.acceptance import Interval, emitted_at
+from simulator.aggregate.acceptance import Interval, TwoState, emitted_at
 from simulator.aggregate.fit import ACCEPTANCE, Calibration
 from simulator.aggregate.server import COSTS, ServerRun
 
@@ -95,11 +95,7 @@ def predicted(
         elif totals:
             emitted = emitted_at(totals, k)
         else:
-            known = found.intervals.get(ACCEPTANCE, Interval(0.5, 0.0, 1.0))
-            emitted = Interval(*(
-                sum(min(1.0, max(0.0, a)) ** i for i in range(k + 1))
-                for a in (known.value, known.low, known.high)
-            ))  # fmt: skip
+            emitted = _unknown(found, runs, k)
         step, plain = (float(server.iteration_s(batch, n, context)) for n in (k, 0))
         columns = [server.columns(batch, n, context)[keep] / s for n, s in ((k, step), (0, plain))]
         own, over = (
@@ -111,6 +107,23 @@ def predicted(
             _times(emitted, plain / step, over) if k else Interval(1.0, 1.0, 1.0),
         ))  # fmt: skip
     return rows
+
+
+def _unknown(found: Calibration, runs: Sequence[ServerRun], k: int) -> Interval:
+    """Tokens a round of `k` where no run tells any: from the acceptance fitted with the costs.
+
+    That was fitted as if positions were independent, at the lengths that were run; what other
+    lengths give, the two-state family spans.
+    """
+    known = found.intervals.get(ACCEPTANCE, Interval(0.5, 0.0, 1.0))
+    lengths = {run.k for run in runs if run.k} or {k}
+    near = min(lengths, key=lambda length: (abs(length - k), length))
+    spans = [
+        emitted_at({near: TwoState(min(1.0, max(0.0, rate))).emitted(near)}, k)
+        for rate in (known.value, known.low, known.high)
+    ]
+    low, high = min(span.low for span in spans), max(span.high for span in spans)
+    return Interval(spans[0].value, low, high)
 
 
 def _times(emitted: Interval, factor: float, reach: float) -> Interval:

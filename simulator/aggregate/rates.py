@@ -1,0 +1,88 @@
+"""Tokens a round where an acceptance rate, or counts, are all that is known.
+
+One number fits many texts: even acceptance, and easy and hard stretches.  What is said of a draft
+length from it is an interval, over the two-state family of `simulator.aggregate.acceptance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from simulator.aggregate.acceptance import (
+    MEMORIES,
+    UNEVENNESS,
+    Interval,
+    TwoState,
+    emitted_at,
+    iid_mean,
+)
+from traces.errors import DraftsimError
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Draft lengths that are told where none are asked for."""
+
+
+def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) -> Interval:
+    """Tokens a round of `gamma`, where positions match at `rate`: i.i.d., least and largest.
+
+    ``rate`` is the chance that the draft's token is the target's at any position of the text, as
+    an alpha is; ``later`` as of `simulator.aggregate.acceptance.members`.  Rounds begin more often
+    in hard stretches, so that the middle may lie below what independent positions give.
+
+    Raises
+    ------
+    DraftsimError
+        If the rate is no chance.
+
+    >>> emitted_of_rate(0.8, 1).value
+    1.8
+    """
+    if not 0 <= rate <= 1:
+        raise DraftsimError(f"acceptance is {rate:g}, expected 0 to 1")
+    shapes = [
+        TwoState(rate, uneven, memory=memory, later=factor)
+        for uneven, memory, factor in product(UNEVENNESS, MEMORIES, later)
+    ]
+    values = [shape.emitted(gamma) for shape in shapes if shape.possible]
+    even = TwoState(rate).emitted(gamma)
+    return Interval(even, min([even, *values]), max([even, *values]))
+
+
+def known_totals(
+    rounds: int, accepted: int, longest: int | None, per_position: Sequence[int] | None,
+    fixed: bool,
+) -> dict[int, float]:  # fmt: skip
+    """Tokens a round by draft length, so far as counts tell; empty where they tell of none.
+
+    Counts by position tell every length up to the longest, the sum alone that one, and either only
+    where all drafts were as long (`fixed`).
+    """
+    if not fixed or longest is None or longest < 1:
+        return {}
+    if per_position is None:
+        return {longest: 1 + accepted / rounds}
+    reached = np.cumsum(per_position) / rounds
+    return {k + 1: 1 + float(total) for k, total in enumerate(reached)}
+
+
+def emitted_rows(
+    totals: Mapping[int, float], lengths: Sequence[int] = LENGTHS
+) -> list[dict[str, Any]]:
+    """What totals say of draft lengths: tokens a round with its interval, and the i.i.d. reading.
+
+    ``known``: whether the totals hold the length itself.
+    """
+    near = max(totals)
+    even = TwoState(iid_mean(near, totals[near]))
+    rows = []
+    for gamma in sorted({*lengths, *totals}):
+        found = emitted_at(totals, gamma)
+        rows.append({
+            "draft_length": gamma, "tokens_a_round": found.value, "low": found.low,
+            "high": found.high, "independent": even.emitted(gamma), "known": gamma in totals,
+        })  # fmt: skip
+    return rows
