@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler.smollm2 import places
+from profiler.smollm2.draft import draft_config, draft_model
+from profiler.smollm2.drafters import read_stored
 from profiler.suite.__main__ import main
 from profiler.suite.account import COMPLETE, FAILED, REFUSED
 from profiler.suite.environment import Workplace, open_workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import forced_stage, trained_stage
+from profiler.suite.runs import forced_stage, real_pair, trained_stage
 from tests.pretend_gpu import pretended
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
@@ -232,3 +237,38 @@ def test_a_pair_of_the_users_is_recorded(
     assert len(trace.requests) == 8
     assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
     assert results(out, "trained")["greedy"]["requests"] == 8
+
+
+def test_smollm2_is_recorded_by_its_shapes_where_its_weights_are_not_here(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTSIM_CACHE", str(out / "none"))
+    monkeypatch.setattr(trained_stage._Stage, "part", lambda *_, **__: {})
+    assert stage("trained", out, "--target", "smollm2", "--seconds", "900") == COMPLETE
+    said = capsys.readouterr()
+    assert "random weights of its shapes" in said.out + said.err
+    assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
+    for name in ("trace", "sampled"):
+        trace = read_trace(out / f"trained-{name}.parquet")
+        assert len(trace.requests) == 8
+        assert trace.meta["target"]["path"] == real_pair.RANDOM
+        assert trace.meta["random_weights"]
+    assert len({r.category for r in trace.requests}) > 1
+
+
+def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
+    config = LlamaConfig(**real_pair.CONFIG)
+    with torch.device("meta"):
+        target = LlamaForCausalLM(config)
+    assert sum(weights.numel() for weights in target.parameters()) == 134_515_008
+    settings, weights = read_stored(places.STORED / "draft.safetensors")
+    shape = draft_config(config, settings["hidden"], settings["layers"])
+    draft = draft_model(shape, weights, torch.zeros(config.vocab_size, config.hidden_size))
+    assert draft.config.vocab_size == config.vocab_size
+    folder = places.folder(places.NAME)
+    if not (folder / "config.json").is_file():
+        pytest.skip("SmolLM2 is not on this machine: its own configuration is not compared")
+    own = LlamaConfig.from_pretrained(folder)
+    for name, value in real_pair.CONFIG.items():
+        if not name.endswith("_token_id"):
+            assert getattr(own, name) == value, name

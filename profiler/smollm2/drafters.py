@@ -46,11 +46,16 @@ def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
     _store(weights, settings, path)
 
 
+def read_stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and weights of a drafter as the project holds them."""
+    with safe_open(path, "pt") as file:
+        settings = json.loads(file.metadata()["settings"])
+        return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
 def write_folder(stored: Path, target: Path, into: Path) -> None:
     """Writes the Hugging Face or EAGLE folder of stored weights, given the target's folder."""
-    with safe_open(stored, "pt") as file:
-        settings = json.loads(file.metadata()["settings"])
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    settings, weights = read_stored(stored)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     if settings["kind"] == "draft":
         config = draft_config(model.config, settings["hidden"], settings["layers"])

@@ -36,7 +36,10 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument(
         "--profile", action="store_true", help="latency: keep the kernels of some rounds per mode"
     )
-    line.add_argument("--target", help="trained: a target of yours, folder or name, for ours")
+    line.add_argument(
+        "--target",
+        help="trained: a target of yours, folder or name, for ours; smollm2 alone has its draft",
+    )
     line.add_argument("--draft", help="trained: its draft")
     line.add_argument("--prompts", type=Path, help="trained: the prompts to record with them")
     line.add_argument("--seconds", type=float, default=SECONDS, help="time of the stage")

@@ -20,6 +20,7 @@ from profiler.models.architectures import Architecture, PairShape
 from profiler.models.loading import Pair
 from profiler.profile import Settings
 from profiler.prompts import Prompt
+from profiler.smollm2 import places
 from profiler.suite.account import Account
 from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
 from profiler.suite.latency.grids import Grids
@@ -31,6 +32,7 @@ from profiler.suite.ledger import Ledger
 from profiler.suite.runs.arms import COLUMNS
 from profiler.suite.runs.checks import NAME, TRAINED_MODES, Checks, sampled_rounds
 from profiler.suite.runs.kept_pair import given_pair, trained_pair
+from profiler.suite.runs.real_pair import smollm2_pair
 from profiler.suite.runs.recording import ENOUGH, record_early_exits, record_trace, write_within
 from profiler.suite.runs.training import DRAFT, PROMPTS, TARGET
 from traces.acceptance.sampling import Sampling
@@ -54,7 +56,8 @@ def run_trained(
     """Train, record, measure, check, compare; each part writes its file when it is done.
 
     With ``target``, ``draft`` and ``prompts`` a pair of the user's takes the place of the trained
-    one.
+    one; the target ``smollm2`` alone names SmolLM2 with its draft model, or where they are not on
+    the machine random weights of their shapes (`profiler.suite.runs.real_pair`).
 
     Parts have fixed shares of the time; one that is late does less of its work, and one for
     which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in
@@ -76,8 +79,12 @@ def run_trained(
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
         most = 8 if place.quick else PROMPTS
-        pair, texts, record = given_pair(place, target, draft, prompts, most)
-        name = f"{Path(target).name}+{Path(str(draft)).name}"
+        if target == places.NAME and draft is None:
+            pair, texts, name = smollm2_pair(place, prompts, most)
+            record = {}
+        else:
+            pair, texts, record = given_pair(place, target, draft, prompts, most)
+            name = f"{Path(target).name}+{Path(str(draft)).name}"
         models = (("target", pair.target), ("draft", pair.draft))
         shape = PairShape(name, *(Architecture.of(role, model) for role, model in models))
     place.settle()
