@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.devices import one_latency, say_calibrate
+from commands.common.devices import (
+    AlwaysOption,
+    GpuOption,
+    WeightsOption,
+    one_latency,
+    say_calibrate,
+)
 from commands.common.inputs import (
     DEFAULT_TRACE,
     TRACE_VARIABLE,
-    AlwaysOption,
-    GpuOption,
     LatencyOption,
     PolicyOption,
-    WeightsOption,
     load_trace,
 )
 from commands.common.output import note

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import one_latency, say_calibrate
+from commands.common.devices import (
+    AlwaysOption,
+    GpuOption,
+    WeightsOption,
+    one_latency,
+    say_calibrate,
+)
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
-    AlwaysOption,
     AssumeOption,
-    GpuOption,
     LatencyOption,
     TraceOption,
-    WeightsOption,
     load_trace,
 )
 from commands.common.output import JsonOption, emit, note, print_table

@@ -135,7 +135,10 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
 def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
     files: Path, tmp_path: Path
 ) -> None:
-    """Of the target alone: it gets faster, the draft does not, so speculation pays less."""
+    """Of the target alone: it gets faster, the draft does not, so speculation pays less.
+
+    A draft of 160M gets slower in 4 bits, as Qwen2.5-0.5B does in vLLM: 262 tokens/s, not 312.
+    """
     table = ("--latency", str(files / "latency.parquet"), "--policy", "fixed:gamma=4")
     found = {}
     for name, more in (
@@ -151,11 +154,11 @@ def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
             assert "scaled to h200, target in awq-int4: approximate" in result.stderr
     assert set(found["away"]["gpu"]) == {"h100"}
     wall = {name: float(frame["wall_s"].iloc[0]) for name, frame in found.items()}
-    assert wall["both"] < wall["target"] < wall["measured"]
+    assert wall["target"] < min(wall["both"], wall["measured"])
     pays = {name: float(frame["speedup"].iloc[0]) for name, frame in found.items()}
     assert pays["target"] < pays["measured"]
-    more = ("--weights", "fp8", "--ladder")
-    assert "leave out --weights" in run(files, *table, *more, expect=2).stderr
+    with pytest.raises(DraftsimError, match="leave out --weights"):
+        run(files, *table, "--weights", "fp8", "--ladder")
 
 
 def test_ratios_belong_to_no_device(files: Path, tmp_path: Path) -> None:
@@ -185,8 +188,11 @@ def test_a_table_of_the_suite_stands_for_its_pairs(files: Path, tmp_path: Path) 
         (("--latency", "{}/cpu.parquet", "--gpu", "h100"), r"'Intel\(R\) Xeon\(R\)'.* no GPU data"),
         (("--latency", "const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
         (("--latency", "{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
-        (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
-        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
+        (("--latency", "{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
+        (
+            ("--latency", "{}/latency.parquet", "--weights", "fp8=target"),
+            "expected FORMAT or target=FORMAT",
+        ),
         (("--latency", "{}/latency.parquet", "--gpu", "h100", "--ladder"), "leave out --gpu"),
     ],
 )
@@ -283,7 +289,8 @@ def test_settings_for_another_gpu_say_that_they_are_scaled(
     assert f"off by {published_error(TRUTH).median:.0%} in the median" in there.err
     assert "measured on h200, scaled to rtx-3090: approximate" in there.err
     for row in there.rows:
-        assert row["gain_dear"] <= row["gain_cheap"]
+        if engine != "sglang":  # whose gains are over settings of its own
+            assert row["gain_dear"] <= row["gain_cheap"]
         assert {"setting_dear", "setting_cheap"} <= set(row)
     assert "gain_dear" not in here.rows[0]
     assert ("draftsim calibrate" in there.err) == (engine != "hf")

@@ -1,10 +1,12 @@
-"""Latency tables that several commands price with: pairs of a file, and other GPUs."""
+"""Latency tables that several commands price with: pairs of a file, other GPUs, other engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from commands.common.inputs import load_latency
 from commands.common.output import note
@@ -14,6 +16,35 @@ if TYPE_CHECKING:
     from simulator.hardware import WeightFormat
     from simulator.whatif.prices import Prices
     from traces.latency.table import LatencyTable
+
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        help="GPU to carry latencies measured on another over to, approximately: see "
+        "`draftsim list --devices`. For `sweep`, several with commas between.",
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="FORMAT",
+        help="Carry latencies over to weights kept in this format, approximately: awq-int4, fp8, "
+        "... for both models, or target=...,draft=... (`draftsim list --weights`).",
+    ),
+]
+AlwaysOption = Annotated[
+    int | None,
+    typer.Option(
+        "--always-draft",
+        metavar="K",
+        min=1,
+        help="Draft passes that the engine runs in every round, whatever is drafted or verified: "
+        "1 where it calls the drafter every round, all slots where it fills them.",
+    ),
+]
 
 
 def latencies(

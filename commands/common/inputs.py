@@ -47,34 +47,6 @@ AssumeOption = Annotated[
         help="Where the latencies know one batch size: take every other to cost the same.",
     ),
 ]
-GpuOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="NAME",
-        help="GPU to carry latencies measured on another over to, approximately: see "
-        "`draftsim list --devices`. For `sweep`, several with commas between.",
-    ),
-]
-WeightsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--weights",
-        metavar="FORMAT",
-        help="Carry latencies over to weights kept in this format, approximately: awq-int4, fp8, "
-        "... for both models, or target=...,draft=... (`draftsim list --weights`).",
-    ),
-]
-AlwaysOption = Annotated[
-    int | None,
-    typer.Option(
-        "--always-draft",
-        metavar="K",
-        min=1,
-        help="Draft passes that the engine runs in every round, whatever is drafted or verified: "
-        "1 where it calls the drafter every round, all slots where it fills them.",
-    ),
-]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(

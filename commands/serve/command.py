@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from commands.common.devices import AlwaysOption
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
-    AlwaysOption,
     AssumeOption,
     LatencyOption,
     MemoryOption,

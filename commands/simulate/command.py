@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.devices import AlwaysOption
 from commands.common.inputs import (
     DEFAULT_TRACE,
-    AlwaysOption,
     LatencyOption,
     MemoryOption,
     PolicyOption,

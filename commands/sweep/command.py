@@ -9,26 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.devices import (
-    gpu_names,
+    AlwaysOption,
+    GpuOption,
+    WeightsOption,
     in_batches,
     latencies,
     say_calibrate,
     say_scaling,
-    weight_formats,
 )
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
-    AlwaysOption,
     AssumeOption,
-    GpuOption,
     TraceOption,
-    WeightsOption,
     load_policies,
     load_trace,
 )
 from commands.common.output import TABLES, JsonOption, emit, note, write_rows
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
+from commands.sweep.grid import axis, prices_of
 from commands.sweep.held_out import SEARCHED, tuned_rows
 from commands.sweep.maps import draw_maps
 from commands.sweep.notes import print_thresholds, say_outside, say_tilt, say_untried
@@ -37,7 +36,6 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from simulator.executors import Executor
-    from simulator.whatif.prices import Prices
     from simulator.whatif.sweep import Sweep
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -158,11 +156,11 @@ def sweep(
     from traces.replay.always import drafting_always
 
     recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
-    ratios = _axis(c, "c", low=0.0)
+    ratios = axis(c, "c", low=0.0)
     drafted = drafted_by(source, trace, recorded)
     by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
     tables = latencies(latency, trace, by_ratio, assume_batch_free)
-    sizes = [int(b) for b in _axis(batch, "batch", low=1, whole=True)]
+    sizes = [int(b) for b in axis(batch, "batch", low=1, whole=True)]
     if drafted is not None:
         drafted.check_costs(ratios, gpu or weights)
         recorded = drafted.trace
@@ -188,8 +186,8 @@ def sweep(
     study = Sweep(
         recorded,
         _policies(policy, gamma, recorded),
-        _prices(ratios, tables, context, verify_ratio, gpu, weights, always_draft),
-        _axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
+        prices_of(ratios, tables, context, verify_ratio, gpu, weights, always_draft),
+        axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
         method=tilt.value, resamples=resamples, seed=seed,
     )  # fmt: skip
@@ -223,36 +221,12 @@ def sweep(
             note(f"wrote {path}")
 
 
-def _axis(
-    text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
-) -> tuple[float, ...]:
-    from simulator.whatif.grid import parse_axis
-
-    return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
-
-
-def _prices(
-    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
-    verify: float, gpu: str | None, weights: str | None, always: int | None,
-) -> Prices:  # fmt: skip
-    from simulator.whatif.prices import Prices
-
-    contexts: list[int | None] = [None]
-    if context is not None:
-        if not tables:
-            raise DraftsimError("--context needs a latency table: add --latency")
-        contexts = [int(k) for k in _axis(context, "context", low=0, whole=True)]
-    return Prices(
-        ratios, tables, contexts, verify, gpu_names(gpu), weight_formats(weights), always or 0
-    )
-
-
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
     from simulator.whatif.grid import expand, with_gammas
 
     names = expand(texts or DEFAULT_POLICIES)
     if gamma is not None:
-        lengths = [int(g) for g in _axis(gamma, "gamma", low=0, whole=True)]
+        lengths = [int(g) for g in axis(gamma, "gamma", low=0, whole=True)]
         if "all" in names:
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)
