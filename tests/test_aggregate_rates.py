@@ -94,7 +94,7 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     ])  # fmt: skip
     file = tmp_path / "metrics.txt"
     file.write_text(text + "\n")
-    ran = run("import", "vllm", file, "--json", "-")
+    ran = run("import", "prometheus", file, "--json", "-")
     assert ran.code == 0, ran.err
     document = json.loads(ran.out[ran.out.index("{") :])
     rows = {row["draft_length"]: row for row in document["tokens_by_length"]}
@@ -102,7 +102,7 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     assert rows[2]["known"]
     assert rows[5]["low"] - 1e-3 <= made.emitted(5) <= rows[5]["high"] + 1e-3
     assert rows[5]["low"] < rows[5]["high"]
-    shown = run("import", "vllm", file)
+    shown = run("import", "prometheus", file)
     assert "Tokens a round at other draft lengths" in shown.out
 
 

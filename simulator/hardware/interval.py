@@ -85,12 +85,13 @@ def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
 def _wide(
     cells: pd.DataFrame, seconds: npt.NDArray[np.float64], factor: float
 ) -> npt.NDArray[np.float64]:
-    by = [cells["batch"].to_numpy(), cells["context"].to_numpy()]
-    frame = pd.DataFrame({"b": by[0], "c": by[1], "n": cells["new_tokens"].to_numpy()})
-    frame["s"] = seconds
-    one = frame[frame["n"] == 1].set_index(["b", "c"])["s"]
-    least = pd.MultiIndex.from_frame(frame[["b", "c"]]).map(one).to_numpy(float)
-    wide = np.where(frame["n"] > 1, np.fmax(frame["s"] * factor, least), frame["s"])
+    frame = cells[["batch", "context", "new_tokens"]].assign(seconds=seconds)
+    narrow = frame.loc[frame["new_tokens"] == 1, ["batch", "context", "seconds"]]
+    at = frame.merge(narrow, how="left", on=["batch", "context"], suffixes=("", "_of_one"))
+    width, own, least = (
+        at[name].to_numpy(float) for name in ("new_tokens", "seconds", "seconds_of_one")
+    )
+    wide = np.where(width > 1, np.fmax(own * factor, least), own)
     return np.asarray(wide, dtype=np.float64)
 
 

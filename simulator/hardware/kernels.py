@@ -133,8 +133,9 @@ def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
     columns, gaps = zip(*(_beyond_bytes(study, run, left) for study, run in rows), strict=True)
     scale = np.array([[1.0 / run.seconds] for _, run in rows])
     found, _ = nnls(np.array(columns) * scale, np.array(gaps) * scale[:, 0])
+    layer_s, weight_ops, token_ops, tile_ops = map(float, found)
     alone = ALONE if form.kernels == "llama.cpp" else None
-    return Unpacking(float(found[0]), 0.0, *map(float, found[1:3]), alone, float(found[3]))
+    return Unpacking(layer_s, 0.0, weight_ops, token_ops, alone, tile_ops)
 
 
 def _more_launches(study: Study, run: Run, left: Left) -> float:

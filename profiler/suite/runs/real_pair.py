@@ -84,7 +84,8 @@ def _random(place: Workplace) -> Pair:
         settings, weights = read_stored(places.STORED / "draft.safetensors")
         shape = draft_config(config, settings["hidden"], settings["layers"])
         draft = draft_model(shape, weights, target.get_input_embeddings().weight.detach())
-    for model in (target, draft):
+    models: tuple[Any, Any] = target, draft
+    for model in models:
         model.config._attn_implementation = "sdpa"
         model.generation_config.eos_token_id = None
         torch.nn.Module.to(model, device=place.device, dtype=place.dtype)
