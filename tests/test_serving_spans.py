@@ -22,6 +22,7 @@ from tests.serving import CONSTANT, GRID, arrival_file, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
+from traces.replay.always import drafting_always
 from traces.store.recordings import find_trace
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
@@ -115,7 +116,10 @@ POLICIES = st.sampled_from(
     ["fixed:gamma=3", "autoregressive", "gammatune", "oracle:gamma_max=6", "svip:gamma_max=6"]
 )
 
-TABLES = {"grid": GRID, "narrow": NARROW, "constant": CONSTANT, "along": ALONG}
+TABLES = {
+    "grid": GRID, "narrow": NARROW, "constant": CONSTANT, "along": ALONG,
+    "always": drafting_always(GRID, 4), "both": drafting_always(ALONG, 3),
+}  # fmt: skip
 
 
 @pytest.mark.invariant(3)
