@@ -13,7 +13,9 @@ import pytest
 from policies.basic import Autoregressive, Fixed
 from policies.batch.base import SingleStream
 from simulator.pricing import autoregressive, price
+from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
+from simulator.whatif.cost import LatencyCost
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
@@ -91,6 +93,16 @@ def test_every_round_is_charged_and_plain_decoding_is_not(trace: Trace) -> None:
     assert drafting_always(table, None) is table
     with pytest.raises(DraftsimError, match="are 0, expected at least 1"):
         drafting_always(table, 0)
+
+
+@pytest.mark.parametrize("kind", [LatencyCost, TableCost])
+def test_policies_that_weigh_cost_are_told_of_it(kind: Any) -> None:
+    """Drafting less saves nothing, up to what is always drafted."""
+    table = LatencyTable.constant(TARGET_S, DRAFT_S)
+    always, asked = kind(drafting_always(table, 4)), kind(table)
+    costs = [always(1, n, 3, 100.0) for n in range(7)]
+    assert costs[:5] == pytest.approx([asked(1, 4, 3, 100.0)] * 5)
+    assert costs[6] == pytest.approx(asked(1, 6, 3, 100.0))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from scipy.optimize import isotonic_regression
 from simulator.pricing import HOSTS
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
+from traces.replay.always import passes_always
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,6 +41,7 @@ class LatencyCost:
         self.signals = signals
         self.longest = longest
         self.smooth = smooth
+        self._always = passes_always(latency)
         self._widths: dict[tuple[int, float], Floats] = {}
         self._steps: dict[tuple[int, float], float] = {}
         self._settling: dict[tuple[int, float], Floats] = {}
@@ -50,6 +52,7 @@ class LatencyCost:
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds; sizes are rounded to whole tokens per sequence."""
+        draft_length = max(draft_length, self._always)
         key = (batch, context)
         if key not in self._widths:
             width = np.arange(1, self.longest + 2)
