@@ -77,15 +77,15 @@ def _random(place: Workplace) -> Pair:
     )
     torch.manual_seed(0)
     config = LlamaConfig(**{**CONFIG, **(SMALL if place.quick else {})})
-    target = LlamaForCausalLM(config)
+    target: Any = LlamaForCausalLM(config)
     if place.quick:
-        draft = LlamaForCausalLM(draft_config(config, 64, 2))
+        draft: Any = LlamaForCausalLM(draft_config(config, 64, 2))
     else:
         settings, weights = read_stored(places.STORED / "draft.safetensors")
         shape = draft_config(config, settings["hidden"], settings["layers"])
         draft = draft_model(shape, weights, target.get_input_embeddings().weight.detach())
-    models: tuple[Any, Any] = target, draft
-    for model in models:
+
+    for model in (target, draft):
         model.config._attn_implementation = "sdpa"
         model.generation_config.eos_token_id = None
         torch.nn.Module.to(model, device=place.device, dtype=place.dtype)
