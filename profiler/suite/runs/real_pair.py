@@ -84,7 +84,6 @@ def _random(place: Workplace) -> Pair:
         settings, weights = read_stored(places.STORED / "draft.safetensors")
         shape = draft_config(config, settings["hidden"], settings["layers"])
         draft = draft_model(shape, weights, target.get_input_embeddings().weight.detach())
-
     for model in (target, draft):
         model.config._attn_implementation = "sdpa"
         model.generation_config.eos_token_id = None
