@@ -206,12 +206,18 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
     """Every named system that can be replayed and priced; a note names the others and why."""
     from traces.sources.feature_source import RECORD as DRAFTERS
-    from traces.sources.registry import SYSTEMS
+    from traces.sources.registry import SYSTEMS, parse_source
 
     logs: list[RoundLog] = []
     missing: dict[str, list[str]] = {}
     for name in SYSTEMS:
+        source = parse_source(SYSTEMS[name].source)
         try:
+            if not all(latency.has(*call) for call in source.calls):
+                # What could not be priced is not replayed; what it lacks first is said first.
+                source.open(trace, recordings, trace.first)(0)
+                missing.setdefault(f"{RECORD} measures their latencies", []).append(name)
+                continue
             found = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)

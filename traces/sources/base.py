@@ -96,6 +96,11 @@ class Source(ABC):
         del recordings
         return self.signals
 
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        """(model, phase) of the calls that every draft makes; empty where rounds differ."""
+        return ()
+
     @abstractmethod
     def open(
         self, trace: Trace, recordings: Recordings, first: int

@@ -76,6 +76,11 @@ class LookupReplay(SourceReplay):
 class LookupSource(Source):
     """A source that searches token sequences."""
 
+    @property
+    def calls(self) -> tuple[tuple[str, str], ...]:
+        """One search a draft."""
+        return ((self.name, "forward"),)
+
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """A lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError

@@ -2,13 +2,12 @@
 
 As the ``SuffixDecodingCache`` of arctic-inference 0.1.1, which vLLM's method ``suffix`` calls
 (Oliaro et al., arXiv:2411.04975): a tree of the request's own tokens, and one of the outputs
-of all requests served, this one's included.  Its trees are compressed; here every token is a
-node, which counts the same.
+of all requests served, this one's included.  Both keep what occurred once as a place in the
+text alone; which strings its nodes stand for, and their counts and order, are the same.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,44 +16,43 @@ import numpy as np
 from policies.parameters import whole, within
 from traces.sources.lookup import Lookup, Proposal
 
+BETWEEN = -1
+"""Stands in the text between two sequences."""
+
 
 class Node:
-    """What sequences hold behind one string: how often it occurs, and what follows."""
+    """What sequences hold behind one string: how often it occurs, and what follows.
+
+    Most strings of a text occur once: a child is then no node, but the place in the text that
+    its one occurrence goes on at.
+    """
 
     __slots__ = ("children", "count", "order")
 
     def __init__(self) -> None:
         self.count = 0
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, Node | int] = {}
         self.order: list[int] = []
         """Tokens of the children, most frequent first."""
 
-    def follow(self, token: int) -> Node:
-        """The child of `token`, counted once more."""
-        child = self.children.get(token)
-        if child is None:
-            child = self.children[token] = Node()
-            child.count = 1
-            self.order.append(token)
-        else:
-            self._rise(token, child)
-            child.count += 1
-        return child
-
-    def _rise(self, token: int, child: Node) -> None:
-        """Move a child, about to count one more, past those it then exceeds.
+    def rise(self, token: int, count: int) -> None:
+        """Move a child of `count`, about to count one more, past those it then exceeds.
 
         Ties decide drafts, so they fall as they do there: a child that only joins those of the
         next count goes before them, one that leaves equals behind goes after.
         """
         order, children = self.order, self.children
         at = order.index(token)
-        if not at or (above := children[order[at - 1]].count) > child.count + 1:
+        if not at or (above := _count(children[order[at - 1]])) > count + 1:
             return
         to = at
-        while to and children[order[to - 1]].count == above:
+        while to and _count(children[order[to - 1]]) == above:
             to -= 1
         order.insert(to, order.pop(at))
+
+
+def _count(child: Node | int) -> int:
+    return 1 if isinstance(child, int) else child.count
 
 
 class SuffixTree:
@@ -62,34 +60,74 @@ class SuffixTree:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.root = Node()
-        self._active: deque[Node] = deque()
+        self._root = Node()
+        self._text: list[int] = []
+        # The ends of the sequence that occurred before, by their length less one.
+        self._ends: list[Node] = []
 
     def begin(self) -> None:
         """A new sequence: no string spans it and the one before."""
-        self._active = deque()
+        self._text.append(BETWEEN)
+        self._ends = []
 
     def append(self, token: int) -> None:
         """The sequence grows by a token."""
-        if len(self._active) == self.depth:
-            self._active.popleft()
-        self._active = deque(node.follow(token) for node in self._active)
+        self._text.append(token)
+        first = self._root.children.get(token)
+        if not isinstance(first, Node):
+            first = self._root.children[token] = Node()
         # What is most frequent of all is never asked, and long to keep in order.
-        first = self.root.children.setdefault(token, Node())
         first.count += 1
-        self._active.append(first)
+        ends = [first]
+        for length, node in enumerate(self._ends, 2):
+            # An end that did not occur before makes no longer one occur.
+            if length <= self.depth and (longer := self._follow(node, token, length)) is not None:
+                ends.append(longer)
+        self._ends = ends
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The sequence grows by `tokens`."""
         for token in tokens:
             self.append(token)
 
-    def find(self, tokens: Sequence[int]) -> Node | None:
-        """The node behind a string, None if it does not occur."""
-        node: Node | None = self.root
-        for token in tokens:
-            node = node.children.get(token) if node is not None else None
-        return node
+    def _follow(self, node: Node, token: int, length: int) -> Node | None:
+        """The child of `token`, a string of `length`, counted once more; None if it is new."""
+        child = node.children.get(token)
+        if child is None:
+            node.children[token] = len(self._text)
+            node.order.append(token)
+            return None
+        node.rise(token, _count(child))
+        if isinstance(child, int):
+            at, child = child, Node()
+            node.children[token] = child
+            child.count = 1
+            if (after := self.after(at, length)) is not None:
+                child.children[after] = at + 1
+                child.order.append(after)
+        child.count += 1
+        return child
+
+    def after(self, place: int, length: int) -> int | None:
+        """What follows the one occurrence of a string of `length`, if anything does."""
+        if length >= self.depth or place >= len(self._text) or self._text[place] == BETWEEN:
+            return None
+        return self._text[place]
+
+    def find(self, tokens: Sequence[int]) -> Node | int | None:
+        """The node behind a string, the place where its one occurrence goes on, or None."""
+        count, text = len(tokens), self._text
+        if count <= len(self._ends) and text[len(text) - count :] == tokens:
+            return self._ends[count - 1]
+        at: Node | int | None = self._root
+        for length, token in enumerate(tokens):
+            if isinstance(at, Node):
+                at = at.children.get(token)
+            elif at is None or self.after(at, length) != token:
+                return None
+            else:
+                at += 1
+        return at
 
 
 class Draft(NamedTuple):
@@ -111,16 +149,19 @@ def speculate(
     best, score = Draft([], [], 0.0), np.float32(0)
     for matched in range(1, len(context)):
         node = tree.find(context[len(context) - matched :])
-        if node is None:
+        # What nothing follows, nothing follows in longer strings either.
+        if node is None or _next(tree, node, matched) is None:
             break
         allowed = max(min(most, int(float(np.float32(matched) * np.float32(factor)) + 1e-6)), 0)
         tokens: list[int] = []
         probs: list[float] = []
         prob, total = np.float32(1), np.float32(0)
-        while len(tokens) < allowed and node.order:
-            token = node.order[0]
-            child = node.children[token]
-            prob = prob * (np.float32(child.count) / np.float32(node.count))
+        while len(tokens) < allowed:
+            token = _next(tree, node, matched + len(tokens))
+            if token is None:
+                break
+            child = node.children[token] if isinstance(node, Node) else node + 1
+            prob = prob * (np.float32(_count(child)) / np.float32(_count(node)))
             if prob < np.float32(least):
                 break
             tokens.append(token)
@@ -130,6 +171,13 @@ def speculate(
         if total >= score:
             best, score = Draft(tokens, probs, float(total)), total
     return best
+
+
+def _next(tree: SuffixTree, at: Node | int, length: int) -> int | None:
+    """The token most frequent behind a string of `length`; None where nothing follows."""
+    if isinstance(at, int):
+        return tree.after(at, length)
+    return at.order[0] if at.order else None
 
 
 class SuffixLookup(Lookup):
