@@ -29,7 +29,7 @@ def demo(
     from profiler.profile import Settings
     from profiler.recording.folder import claimed, only_writer
     from profiler.recording.run import BUNDLED, RunInfo
-    from simulator.summary import summarize, to_rows
+    from simulator.summary import price_all, summarize_runs, to_rows
     from traces.store.files import read_latency, read_trace
 
     info = RunInfo("bundled", "bundled", threads=1)
@@ -42,11 +42,12 @@ def demo(
         run_profile(recording, force=True)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None)
-    summary = ranking.noted(to_rows(summarize(ranking.logs, latency)))
+    runs = price_all(ranking.logs, latency)
+    summary = ranking.noted(to_rows(summarize_runs(runs)))
     rows = spot_check(out, repeats=repeats, remeasure=True)
     if json is None:
         note("Predicted from the recording:")
-        print_ranked(compared(summary, ranking.logs, latency, None, 2000))
+        print_ranked(compared(summary, runs, latency, None, 2000))
     emit("demo", rows, json)
     say_verdict(rows)
     for path in save_all(trace, latency, ranking.logs, out / "plots", rows):

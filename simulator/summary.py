@@ -67,10 +67,18 @@ def summarize(
     DraftsimError
         If there is no log, a log has no rounds, or the logs' requests differ.
     """
-    runs = _runs(logs, latency, baseline)
-    return _rows(
-        runs, None, _weights(len(runs[0].log.requests), resamples, seed), confidence, prefill
-    )
+    runs = price_all(logs, latency, baseline)
+    return summarize_runs(runs, resamples=resamples, confidence=confidence, prefill=prefill,
+                          seed=seed)  # fmt: skip
+
+
+def summarize_runs(
+    runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
+    prefill: bool = False, seed: int = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """The rows of `summarize` for runs that were priced (`price_all`)."""
+    weights = _weights(len(runs[0].log.requests), resamples, seed)
+    return _rows(runs, None, weights, confidence, prefill)
 
 
 def summarize_by_category(
@@ -87,7 +95,16 @@ def summarize_by_category(
 
     Parameters and errors as of `summarize`.
     """
-    runs = _runs(logs, latency, baseline)
+    runs = price_all(logs, latency, baseline)
+    return summarize_runs_by_category(runs, resamples=resamples, confidence=confidence,
+                                      prefill=prefill, seed=seed)  # fmt: skip
+
+
+def summarize_runs_by_category(
+    runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
+    prefill: bool = False, seed: int = 0,
+) -> pd.DataFrame:  # fmt: skip
+    """The rows of `summarize_by_category` for runs that were priced (`price_all`)."""
     names = [r.category for r in runs[0].log.requests]
     parts = []
     for category in dict.fromkeys(names):
@@ -111,7 +128,12 @@ def prompt_speedups(
     SpecBound, Table 5 shows this distribution: a mean above 1x hides the prompts that
     speculation slows down.  ``np.nanmean(prompt_speedups(...) < 1)`` is their share.
     """
-    plain, run = _runs([log], latency, baseline)
+    plain, run = price_all([log], latency, baseline)
+    return speedups_over(plain, run, prefill=prefill)
+
+
+def speedups_over(plain: Priced, run: Priced, *, prefill: bool = False) -> Floats:
+    """The speedups of `prompt_speedups` for runs that were priced."""
     return _ratio(_sums(plain, prefill), _sums(run, prefill))
 
 
@@ -135,16 +157,27 @@ def paired_gain(
     DraftsimError
         If a log has no rounds or their requests differ.
     """
-    _, run, rival = _runs([log, other], latency, None)
-    ours, theirs = _sums(run, False), _sums(rival, False)
-    value = float(_ratio(theirs.sum(axis=1), ours.sum(axis=1)))
-    if ours.shape[1] < 2:
-        return value, math.nan, math.nan
-    weights = _weights(ours.shape[1], resamples, seed).T
-    drawn = _ratio(theirs @ weights, ours @ weights)
-    drawn = drawn[np.isfinite(drawn)]
-    low, high = np.percentile(drawn, [50 * (1 - confidence), 50 * (1 + confidence)])
-    return value, float(low), float(high)
+    _, run, rival = price_all([log, other], latency)
+    [gain] = gains_over(rival, [run], resamples=resamples, confidence=confidence, seed=seed)
+    return gain
+
+
+def gains_over(
+    rival: Priced, runs: Sequence[Priced], *, resamples: int = 2000, confidence: float = 0.95,
+    seed: int = 0,
+) -> list[tuple[float, float, float]]:  # fmt: skip
+    """The gain of `paired_gain` over `rival` of each of `runs`, all of which were priced."""
+    theirs, found = _sums(rival, False), []
+    weights = _weights(theirs.shape[1], resamples, seed).T
+    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
+    for run in runs:
+        ours = _sums(run, False)
+        low = high = math.nan
+        if ours.shape[1] > 1:
+            drawn = _ratio(theirs @ weights, ours @ weights)
+            low, high = map(float, np.percentile(drawn[np.isfinite(drawn)], tails))
+        found.append((float(_ratio(theirs.sum(axis=1), ours.sum(axis=1))), low, high))
+    return found
 
 
 def speedup_distribution(speedups: npt.ArrayLike, edges: npt.ArrayLike) -> pd.DataFrame:
@@ -182,9 +215,13 @@ def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
-def _runs(
-    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None
+def price_all(
+    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None = None
 ) -> list[Priced]:
+    """Plain decoding (`baseline`, or that of the first log's requests) and each log, priced.
+
+    Raises DraftsimError as of `summarize`.
+    """
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     plain = autoregressive(logs[0]) if baseline is None else baseline

@@ -16,7 +16,7 @@ from policies.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator import summarize
 from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate
-from simulator.summary import paired_gain, to_rows
+from simulator.summary import paired_gain, price_all, to_rows
 from tests.conftest import Run
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
@@ -32,8 +32,8 @@ def logs() -> list[RoundLog]:
 
 def test_gains_are_paired_and_over_what_is_asked() -> None:
     runs = logs()
-    rows = to_rows(summarize(runs, LATENCY, resamples=200))
-    found = compared(rows, runs, LATENCY, "fixed:gamma=4", 200)
+    rows, priced = to_rows(summarize(runs, LATENCY, resamples=200)), price_all(runs, LATENCY)
+    found = compared(rows, priced, LATENCY, "fixed:gamma=4", 200)
     assert found[2]["gain"] is None
     for row, log in ((found[1], runs[0]), (found[3], runs[2])):
         assert (row["gain"], row["gain_lo"], row["gain_hi"]) == pytest.approx(
@@ -41,7 +41,7 @@ def test_gains_are_paired_and_over_what_is_asked() -> None:
         )
         assert row["against"] == "fixed:gamma=4"
     with pytest.raises(DraftsimError, match="--against nobody: is none of the policies"):
-        compared(rows, runs, LATENCY, "nobody", 200)
+        compared(rows, priced, LATENCY, "nobody", 200)
     best = max(found[1:], key=lambda row: row["speedup"])
     assert best["policy"] in headline(found)
     assert f"{best['speedup']:.3f}x" in headline(found)

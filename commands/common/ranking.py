@@ -59,17 +59,19 @@ def rank(
         bounds = replay_all(trace, chosen, rule=rule)
         return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
     notes: dict[str, str] = {}
-    logs: list[RoundLog] = []
-    for name, policy in chosen:
+    found: dict[int, RoundLog] = {}
+    for i, (name, policy) in enumerate(chosen):
         if is_default(policy) and rule is None:
             fitted = fitted_log(trace, latency, name, policy.gamma_max)
             if fitted is not None:
-                logs.append(fitted)
+                found[i] = fitted
                 notes[name] = FITTED
                 continue
         if is_unfitted(policy):
             notes[name] = UNFITTED
-        logs += replay_all(trace, [(name, policy)], rule=rule)
+    rest = [i for i in range(len(chosen)) if i not in found]
+    found |= zip(rest, replay_all(trace, [chosen[i] for i in rest], rule=rule), strict=True)
+    logs = [found[i] for i in range(len(chosen))]
     if not ranks_all(texts):
         return Ranking(logs, notes)
     if rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):

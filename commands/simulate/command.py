@@ -210,12 +210,19 @@ def _rows(
     resamples: int, prefill: bool, by_category: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of `logs` after plain decoding's, with all that is known of each."""
-    from simulator.summary import summarize, summarize_by_category, to_rows
+    from simulator.summary import (
+        price_all,
+        summarize_runs,
+        summarize_runs_by_category,
+        to_rows,
+    )
+
+    runs = price_all(logs, latency)
 
     def made(summary: Any) -> list[dict[str, Any]]:
-        return ranking.noted(to_rows(summary(logs, latency, resamples=resamples, prefill=prefill)))
+        return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))
 
-    overall = compared(made(summarize), logs, latency, against, resamples, prefill)
+    overall = compared(made(summarize_runs), runs, latency, against, resamples, prefill)
     if not by_category:
         return overall
     # Gains are over all prompts: a category holds few.
@@ -223,7 +230,7 @@ def _rows(
     blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
     return [{"category": None, **row} for row in overall] + [
         {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(summarize_by_category)
+        for row in made(summarize_runs_by_category)
     ]
 
 

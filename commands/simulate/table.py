@@ -12,9 +12,9 @@ from commands.simulate.categories import category_ladder
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
-    from traces.replay.rounds import RoundLog
     from traces.store.outputs import Quality, RealRun
 
 Row = dict[str, Any]
@@ -24,10 +24,10 @@ LOSSLESS = ("exact", "rejection-sampling")
 
 
 def compared(
-    rows: Sequence[Row], logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
+    rows: Sequence[Row], runs: Sequence[Priced], latency: LatencyTable, against: str | None,
     resamples: int, prefill: bool = False,
 ) -> list[Row]:  # fmt: skip
-    """The rows of `logs`, after plain decoding's, with what else is known of each.
+    """The rows of `runs`, of which plain decoding is the first, with what else is known of each.
 
     ``against`` names the row that ``gain`` compares with, tokens per second over its own with
     the paired interval over prompts; by default the best fixed length, where there is one.
@@ -37,11 +37,9 @@ def compared(
     Raises DraftsimError if `against` is none of the rows.
     """
     from simulator.degenerate import accepted_mismatches, degenerate
-    from simulator.pricing import autoregressive, price
-    from simulator.summary import paired_gain
+    from simulator.summary import gains_over
     from simulator.whatif.ranking import BEST_FIXED
 
-    every = [autoregressive(logs[0]), *logs]
     rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
     if against is not None:
         rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
@@ -49,18 +47,17 @@ def compared(
             raise DraftsimError(
                 f"--against {against}: is none of the policies shown: add --policy {against}"
             )
-    told = ["", *degenerate(logs)]
+    told = ["", *degenerate([run.log for run in runs[1:]])]
+    gains = [] if rival is None else gains_over(runs[rival], runs, resamples=resamples)
     found = []
-    for row, log, said in zip(rows, every, told, strict=True):
-        run = price(log, latency)
+    for i, (row, run, said) in enumerate(zip(rows, runs, told, strict=True)):
         more: Row = {
             "outside": run.outside_with(prefill), "unpriced": run.unpriced(latency, prefill),
-            "mismatches_accepted": accepted_mismatches(log), "against": None, "gain": None,
+            "mismatches_accepted": accepted_mismatches(run.log), "against": None, "gain": None,
             "gain_lo": None, "gain_hi": None,
         }  # fmt: skip
-        if rival is not None and log is not every[rival]:
-            gain = paired_gain(log, every[rival], latency, resamples=resamples)
-            values = [value if math.isfinite(value) else None for value in gain]
+        if rival is not None and i != rival:
+            values = [value if math.isfinite(value) else None for value in gains[i]]
             more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
             more["against"] = rows[rival]["policy"]
         notes = [text for text in (row.get("note"), said) if text]

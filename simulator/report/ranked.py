@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.pricing import price
-from simulator.summary import paired_gain, prompt_speedups, summarize, to_rows
+from simulator.summary import paired_gain, price_all, speedups_over, summarize_runs, to_rows
 from simulator.whatif.ranking import BEST_FIXED, fastest, fixed_lengths
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
@@ -37,15 +36,15 @@ def ranked(
 
     ``sums`` of a log are what the page's sliders compute with.
     """
-    rows = to_rows(summarize(logs, latency, resamples=draws))[1:]
-    for row, log in zip(rows, logs, strict=True):
-        own = prompt_speedups(log, latency)
+    plain, *runs = price_all(logs, latency)
+    rows = to_rows(summarize_runs([plain, *runs], resamples=draws))[1:]
+    for row, run in zip(rows, runs, strict=True):
+        own = speedups_over(plain, run)
         row["note"] = notes.get(row["policy"])
         row["oracle"] = row["policy"].partition(":")[0] == "oracle"
         row["below"] = float(np.mean(own[np.isfinite(own)] < 1))
-        run = price(log, latency)
         row["outside"] = run.passes.extrapolated / max(run.passes.passes, 1)
-        row["sums"] = sums(log)
+        row["sums"] = sums(run.log)
     return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
 
 
