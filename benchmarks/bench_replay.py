@@ -27,10 +27,10 @@ from policies import (
 from policies.core import DraftPolicy
 from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence
-from simulator.whatif.walk import Walker
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 
 TOKENS, REQUESTS, ALPHA, MAX_GAMMA = 500, 300, 0.8, 24
 POLICIES: dict[str, DraftPolicy] = {
@@ -76,7 +76,7 @@ def served(trace: Trace, policy: DraftPolicy) -> int:
 
 
 def walked(trace: Trace, policy: DraftPolicy) -> int:
-    return len(Walker(trace).replay(policy))
+    return sum(map(len, replay_many(trace, {"": policy})))
 
 
 @pytest.mark.parametrize("way", [looped, served, walked])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from policies.core import DraftPolicy, Load
+from policies.lanes.base import UNBOUNDED, LanePlan
+from policies.lanes.stops import KnownRun
 from policies.parameters import one_of, whole
 
 
@@ -15,6 +17,10 @@ class Autoregressive(DraftPolicy):
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         del draft
         return False
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(0)
 
 
 class Fixed(DraftPolicy):
@@ -29,6 +35,10 @@ class Fixed(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self.gamma
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(self.gamma)
 
 
 class Oracle(DraftPolicy):
@@ -73,3 +83,8 @@ class Oracle(DraftPolicy):
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self._length
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        longest = UNBOUNDED if self.gamma_max is None else self.gamma_max
+        return LanePlan(stop=KnownRun(int(self.convention == "run+1"), longest))

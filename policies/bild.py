@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import Bools, Ints, LanePlan, LaneState
+from policies.lanes.stops import Below
 from policies.parameters import flag, whole, within
 
 
@@ -63,3 +68,25 @@ class BiLDFallback(DraftPolicy):
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         del draft
         self._target_alone = self.target_after_rollback and outcome.accepted < outcome.drafted
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        scalars: Any = (self._target_alone, self.gamma_max, self.target_after_rollback)
+        return LanePlan(
+            stop=Below("top_prob", self.threshold, drops=True), state=_TargetAlone(*scalars)
+        )
+
+
+@dataclass
+class _TargetAlone(LaneState):
+    """Whether the next step of many runs is the target's alone."""
+
+    alone: Bools
+    longest: Ints
+    after_rollback: Bools
+
+    def caps(self) -> Ints:
+        return np.where(self.alone, 0, self.longest)
+
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
+        self.alone = self.after_rollback & (accepted < drafted)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import exp, log
 from typing import Any, Literal
 
+import numpy as np
+
 from policies.confidence import EQUAL_WEIGHTS, EntropySign, known_vocabulary
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import Bools, Floats, Ints, LanePlan, Lengths, Starts, grown
 from policies.parameters import one_of, ordered, whole, within
 
 _COMPONENTS = ("entropy", "logit_margin", "prob_margin")
@@ -148,6 +152,15 @@ class CMASD(DraftPolicy):
             score += weight * (margin / top if margin < top else 1.0)
         return score
 
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        if self.window != "causal" or self.vocab_size is None:
+            return None
+        confidence = _Confidence(
+            self._base, self._per_nat, self._w_margin, self.beta, self._w_softmax, self._top
+        )
+        return LanePlan(stop=_Window(confidence, self.alpha, self.gamma_min, self.gamma_max))
+
     def _check_vocabulary(self) -> None:
         if self.vocab_size is None:
             known_vocabulary(None, None, type(self).__name__)
@@ -155,3 +168,57 @@ class CMASD(DraftPolicy):
     def _clip(self, mean: float) -> int:
         window = int(self.alpha * mean * self.gamma_max)
         return min(self.gamma_max, max(self.gamma_min, window))
+
+
+@dataclass(frozen=True)
+class _Confidence:
+    """`CMASD.confidence` of every row; the attributes are its constants."""
+
+    base: float
+    per_nat: float
+    margin: float
+    beta: float
+    softmax: float
+    top: float
+
+    def values(self, starts: Starts) -> Floats:
+        score: Any = np.full(len(starts.signal(self._reads()[0])), self.base)
+        if self.per_nat:
+            score = score + self.per_nat * starts.signal("entropy")
+        if self.margin:
+            # The library's exp, as of one token: numpy's may differ in the last bit.
+            falls = map(exp, (-self.beta * starts.signal("logit_margin")).tolist())
+            score = score + self.margin / (1.0 + np.fromiter(falls, np.float64, len(score)))
+        if self.softmax:
+            margin = starts.signal("prob_margin")
+            score = score + self.softmax * np.where(margin < self.top, margin / self.top, 1.0)
+        return np.asarray(score)
+
+    def _reads(self) -> list[str]:
+        weights = (self.per_nat, self.margin, self.softmax)
+        return [name for name, weight in zip(_COMPONENTS, weights, strict=True) if weight]
+
+
+@dataclass(frozen=True)
+class _Window:
+    """The causal window over the confidence of what was drafted so far."""
+
+    confidence: _Confidence
+    alpha: float
+    gamma_min: int
+    gamma_max: int
+
+    def lengths(self, starts: Starts) -> Lengths:
+        score = starts.watched(self.confidence)
+        total = np.zeros(len(starts.rows))
+
+        def keep(n: int, which: Ints) -> Bools:
+            if n == 0:
+                return np.ones(len(which), dtype=bool)
+            total[which] += score.take(starts.rows[which] + n - 1, mode="clip")
+            if n >= self.gamma_max:
+                return np.zeros(len(which), dtype=bool)
+            wide = self.alpha * (total[which] / n) * self.gamma_max >= n + 1
+            return np.asarray(wide | (n < self.gamma_min))
+
+        return Lengths(grown(starts, keep))

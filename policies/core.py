@@ -8,7 +8,7 @@ a prediction and a measurement is a difference of cost, never of logic.
 
 A round is decided here and nowhere else.  Two copies of the loop stay apart from it, for speed
 alone: `simulator.serving.sequence`, the inner loop of a serving simulation, reads a recording
-without a call per token, and `simulator.whatif.walk`, of which a sweep makes thousands, asks a
+without a call per token, and `traces.replay.lanes`, of which a sweep makes thousands, asks a
 policy nothing that can be looked up.  This one can do neither: it knows no recording, and guards
 the tokens of any decoder.  Whoever changes a rule of the loop changes all three;
 `tests/test_one_loop.py` fails until they agree.

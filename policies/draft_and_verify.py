@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import LanePlan
+from policies.lanes.stops import Signal
 from policies.parameters import whole, within
-from policies.threshold import AdaptiveThreshold
+from policies.threshold import AdaptiveThreshold, ThresholdLanes
 
 
 class DraftAndVerify(DraftPolicy):
@@ -63,4 +65,12 @@ class DraftAndVerify(DraftPolicy):
         del draft
         self._threshold.update(
             outcome.drafted, outcome.accepted, at_maximum=outcome.drafted == self.gamma_max
+        )
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(
+            self.gamma_max,
+            state=ThresholdLanes.of(self._threshold, self.gamma_max, by_accepted=False),
+            watch=Signal("raw_prob"),
         )

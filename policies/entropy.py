@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import LanePlan
+from policies.lanes.stops import EntropyAbove, EntropyBound
 from policies.parameters import flag, whole, within
-from policies.threshold import AdaptiveThreshold
+from policies.threshold import AdaptiveThreshold, ThresholdLanes
 
 
 class SVIP(DraftPolicy):
@@ -42,6 +44,10 @@ class SVIP(DraftPolicy):
         return n < self.gamma_max and not (
             math.sqrt(self.scale * draft[-1].entropy) > self.threshold
         )
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(self.gamma_max, EntropyAbove(self.scale, self.threshold))
 
 
 class AdaEDL(DraftPolicy):
@@ -122,3 +128,12 @@ class AdaEDL(DraftPolicy):
 
     def _triggers(self, token: Any) -> bool:
         return 1.0 - math.sqrt(self.entropy_scale * token.entropy) < self._lambda.value
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(
+            self.gamma_max,
+            state=ThresholdLanes.of(self._lambda, self.gamma_max, by_accepted=True),
+            watch=EntropyBound(self.entropy_scale),
+            drops=not self.keep_trigger_token,
+        )

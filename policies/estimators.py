@@ -1,7 +1,9 @@
 """Estimators of a drafted token's acceptance probability from the draft's signals.
 
 SpecDec++ and DISCO train networks for this; a recording lets anyone calibrate a small
-one instead.  An estimator is any object like those here.
+one instead.  An estimator is any object like those here; one that also has their method
+``chances(read, offset)``, which tells of many tokens at once to the last bit what a call tells
+of one, is replayed with many settings at once (`policies.lanes.estimated`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from policies.lanes.base import Floats
+from policies.lanes.estimated import Read
 
 
 class AcceptanceEstimator(Protocol):
@@ -37,6 +42,10 @@ class DraftProbability:
         del offset
         return float(token.prob)
 
+    def chances(self, read: Read, offset: int) -> Floats:
+        del offset
+        return read("prob")
+
 
 class ConstantAcceptance:
     """The same chance for every token: all that a recording without signals can tell."""
@@ -51,6 +60,10 @@ class ConstantAcceptance:
     def __call__(self, token: Any, offset: int) -> float:
         del token, offset
         return self.chance
+
+    def chances(self, read: Read, offset: int) -> Floats:
+        del read, offset
+        return np.array(self.chance)
 
 
 class IsotonicAcceptance:
@@ -83,6 +96,11 @@ class IsotonicAcceptance:
         del offset
         step = bisect_right(self.knots, getattr(token, self.signal)) - 1
         return self.values[max(step, 0)]
+
+    def chances(self, read: Read, offset: int) -> Floats:
+        del offset
+        step = np.searchsorted(self.knots, read(self.signal), side="right") - 1
+        return np.asarray(self.values)[np.maximum(step, 0)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IsotonicAcceptance:
         return self  # never changes, so copies of a policy share it
@@ -148,6 +166,12 @@ class LogisticAcceptance:
         for name, weight in zip(self.signals, self.weights, strict=False):
             score += weight * getattr(token, name)
         return float(_sigmoid(np.float64(score)))
+
+    def chances(self, read: Read, offset: int) -> Floats:
+        score: Any = self.bias + self.weights[-1] * offset
+        for name, weight in zip(self.signals, self.weights, strict=False):
+            score = score + weight * read(name)
+        return np.asarray(_sigmoid(score))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogisticAcceptance:
         return self  # never changes, so copies of a policy share it

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import Bools, Floats, Ints, LanePlan, LaneState
+from policies.lanes.stops import Below
 from policies.parameters import one_of, ordered, whole, within
 
 
@@ -76,6 +81,10 @@ class GammaTune(DraftPolicy):
         self._mean = min(self.gamma_max, max(self.gamma_min, mean))
         self._length = math.ceil(self._mean)
 
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(state=_MovingAverage.of(self))
+
 
 class GammaTunePlus(GammaTune):
     """GammaTune that also stops where the draft's top-1 probability is below `threshold`.
@@ -105,3 +114,38 @@ class GammaTunePlus(GammaTune):
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         n = len(draft)
         return n < self._length and not (n and draft[-1].top_prob < self.threshold)
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(stop=Below("top_prob", self.threshold), state=_MovingAverage.of(self))
+
+
+@dataclass
+class _MovingAverage(LaneState):
+    """The average and the length of many runs."""
+
+    mean: Floats
+    length: Ints
+    eta: Floats
+    delta: Floats
+    low: Floats
+    high: Floats
+    budget: Bools
+
+    @classmethod
+    def of(cls, policy: GammaTune) -> _MovingAverage:
+        scalars: Any = (
+            policy._mean, policy._length, policy.eta, policy.delta, policy.gamma_min,
+            policy.gamma_max, policy.full_accept_means == "budget",
+        )  # fmt: skip
+        return cls(*scalars)
+
+    def caps(self) -> Ints:
+        return self.length
+
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
+        full = accepted == np.where(self.budget, self.length, drafted)
+        mean = (1 - self.eta) * self.mean + self.eta * (accepted + full * self.delta)
+        mean = np.minimum(self.high, np.maximum(self.low, mean))
+        self.mean = np.where(drafted > 0, mean, self.mean)
+        self.length = np.ceil(self.mean).astype(np.int64)

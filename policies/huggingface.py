@@ -7,11 +7,14 @@ stopping_criteria.py); where versions differ, a parameter chooses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from policies.core import DraftPolicy, Round
+from policies.lanes.base import UNBOUNDED, Bools, Ints, LanePlan, LaneState
+from policies.lanes.stops import Below
 from policies.parameters import one_of, ordered, whole, within
 
 RocUpdate = Literal["off", "in_call", "next_call"]
@@ -120,6 +123,13 @@ class Confidence(DraftPolicy):
         if self.roc_update == "in_call":
             self._threshold = chosen
 
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        return LanePlan(self._cap, self._test()) if self.roc_update == "off" else None
+
+    def _test(self) -> Below | None:
+        return Below("prob", self._threshold) if self._threshold else None
+
 
 class HFHeuristic(Confidence):
     """Two more after a fully accepted draft, one fewer otherwise (transformers ``heuristic``).
@@ -184,3 +194,28 @@ class HFHeuristic(Confidence):
             self._cap = grown if self.gamma_max is None else min(grown, self.gamma_max)
         else:
             self._cap = max(1, self._cap - 1)
+
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        if self.roc_update != "off":
+            return None
+        most = UNBOUNDED if self.gamma_max is None else self.gamma_max
+        scalars: Any = (self._cap, most, self.full_accept_means == "budget")
+        return LanePlan(stop=self._test(), state=_UpTwoDownOne(*scalars))
+
+
+@dataclass
+class _UpTwoDownOne(LaneState):
+    """N of many runs."""
+
+    cap: Ints
+    most: Ints
+    budget: Bools
+
+    def caps(self) -> Ints:
+        return self.cap
+
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
+        full = accepted == np.where(self.budget, self.cap, drafted)
+        fewer = np.maximum(1, self.cap - 1)
+        self.cap = np.where(full, np.minimum(self.cap + 2, self.most), fewer)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from policies.core import DraftPolicy
+from policies.lanes.base import LanePlan, Lengths, Starts
+from policies.lanes.stops import Below
 from policies.parameters import ordered, whole, within
 
 
@@ -45,3 +50,24 @@ class LlamaCppDraft(DraftPolicy):
 
     def _unsure(self, draft: Sequence[Any]) -> bool:
         return bool(draft and self.p_min and draft[-1].prob < self.p_min)
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        return LanePlan(stop=_LongEnough(self.gamma, self.gamma_min, self.p_min))
+
+
+@dataclass(frozen=True)
+class _LongEnough:
+    """Up to `gamma` tokens, the unsure one dropped; none is sent of fewer than `gamma_min`."""
+
+    gamma: int
+    gamma_min: int
+    p_min: float
+
+    def lengths(self, starts: Starts) -> Lengths:
+        found = Lengths(starts.most)
+        if self.p_min:
+            found = Below("prob", self.p_min, drops=True).lengths(starts)
+        forwards = np.minimum(found.forwards, self.gamma)
+        kept = forwards if found.sent is None else np.minimum(found.sent, forwards)
+        return Lengths(forwards, np.where(kept >= self.gamma_min, kept, 0))

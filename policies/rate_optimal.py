@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, Self
 
+import numpy as np
+
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import AcceptanceEstimator, DraftProbability
+from policies.lanes.base import LanePlan
+from policies.lanes.estimated import NOTHING, Prices, WorthDrafting, tells_many
 from policies.parameters import flag, whole, within
 
 
@@ -98,7 +102,8 @@ class RateOptimal(DraftPolicy):
         self._cost = cost or TextbookCost()
         read = (*self._estimate.reads, *(following.reads if following else ()))
         vars(self)["reads"] = tuple(dict.fromkeys(read))
-        self._prices: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        self._seconds = _Seconds(self._cost, gamma_max)
+        self._prices: dict[tuple[int, int], _ByLength] = {}
         self._correction = 0.0
         self._survival = [1.0]
         self._drafting, self._verifying = self._priced(Load(1, 0))
@@ -107,6 +112,13 @@ class RateOptimal(DraftPolicy):
         mine = super().for_run()
         mine._prices = dict(self._prices)  # the requests of a run share what it looks up
         return mine
+
+    def at_rate(self, rate: float | list[list[float]]) -> Self:
+        """The same policy at another rate; the two share the costs that they look up."""
+        made = self.copy()
+        made.rate, made._prices = rate, {}
+        made._drafting, made._verifying = made._priced(Load(1, 0))
+        return made
 
     def begin_round(self, load: Load) -> None:
         self._drafting, self._verifying = self._priced(load)
@@ -134,7 +146,7 @@ class RateOptimal(DraftPolicy):
             worth += chance
             if worth > ahead_price - now:
                 return True
-            if chance <= _NOTHING:
+            if chance <= NOTHING:
                 break
         return False
 
@@ -170,11 +182,8 @@ class RateOptimal(DraftPolicy):
         """What n drafts, and verifying n, cost in tokens foregone; n = 0 ... gamma_max."""
         key = (load.batch, load.context // CONTEXT_BUCKET)
         if key not in self._prices:
-            batch, context = load.batch, (key[1] + 0.5) * CONTEXT_BUCKET
-            rate, lengths = self._rate_at(batch), range(self.gamma_max + 1)
-            drafting = [rate * self._cost(batch, n, batch * (n + 1), context) for n in lengths]
-            verifying = [rate * self._cost(batch, 0, batch * (n + 1), context) for n in lengths]
-            self._prices[key] = drafting, verifying
+            rate, (drafting, verifying) = self._rate_at(key[0]), self._seconds(*key)
+            self._prices[key] = [rate * s for s in drafting], [rate * s for s in verifying]
         return self._prices[key]
 
     def _rate_at(self, batch: int) -> float:
@@ -183,8 +192,50 @@ class RateOptimal(DraftPolicy):
         known = [rate for least, rate in self.rate if least <= batch]
         return float(known[-1] if known else self.rate[0][1])
 
+    def laned(self, batch: int) -> LanePlan | None:
+        steady = not (self.recalibrate or self._correction)
+        if not (steady and tells_many(self._estimate) and tells_many(self.following)):
+            return None
+        rate = self._rate_at(batch)
 
-_NOTHING = 1e-9
-"""A chance below which no further token can change a decision."""
+        def prices(buckets: list[int]) -> Prices:
+            found = [self._seconds(batch, bucket) for bucket in buckets]
+            drafting, verifying = (rate * np.array(side) for side in zip(*found, strict=True))
+            return Prices(drafting, verifying)
+
+        return LanePlan(stop=WorthDrafting(
+            self._estimate, self.following, self.acceptance, self.gamma_max, self.trim,
+            CONTEXT_BUCKET, prices,
+        ))  # fmt: skip
+
+
+class _Seconds:
+    """An iteration of n drafts, and of verifying n alone, in seconds; n = 0 ... `longest`.
+
+    Each is looked up once: a policy's copies share it, and what was looked up is no part of
+    its state.
+    """
+
+    def __init__(self, cost: IterationCost, longest: int) -> None:
+        self._cost, self._longest = cost, longest
+        self._known: dict[tuple[int, int], _ByLength] = {}
+
+    def __call__(self, batch: int, bucket: int) -> _ByLength:
+        if (known := self._known.get((batch, bucket))) is None:
+            context, lengths = (bucket + 0.5) * CONTEXT_BUCKET, range(self._longest + 1)
+            known = self._known[batch, bucket] = (
+                [self._cost(batch, n, batch * (n + 1), context) for n in lengths],
+                [self._cost(batch, 0, batch * (n + 1), context) for n in lengths],
+            )
+        return known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seconds:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Seconds], tuple[IterationCost, int]]:
+        return _Seconds, (self._cost, self._longest)
+
+
+_ByLength = tuple[list[float], list[float]]
 CONTEXT_BUCKET = 32
 """Contexts this near share their prices, which are computed once."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from policies.core import DraftPolicy
 from policies.estimators import AcceptanceEstimator, DraftProbability
+from policies.lanes.base import LanePlan
+from policies.lanes.estimated import Doubted, tells_many
 from policies.parameters import flag, ordered, whole, within
 
 
@@ -65,6 +67,13 @@ class SpecDecPP(DraftPolicy):
             return n < self.gamma_min
         return not 1.0 - (before if self.lag else self._survival) > self.threshold
 
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        if not tells_many(self._estimate):
+            return None
+        bounds = self.threshold, self.gamma_min, self.gamma_max
+        return LanePlan(stop=Doubted(self._estimate, *bounds, self.lag))
+
 
 class Disco(DraftPolicy):
     """Continues while a classifier calls the newest token acceptable (DISCO, sec. 3.2).
@@ -105,3 +114,9 @@ class Disco(DraftPolicy):
         if n == 0:
             return True
         return n < self.gamma_max and not self._estimate(draft[-1], n - 1) < self.threshold
+
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        if not tells_many(self._estimate):
+            return None
+        return LanePlan(stop=Doubted(self._estimate, self.threshold, 1, self.gamma_max, None))

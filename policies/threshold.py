@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from policies.lanes.base import Bools, Floats, Ints, LaneState
+
 
 class AdaptiveThreshold:
     """Moves a stop threshold towards a target acceptance rate (Zhang et al. 2024, eq. 4).
@@ -55,3 +62,46 @@ class AdaptiveThreshold:
         else:
             wish = self.value - self.step
         self.value = self.value_memory * self.value + (1 - self.value_memory) * wish
+
+
+@dataclass
+class ThresholdLanes(LaneState):
+    """The thresholds of many runs, of which each drafts at most `longest` tokens.
+
+    ``by_accepted``: a draft counts as at its maximum where that many tokens were accepted,
+    not where they were drafted.
+    """
+
+    value: Floats
+    rate: Floats
+    target: Floats
+    step: Floats
+    rate_memory: Floats
+    value_memory: Floats
+    longest: Ints
+    by_accepted: Bools
+
+    @classmethod
+    def of(cls, threshold: AdaptiveThreshold, longest: int, by_accepted: bool) -> ThresholdLanes:
+        t = threshold
+        scalars: Any = (
+            t.value, t.rate, t.target, t.step, t.rate_memory, t.value_memory, longest, by_accepted
+        )  # fmt: skip
+        return cls(*scalars)
+
+    def caps(self) -> Ints:
+        return self.longest
+
+    def thresholds(self) -> Floats:
+        return self.value
+
+    def observe(self, drafted: Ints, accepted: Ints) -> None:
+        tried = drafted > 0
+        share = (1 - self.rate_memory) * accepted / np.maximum(drafted, 1)
+        rate = self.rate_memory * self.rate + share
+        at_maximum = np.where(self.by_accepted, accepted, drafted) == self.longest
+        lower = np.where(at_maximum, self.value, self.value - self.step)
+        wish = np.where(rate < self.target, self.value + self.step, lower)
+        value = self.value_memory * self.value + (1 - self.value_memory) * wish
+        self.rate = np.where(tried, rate, self.rate)
+        self.value = np.where(tried, value, self.value)

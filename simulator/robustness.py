@@ -14,7 +14,7 @@ from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 
 Floats = npt.NDArray[np.float64]
 
@@ -51,12 +51,12 @@ def seconds_by_gamma(
     """
     plain_s: Floats = np.zeros(len(trace.requests))
     seconds: dict[tuple[str, int], Floats] = {}
-    for name, make in families.items():
-        for gamma in gammas:
-            log = replay(trace, make(gamma), name=name)
-            if not seconds:
-                plain_s = price(autoregressive(log), latency).decode_s
-            seconds[name, gamma] = price(log, latency).decode_s
+    named = {(name, gamma): make(gamma) for name, make in families.items() for gamma in gammas}
+    logs = replay_many(trace, [(name, policy) for (name, _), policy in named.items()])
+    for key, log in zip(named, logs, strict=True):
+        if not seconds:
+            plain_s = price(autoregressive(log), latency).decode_s
+        seconds[key] = price(log, latency).decode_s
     return GammaSeconds(plain_s, seconds)
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
-from simulator.whatif.walk import Walker
 from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError
 from traces.importers.base import Options
 from traces.importers.registry import find_importer, import_log
 from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.store.files import read_trace, write_trace
 
 LONGEST = 6
@@ -71,7 +71,8 @@ def test_rounds_are_those_of_the_lengths(file: Path, gamma: int | None) -> None:
     want = [p for row in _rows() for p in _walked(row["acc_eagle"]["acc_len"], gamma)]
     assert log.rounds["position"].tolist() == want
     assert log.fidelity == "exact"
-    np.testing.assert_array_equal(Walker(trace).replay(policy).rounds, log.rounds)
+    [laned] = replay_many(trace, {"": policy})
+    np.testing.assert_array_equal(laned.rounds, log.rounds)
     if gamma is None:
         np.testing.assert_array_equal(log.rounds["drafted"], log.rounds["accepted"])
     matches = replay(Trace({k: v for k, v in trace.columns.items() if k != "accepted"},
@@ -98,7 +99,7 @@ def test_drafts_that_nobody_tried_are_refused(file: Path) -> None:
     with pytest.raises(SignalError, match=f"all {LONGEST} drafts accepted .* lower the policy"):
         replay(trace, Fixed(LONGEST + 1))
     with pytest.raises(SignalError, match="lower the policy"):
-        Walker(trace).replay(Fixed(LONGEST + 1))
+        list(replay_many(trace, {"": Fixed(LONGEST + 1)}))
 
 
 def test_simulate_takes_it(run: Run, file: Path, tmp_path: Path) -> None:

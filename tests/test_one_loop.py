@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,14 +14,23 @@ from policies.core import DraftPolicy, Load, speculate
 from policies.registry import parse_policy, policy_names
 from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence
-from simulator.whatif.walk import Walker
 from tests.random_traces import recordings
 from tests.test_policies_checks import VARIANTS
-from tests.test_whatif_walk import PLANNED
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay import lanes
 from traces.replay.decoder import ReplayDecoder, own_policy, replay
+from traces.replay.lanes import replay_many
+from traces.replay.rounds import RoundLog
 
+PLANNED = (
+    "fixed:gamma=0", "fixed:gamma=1", "fixed:gamma=24", "confidence:gamma=3",
+    "confidence:confidence_threshold=0", "hf-heuristic:full_accept_means=budget",
+    "hf-heuristic:persist=persistent", "hf-heuristic:confidence_threshold=0.5,gamma=2",
+    "gammatune:delta=0,eta=1", "gammatune-plus:threshold=0.8,full_accept_means=budget",
+    "svip:threshold=0.1", "svip:gamma_max=1", "cm-asd:gamma_max=5,gamma_min=2",
+    "cm-asd:alpha=1.6,entropy_sign=literal", "llama-cpp:p_min=0.5,gamma_min=2,gamma=6",
+)  # fmt: skip
 NAMES = sorted({*policy_names(), *VARIANTS, *PLANNED})
 UNRESERVED = 10**6
 """Slots that no draft fills."""
@@ -37,6 +47,13 @@ def outcome(run: Callable[..., Any], *given: Any, **more: Any) -> Any:
         return [tuple(one) for one in getattr(found, "rounds", found)]
     except DraftsimError as error:
         return type(error)
+
+
+def walk(trace: Trace, policy: DraftPolicy, name: str) -> RoundLog:
+    """The log without the loop, however few the requests."""
+    with patch.object(lanes, "FEWEST", 0):
+        [log] = replay_many(trace, {name: policy})
+    return log
 
 
 def served(trace: Trace, policy: DraftPolicy, lookahead: int = UNRESERVED) -> list[Any]:
@@ -58,11 +75,10 @@ def test_the_three_loops_go_through_the_same_rounds(name: str, trace: Trace) -> 
     policy = parsed(name, trace)
     if not set(policy.reads) <= trace.signals:
         return
-    walker = Walker(trace)
     logged = outcome(replay, trace, policy)
-    assert outcome(walker.replay, policy) == logged
+    assert outcome(walk, trace, policy, name) == logged
     if isinstance(logged, list):
-        log, walked = replay(trace, policy, name=name), walker.replay(policy, name)
+        log, walked = replay(trace, policy, name=name), walk(trace, policy, name)
         for field in ("policy", "source", "drafter", "verify", "fidelity", "reads", "first"):
             assert getattr(walked, field) == getattr(log, field), field
     # Whatever the recording did, an engine's prefill emits the first token.

@@ -16,12 +16,12 @@ from commands.common.inputs import load_policies
 from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
 from profiler.decoding.single import ModelDecoder
-from simulator.whatif.walk import Walker
 from tests import bundled
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder, replay
+from traces.replay.lanes import replay_many
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]
 
@@ -182,10 +182,11 @@ def test_where_nothing_is_tempered_or_cut_nothing_more_is_recorded(sampling: Sam
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, *SAMPLED], ids=lambda s: s.label)
-def test_a_walk_reads_the_same(sampling: Sampling) -> None:
+def test_many_settings_at_once_read_the_same(sampling: Sampling) -> None:
     trace = recorded(sampling)
-    for policy in (GammaTunePlus(gamma_max=8), GammaTunePlus(threshold=0.7)):
-        assert (Walker(trace).replay(policy).rounds == replay(trace, policy).rounds).all()
+    policies = [("", GammaTunePlus(gamma_max=8)), ("", GammaTunePlus(threshold=0.7))]
+    for log, (_, policy) in zip(replay_many(trace, policies), policies, strict=True):
+        assert (log.rounds == replay(trace, policy).rounds).all()
 
 
 def test_a_recording_without_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from policies.rules.registry import parse_rule, rule_names
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
 from simulator.whatif.rate import InBatch
-from simulator.whatif.walk import Walker
 from tests.made_up import TRACE
 from tests.serving import CONSTANT
 from tests.test_policies_checks import VARIANTS
@@ -27,6 +26,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.importers.rows import logged_trace
 from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
@@ -75,8 +75,8 @@ def thrice(policy: Any, run: Callable[[], Any]) -> None:
 def test_replays_of_one_policy_are_alike(text: str) -> None:
     policy = parse_policy(text, max_gamma=RECORDED.max_gamma)
     thrice(policy, lambda: replay(RECORDED, policy))
-    walker = Walker(RECORDED)
-    assert walker.replay(policy).rounds.tolist() == replay(RECORDED, policy).rounds.tolist()
+    [log] = replay_many(RECORDED, {"": policy})
+    assert log.rounds.tolist() == replay(RECORDED, policy).rounds.tolist()
 
 
 @pytest.mark.invariant(11)

@@ -20,7 +20,6 @@ from simulator.tune import tune_vllm
 from simulator.whatif import Prices, Sweep
 from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
-from simulator.whatif.walk import Walker
 from tests.serving import GRID, arrival_file
 from tests.test_serving_spans import assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
@@ -28,6 +27,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.latency.table import LatencyTable
 from traces.replay.decoder import can_replay, replay
+from traces.replay.lanes import replay_many
 from traces.sources import Recordings, Source, parse_source, replay_source
 from traces.sources.as_draft import drafted_latency, drafted_trace
 
@@ -92,13 +92,12 @@ def both(case: Any, text: str) -> tuple[Source, Trace]:
 def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str) -> None:
     source, trace = both(case, text)
     table = drafted_latency(TABLE, source, case.recordings)
-    walker = Walker(trace)
     accepted = 0
     every = policies_of(trace)
     assert len(every) > 15
     for policy in every:
         expected = replay_source(case.trace, source, policy, recordings=case.recordings)
-        for log in (replay(trace, policy), walker.replay(policy)):
+        for log in (replay(trace, policy), *replay_many(trace, {"": policy})):
             np.testing.assert_array_equal(log.rounds, expected.rounds)
             assert (log.source, log.fidelity) == (expected.source, "exact")
             ours, theirs = price(log, table), price(expected, TABLE)

@@ -9,20 +9,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies import Autoregressive, DraftPolicy, Fixed, Oracle
+from policies import Autoregressive, DraftPolicy, Fixed, Oracle, parse_policy
 from policies.core import Load
 from simulator.executors import Local
 from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, in_steps, step_costs
-from simulator.whatif.cells import COLUMNS, _at_context
+from simulator.whatif.cells import COLUMNS, Bench, Part, _at_context
 from simulator.whatif.prices import Prices
 from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import tilt_to
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.replay import lanes
 from traces.replay.decoder import replay
 
 SUMMARIZED = (
@@ -221,3 +222,15 @@ def test_error_of_the_tilt_comes_with_every_row() -> None:
     assert (as_recorded["tilt_error"] == 0).all()
     assert as_recorded["tilt_tried"].all()
     assert (as_recorded["fidelity"] == "exact").all()
+
+
+def test_a_sweeps_part_is_the_same_with_and_without_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorded()
+    names = ("fixed:gamma=3", "gammatune", "adaedl", "cm-asd", "hf-heuristic", "rate-optimal")
+    policies = {n: parse_policy(n, max_gamma=trace.max_gamma) for n in names}
+    bench = Bench(trace, policies, Prices((0.05, 0.4)), resamples=20)
+    quick = bench.run(Part(None, 1, names))
+    monkeypatch.setattr(lanes, "plan_of", lambda _: None)
+    usual = bench.run(Part(None, 1, names))
+    for name, values in usual.items():
+        np.testing.assert_array_equal(quick[name], values, err_msg=name)

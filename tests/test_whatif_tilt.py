@@ -172,3 +172,14 @@ def test_package_imports_without_scikit_learn_loaded() -> None:
         "import sys, simulator.whatif; assert not {'sklearn', 'torch', 'dask'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+@pytest.mark.parametrize("method", ["coupled", "redraw"])
+def test_several_halvings_at_once_find_the_same_shift(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from simulator.whatif import tilt
+
+    together = tilter(method).shifts([0.35, 0.8])
+    monkeypatch.setattr(tilt, "_FEW", 0)
+    np.testing.assert_array_equal(together, tilter(method).shifts([0.35, 0.8]))

@@ -242,9 +242,9 @@ def replay_all(
     rule: VerifyRule | None = None,
 ) -> list[RoundLog]:
     """Replay every policy over the trace; `first` as in `traces.replay.decoder.replay`."""
-    from traces.replay.decoder import replay
+    from traces.replay.lanes import replay_many
 
-    return [replay(trace, policy, rule, name=name, first=first) for name, policy in policies]
+    return list(replay_many(trace, policies, rule=rule, first=first))
 
 
 def say_memory(logs: Sequence[RoundLog]) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round
+from policies.lanes.base import LanePlan, plan_of
 from policies.parameters import flag
 
 B = TypeVar("B", bound="BatchPolicy")
@@ -184,3 +185,6 @@ class SingleStream(DraftPolicy):
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         del draft
         self.policy.observe((outcome,))
+
+    def laned(self, batch: int) -> LanePlan | None:
+        return plan_of(self.policy, batch)

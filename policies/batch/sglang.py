@@ -9,6 +9,8 @@ from typing import Any
 
 from policies.batch.base import KeptInStep
 from policies.core import Load, Round
+from policies.lanes.base import LanePlan
+from policies.lanes.tiers import Tiers
 from policies.parameters import whole
 
 _DEFAULT_CONFIG: Mapping[str, Mapping[str, Any]] = {
@@ -78,14 +80,19 @@ class SGLangAdaptive(KeptInStep):
         super().__init__(max(slot.candidates[-1] for slot in self._slots.values()), in_step)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        batch = loads[0].batch
+        self._slot = self._slot_of(loads[0].batch)
+        return self._slot.steps
+
+    def laned(self, batch: int) -> LanePlan:
+        return LanePlan(state=self._slot_of(batch).state(self.in_step))
+
+    def _slot_of(self, batch: int) -> _Slot:
         if self.graph_batches:
             sizes = sorted(self.graph_batches)
             i = bisect_left(sizes, batch)
             batch = sizes[i] if i < len(sizes) else batch
         below = [size for size in self._slots if size <= batch]
-        self._slot = self._slots[below[-1] if below else next(iter(self._slots))]
-        return self._slot.steps
+        return self._slots[below[-1] if below else next(iter(self._slots))]
 
     def observe(self, outcomes: Sequence[Round]) -> None:
         if outcomes:
@@ -107,6 +114,17 @@ class _Slot:
         self.average = float(self.steps - 1)
         self._settings = settings
         self._batches = 0
+
+    def state(self, in_step: bool) -> Tiers:
+        """The same slot among many, one entry a run."""
+        s = self._settings
+        scalars: Any = (
+            self.candidates, self.candidates.index(self.steps), self.steps,
+            len(self.candidates) - 1, self.average, self._batches, s["ema_alpha"],
+            s["update_interval"], s["warmup_batches"], s["down_hysteresis"], s["up_hysteresis"],
+            s["ceiling_coeff"], in_step,
+        )  # fmt: skip
+        return Tiers(*scalars)
 
     def update(self, accepted: float) -> None:
         """Take in an iteration's mean accepted drafts and maybe change the steps."""

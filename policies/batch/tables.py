@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from policies.batch.base import KeptInStep
 from policies.core import Load
+from policies.lanes.base import LanePlan, Lengths, Starts
 from policies.parameters import flag, whole
 
 DEFAULT_TABLE = ((1, 4, 5), (5, 16, 3), (17, 64, 1), (65, 65, 0))
@@ -61,6 +65,25 @@ class BatchTable(KeptInStep):
                 break
             length = k
         return length
+
+    def laned(self, batch: int) -> LanePlan:
+        return LanePlan(stop=_LookedUp(self, batch))
+
+
+@dataclass(frozen=True, eq=False)
+class _LookedUp:
+    """The table's K at a batch size, by the context of every start."""
+
+    table: BatchTable
+    batch: int
+
+    def lengths(self, starts: Starts) -> Lengths:
+        contexts, own = np.unique(starts.context, return_inverse=True)
+        planned = [self.table.plan((Load(self.batch, c),)) for c in contexts.tolist()]
+        verified = np.array(planned, dtype=np.int64)[own]
+        passes = np.maximum(verified, int(self.table.in_step))
+        forwards = np.minimum(passes, starts.most)
+        return Lengths(forwards, np.minimum(forwards, verified))
 
 
 def _checked(table: Sequence[Sequence[int]]) -> list[tuple[int, list[tuple[int, int]]]]:

@@ -17,7 +17,7 @@ from simulator.validation import compare, predictions, verdict
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
 from traces.store.recordings import find_trace
@@ -153,10 +153,8 @@ def _decoded(trace: Trace, measured: pd.DataFrame, batch: int) -> list[int]:
 
 
 def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFrame:
-    logs = [
-        replay(trace, parse_policy(name, max_gamma=trace.max_gamma), name=name) for name in names
-    ]
-    return predictions([price(log, latency) for log in logs])
+    policies = [(name, parse_policy(name, max_gamma=trace.max_gamma)) for name in names]
+    return predictions([price(log, latency) for log in replay_many(trace, policies)])
 
 
 def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:

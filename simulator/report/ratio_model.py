@@ -20,7 +20,7 @@ from simulator.whatif.tilt import Tilter
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 Sums = list[float]
@@ -59,12 +59,17 @@ def recorded_alpha(trace: Trace) -> float:
 def fixed_lengths(trace: Trace) -> dict[int, RoundLog]:
     """The trace at fixed draft lengths 1 to 12, as far as the recording goes."""
     most = min(MOST_GAMMA, trace.max_gamma or MOST_GAMMA)
-    return {gamma: replay(trace, Fixed(gamma)) for gamma in range(1, most + 1)}
+    return _at_lengths(trace, range(1, most + 1))
+
+
+def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
+    policies = {f"fixed:gamma={g}": Fixed(g) for g in gammas}
+    return dict(zip(gammas, replay_many(trace, policies), strict=True))
 
 
 def carried(trace: Trace, latency: LatencyTable, own: OwnRatios) -> Callable[[RoundLog], Sums]:
     """What makes the sums of a log of `trace`, as the page holds them."""
-    plain = price(autoregressive(replay(trace, Fixed(1))), latency)
+    plain = price(autoregressive(_at_lengths(trace, (1,))[1]), latency)
     return lambda log: list(carried_sums(price(log, latency), plain, own))
 
 
@@ -88,7 +93,7 @@ def tilted(
             # At its own rate the recording speaks for itself.
             other = trace if alpha == recorded else tilter.shifted(float(shift))
             sums = carried(other, latency, own)
-            found.append([sums(replay(other, Fixed(g))) for g in gammas])
+            found.append([sums(log) for log in _at_lengths(other, gammas).values()])
         error = tilt_errors(trace).lengths  # fixed lengths read no signal
     except DraftsimError:
         return None

@@ -15,7 +15,7 @@ from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -94,7 +94,8 @@ def fixed_logs(
     if not kept or kept[0] < 0:
         raise DraftsimError(f"draft lengths are {list(lengths)}, expected 0 to {most}")
     policies = {k: Fixed(k) if k else SingleStream(RESTING) for k in kept}
-    logs = {k: replay(trace, policy, name=f"K={k}") for k, policy in policies.items()}
+    named = [(f"K={k}", policy) for k, policy in policies.items()]
+    logs = dict(zip(policies, replay_many(trace, named), strict=True))
     first = logs[kept[0]]
     if not len(first):
         raise DraftsimError("no output is longer than its first token: nothing to tune on")

@@ -27,7 +27,7 @@ from simulator.tune.settings import Tuned
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 
@@ -77,15 +77,16 @@ def tune_single(
         If the default, cut to the longest recorded draft, cannot be replayed.
     """
     default, most = engine.default, longest_draft(trace)
-    logs: dict[SingleSetting, RoundLog] = {}
-    for setting in dict.fromkeys([default, *settings]):
-        if most is not None and setting.tokens > most:
-            continue
-        try:
-            log = replay(trace, setting.policy(), name=str(setting), first=engine.first)
-        except TailError:
-            continue
-        logs[setting] = log if engine.worked is None else engine.worked(log)
+    asked = {
+        str(s): s for s in (default, *settings) if most is None or s.tokens <= most
+    }  # fmt: skip
+    replayed = replay_many(
+        trace, {name: s.policy() for name, s in asked.items()}, first=engine.first,
+        leave_out=lambda _, error: isinstance(error, TailError),
+    )  # fmt: skip
+    logs: dict[SingleSetting, RoundLog] = {
+        asked[log.policy]: log if engine.worked is None else engine.worked(log) for log in replayed
+    }
     if default not in logs:
         raise DraftsimError(
             f"the default of {engine.name} ({default}) drafts past the recorded tails: "

@@ -17,10 +17,9 @@ from simulator.whatif.prices import ANY, Prices
 from simulator.whatif.rate import in_batch
 from simulator.whatif.references import family
 from simulator.whatif.tilt import Tilter, acceptance, iid_like
-from simulator.whatif.walk import Walker
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError
 from traces.replay.always import always_drafted
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -109,16 +108,12 @@ class Bench:
             elif self.iid:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
         blocks = []
-        walker, alpha = Walker(trace), acceptance(trace)
-        for name in part.policies:
+        alpha = acceptance(trace)
+        policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
+        logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
+        for log in (always_drafted(one, self.prices.always) for one in logs):
+            name = log.policy
             policy = self.policies[name]
-            try:
-                log = walker.replay(in_batch(policy, part.batch), name)
-            except DraftsimError:
-                if name not in self.references:
-                    raise
-                continue
-            log = always_drafted(log, self.prices.always)
             counts = {n: int(log.rounds[n].sum(dtype=np.int64)) for n in
                       ("emitted", "drafted", "accepted", "draft_forwards")}  # fmt: skip
             gamma = getattr(getattr(policy, "policy", policy), "gamma", None)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -55,16 +56,9 @@ class LatencyCost:
         draft_length = max(draft_length, self._always)
         key = (batch, context)
         if key not in self._widths:
-            width = np.arange(1, self.longest + 2)
-            raw = self.latency.seconds(
-                "target", "forward", batch=batch, new_tokens=width, context=context
-            )
+            raw, one, first = _read(self.latency, self.longest, batch, context)
             self._widths[key] = np.asarray(isotonic_regression(raw).x) if self.smooth else raw
-            one = float(self.latency.seconds("draft", "forward", batch=batch, context=context))
-            first = self.latency.seconds(
-                "draft", self.latency.first_draft_phase("draft"), batch=batch, context=context
-            )
-            self._settling[key] = settling_sums(self.latency, "draft", batch) + float(first) - one
+            self._settling[key] = settling_sums(self.latency, "draft", batch) + first - one
             step = one + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
         per_sequence = verify_tokens / batch
@@ -80,6 +74,32 @@ class LatencyCost:
         if (phase, batch) not in self._host:
             self._host[phase, batch] = host_seconds(self.latency, phase, batch)
         return self._host[phase, batch]
+
+
+class _Passes(NamedTuple):
+    """Seconds of the target's passes over 1, 2, ... tokens, of a draft pass, and of the first."""
+
+    widths: Floats
+    draft: float
+    first: float
+
+
+def _read(latency: LatencyTable, longest: int, batch: int, context: float) -> _Passes:
+    known = _known.setdefault(latency, {})
+    key = longest, batch, context
+    if key not in known:
+        at: dict[str, Any] = {"batch": batch, "context": context}
+        width = np.arange(1, longest + 2)
+        known[key] = _Passes(
+            latency.seconds("target", "forward", new_tokens=width, **at),
+            float(latency.seconds("draft", "forward", **at)),
+            float(latency.seconds("draft", latency.first_draft_phase("draft"), **at)),
+        )
+    return known[key]
+
+
+# Fits of one recording read one table, under several ways to weigh the same passes.
+_known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], _Passes]] = WeakKeyDictionary()
 
 
 def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:

@@ -19,9 +19,9 @@ from policies.core import DraftPolicy
 from policies.entropy import SVIP
 from simulator.estimate import Estimate, ratio
 from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
-from simulator.whatif.walk import Walker
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.lanes import replay_many
 
 GAMMAS = (1, 2, 4, 8)
 RATIO = 0.1
@@ -96,17 +96,16 @@ def _compare(
 ) -> pd.DataFrame:  # fmt: skip
     # `known` keeps what recordings themselves achieve: many comparisons share them.
     source, alpha = tilter.trace, acceptance(reference)
-    walkers = [Walker(t) for t in (tilter.to(alpha), iid_like(source, alpha, tilter.seed))]
     chosen = policies or default_policies(source, reference)
+    for recording in (reference, source):
+        new = {name: p for name, p in chosen.items() if (recording, name) not in known}
+        known |= {(recording, name): found for name, found in _metrics(recording, new).items()}
+    tilted, textbook_like = (
+        _metrics(t, chosen) for t in (tilter.to(alpha), iid_like(source, alpha, tilter.seed))
+    )
     rows = []
     for name, policy in chosen.items():
-        for recording in (reference, source):
-            if (recording, name) not in known:
-                known[recording, name] = _metrics(Walker(recording), policy)
-        runs = [
-            known[reference, name], *(_metrics(walker, policy) for walker in walkers),
-            known[source, name],
-        ]  # fmt: skip
+        runs = [known[reference, name], tilted[name], textbook_like[name], known[source, name]]
         for metric in runs[0]:
             true, ours, textbook, raw = (r[metric] for r in runs)
             relative = np.hypot(true.standard_error / true.value, ours.standard_error / ours.value)
@@ -207,14 +206,16 @@ def default_policies(*traces: Trace) -> dict[str, DraftPolicy]:
     return chosen
 
 
-def _metrics(walker: Walker, policy: DraftPolicy) -> dict[str, Estimate]:
-    log = walker.replay(policy)
-    emitted = log.per_request(log.rounds["emitted"])
-    rounds = log.per_request(np.ones(len(log)))
-    return {
-        "block_efficiency": ratio(emitted, rounds),
-        "speedup": ratio(emitted, rounds + RATIO * log.per_request(log.rounds["draft_forwards"])),
-    }
+def _metrics(trace: Trace, policies: Mapping[str, DraftPolicy]) -> dict[str, dict[str, Estimate]]:
+    found = {}
+    for log in replay_many(trace, policies):
+        emitted, forwards = (log.per_request(log.rounds[n]) for n in ("emitted", "draft_forwards"))
+        rounds = log.per_request(np.ones(len(log)))
+        found[log.policy] = {
+            "block_efficiency": ratio(emitted, rounds),
+            "speedup": ratio(emitted, rounds + RATIO * forwards),
+        }
+    return found
 
 
 def _groupings(trace: Trace) -> list[dict[str, Sequence[int]]]:

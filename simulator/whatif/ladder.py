@@ -22,7 +22,8 @@ from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import can_replay, replay
+from traces.replay.decoder import can_replay
+from traces.replay.lanes import replay_many
 
 GAMMAS = tuple(range(1, 13))
 """Draft lengths among which the best fixed one is sought."""
@@ -101,7 +102,7 @@ def ladder(
         arms.setdefault(name, ("policy", policy))
     arms["rate-optimal"] = ("rate-optimal", fit.policy)
     arms["oracle"] = ("oracle", Oracle(gamma_max=trace.max_gamma))
-    logs = [replay(tested, policy, name=name) for name, (_, policy) in arms.items()]
+    logs = list(replay_many(tested, {name: policy for name, (_, policy) in arms.items()}))
     plain = autoregressive(logs[0])
     table = summarize(logs, latency, resamples=resamples, seed=seed)
     table["rung"] = ["autoregressive", *(rung for rung, _ in arms.values())]
@@ -125,7 +126,8 @@ def ladder(
 
 def best_fixed(trace: Trace, latency: LatencyTable, gammas: Sequence[int] = GAMMAS) -> int:
     """The draft length of fewest seconds over `trace`, 0 where plain decoding is faster."""
-    logs = {g: replay(trace, Fixed(g)) for g in gammas if g <= (trace.max_gamma or g)}
+    kept = [g for g in gammas if g <= (trace.max_gamma or g)]
+    logs = dict(zip(kept, replay_many(trace, [("", Fixed(g)) for g in kept]), strict=True))
     if not logs:
         raise DraftsimError(f"no draft length of {list(gammas)} fits max_gamma={trace.max_gamma}")
     seconds = {g: price(log, latency).total_s for g, log in logs.items()}

@@ -15,7 +15,7 @@ from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 LOWER_BOUND = "lower bound"
@@ -31,10 +31,8 @@ FEWEST_PROMPTS = 4
 
 def fixed_lengths(trace: Trace, gammas: Sequence[int] = GAMMAS) -> list[RoundLog]:
     """The trace under each fixed draft length that it can be replayed at, named after it."""
-    return [
-        replay(trace, Fixed(g), name=f"fixed:gamma={g}")
-        for g in gammas if g <= (trace.max_gamma or g)
-    ]  # fmt: skip
+    kept = [g for g in gammas if g <= (trace.max_gamma or g)]
+    return list(replay_many(trace, {f"fixed:gamma={g}": Fixed(g) for g in kept}))
 
 
 def fastest(logs: Sequence[RoundLog], latency: LatencyTable) -> RoundLog:
@@ -85,7 +83,7 @@ def cross_fitted_rule(
         fits = [fit(half, kind) for half in halves]
     parts, logs = [], []
     for found, held_out in zip(fits, reversed(halves), strict=True):
-        log = replay(trace.select(held_out), found.policy, name=name)
+        [log] = replay_many(trace.select(held_out), {name: found.policy})
         rounds = log.rounds.copy()
         rounds["request"] = np.array(held_out)[rounds["request"]]
         parts.append(rounds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from policies.estimators import (
     IsotonicAcceptance,
     LogisticAcceptance,
 )
+from policies.lanes.base import LanePlan, plan_of
 from policies.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.whatif.cost import LatencyCost
@@ -33,7 +34,7 @@ from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
 Ints = npt.NDArray[np.int64]
@@ -114,25 +115,21 @@ def fit_rate_optimal(
     if estimates == "auto":
         kinds = KINDS if set(NUMERIC) & trace.signals else ("none",)
     fits = []
+    plain = [_achieved(learned, latency, [Autoregressive()], batch)[0] for batch in batches]
     # Whether a dip of the target's pass is noise or real, the training prompts decide.
     for kind, smooth in product(kinds, (True,) if cost is not None else (True, False)):
         now, following, first = fit_estimates(learned, kind, longest)
-        read = bool(now.reads)
-        priced = cost or LatencyCost(latency, read, longest, smooth)
-
-        def made(
-            rate: float | list[list[float]], first: float = first,
-            now: AcceptanceEstimator = now, following: AcceptanceEstimator | None = following,
-            priced: IterationCost = priced,
-        ) -> RateOptimal:  # fmt: skip
-            return RateOptimal(rate, longest, first, True, recalibrate, now, following, priced)
-
-        found = [_best_rate(learned, latency, made, batch, tolerance) for batch in batches]
+        priced = cost or LatencyCost(latency, bool(now.reads), longest, smooth)
+        rule = RateOptimal(plain[0], longest, first, True, recalibrate, now, following, priced)
+        found = [
+            _best_rate(learned, latency, rule, batch, rate, tolerance)
+            for batch, rate in zip(batches, plain, strict=True)
+        ]
         table = sorted([float(b), f.rate] for b, f in zip(batches, found, strict=True))
         rate: float | list[list[float]] = table[0][1] if list(batches) == [1] else table
         fits.append(
             RateFit(
-                made(rate), kind, found[0].history, found[0].achieved,
+                rule.at_rate(rate), kind, found[0].history, found[0].achieved,
                 all(abs(f.achieved / f.rate - 1) < 1e-3 for f in found),
             )
         )  # fmt: skip
@@ -198,29 +195,36 @@ class _Found(NamedTuple):
 
 
 def _best_rate(
-    trace: Trace, latency: LatencyTable, made: Callable[[float], RateOptimal], batch: int,
+    trace: Trace, latency: LatencyTable, rule: RateOptimal, batch: int, rate: float,
     tolerance: float,
 ) -> _Found:  # fmt: skip
-    """The fixed point, from plain decoding's rate on, or a fraction of it that does better."""
+    """The fixed point, from plain decoding's `rate` on, or a fraction of it that does better."""
 
-    def achieved(policy: DraftPolicy) -> float:
-        return tokens_per_second(replay(trace, in_batch(policy, batch)), latency, batch)
+    def achieved(*rates: float) -> list[float]:
+        return _achieved(trace, latency, [rule.at_rate(r) for r in rates], batch)
 
-    rate = achieved(Autoregressive())
     history = [rate]
     tried: dict[float, float] = {}
     for _ in range(_ITERATIONS):
         rate = history[-1]
-        tried[rate] = achieved(made(rate))
+        [tried[rate]] = achieved(rate)
         history.append(tried[rate])
         if tried[rate] <= rate * (1 + tolerance):
             break
     if tried[rate] < rate * (1 - tolerance) or len(tried) == _ITERATIONS:
-        for fraction in FRACTIONS:
-            tried[fraction * rate] = achieved(made(fraction * rate))
+        others = [fraction * rate for fraction in FRACTIONS]
+        tried |= zip(others, achieved(*others), strict=True)
     most = max(tried.values())
     best = rate if tried[rate] >= most * (1 - tolerance) else max(tried, key=lambda r: tried[r])
     return _Found(best, tried[best], tuple(history))
+
+
+def _achieved(
+    trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy], batch: int
+) -> list[float]:
+    """Tokens per second and sequence under each policy."""
+    named = [("", in_batch(policy, batch)) for policy in policies]
+    return [tokens_per_second(log, latency, batch) for log in replay_many(trace, named)]
 
 
 def in_batch(policy: DraftPolicy, batch: int) -> DraftPolicy:
@@ -236,6 +240,9 @@ class InBatch(DraftPolicy):
         self.batch = batch
         vars(self)["reads"] = policy.reads
         vars(self)["learns_across_requests"] = policy.learns_across_requests
+
+    def begin_run(self, vocab_size: int | None) -> None:
+        self.policy.begin_run(vocab_size)
 
     def begin_request(self) -> None:
         self.policy.begin_request()
@@ -254,6 +261,10 @@ class InBatch(DraftPolicy):
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         self.policy.observe(outcome, draft)
+
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        return plan_of(self.policy, self.batch)
 
 
 def tokens_per_second(log: RoundLog, latency: LatencyTable, batch: int = 1) -> float:

@@ -19,7 +19,7 @@ from simulator.whatif.ladder import split_prompts
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,17 @@ def tune(
     if len(made) == 1:
         raise DraftsimError(f"no combination of the space is possible: {refused}")
     learned, tested = trace.select(train), trace.select(held_out)
-    plain = price(autoregressive(replay(learned, made[0][1])), latency).total_s
-    seconds: Any = joblib.Parallel(n_jobs=jobs)(
-        joblib.delayed(_seconds)(learned, latency, candidate) for _, candidate in made
+    candidates = [candidate for _, candidate in made]
+    [first] = replay_many(learned, {"": candidates[0]})
+    plain = price(autoregressive(first), latency).total_s
+    count = min(joblib.effective_n_jobs(jobs), len(candidates))
+    shares = [candidates[i::count] for i in range(count)]
+    found: Any = joblib.Parallel(n_jobs=count)(
+        joblib.delayed(_seconds)(learned, latency, share) for share in shares
     )
-    speedups = [plain / s for s in seconds]
+    speedups = [0.0] * len(candidates)
+    for i, share in enumerate(found):
+        speedups[i::count] = [plain / s for s in share]
     best = int(np.argmax(speedups))
     tried = pd.DataFrame(
         [{**{n: s.get(n) for n in space}, "train_speedup": v}
@@ -102,7 +108,7 @@ def tune(
     ).sort_values("train_speedup", ascending=False, kind="stable", ignore_index=True)  # fmt: skip
     tuned = made[best][1]
     arms = {describe(made[0][1]): made[0][1], describe(tuned): tuned}
-    logs = [replay(tested, p, name=name) for name, p in arms.items()]
+    logs = list(replay_many(tested, arms))
     judged = summarize(logs, latency, resamples=resamples, seed=seed)
     return Tuning(tuned, describe(tuned), tried, judged)
 
@@ -120,5 +126,6 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _seconds(trace: Trace, latency: LatencyTable, policy: DraftPolicy) -> float:
-    return price(replay(trace, policy), latency).total_s
+def _seconds(trace: Trace, latency: LatencyTable, policies: Sequence[DraftPolicy]) -> list[float]:
+    named = [("", policy) for policy in policies]
+    return [price(log, latency).total_s for log in replay_many(trace, named)]

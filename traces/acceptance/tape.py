@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.guard import SIGNALS, guarded
 from traces.acceptance.trace import MATCH, Trace
@@ -106,7 +107,7 @@ class Tape:
             # Nothing to tell one draft from another: two tokens stand for all of them.
             return
         self.rows = trace.on_path.tolist()
-        self._columns["ends"] = _ends(trace)
+        self._columns["ends"] = ends_drafts(trace).tolist()
         # A round may walk from its first row to the end of the next mismatch's tail,
         # never into the next request.
         bounds = np.append(trace.on_path, len(trace))
@@ -146,7 +147,7 @@ class Tape:
         return values
 
 
-def _ends(trace: Trace) -> list[bool]:
+def ends_drafts(trace: Trace) -> npt.NDArray[np.bool_]:
     """Per row whether the drafted token ends the draft."""
     if "draft_token" in trace.columns:
         ends = np.isin(trace.columns["draft_token"], trace.meta.get("eos_token_ids") or [])
@@ -156,8 +157,7 @@ def _ends(trace: Trace) -> list[bool]:
     last = trace.on_path[trace.request_starts[1:] - 1]
     last = last[[r.ended == "eos" for r in trace.requests]]
     ends[last] |= trace.columns["match"][last] == MATCH
-    result: list[bool] = ends.tolist()
-    return result
+    return ends
 
 
 _tapes: WeakKeyDictionary[Trace, Tape] = WeakKeyDictionary()

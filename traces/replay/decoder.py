@@ -6,15 +6,17 @@ a recording as it runs over real models.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.core import SIGNALS, DraftPolicy, Load, P, Round, own_copy, speculate
 from policies.guard import UndeclaredSignal
 from policies.registry import describe
-from policies.rules.base import VerifyRule
+from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.registry import describe_rule
 from traces.acceptance.tape import BLANK, END, RecordedToken, tape_of
 from traces.acceptance.trace import Trace
@@ -147,15 +149,24 @@ class RuleReplayDecoder(ReplayDecoder):
         tape = score_tape(trace)
         self._verdicts, self._scores = tape.verdicts, tape.scores(rule.needs)
         self._read = self._tape.tokens(rule.reads)
+        one_by_one = type(rule).accept is TokenRule.accept
+        self._accepts = rule.accepts if isinstance(rule, TokenRule) and one_by_one else None
         self.mismatched: list[int] = []
         self.departed = False
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept what the rule accepts and move on by as many tokens."""
-        row, count = self._rows[self._start + self.position], len(draft)
-        scores = self._scores.rows(row, count)
+        return self.judge(len(draft))
+
+    def judge(self, count: int) -> int:
+        """`verify` of the `count` tokens that are drafted here."""
+        row = self._rows[self._start + self.position]
         try:
-            accepted = self._rule.accept(self._read.rows(row, count), scores)
+            if self._accepts is not None:
+                accepted = self._leading(row, count, self._accepts)
+            else:
+                tokens, scores = (kept.rows(row, count) for kept in (self._read, self._scores))
+                accepted = self._rule.accept(tokens, scores)
         except UndeclaredSignal as error:
             raise error.by(self._rule) from None
         verdicts = self._verdicts[row : row + count]
@@ -169,6 +180,15 @@ class RuleReplayDecoder(ReplayDecoder):
         # A greedy target corrects a refused match into the same token: still on the path.
         self.departed |= accepted > leading or (accepted < leading and self._trace.temperature > 0)
         return accepted
+
+    def _leading(self, row: int, count: int, accepts: Callable[[Any, Any], bool]) -> int:
+        """As `TokenRule.accept`, without a look at what follows a refusal."""
+        read, scores = self._read, self._scores
+        for at in range(row, row + count):
+            token, score = read.known[at] or read.make(at), scores.known[at] or scores.make(at)
+            if not accepts(token, score):
+                return at - row
+        return count
 
 
 def replay(
@@ -226,14 +246,29 @@ def replay(
             departed |= decoder.departed
 
     rounds = RoundLog.pack(decode())
-    lossless = "rejection-sampling" if trace.temperature > 0 else "exact"
+    log = recorded_log(trace, rounds, name or describe(policy), policy.reads, first)
+    return log if rule is None else ruled_log(log, rule, own_rule, mismatched, departed)
+
+
+def ruled_log(
+    log: RoundLog, rule: VerifyRule, own_rule: VerifyRule | None, mismatched: Sequence[int],
+    departed: bool,
+) -> RoundLog:  # fmt: skip
+    """The log of a run under `rule`; ``own_rule`` is the run's copy, None where it is lossless."""
+    log = replace(log, verify=describe_rule(rule))
+    if own_rule is not None:
+        log = replace(log, mismatched=np.array(mismatched, dtype=np.int32), rule=own_rule)
+    return replace(log, fidelity="approximate") if departed else log
+
+
+def recorded_log(
+    trace: Trace, rounds: npt.NDArray[Any], name: str, reads: tuple[str, ...], first: int
+) -> RoundLog:
+    """A log of `rounds` along the recorded output, verified losslessly."""
     return RoundLog(
-        rounds, trace.requests, name or describe(policy), source=trace.source,
-        drafter=trace.drafter, verify=describe_rule(rule) if rule is not None else lossless,
-        fidelity="approximate" if departed else fidelity_of(trace),
-        reads=policy.reads, first=first,
-        mismatched=None if own_rule is None else np.array(mismatched, dtype=np.int32),
-        rule=own_rule,
+        rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
+        verify="rejection-sampling" if trace.temperature > 0 else "exact",
+        fidelity=fidelity_of(trace), reads=reads, first=first,
     )  # fmt: skip
 
 

@@ -1,0 +1,315 @@
+"""Many settings replayed at once: the rounds of the loop, round by round."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import CMASD, DraftPolicy, Fixed, HFHeuristic, parse_policy
+from policies.basic import Autoregressive, Oracle
+from policies.batch.base import SingleStream, TextbookCost
+from policies.batch.sglang import SGLangAdaptive
+from policies.batch.tables import BatchTable
+from policies.bild import BiLDFallback
+from policies.draft_and_verify import DraftAndVerify
+from policies.entropy import SVIP, AdaEDL
+from policies.estimators import ConstantAcceptance, IsotonicAcceptance, LogisticAcceptance
+from policies.gammatune import GammaTune, GammaTunePlus
+from policies.huggingface import Confidence
+from policies.lanes.base import plan_of
+from policies.llamacpp import LlamaCppDraft
+from policies.rate_optimal import RateOptimal
+from policies.registry import POLICIES
+from policies.rules.registry import RULES, parse_rule
+from policies.specdec_pp import Disco, SpecDecPP
+from simulator.whatif.rate import InBatch
+from simulator.whatif.tilt import iid_like, tilt_to
+from tests.lane_traces import KINDS, Kind, random_trace
+from tests.made_up import TRACE
+from traces.acceptance.schema import UNKNOWN
+from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, SignalError, TailError
+from traces.replay import lanes
+from traces.replay.decoder import replay
+from traces.replay.lanes import replay_many
+from traces.replay.rounds import RoundLog
+
+LOOPED = (
+    "confidence:roc_update=in_call", "hf-heuristic:roc_update=next_call", "cm-asd:window=lagged",
+    "cm-asd:window=literal", "ucb", "exp3", "disable-by-batch-size", "goodput", "turbospec",
+    "confidence-freeze", "adaptive-verification", "batch-table-hysteresis",
+    "rate-optimal:recalibrate=0.1",
+)  # fmt: skip
+"""Texts that no plan is told of."""
+FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
+SOME = st.integers(0, 9)
+UNIT = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.77, 0.95, 1.0])
+FULL = st.sampled_from(["sent", "budget"])
+LOGISTIC = LogisticAcceptance(("prob", "entropy"), (3.0, -0.4, -0.1), -0.5)
+ESTIMATORS = st.sampled_from(
+    [None, ConstantAcceptance(0.6), IsotonicAcceptance("prob", [0.1, 0.4, 0.8], [0.2, 0.5, 0.9]),
+     LOGISTIC]
+)  # fmt: skip
+RATES = st.sampled_from([0.0, 0.4, 1.0, 1.7, 4.0])
+COSTS = st.sampled_from([None, TextbookCost(1.0, 0.02), TextbookCost(1.0, 0.3, 0.05)])
+
+
+class Bumps:
+    """Seconds that grow, fall and jump with the draft's length, and with the context."""
+
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        bump = (0.0, 0.3, 0.1, 0.1, 0.6, 0.2)[verify_tokens // batch % 6]
+        return 1 + bump + 0.07 * draft_length + context / 400
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bumps:
+        return self
+
+
+def gammas(low: int = 1) -> st.SearchStrategy[int]:
+    return st.integers(low, 9)
+
+
+def _tuned(kind: type[GammaTune], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[GammaTune]:
+    return st.builds(
+        kind, gamma=st.integers(2, 5), eta=UNIT, delta=st.sampled_from([0.0, 0.6, 2.0]),
+        gamma_min=st.integers(1, 2), gamma_max=st.integers(5, 9), full_accept_means=FULL, **more,
+    )  # fmt: skip
+
+
+def _tiers(steps: list[int], start: int, weight: float, every: int, up: float, ceiling: float,
+           in_step: bool) -> SingleStream:  # fmt: skip
+    slot = {"candidate_steps": steps, "warmup_batches": 2, "ceiling_coeff": ceiling}
+    config = {"1": slot, "ema_alpha": weight, "update_interval": every, "up_hysteresis": up}
+    return SingleStream(SGLangAdaptive(config, start, in_step=in_step))
+
+
+LANED: st.SearchStrategy[DraftPolicy] = st.one_of(
+    st.builds(Autoregressive),
+    st.builds(Fixed, gammas(0)),
+    st.builds(Oracle, st.sampled_from(["run", "run+1"]), st.none() | gammas()),
+    st.builds(Confidence, gammas(), UNIT),
+    st.builds(HFHeuristic, st.integers(1, 4), FULL, UNIT,
+              persist=st.sampled_from(["transient", "persistent"]),
+              gamma_max=st.none() | st.integers(4, 9)),
+    _tuned(GammaTune), _tuned(GammaTunePlus, threshold=UNIT),
+    st.builds(SVIP, UNIT, UNIT, gammas()),
+    st.builds(AdaEDL, UNIT, UNIT, gammas(), UNIT, UNIT, UNIT, UNIT, UNIT, st.booleans()),
+    st.builds(DraftAndVerify, UNIT, gammas(), UNIT, UNIT, UNIT, UNIT),
+    st.builds(BiLDFallback, UNIT, gammas(), st.booleans(), st.booleans()),
+    st.builds(SpecDecPP, UNIT, st.integers(1, 3), st.integers(3, 9), st.booleans(), ESTIMATORS),
+    st.builds(LlamaCppDraft, st.integers(4, 9), st.integers(0, 4), UNIT),
+    st.builds(Disco, UNIT, gammas(), ESTIMATORS),
+    st.builds(CMASD, alpha=st.sampled_from([0.5, 1.0, 1.6]), gamma_min=st.integers(1, 2),
+              gamma_max=st.integers(2, 9), entropy_sign=st.sampled_from(["intended", "literal"]),
+              weights=st.sampled_from([(1 / 3, 1 / 3, 1 / 3), (1, 0, 0), (0, 0.5, 0.5)])),
+    st.builds(RateOptimal, RATES, gammas(), UNIT, st.booleans(), estimator=ESTIMATORS,
+              following=ESTIMATORS, cost=COSTS | st.builds(Bumps)),
+    st.builds(_tiers, st.lists(SOME, min_size=1, max_size=4), SOME, UNIT, st.integers(1, 4),
+              st.sampled_from([-0.5, 0.0, 0.4]), st.sampled_from([0.0, 1.2]), st.booleans()),
+    st.builds(BatchTable, st.sampled_from([
+        ((1, 4, 5), (5, 16, 3)), ((1, 1, 0),),
+        ((1, 2, 0, 40, 2), (1, 2, 41, 60, 0), (1, 2, 61, 900, 6), (3, 4, 0, 900, 1)),
+    ]), st.booleans()).map(SingleStream),
+)  # fmt: skip
+MANY = st.lists(st.tuples(LANED, st.sampled_from([1, 1, 1, 4])), min_size=1, max_size=8)
+
+
+def alike(one: RoundLog, other: RoundLog) -> None:
+    np.testing.assert_array_equal(one.rounds, other.rounds)
+    for name in FIELDS:
+        assert getattr(one, name) == getattr(other, name), name
+
+
+def one(trace: Trace, policy: DraftPolicy) -> RoundLog:
+    [log] = replay_many(trace, {"it": policy})
+    return log
+
+
+def parsed(name: str, trace: Trace) -> DraftPolicy:
+    return parse_policy(name, max_gamma=trace.max_gamma or 24)
+
+
+def recorded(seed: int = 0) -> Trace:
+    return synthetic_trace(
+        Bursty(0.95, 0.3), requests=6, tokens=40, eos_fraction=0.5, seed=seed, concentration=5.0
+    )
+
+
+@pytest.mark.invariant(9)
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS), seed=st.integers(0, 10_000), max_gamma=st.integers(1, 12),
+    given_policies=MANY, first=st.sampled_from([0, 1, 1, 3]),
+)  # fmt: skip
+def test_any_settings_over_any_recording(
+    kind: Kind, seed: int, max_gamma: int, given_policies: list[tuple[DraftPolicy, int]],
+    first: int,
+) -> None:  # fmt: skip
+    trace = random_trace(kind, seed, max_gamma, first)
+    policies: dict[str, DraftPolicy] = {}
+    for i, (policy, batch) in enumerate(given_policies):
+        assert plan_of(policy) is not None or isinstance(policy, CMASD)
+        policies[str(i)] = policy if batch == 1 else InBatch(policy, batch)
+    expected, refused = {}, {}
+    for name, policy in policies.items():
+        try:
+            expected[name] = replay(trace, policy, name=name)
+        except DraftsimError as error:
+            refused[name] = str(error)
+    with patch.object(lanes, "FEWEST", 0):
+        found = {log.policy: log for log in replay_many(trace, policies, leave_out=lambda *_: True)}
+        for name, said in refused.items():
+            with pytest.raises(DraftsimError) as caught:
+                list(replay_many(trace, {name: policies[name]}))
+            assert str(caught.value) == said
+    assert list(found) == list(expected)
+    for name, log in found.items():
+        alike(log, expected[name])
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("name", [*POLICIES, *LOOPED])
+def test_built_in_policies(name: str) -> None:
+    for trace in (recorded(), tilt_to(recorded(), 0.8), iid_like(recorded(), 0.3)):
+        policy = parsed(name, trace)
+        alike(one(trace, policy), replay(trace, policy, name="it"))
+
+
+def test_what_is_laned_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above compare the loop with itself."""
+
+    def loop(*_: Any, **__: Any) -> RoundLog:
+        raise AssertionError("asked before every token")
+
+    monkeypatch.setattr(lanes, "replay", loop)
+    monkeypatch.setattr(lanes, "FEWEST", 0)
+    trace, looped = recorded(), {text.partition(":")[0] for text in LOOPED[4:-1]}
+    for name in POLICIES:
+        if name not in looped:
+            one(trace, parsed(name, trace))
+    for name in LOOPED:
+        with pytest.raises(AssertionError, match="asked"):
+            one(trace, parsed(name, trace))
+
+    class Even(Fixed):
+        def keep_drafting(self, draft: Any) -> bool:
+            return super().keep_drafting(draft) or len(draft) % 2 == 1
+
+    class Unsure(DraftAndVerify):
+        pass
+
+    class Own:
+        reads = ("prob",)
+
+        def __call__(self, token: Any, offset: int) -> float:
+            return float(token.prob) ** 2
+
+    every: Mapping[str, DraftPolicy] = {
+        "even": Even(3), "unsure": Unsure(), "rule": RateOptimal(estimator=Own()),
+        "after": RateOptimal(following=Own()), "disco": Disco(estimator=Own()),
+    }  # fmt: skip
+    for policy in every.values():
+        with pytest.raises(AssertionError, match="asked"):
+            one(trace, policy)
+
+
+@pytest.mark.invariant(11)
+def test_a_prototype_is_left_as_it_was() -> None:
+    from policies.core import Round
+
+    trace = recorded()
+    for policy in (HFHeuristic(persist="persistent"), GammaTune(), AdaEDL(), CMASD(), RateOptimal(),
+                   parse_policy("sglang-adaptive")):  # fmt: skip
+        before = pickle.dumps(policy)
+        alike(one(trace, policy), one(trace, policy))
+        assert pickle.dumps(policy) == before
+    used = HFHeuristic(persist="persistent")
+    used.observe(Round(0, 9, 9, 10, 9, 1), ())
+    alike(one(trace, used), replay(trace, used, name="it"))
+
+
+def test_a_learner_goes_on_from_request_to_request() -> None:
+    trace = recorded()
+    policies = {
+        str(g): HFHeuristic(g, persist="persistent", gamma_max=24)
+        for g in range(1, 2 * lanes.FEWEST)
+    }
+    for log, policy in zip(replay_many(trace, policies), policies.values(), strict=True):
+        alike(log, replay(trace, policy, name=log.policy))
+    alone = [replay(trace.select([i]), policies["1"]).rounds.tolist() for i in range(6)]
+    together = replay(trace, policies["1"]).rounds.tolist()
+    assert [r[1:] for r in together] != [r[1:] for rounds in alone for r in rounds]
+
+
+def test_what_the_recording_does_not_hold_is_said_as_usual() -> None:
+    short = synthetic_trace(0.5, requests=3, tokens=40, max_gamma=4, concentration=5.0)
+    with pytest.raises(TailError, match="past the recorded tail"):
+        one(short, Fixed(8))
+    bare = synthetic_trace(0.5, requests=3, tokens=40)
+    with pytest.raises(SignalError, match="does not hold"):
+        one(bare, CMASD())
+    match = np.where(np.arange(len(bare)) % 5, bare.columns["match"], UNKNOWN).astype(np.int8)
+    unknown = Trace({**bare.columns, "match": match}, bare.requests, None, bare.meta)
+    for policy in (Fixed(4), Oracle()):
+        with pytest.raises(SignalError, match="not observed"):
+            one(unknown, policy)
+
+
+def test_settings_are_yielded_in_order_and_a_block_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = recorded()
+    names = [f"gammatune:gamma={g}" for g in range(1, 9)] + ["ucb"] + ["svip"] * 1 + ["fixed"]
+    policies = {name: parsed(name, trace) for name in names}
+    expected = [replay(trace, p, name=n) for n, p in policies.items()]
+    for held, cells in ((1, 1), (700, 300), (1 << 22, 1 << 18)):
+        monkeypatch.setattr(lanes, "HELD", held)
+        monkeypatch.setattr(lanes, "CELLS", cells)
+        for log, want in zip(replay_many(trace, policies), expected, strict=True):
+            alike(log, want)
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("text", RULES)
+def test_rules_judge_the_same_rounds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = TRACE
+    looped: list[str] = []
+    loop = lanes.replay
+    monkeypatch.setattr(
+        lanes, "replay", lambda *a, name, **k: looped.append(name) or loop(*a, name=name, **k)
+    )
+    names = ["fixed:gamma=4", "cm-asd", "oracle", "svip", "gammatune", "bild"]
+    policies = {name: parsed(name, trace) for name in names}
+    rule = parse_rule(text)
+    for first in (0, 1):
+        logs = replay_many(trace, policies, rule=rule, first=first)
+        for log, (name, policy) in zip(logs, policies.items(), strict=True):
+            want = replay(trace, policy, rule, name=name, first=first)
+            alike(log, want)
+            np.testing.assert_array_equal(
+                -1 if log.mismatched is None else log.mismatched,
+                -1 if want.mismatched is None else want.mismatched,
+            )
+            assert pickle.dumps(log.rule) == pickle.dumps(want.rule)
+    assert set(looped) == (set() if rule.lossless else {"gammatune", "bild"})
+
+
+def test_requests_that_end_with_prefill_have_no_rounds() -> None:
+    trace = synthetic_trace(0.5, requests=2, tokens=1)
+    for name in ("fixed", "gammatune", "sglang-adaptive"):
+        assert len(one(trace, parsed(name, trace))) == 0
+
+
+def test_a_policy_that_takes_its_vocabulary_from_the_run_does_so_in_a_batch() -> None:
+    trace = recorded()
+    wrapped = InBatch(CMASD(), 4)
+    alike(one(trace, wrapped), replay(trace, wrapped, name="it"))
+    np.testing.assert_array_equal(one(trace, wrapped).rounds, one(trace, CMASD()).rounds)

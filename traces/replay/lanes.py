@@ -1,0 +1,157 @@
+"""Replay of many settings at once, for studies: the rounds of the loop, without the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.core import DraftPolicy
+from policies.lanes.base import LanePlan, plan_of
+from policies.rules.base import VerifyRule
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.decoder import (
+    RuleReplayDecoder,
+    own_policy,
+    recorded_log,
+    replay,
+    ruled_log,
+)
+from traces.replay.layout import layout_of
+from traces.replay.rounds import RoundLog
+from traces.replay.scores import prepared_rule
+from traces.replay.walk import CELLS, Rounds, Walk
+
+
+def replay_many(
+    trace: Trace,
+    policies: Mapping[str, DraftPolicy] | Sequence[tuple[str, DraftPolicy]],
+    *,
+    rule: VerifyRule | None = None,
+    first: int | None = None,
+    leave_out: Callable[[str, DraftsimError], bool] | None = None,
+) -> Iterator[RoundLog]:
+    """The logs of `traces.replay.decoder.replay` for named `policies`, in their order.
+
+    Policies that tell how they are laned (`policies.lanes.base`) advance together, setting by
+    setting and request by request; any other goes through the loop, and so does one that leaves
+    what was recorded, so that the loop says where.  Logs are made a block of settings at a
+    time, so that a study of thousands holds few of them.
+
+    A lossy ``rule`` judges round by round, in recording order, what such policies draft; those
+    whose drafts depend on what was accepted before go through the loop with it.
+
+    Raises what `replay` raises, unless ``leave_out(name, error)`` says to go on without it.
+    """
+    first = trace.first if first is None else first
+    named = list(policies.items() if isinstance(policies, Mapping) else policies)
+    walk = Walk(layout_of(trace), first, trace.takes_verified)
+    judged = prepared_rule(rule, trace) is not None
+    block = max(1, HELD // walk.width)
+    for i in range(0, len(named), block):
+        some = named[i : i + block]
+        found = _together(trace, [policy for _, policy in some], walk) if not judged else ()
+        for (name, policy), rounds in zip_longest(some, found):
+            if rounds is not None:
+                log = recorded_log(trace, rounds, name, policy.reads, first)
+                yield log if rule is None else ruled_log(log, rule, None, (), False)
+                continue
+            try:
+                known = None
+                if rule is not None and judged:
+                    known = _judged(trace, policy, rule, walk, name)
+                log = known or replay(trace, policy, rule, name=name, first=first)
+            except DraftsimError as error:
+                if leave_out is None or not leave_out(name, error):
+                    raise
+                continue
+            yield log
+
+
+class _Kind(NamedTuple):
+    """What plans that advance together have in common."""
+
+    state: type | None
+    watches: bool
+    learns: bool
+
+
+def _together(trace: Trace, policies: Sequence[DraftPolicy], walk: Walk) -> list[Rounds | None]:
+    """The rounds of each policy that can be laned, and stays within what was recorded."""
+    kinds: dict[_Kind, dict[int, LanePlan]] = {}
+    for i, policy in enumerate(policies):
+        if (plan := _planned(trace, policy)) is None:
+            continue
+        kind = _Kind(None, False, False)
+        if plan.state is not None:
+            learns = policy.learns_across_requests
+            kind = _Kind(type(plan.state), plan.watch is not None, learns)
+        kinds.setdefault(kind, {})[i] = plan
+    found: list[Rounds | None] = [None] * len(policies)
+    for kind, plans in kinds.items():
+        if len(plans) * (1 if kind.learns else len(walk.entries)) < FEWEST:
+            continue
+        # Few lanes a setting need many settings to a step.
+        block = len(plans) if kind.learns else max(1, CELLS // walk.width)
+        places, every = list(plans), list(plans.values())
+        for begin in range(0, len(every), block):
+            some = every[begin : begin + block]
+            tried = walk.steady(some) if kind.state is None else walk.adaptive(some, kind.learns)
+            for i, rounds in zip(places[begin : begin + block], walk.rounds(tried), strict=True):
+                found[i] = rounds
+    return found
+
+
+def _judged(
+    trace: Trace, policy: DraftPolicy, rule: VerifyRule, walk: Walk, name: str
+) -> RoundLog | None:  # fmt: skip
+    """The log of a policy whose drafts no round changes, under a lossy rule; None for any other.
+
+    None, too, where a draft leaves what was recorded.
+    """
+    plan, own = _planned(trace, policy), prepared_rule(rule, trace)
+    drafts = None if plan is None else walk.drafts(plan)
+    if drafts is None or own is None:
+        return None
+    (forwards, sent), recorded = drafts, walk.recorded.tolist()
+    starts: list[int] = []
+    accepted: list[int] = []
+    mismatched: list[int] = []
+    departed = False
+    for i, begin in enumerate(walk.layout.begins.tolist()):
+        decoder = RuleReplayDecoder(trace, i, own, walk.first)
+        while decoder.remaining > 0:
+            start = begin + decoder.position
+            if forwards[start] > recorded[start]:
+                return None
+            starts.append(start)
+            accepted.append(decoder.judge(sent[start]))
+        own.end_request()
+        mismatched += decoder.mismatched
+        departed |= decoder.departed
+    rounds = walk.told(np.array(starts, np.int64), *(np.array(v, np.int32) for v in (
+        [forwards[s] for s in starts], [sent[s] for s in starts], accepted
+    )))  # fmt: skip
+    log = recorded_log(trace, rounds, name, policy.reads, walk.first)
+    return ruled_log(log, rule, own, mismatched, departed)
+
+
+def _planned(trace: Trace, policy: DraftPolicy) -> LanePlan | None:
+    """The plan of a policy whose reads were recorded."""
+    if not set(policy.reads) <= trace.signals:
+        return None
+    try:
+        # A plan changes nothing, so that the prototype itself can give it unless a run begins it.
+        begun = type(policy).begin_run is not DraftPolicy.begin_run
+        return plan_of(own_policy(trace, policy) if begun else policy)
+    except DraftsimError:
+        return None  # the loop says what it lacks
+
+
+HELD = 1 << 22
+"""Starts of a recording, times settings, whose rounds are held at a time."""
+FEWEST = 8
+"""Lanes below which the loop is faster."""

@@ -1,0 +1,255 @@
+"""Rounds of many settings over one recording, all requests of all settings advancing together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.lanes.base import Bools, Floats, Ints, LanePlan, LaneState, Lengths
+from traces.replay.layout import Layout
+from traces.replay.rounds import ROUND_DTYPE
+
+Rounds = npt.NDArray[np.void]
+Lengths32 = npt.NDArray[np.int32]
+
+
+class Tried(NamedTuple):
+    """Drafts by setting and start, flat; the last start of each setting stands for its end."""
+
+    visited: Bools
+    """Whether a round began there, shape (settings * (starts + 1),)."""
+    forwards: Lengths32
+    sent: Lengths32
+
+    def part(self, begin: int, end: int) -> Tried:
+        return Tried(self.visited[begin:end], self.forwards[begin:end], self.sent[begin:end])
+
+
+class Walk:
+    """Walks from round to round along a layout.
+
+    Parameters
+    ----------
+    layout:
+        The recording.
+    first:
+        Output position decoding begins at.
+    anew:
+        Whether the drafter takes in all that was verified (`traces.acceptance.trace.Trace`).
+    """
+
+    def __init__(self, layout: Layout, first: int, anew: bool) -> None:
+        self.layout = layout
+        self.first = first
+        self.anew = anew
+        self.starts = len(layout.runs)
+        # One entry more: where a setting that has ended stays.
+        self.width = self.starts + 1
+        index = np.arange(self.starts)
+        self.runs = np.append(layout.runs, 0).astype(np.int32)
+        self.room = np.append(layout.ends - index, 0).astype(np.int32)
+        self.recorded = np.append(layout.recorded, 0).astype(np.int32)
+        self.open_ended = np.append(layout.open_ended, False)
+        self.blank = np.zeros(self.width, dtype=ROUND_DTYPE)
+        self.blank["request"][:-1] = layout.request
+        self.blank["position"][:-1] = layout.position
+        closes = np.append(layout.begins[1:], self.starts)
+        entry = np.minimum(layout.begins + first, closes)
+        self.entries: Ints = entry[entry < closes]
+        self.enters = np.zeros(self.width, dtype=bool)
+        self.enters[self.entries] = True
+        later = np.append(self.entries, self.starts)
+        # Past a request, a run that learns goes on with the next one that has rounds.
+        ends = np.append(layout.ends, self.starts)
+        self.onward: Ints = later[np.searchsorted(self.entries, ends)]
+
+    def steady(self, plans: Sequence[LanePlan]) -> Tried:
+        """The rounds of plans without a state: lengths that stand before the walk begins."""
+        forwards, sent = self._matrix(plans)
+        count = len(plans)
+        emitted = np.minimum(sent, self.runs) + np.int32(1)
+        offset = np.arange(count)[:, None] * self.width
+        after = np.where(emitted < self.room, np.arange(self.width) + emitted, self.starts)
+        after += offset
+        jump, visited = after.ravel(), np.zeros(count * self.width, dtype=bool)
+        going = np.tile(np.arange(self.width) < self.starts, count)
+        at = (self.entries + offset).ravel()
+        while len(at):
+            for _ in range(_JUMPS):
+                visited[at] = True
+                at = jump.take(at)
+            at = at[going.take(at)]
+        return Tried(visited, forwards.ravel(), sent.ravel())
+
+    def adaptive(self, plans: Sequence[LanePlan], learns: bool) -> Tried:
+        """The rounds of plans with states of one kind, all of which watch or none.
+
+        ``learns``: whether a state outlives its request.
+        """
+        width, count = self.width, len(plans)
+        entries = self.entries[: 1 if learns else None]
+        states = [plan.state for plan in plans if plan.state is not None]
+        state: LaneState = type(states[0]).stacked(states, len(entries))
+        kinds = list(dict.fromkeys((p.cap, p.stop) for p in plans))
+        longest, verified = (m.ravel() for m in self._matrix([LanePlan(*k) for k in kinds]))
+        watch = _Watched(self, plans, len(entries)) if plans[0].watch is not None else None
+        own = np.array([kinds.index((p.cap, p.stop)) for p in plans]) * width
+        lane = np.repeat(np.stack([np.arange(count) * width, own]), len(entries), axis=1)
+        forwards = np.full(count * width, -1, dtype=np.int32)
+        given = forwards.copy()
+        at = np.tile(entries, count)
+        while len(at):
+            place = lane[1] + at
+            length = np.minimum(longest.take(place), state.caps())
+            sent = np.minimum(length, verified.take(place))
+            if watch is not None:
+                length, sent = watch.cut(at, state.thresholds(), length, sent)
+            if (allotted := state.sent()) is not None:
+                sent = np.minimum(sent, allotted)
+            place = lane[0] + at
+            forwards[place], given[place] = length, sent
+            accepted = np.minimum(sent, self.runs.take(at))
+            state.observe(sent, accepted)
+            within = accepted + 1 < self.room.take(at)
+            beyond = self.onward.take(at) if learns else self.starts
+            at = np.where(within, at + accepted + 1, beyond)
+            going = at < self.starts
+            if np.count_nonzero(going) < _FULL * len(at):
+                at, lane = at[going], lane[:, going]
+                state.keep(going)
+                if watch is not None:
+                    watch.keep(going)
+        return Tried(forwards >= 0, forwards, given)
+
+    def drafts(self, plan: LanePlan) -> tuple[list[int], list[int]] | None:
+        """(drafted, sent) from every start of a plan without a state; None for one with."""
+        if plan.state is not None:
+            return None
+        forwards, sent = self._matrix([plan])
+        return forwards[0].tolist(), sent[0].tolist()
+
+    def rounds(self, tried: Tried) -> list[Rounds | None]:
+        """The rounds of each setting; None where one left what was recorded."""
+        block = self.width * max(1, CELLS // self.width)
+        return [
+            rounds
+            for i in range(0, len(tried.visited), block)
+            for rounds in self._rounds(tried.part(i, i + block))
+        ]
+
+    def _rounds(self, tried: Tried) -> list[Rounds | None]:
+        width = self.width
+        count = len(tried.visited) // width
+        tried.visited[self.starts :: width] = False
+        index = np.flatnonzero(tried.visited)
+        bounds = np.searchsorted(index, np.arange(count + 1) * width)
+        start = index - np.repeat(np.arange(count) * width, np.diff(bounds))
+        forwards, sent = tried.forwards.take(index), tried.sent.take(index)
+        runs = self.runs.take(start)
+        accepted = np.minimum(sent, runs)
+        left = forwards > self.recorded.take(start)
+        if self.layout.open_ended.any():
+            left |= (sent > runs) & self.open_ended.take(start)
+        rounds = self.told(start, forwards, sent, accepted)
+        lost = np.unique(np.searchsorted(bounds, np.flatnonzero(left), side="right") - 1)
+        gone = set(lost.tolist())
+        return [
+            None if i in gone else rounds[begin:end]
+            for i, (begin, end) in enumerate(pairwise(bounds.tolist()))
+        ]
+
+    def told(
+        self, start: Ints, forwards: Lengths32, sent: Lengths32, accepted: Lengths32
+    ) -> Rounds:
+        """The rounds that began at `start`, in the order of requests and positions."""
+        rounds = self.blank.take(start)
+        rounds["drafted"] = sent
+        rounds["accepted"] = accepted
+        rounds["emitted"] = np.minimum(accepted + 1, self.room.take(start))
+        rounds["draft_forwards"] = forwards
+        rounds["catch_up"] = self._catch_up(start, forwards, accepted)
+        return rounds
+
+    def _matrix(self, plans: Sequence[LanePlan]) -> tuple[Lengths32, Lengths32]:
+        """(forwards, sent) that no state decides, shape (plans, starts + 1) each."""
+        forwards = np.zeros((len(plans), self.width), dtype=np.int32)
+        sent = forwards
+        known: dict[Hashable, Lengths] = {None: Lengths(self.layout.most)}
+        for i, plan in enumerate(plans):
+            if plan.stop is not None and plan.stop not in known:
+                known[plan.stop] = plan.stop.lengths(self.layout)
+            found = known[plan.stop]
+            forwards[i, :-1] = np.minimum(found.forwards, plan.cap)
+            if found.sent is not None and sent is forwards:
+                sent = forwards.copy()
+            if sent is not forwards:
+                both = forwards[i, :-1]
+                sent[i, :-1] = both if found.sent is None else np.minimum(both, found.sent)
+        return forwards, sent
+
+    def _catch_up(
+        self, start: Ints, forwards: Lengths32, accepted: Lengths32
+    ) -> npt.NDArray[np.integer]:
+        """Tokens each round's first draft pass catches up on (see `policies.core.speculate`)."""
+        begins = self.enters.take(start)
+        left = accepted + 1
+        if not self.anew:
+            left = left - np.minimum(accepted, forwards - 1)
+        # A request begins one token behind, and every round without a draft adds one.
+        behind = np.ones_like(left)
+        np.copyto(behind[1:], left[:-1], where=~begins[1:])
+        anchors = begins.copy()
+        anchors[1:] |= forwards[:-1] > 0
+        if anchors.all():
+            return behind
+        index = np.arange(len(forwards))
+        anchor = np.maximum.accumulate(np.where(anchors, index, 0))
+        return behind.take(anchor) + (index - anchor)
+
+
+class _Watched:
+    """Where what is watched first falls below the threshold of each lane."""
+
+    def __init__(self, walk: Walk, plans: Sequence[LanePlan], count: int) -> None:
+        longest = max(plan.cap for plan in plans)
+        self._longest = 1 << (longest - 1).bit_length()
+        watches = list(dict.fromkeys(plan.watch for plan in plans))
+        rows = np.append(walk.layout.rows, 0)[:, None] + np.arange(self._longest)
+        size = rows.size
+        lowest: list[Floats] = []
+        for watch in watches:
+            assert watch is not None
+            values = walk.layout.watched(watch).take(rows, mode="clip")
+            lowest.append(np.fmin.accumulate(values, axis=1).ravel())
+        self._lowest = np.concatenate(lowest)
+        self._base = np.repeat([watches.index(p.watch) * size for p in plans], count)
+        self._drops = np.repeat([p.drops for p in plans], count)
+
+    def cut(self, at: Ints, thresholds: Floats, length: Ints, sent: Ints) -> tuple[Ints, Ints]:
+        """(drafted, sent), no longer than to the first token below the thresholds."""
+        # What was lowest so far never rises: the tokens that hold are found by halving.
+        place = self._base + at * self._longest
+        holds, step = np.zeros(len(at), dtype=np.int64), self._longest // 2
+        while step:
+            below = self._lowest.take(place + (holds + (step - 1))) < thresholds
+            holds += step * ~below
+            step //= 2
+        holds += ~(self._lowest.take(place + holds) < thresholds)
+        length = np.minimum(length, holds + 1)
+        sent = np.minimum(sent, length)
+        return length, np.where(self._drops, np.minimum(sent, holds), sent)
+
+    def keep(self, which: Bools) -> None:
+        self._base, self._drops = self._base[which], self._drops[which]
+
+
+CELLS = 1 << 18
+"""Starts of a recording, times settings, that are laid out together: they stay in cache."""
+_JUMPS = 4
+"""Rounds between two looks at which requests have ended."""
+_FULL = 0.9
+"""Share of lanes still going below which the others are taken out."""
