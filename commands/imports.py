@@ -141,9 +141,8 @@ def _lengths(totals: Totals) -> list[dict[str, Any]]:
 
     if totals.tree:
         return []
-    known = known_totals(
-        totals.rounds, totals.accepted, totals.reach, totals.per_position, totals.fixed_length
-    )
+    survival = None if totals.per_position is None else totals.survival()[0].tolist()
+    known = known_totals(totals.mean_accepted, totals.reach, survival, totals.fixed_length)
     return emitted_rows(known) if known else []
 
 

@@ -68,10 +68,9 @@ def test_intervals_are_around_the_closed_form_and_exact_where_nothing_is_open(ra
 
 
 def test_counts_tell_lengths_only_where_all_drafts_were_as_long() -> None:
-    assert known_totals(100, 150, 2, [90, 60], fixed=True) == {1: 1.9, 2: 2.5}
-    assert known_totals(100, 150, 2, None, fixed=True) == {2: 2.5}
-    assert known_totals(100, 150, 2, [90, 60], fixed=False) == {}
-    assert known_totals(100, 150, None, None, fixed=True) == {}
+    assert known_totals(1.5, 2, [0.9, 0.6], fixed=True) == {1: 1.9, 2: 2.5}
+    assert known_totals(1.5, 2, None, fixed=True) == {2: 2.5}
+    assert known_totals(1.5, 2, [0.9, 0.6], fixed=False) == {}
     rows = {row["draft_length"]: row for row in emitted_rows({2: 2.2})}
     assert rows[2]["known"]
     assert rows[2]["low"] == rows[2]["high"] == 2.2

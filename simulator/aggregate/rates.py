@@ -53,20 +53,19 @@ def emitted_of_rate(rate: float, gamma: int, later: Sequence[float] = (1.0,)) ->
 
 
 def known_totals(
-    rounds: int, accepted: int, longest: int | None, per_position: Sequence[int] | None,
-    fixed: bool,
-) -> dict[int, float]:  # fmt: skip
+    accepted: float, longest: int, survival: Sequence[float] | None, fixed: bool
+) -> dict[int, float]:
     """Tokens a round by draft length, so far as counts tell; empty where they tell of none.
 
-    Counts by position tell every length up to the longest, the sum alone that one, and either only
-    where all drafts were as long (`fixed`).
+    ``accepted``: drafted tokens accepted in a round; ``survival``: chances that the first 1, 2, ...
+    are, where known.  These tell every length up to the longest, the sum alone that one, and either
+    only where all drafts were as long (`fixed`).
     """
-    if not fixed or longest is None or longest < 1:
+    if not fixed or longest < 1:
         return {}
-    if per_position is None:
-        return {longest: 1 + accepted / rounds}
-    reached = np.cumsum(per_position) / rounds
-    return {k + 1: 1 + float(total) for k, total in enumerate(reached)}
+    if survival is None:
+        return {longest: 1 + accepted}
+    return {k + 1: 1 + float(total) for k, total in enumerate(np.cumsum(survival))}
 
 
 def emitted_rows(
