@@ -21,7 +21,7 @@ def few_cells() -> Iterator[None]:
         yield
         return
     from profiler import profile
-    from profiler.latency import table
+    from profiler.latency import passes, table
     from profiler.sources import feature_latency, latency
 
     @dataclass(frozen=True)
@@ -36,11 +36,14 @@ def few_cells() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
         patch.setattr(feature_latency, "PROMPTS", PROMPTS)
-        for module, name, less in (
+        patch.setattr(passes, "PLAIN_BLOCKS", 1)
+        for module in (passes, latency):
+            patch.setattr(module, "UNTIMED_PLAIN", 1)
+        for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
             (feature_latency, "measure_drafters", few), (profile, "measure_host", {"repeats": 2}),
             (profile, "measure_rules", {"repeats": 3}),
         ):  # fmt: skip
-            patch.setattr(module, name, partial(getattr(module, name), **less))
+            patch.setattr(owner, name, partial(getattr(owner, name), **less))
         patch.setattr("profiler.machine.repeats.MOST", 0)
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -83,6 +84,7 @@ class Decoded(NamedTuple):
     trace: Trace
 
 
+@cache
 def decoded(slots: int, count: int = 4) -> Decoded:
     """The first `count` bundled prompts, decoded greedily with a cache of `slots` tokens."""
     torch = pytest.importorskip("torch")

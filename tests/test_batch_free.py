@@ -90,8 +90,9 @@ def files(tmp_path: Path) -> list[str]:
 
 def test_every_command_says_what_to_do(run: Run, files: list[str], tmp_path: Path) -> None:
     serving = ["serve", *files, "--policy", "fixed:gamma=2", "--batch", "1,4", "--requests", "8"]
-    sweeping = ["sweep", *files, "--policy", "fixed:gamma=2", "--batch", "1,4", "--resamples", "0"]
-    ratios = ["sweep", *files[:2], "--c", "0.1", "--policy", "fixed:gamma=2", "--batch", "4"]
+    swept = ["--policy", "fixed:gamma=2", "--jobs", "1"]
+    sweeping = ["sweep", *files, *swept, "--batch", "1,4", "--resamples", "0"]
+    ratios = ["sweep", *files[:2], *swept, "--c", "0.1", "--batch", "4"]
     tuning = [
         ["tune", "--engine", engine, *files, "--batch", "1,4", "--resamples", "4"]
         for engine in ("vllm", "sglang")

@@ -23,6 +23,7 @@ from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.profile import Settings, profile_latency, progress_bar
 from tests.batched import GAMMA, LENGTHS, VOCAB, llama, pair, replayed, runners, trace
+from tests.few_cells import few_cells
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import INTERPOLATED, LatencyTable
@@ -100,7 +101,7 @@ def test_a_profile_holds_batches_beside_the_single_stream(tmp_path: Path) -> Non
         widths=(1, 2), contexts=(4, 48), prompts=(4,), batches=(1, 3), batch_widths=(1, 2),
         repeats=1, warmup=0,
     )  # fmt: skip
-    with progress_bar() as progress:
+    with progress_bar() as progress, few_cells():
         table = profile_latency(pair(), Settings(grid=grid), tmp_path, progress)
     for phase in ("prefill", "forward", "host_round", "host_draft"):
         own = table.cells[(table.cells["phase"] == phase) & (table.cells["model"] == "target")]

@@ -12,6 +12,7 @@ from profiler.decoding.single import greedy
 from profiler.latency.table import Grid
 from profiler.models.seq2seq import Seq2SeqRunner
 from profiler.profile import Settings, profile_latency, progress_bar
+from tests.few_cells import few_cells
 from tests.seq2seq import GAMMA, KINDS, NEW, build, models, pair, source
 
 
@@ -80,7 +81,7 @@ def test_the_forced_first_token_and_banned_ids_are_as_in_generate() -> None:
 def test_the_latency_table_prices_the_encoder_with_the_prefill(tmp_path: Path) -> None:
     both = pair("bart")
     grid = Grid(widths=(1, 5, 9), contexts=(16, 64, 900), prompts=(8, 32, 900), repeats=3)
-    with progress_bar() as progress:
+    with progress_bar() as progress, few_cells():
         table = profile_latency(both, Settings(NEW, GAMMA, grid=grid), tmp_path, progress)
     cells = table.cells
     prefill = cells[cells["phase"] == "prefill"]

@@ -91,7 +91,8 @@ def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
     cells = [(m, "forward", b, n, k, 0.01 + 1e-6 * k, 0.0, 5) for m in ("target", "draft")
              for b in (1, 4) for n in (1, 9) for k in (0, 600)]  # fmt: skip
     write_latency(LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS))), table)
-    common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2", "--jobs", "1")
+    common = ("--trace", trace, "--latency", str(table), "--policy", "fixed:gamma=2",
+              "--resamples", "0", "--jobs", "1")  # fmt: skip
     shown, beside = said(*common, "--context", "10,100000", "--batch", "1,64")
     assert "3 of 4 rows read passes outside the measured cells" in beside
     assert "most fixed:gamma=2 at batch 64, context 100000 (100% of its passes)" in beside
