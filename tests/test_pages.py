@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def test_what_is_made_from_the_code_can_be_made(page: Path) -> None:
     for name, argument in LINE.findall(text_of(page)):
         assert len(MAKERS[name](*([argument] if argument else []))) > 20
     assert len(LINE.findall(text_of(page))) == text_of(page).count("{{")
+
+
+def test_every_test_file_is_of_one_area() -> None:
+    areas = re.findall(r"^\| [^|]+ \| `(tests/[^`]+)` \|$", text_of(PAGES[1]), re.MULTILINE)
+    parts = [part for area in areas for part in area.split()]
+    named = Counter(path.name for part in parts for path in ROOT.glob(part))
+    assert named == Counter(path.name for path in (ROOT / "tests").glob("test_*.py"))
 
 
 def test_every_page_is_in_the_navigation() -> None:
