@@ -31,6 +31,8 @@ from tests.tuning import batched, iid, loads
 from traces.latency.table import LatencyTable
 
 SEEDS = (0, 1, 2)
+LENGTHS = range(6)
+"""As long as any that people set by hand."""
 
 
 @cache
@@ -121,11 +123,12 @@ def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> No
 def test_what_is_written_passes_a_check_on_other_random_numbers(
     seed: int, by_context: bool
 ) -> None:
-    trace, latency, slo = iid(0.7, 30, 40), batched(), Slo(tpot_s=0.02)
+    trace, latency, slo = iid(0.7, 20, 30), batched(), Slo(tpot_s=0.02)
     for targets in (None, slo):
         tuned = tune_vllm(
-            trace, latency, [1, 4, 16], by_context=by_context, slo=targets, draws=50, seed=seed
-        )
+            trace, latency, [1, 4, 16], lengths=LENGTHS, by_context=by_context, slo=targets,
+            draws=20, seed=seed,
+        )  # fmt: skip
         loads = [closed_load(trace, b, targets, check_seed(seed)) for b in (1, 4, 16)]
         found = compare_served(trace, latency, tuned.policy, loads)
         assert found["not_worse"].all(), found.to_string()
@@ -181,7 +184,7 @@ def test_mending_never_makes_a_table_worse_and_ends(data: st.DataObject) -> None
 
 def test_served_at_any_load_it_is_not_worse_than_a_length_set_by_hand() -> None:
     trace = iid(0.7, 40, 40)
-    tuned = tune_vllm(trace, batched(), draws=200)
+    tuned = tune_vllm(trace, batched(), lengths=LENGTHS, draws=50)
     found = compare_served(trace, batched(), tuned.policy, loads(trace), replications=3)
     assert found["not_worse"].all(), found.to_string()
     assert found["tuned"].min() > 0
@@ -201,7 +204,7 @@ def test_a_bad_table_is_caught_when_served() -> None:
 
 def test_what_is_tuned_for_vllm_is_not_worse_when_served() -> None:
     trace, latency = iid(0.7, 40, 40), batched()
-    tuned = tune_vllm(trace, latency, [1, 8, 64], draws=50)
+    tuned = tune_vllm(trace, latency, [1, 8, 64], lengths=LENGTHS, draws=50)
     loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 8, 64)]
     found = compare_served(trace, latency, [tuned.policy_at(b) for b in (1, 8, 64)], loads)
     assert found["not_worse"].all()
