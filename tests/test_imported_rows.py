@@ -25,7 +25,7 @@ LATENCY = ("--latency", "const:target=0.0195,draft=0.002")
 
 
 def rows_of(run: Any, file: Path) -> list[dict[str, Any]]:
-    ran = run("simulate", "--trace", file, *LATENCY, "--json", "-")
+    ran = run("simulate", "--trace", file, *LATENCY, "--resamples", 20, "--json", "-")
     assert ran.code == 0, ran.err
     rows: list[dict[str, Any]] = json.loads(ran.out)["results"]
     return rows
