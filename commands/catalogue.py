@@ -35,9 +35,11 @@ def list_all(
         bool,
         typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
     ] = False,
-    weights: Annotated[
+    weight_formats: Annotated[
         bool,
-        typer.Option("--weights", help="Instead: weight formats that latencies can be carried to."),
+        typer.Option(
+            "--weight-formats", help="Instead: weight formats that latencies can be carried to."
+        ),
     ] = False,
     published: Annotated[
         bool,
@@ -49,14 +51,15 @@ def list_all(
     """Show the bundled recordings, or what can be named on the command line."""
     asked = {
         "policies": policies, "rules": rules, "sources": sources, "formats": formats,
-        "devices": devices, "weights": weights, "published": published,
+        "devices": devices, "weight-formats": weight_formats,
+        "published": published,
     }  # fmt: skip
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) > 1:
         raise DraftsimError(f"--{chosen[0]} and --{chosen[1]} are two lists: ask for one at a time")
     rows = {
         "policies": policy_rows, "rules": rule_rows, "sources": source_rows,
-        "formats": format_rows, "devices": device_rows, "weights": weight_rows,
+        "formats": format_rows, "devices": device_rows, "weight-formats": weight_rows,
         "published": published_rows,
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
     shown = None

@@ -156,7 +156,7 @@ def test_ratios_of_a_draft_and_a_target_are_nearer_than_times_in_graphs() -> Non
 
 
 def test_formats_and_runs_are_listed(run: Run) -> None:
-    listed = run("list", "--weights", "--json", "-")
+    listed = run("list", "--weight-formats", "--json", "-")
     assert {row["name"] for row in listed.rows} == set(FORMATS)
     assert all(row["bits"] <= 16 and row["source"] for row in listed.rows)
     tables = {row["table"] for row in run("list", "--published", "--json", "-").rows}

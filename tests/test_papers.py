@@ -214,7 +214,7 @@ def test_the_command_writes_the_rows(run: Run, ours: Ours, rows: list[Row], tmp_
     compared = [row for row in rows if row.kind != WEIGHTS]
     assert len(short.rows) == len(compared)
     assert f"{len(rows) - len(compared)} of {len(rows)} published cells" in short.err
-    ran = run("papers", "--trace", tmp_path, "--weights", "--json", "-")
+    ran = run("papers", "--trace", tmp_path, "--missing", "--json", "-")
     found = ran.rows
     assert json.loads(ran.out)["command"] == "papers"
     assert len(found) == len(rows)

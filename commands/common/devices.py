@@ -32,7 +32,7 @@ WeightsOption = Annotated[
         "--weights",
         metavar="FORMAT",
         help="Carry latencies over to weights kept in this format, approximately: awq-int4, fp8, "
-        "... for both models, or target=...,draft=... (`draftsim list --weights`).",
+        "... for both models, or target=...,draft=... (`draftsim list --weight-formats`).",
     ),
 ]
 AlwaysOption = Annotated[

@@ -49,7 +49,7 @@ def papers(
     table: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only tables whose name contains this.")
     ] = None,
-    weights: Annotated[
+    missing: Annotated[
         bool, typer.Option(help="Also list the cells that only the papers' models can fill.")
     ] = False,
     out: OutOption = None,
@@ -99,7 +99,7 @@ def papers(
     found = [
         row for row in side_by_side(ours) if table is None or table.lower() in row.table.lower()
     ]
-    rows = [row for row in found if weights or row.kind != "needs their weights"]
+    rows = [row for row in found if missing or row.kind != "needs their weights"]
     if not found:
         raise DraftsimError(f"--table {table!r} names no table of the papers: try SpecBound")
     emit(
@@ -107,7 +107,7 @@ def papers(
         printed=lambda: print_papers(rows),
     )  # fmt: skip
     if left := len(found) - len(rows):
-        note(f"{left} of {len(found)} published cells need the papers' own models: --weights")
+        note(f"{left} of {len(found)} published cells need the papers' own models: --missing")
     shown = {row.table for row in found}
     for name, text in CONTRADICTIONS:
         if table is None or name in shown:
