@@ -183,11 +183,13 @@ def tune(
     }  # fmt: skip
     tried = []
     if try_out:
-        from commands.engine.trial import TRIED, say_tried, try_settings
+        from commands.engine.trial import try_settings
 
         tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
     emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}", more=more)
     if tried:
+        from commands.engine.trial import TRIED, say_tried
+
         if json is None:
             print_table(tried, TRIED, title="Tried in vLLM; gains are over no speculation")
         say_tried(tried, tuned, table)

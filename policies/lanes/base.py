@@ -123,8 +123,14 @@ class LaneState(ABC):
     @classmethod
     def stacked(cls, states: Sequence[Self], count: int) -> Self:
         """`count` lanes of each state, one after another."""
-        columns = ([getattr(s, f.name) for s in states] for f in fields(cls))
+        even = cls.evened(states)
+        columns = ([getattr(s, f.name) for s in even] for f in fields(cls))
         return cls(*(np.repeat(np.array(column), count, axis=0) for column in columns))
+
+    @classmethod
+    def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
+        """The states, all of whose fields are of one shape."""
+        return states
 
     def keep(self, which: Bools) -> None:
         """Drop the lanes that are not among `which`, shape (lanes,)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +33,12 @@ class Tiers(LaneState):
     in_step: Ints
 
     @classmethod
-    def stacked(cls, states: Sequence[Self], count: int) -> Self:
+    def evened(cls, states: Sequence[Any]) -> Sequence[Any]:
         longest = max(len(s.candidates) for s in states)
-        even: list[Any] = [
-            replace(s, candidates=[*s.candidates, *([0] * (longest - len(s.candidates)))])  # type: ignore[arg-type]
+        return [
+            replace(s, candidates=[*s.candidates, *([0] * (longest - len(s.candidates)))])
             for s in states
         ]
-        return super().stacked(even, count)
 
     def caps(self) -> Ints:
         return np.maximum(self.steps, self.in_step)
