@@ -98,7 +98,7 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
         "ladder": ("sweep", "--trace", folder, "--ladder", *pair, "--resamples", 10),
         "list": ("list", "--rules"),
         "recorded": ("validate", "--recorded", "bundled"),
-        "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-weights"),
+        "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-missing"),
     }  # fmt: skip
 
 
