@@ -82,7 +82,7 @@ def plot_validation(rows: pd.DataFrame) -> Figure:
     right.set_xlim(-reach, reach)
     right.set_xlabel("prediction error (%)")
     for axes in (left, right):
-        _style(axes, "x")
+        style(axes, "x")
     figure.legend(
         *left.get_legend_handles_labels(), loc="outside upper left", ncols=2, frameon=False
     )
@@ -100,7 +100,7 @@ def plot_speedup(summary: pd.DataFrame) -> Figure:
     axes.set_yticks(y, _policy_labels(rows))
     axes.axvline(1, color=INK, linewidth=0.8)
     axes.set_xlabel("speedup over plain decoding (×, 95 % interval over prompts)")
-    _style(axes, "x")
+    style(axes, "x")
     return figure
 
 
@@ -124,7 +124,7 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.set_title(str(category), fontsize=9)
         axes.set_yticks(y, names)
-        _style(axes, "x")
+        style(axes, "x")
     figure.supxlabel("speedup over plain decoding (×, 95 % interval over prompts)", fontsize=9)
     return figure
 
@@ -172,7 +172,7 @@ def plot_cost_ratio(
     axes.set_ylim(bottom=0)
     axes.set_xlabel("cost ratio c = T_draft / T_target")
     axes.set_ylabel("speedup over plain decoding (×)")
-    _style(axes, "both")
+    style(axes, "both")
     figure.legend(
         loc="outside right upper", frameon=False, fontsize=8,
         title=None if own is None else "speedup at this pair's c", title_fontsize=8,
@@ -216,7 +216,7 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     axes.set_xlabel("draft length k (tokens)")
     axes.set_ylabel("share of positions whose next k\ndrafts are all accepted")
     axes.legend(frameon=False, fontsize=8)
-    _style(axes, "both")
+    style(axes, "both")
     return figure
 
 
@@ -242,7 +242,7 @@ def plot_robustness(speedups: pd.DataFrame, reference: str = "fixed") -> Figure:
     axes.minorticks_off()
     axes.set_xlabel("initial draft length γ (tokens)")
     axes.set_ylabel(f"speedup relative to\nthe mean of {reference} (×)")
-    _style(axes, "both")
+    style(axes, "both")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8, title="mean ± sd over γ",
                   title_fontsize=8)  # fmt: skip
     return figure
@@ -285,7 +285,8 @@ def _arm_labels(rows: pd.DataFrame) -> list[str]:
     return labels
 
 
-def _style(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
+def style(axes: Axes, grid: Literal["x", "y", "both"] = "both") -> None:
+    """The look that all figures share: two spines, small ticks, a pale grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(GREY)

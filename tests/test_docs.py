@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import typer.main
 
 from commands import app
 from tests.conftest import ROOT
+from traces import find_latency, find_trace
 
 PACKAGES = ("commands", "policies", "profiler", "simulator", "traces")
 WITH_EXAMPLES = [
@@ -43,3 +45,37 @@ def test_readme_names_only_commands_that_exist() -> None:
     named |= set(re.findall(r"`draftsim ([a-z]+)", text))
     assert {"simulate", "profile", "validate", "check"} <= named
     assert named <= known
+
+
+def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
+    folder = ROOT / "traces" / "recorded" / "smollm2-vllm-draft-cpu"
+    rows = [
+        row for path in folder.glob("engine-*.json")
+        for row in json.loads(path.read_text())["results"]
+    ]  # fmt: skip
+    found = {(row["load"], row["policy"]): row for row in rows}
+    head, *lines = re.findall(r"^\| (requests \|.*|\d+ \|.*) \|$", _readme("seen"), re.M)
+    _, *policies, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", head))
+    assert len(policies) == len(lines) == 4
+    for line in lines:
+        size, *cells, differ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line))
+        own = [found[f"closed:{size}", name] for name in ("autoregressive", *policies)]
+        for cell, row in zip(cells, own[1:], strict=True):
+            assert cell == f"{row['speedup_predicted']:.2f} \\| {row['speedup']:.2f}"
+        assert all(row["rounds_differ"] == 0 for row in own)
+        assert all(row["iterations"] == row["iterations_predicted"] for row in own)
+        assert differ.replace(",", "").startswith(f"0 of {sum(row['iterations'] for row in own)}")
+
+
+def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
+    text = " ".join(_readme("seen").split())
+    trace, latency = find_trace("smollm2-cpu"), find_latency("smollm2-cpu")
+    cells = latency.cells.query("model == 'target' and phase == 'forward' and batch == 1")
+    by_width = cells.pivot(index="context", columns="new_tokens", values="median_s")
+    ratio = by_width[2] / by_width[1]
+    assert f"takes {ratio.min():.1f} to {ratio.max():.1f} times one" in text
+    assert f"{(trace.run_lengths > 0).mean():.2f} of first tokens are accepted" in text
+
+
+def _readme(part: str) -> str:
+    return (ROOT / "README.md").read_text().split(f"<!-- {part} -->")[1].split("<!-- end of")[0]

@@ -58,9 +58,10 @@ def tried(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Closed loops at every batch searched: off, K = 1, 3 and 5, and what was found.
 
-    Drafts are the recording's, forced upon the engine by a proposer, so that acceptance is the
-    recorded one and a draft costs no pass.  ``gain`` is the throughput over that of off,
-    measured and predicted, ``gain_error`` how far the prediction is off.
+    Drafts are the recording's, forced upon the engine, so that acceptance is the recorded one; they
+    cost the passes of the drafter that the engine was measured with, if any.  ``gain`` is the
+    throughput over that of off, measured and predicted, ``gain_error`` how far the prediction is
+    off.
     """
     from policies.basic import Fixed
     from simulator.serving import ClosedLoop
@@ -96,10 +97,12 @@ def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyT
         own = at.pop(TUNED, at["off"])
         best = max(at, key=lambda name: at[name])
         note(f"{load}: {own:.2f}x as found; the best set by hand is {best} at {at[best]:.2f}x")
-    note(
-        "the recorded drafts were forced through a proposer: passes of a draft model or head of "
-        "vLLM's own come on top, in the engine as in these latencies"
-    )
+    if not latency.meta["engine"].get("own_drafter"):
+        note(
+            "the recorded drafts were forced through a proposer: passes of a draft model or head "
+            "of vLLM's own come on top, in the engine as in these latencies (measure with --draft "
+            "or --eagle, and both are in)"
+        )
     line = launch_line("vllm", tuned.document, target=latency.meta["target"])
     if tuned.document is not None:
         line += f" --max-num-seqs {latency.meta['engine']['max_batch']}"

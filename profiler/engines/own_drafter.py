@@ -12,17 +12,15 @@ tokens a drafter is asked for, in v1/worker/gpu_model_runner.py without asynchro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from profiler.engines.drafts import UNKNOWN
-from profiler.engines.rounds import Stream
-from profiler.engines.session import Session
-from profiler.engines.setup import Setup, asks_for_engine, setup_from
+from profiler.engines.session import Governed
+from profiler.engines.setup import asks_for_engine
 from traces.errors import DraftsimError
 
 
-class OwnDrafter:
+class OwnDrafter(Governed):
     """Takes the place of a runner's `propose_draft_token_ids`; used as a `Proposer` is.
 
     Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on in the place of
@@ -37,34 +35,22 @@ class OwnDrafter:
     """
 
     own_passes = True
+    booked = False
 
     def __init__(self, runner: Any, longest: int, vocabulary: int) -> None:
-        self.longest, self.vocabulary = longest, vocabulary
-        self._session: Session | None = None
+        super().__init__(longest, vocabulary)
         self._runner, self._propose = runner, runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
-
-    def use(self, setup: Setup) -> None:
-        """As `profiler.engines.proposer.Proposer.use`."""
-        self._session = Session(setup, self.longest, self.vocabulary, keep=True, booked=False)
-
-    @property
-    def finished(self) -> Mapping[str, Stream]:
-        """As `profiler.engines.proposer.Proposer.finished`."""
-        return {} if self._session is None else self._session.finished
 
     def propose(self, output: Any, sampled: Any, *rest: Any) -> list[list[int]]:
         """The drafter's tokens of each row, as far as the policy goes."""
         runner = self._runner
-        if self._session is None:
-            setup = setup_from(longest=self.longest)
-            self._session = Session(setup, self.longest, self.vocabulary, booked=False)
         unfinished = runner.discard_request_mask.np
         emitted = [
             [] if unfinished[i] else [token for token in row if token >= 0]
             for i, row in enumerate(sampled.tolist())
         ]
-        drafts = self._session.advance(
+        drafts = self.session.advance(
             runner.input_batch.req_ids, emitted,
             output.scheduled_spec_decode_tokens, runner.requests,
         )  # fmt: skip

@@ -10,47 +10,22 @@ Written against vLLM 0.32 (v1/worker/gpu_model_runner.py, `propose_draft_token_i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from profiler.engines.rounds import Stream
-from profiler.engines.session import Session
-from profiler.engines.setup import Setup, setup_from
+from profiler.engines.session import Governed
 from traces.errors import DraftsimError
 
 
-class Proposer:
-    """Drafts for every request of a vLLM engine as a policy decides (`Session`).
-
-    Without `use`, the setup is that of the environment (`profiler.engines.setup`).
-    """
-
-    own_passes = False
-    """Whether a drafter of the engine's own runs passes."""
+class Proposer(Governed):
+    """Drafts for every request of a vLLM engine as a policy decides (`Session`)."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self.longest = int(vllm_config.speculative_config.num_speculative_tokens)
-        self.vocabulary = int(vllm_config.model_config.get_vocab_size())
-        self._session: Session | None = None
+        longest = int(vllm_config.speculative_config.num_speculative_tokens)
+        super().__init__(longest, int(vllm_config.model_config.get_vocab_size()))
 
     def load_model(self, *args: Any) -> None:
         """Nothing to load."""
-
-    def use(self, setup: Setup) -> None:
-        """Draft so from now on, forgetting every request; keep the rounds of those that end."""
-        self._session = Session(setup, self.longest, self.vocabulary, keep=True)
-
-    @property
-    def finished(self) -> Mapping[str, Stream]:
-        """Streams that have ended since `use`, by the request's own name."""
-        return {} if self._session is None else self._session.finished
-
-    @property
-    def session(self) -> Session:
-        """What `use` began, or the environment says; DraftsimError if it says nothing."""
-        if self._session is None:
-            self._session = Session(setup_from(longest=self.longest), self.longest, self.vocabulary)
-        return self._session
 
     def propose(
         self,

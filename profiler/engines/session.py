@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from profiler.engines.drafts import Asked
 from profiler.engines.rounds import Stream, rounds_of
-from profiler.engines.setup import Setup
+from profiler.engines.setup import Setup, setup_from
 
 
 class Session:
@@ -91,3 +91,43 @@ class Session:
         self.setup.source.close(asked, output)
         if self.keep:
             self.finished.setdefault(asked.id, stream)
+
+
+class Governed:
+    """A drafter of an engine whose rounds a policy of ours decides.
+
+    Without `use`, the setup is that of the environment (`profiler.engines.setup`).
+
+    Parameters
+    ----------
+    longest, vocabulary:
+        Of `Session`.
+    """
+
+    own_passes: ClassVar[bool] = False
+    """Whether a drafter of the engine's own runs passes."""
+    booked: ClassVar[bool] = True
+    """Of `Session`."""
+
+    def __init__(self, longest: int, vocabulary: int) -> None:
+        self.longest, self.vocabulary = longest, vocabulary
+        self._session: Session | None = None
+
+    def use(self, setup: Setup) -> None:
+        """Draft so from now on, forgetting every request; keep the rounds of those that end."""
+        self._session = self._begun(setup, keep=True)
+
+    @property
+    def finished(self) -> Mapping[str, Stream]:
+        """Streams that have ended since `use`, by the request's own name."""
+        return {} if self._session is None else self._session.finished
+
+    @property
+    def session(self) -> Session:
+        """What `use` began, or the environment says; DraftsimError if it says nothing."""
+        if self._session is None:
+            self._session = self._begun(setup_from(longest=self.longest))
+        return self._session
+
+    def _begun(self, setup: Setup, keep: bool = False) -> Session:
+        return Session(setup, self.longest, self.vocabulary, keep, self.booked)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from simulator.capacity.stages import FINE
-from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS
+from simulator.plots import COLOURS, DASHES, GREY, MARKERS, style
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
@@ -100,7 +100,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
     axes.set_xlabel(
         f"requests per second (markers: at {rate:.4g}/s{', bars: 95 %' if bars else ''})\n{said}"
     )
-    _style(axes)
+    style(axes)
     figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     return figure
 
@@ -126,13 +126,3 @@ def _mark_crossings(
                 )  # fmt: skip
                 marked += 1
     return f"rings: crosses {baseline}" if marked else f"no line crosses that of {baseline}"
-
-
-def _style(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=INK, labelsize=8, length=3)
-    axes.xaxis.label.set_fontsize(9)
-    axes.yaxis.label.set_fontsize(9)
-    axes.grid(color="#E3E3E3", linewidth=0.6)
-    axes.set_axisbelow(True)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from simulator.maps import SHADES, draw_edge, draw_map, log_ticks, mark_bar, shading
-from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS, _style
+from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS, style
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
@@ -124,7 +124,7 @@ def plot_break_even(
     axes.set_xlabel(LABELS[x])
     word = "smallest" if along == "alpha" else "largest"
     axes.set_ylabel(f"{word} {LABELS[along]}\nthat pays")
-    _style(axes, "both")
+    style(axes, "both")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
@@ -196,7 +196,7 @@ def plot_ladder(rungs: pd.DataFrame) -> Figure:
     axes.set_xlim(0, 1.32 * max(1.0, float(left.max())))
     axes.set_xlabel("time per token, plain decoding = 1;  speedup [95 % interval]  "
                     "share of the oracle's gain")  # fmt: skip
-    _style(axes, "x")
+    style(axes, "x")
     figure.legend(loc="outside upper center", ncols=5, frameon=False, fontsize=8)
     return figure
 
@@ -217,7 +217,7 @@ def plot_tilt(rows: pd.DataFrame) -> Figure:
     axes.set_xlabel("shift of logit(α), from the recording tilted to the one compared with")
     axes.set_ylabel("error of the speedup (%)")
     axes.legend(frameon=False, fontsize=8)
-    _style(axes, "both")
+    style(axes, "both")
     return figure
 
 

@@ -336,13 +336,20 @@ class IterationCost:
             settled = self._settled[batch] = settling_sums(self.latency, "draft", batch).tolist()
         return settled
 
+    def _first_sizes(self, work: Work, batch: int) -> tuple[float, float]:
+        """Tokens a sequence of a draft's first pass, and those cached before; both at their means.
+
+        A drafter that runs along goes over all that the iteration verifies, of every sequence.
+        """
+        if self._along is not None:
+            return work.drafted / batch + 1.0, work.context / batch - 1.0
+        width, mean = work.catch_up / work.drafting, work.draft_context / work.drafting
+        return width, mean - width if mean > width else 0.0
+
     def _draft_passes(self, work: Work, batch: int) -> float:
         read, read_first = self._draft_readers()
-        _, _, longest, drafting, catch_up, draft_context, _, _ = work
-        width, mean = catch_up / drafting, draft_context / drafting
-        cached = mean - width if mean > width else 0.0
-        if self._along is not None:
-            width, cached = work.drafted / batch + 1.0, work.context / batch - 1.0
+        longest, mean = work.longest, work.draft_context / work.drafting
+        width, cached = self._first_sizes(work, batch)
         first_s = read_first(batch, width, cached)
         settled = self._settling(batch)
         settling_s = settled[min(longest, len(settled)) - 1]
@@ -352,11 +359,11 @@ class IterationCost:
         self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]
     ) -> float:
         read, read_first = self._draft_readers()
-        _, _, longest, drafting, catch_up, draft_context, _, _ = work
+        longest, drafting = work.longest, work.drafting
         if self.passes == "padded":
             return self._draft_rectangles(slots, rounds, longest)
-        width, mean = catch_up / drafting, draft_context / drafting
-        seconds = read_first(drafting, width, max(mean - width, 0.0))
+        batch = drafting if self._along is None else len(rounds)
+        seconds = read_first(batch, *self._first_sizes(work, batch))
         settled = self._settling(drafting)
         seconds += settled[min(longest, len(settled)) - 1]
         for step in range(1, longest):

@@ -89,8 +89,7 @@ class LeastRequests(Router):
 class LeastTokens(Router):
     """The replica whose requests hold the fewest tokens, prompts that wait included.
 
-    What SGLang's data-parallel controller calls ``minimum_tokens``: nobody knows yet how long
-    an output will be.
+    Tokens yet to come do not count: nobody knows how long an output will be.
     """
 
     def choose(self, index: int, replicas: Sequence[Loaded], rng: np.random.Generator) -> int:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from simulator.maps import draw_map, is_dark, mark_bar, shading
-from simulator.plots import COLOURS, DASHES, GREY, INK, MARKERS
+from simulator.plots import COLOURS, DASHES, INK, MARKERS, style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
 
@@ -132,7 +132,7 @@ def plot_over_time(rows: Rows) -> Figure:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        _style(axes)
+        style(axes)
     rate, batch = rows[0]["rate"], rows[0]["batch"]
     where = f"at {rate:.3g} requests/s" if rows[0]["concurrency"] is None and rate else ""
     panels[-1].set_xlabel(f"simulated time (s) {where or f'at batch {batch}'}")
@@ -217,15 +217,5 @@ def _plain_logarithm(axis: Axis) -> None:
 
 
 def _finish(figure: Figure, axes: Axes) -> None:
-    _style(axes)
+    style(axes)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8)
-
-
-def _style(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=INK, labelsize=8, length=3)
-    axes.xaxis.label.set_fontsize(9)
-    axes.yaxis.label.set_fontsize(9)
-    axes.grid(color="#E3E3E3", linewidth=0.6)
-    axes.set_axisbelow(True)
