@@ -9,19 +9,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from commands import calibrate, catalogue, check, demo, fetch, imports, memory, report, tune
-from commands.capacity import command as capacity
-from commands.papers import command as papers
-from commands.profile import command as profile
-from commands.serve import command as serve
-from commands.simulate import command as simulate
-from commands.sweep import command as sweep
-from commands.validate import command as validate
-from traces.errors import DraftsimError
+from commands.lazy import Listed, lazy_group
 
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
-
 
 INTERRUPTED = 130
 STOPPED = "stopped; nothing is half-written, and the same command goes on where it can"
@@ -41,33 +32,52 @@ def _version(asked: bool) -> None:
 RENAMED = {"batches": "batch", "contexts": "context", "draws": "resamples"}
 """What options were called before one name stood for one thing; still understood."""
 
+COMMANDS = {
+    "demo": Listed("commands.demo:demo", "Profile the bundled pair here, predict, and check."),
+    "profile": Listed(
+        "commands.profile.command:profile", "Measure a pair: its latencies and acceptance trace."
+    ),
+    "simulate": Listed(
+        "commands.simulate.command:simulate", "Predict every policy's speedup from a recording."
+    ),
+    "validate": Listed(
+        "commands.validate.command:validate", "Run policies for real, beside their predictions."
+    ),
+    "check": Listed("commands.check:check", "Hold the closed formulas against simulation."),
+    "calibrate": Listed(
+        "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server."
+    ),
+    "calibrate-memory": Listed(
+        "commands.memory:calibrate_memory", "Count corrections of a run, for the rule csd."
+    ),
+    "serve": Listed("commands.serve.command:serve", "Simulate batches, queues and fleets."),
+    "capacity": Listed(
+        "commands.capacity.command:capacity", "Plan capacity: the fewest replicas in target."
+    ),
+    "sweep": Listed("commands.sweep.command:sweep", "Ask what if, over any grid of settings."),
+    "tune": Listed("commands.tune:tune", "Write the settings that pay as an engine reads them."),
+    "report": Listed("commands.report:report", "Write all that a run shows as one HTML page."),
+    "papers": Listed(
+        "commands.papers.command:papers", "Put the papers' published tables beside ours."
+    ),
+    "fetch": Listed("commands.fetch:fetch", "Bring SmolLM2-135M and drafters for it."),
+    "list": Listed("commands.catalogue:list_all", "Show the recordings, or what can be named."),
+    "import": Listed(
+        "commands.imports:import_file", "Turn another program's log into a trace or latencies."
+    ),
+}
+
 app = typer.Typer(
+    cls=lazy_group(COMMANDS),
     context_settings={
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: RENAMED.get(name, name),
     },
     help="Predicts what speculative decoding will do, from one profiling run of a real pair.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("demo")(demo.demo)
-app.command("profile")(profile.profile)
-app.command("simulate")(simulate.simulate)
-app.command("validate")(validate.validate)
-app.command("check")(check.check)
-app.command("calibrate")(calibrate.calibrate)
-app.command("calibrate-memory")(memory.calibrate_memory)
-app.command("serve")(serve.serve)
-app.command("capacity")(capacity.capacity)
-app.command("sweep")(sweep.sweep)
-app.command("tune")(tune.tune)
-app.command("report")(report.report)
-app.command("papers")(papers.papers)
-app.command("fetch")(fetch.fetch)
-app.command("list")(catalogue.list_all)
-app.command("import")(imports.import_file)
 
 
 @app.callback()
@@ -86,34 +96,41 @@ def main() -> None:
     # Replays make millions of short-lived tuples and no cycles: a fifth of their time otherwise.
     gc.set_threshold(100_000, 20, 20)
     try:
-        code = app(standalone_mode=False)
-    except DraftsimError as error:
-        _fail(str(error), 2)
-    except UsageError as error:
-        # The message by itself does not name the option.
-        _fail(error.format_message(), 2)
-    except OSError as error:
-        # Where nobody said it better: a full disk, a folder that may only be read.
-        if error.errno == errno.EPIPE or error.errno is None:
-            raise
-        place = f"{error.filename}: " if error.filename else ""
-        _fail(f"{place}{error.strerror}: free some space, or choose another place to write to", 2)
-    except RuntimeError as error:
-        # By name: torch is not imported for commands that need no models.
-        if type(error).__name__ != "OutOfMemoryError":
-            raise
-        _fail(
-            "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
-            "lower --max-new-tokens, --max-gamma or --batch; the same command goes on where it "
-            "can", 2,
-        )  # fmt: skip
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         _fail(STOPPED, INTERRUPTED)
+    except Exception as error:
+        said = _said(error)
+        if said is None:
+            raise
+        _fail(said, 2)
     else:
         # typer turns Ctrl-C into this code, without a word.
         if code == INTERRUPTED and sys.argv[1:2] != ["serve"]:
             _fail(STOPPED, INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _said(error: Exception) -> str | None:
+    """What to tell a person of `error`; None where it is no fault of theirs, nor the machine's."""
+    from traces.errors import DraftsimError  # brings numpy, which a list of commands needs not
+
+    if isinstance(error, DraftsimError):
+        return str(error)
+    if isinstance(error, UsageError):
+        # The message by itself does not name the option.
+        return str(error.format_message())
+    if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
+        # Where nobody said it better: a full disk, a folder that may only be read.
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}: free some space, or choose another place to write to"
+    # By name: torch is not imported for commands that need no models.
+    if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":
+        return (
+            "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
+            "lower --max-new-tokens, --max-gamma or --batch; the same command goes on where it can"
+        )
+    return None
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -15,7 +15,7 @@ from commands import app
 from commands.common.output import OutOption
 from tests.conftest import ROOT, Run
 
-COMMANDS = {str(c.name): c.callback for c in app.app.registered_commands}
+COMMANDS = {name: listed.function() for name, listed in app.COMMANDS.items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
 MAKE_SOMETHING = {"demo", "import", "calibrate", "tune"}
 """Their --out names what they make, and rows are --json's."""
@@ -30,9 +30,7 @@ DIFFER = {
 
 
 def hints(name: str) -> dict[str, object]:
-    callback = COMMANDS[name]
-    assert callback is not None
-    return typing.get_type_hints(callback, include_extras=True)
+    return typing.get_type_hints(COMMANDS[name], include_extras=True)
 
 
 def test_an_option_is_the_same_thing_in_every_command() -> None:

@@ -1,0 +1,54 @@
+"""``draftsim --help`` lists every command, and imports none."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from commands.app import COMMANDS
+from tests.conftest import ROOT, Run
+
+HEAVY = {"numpy", "pandas", "scipy", "matplotlib", "pyarrow", "torch", "simpy", "joblib"}
+OURS = {"policies", "traces", "simulator", "profiler"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], []], ids=str)
+def test_nothing_is_imported_to_list_the_commands(arguments: list[str]) -> None:
+    code = (
+        "import sys, draftsim\n"
+        f"sys.argv = ['draftsim', *{arguments}]\n"
+        "try:\n    draftsim.main()\n"
+        "except SystemExit as ended:\n    print('ended', ended.code)\n"
+        "print('imported', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    said, _, imported = done.stdout.partition("imported ")
+    assert "ended 0" in said
+    assert not {name.partition(".")[0] for name in imported.split()} & (HEAVY | OURS)
+    assert not [name for name in imported.split() if name.startswith("commands.")][2:]
+
+
+def test_every_command_is_listed_in_a_line(run: Run) -> None:
+    listed = run("--help").out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
+    for line, one in zip(listed, COMMANDS.values(), strict=True):
+        assert line.endswith(f"  {one.says}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_its_own_help(name: str, run: Run) -> None:
+    said = " ".join(run(name, "--help").out.split())
+    summary = (inspect.getdoc(COMMANDS[name].function()) or "").partition("\n\n")[0]
+    assert f"draftsim {name} [OPTIONS]" in said
+    assert " ".join(summary.split()).replace("``", "") in said.replace("``", "")
+
+
+def test_a_name_that_is_none_is_told_with_the_nearest(run: Run) -> None:
+    said = run("simulat")
+    assert said.code == 2
+    assert "Did you mean 'simulate'?" in said.err
