@@ -149,6 +149,22 @@ def test_every_command_prices_it_alike(trace: Trace, file: Path, run: Run, tmp_p
     assert report.code == 0, report.err
 
 
+def test_capacity_is_planned_at_what_the_engine_always_pays(file: Path, run: Run) -> None:
+    """Requests one after the other: tokens take longer by what six passes cost beyond two."""
+    tpot: dict[str, dict[str, float]] = {}
+    for name, more in (("always", ("--always-draft", 6)), ("asked", ())):
+        planned = run(
+            "capacity", "--trace", file, "--policy", "fixed:gamma=2", "--latency", CONST, *more,
+            "--max-batch", 1, "--rate", 0.01, "--slo", "ttft=10,tpot=1", "--requests", 40,
+            "--replications", 2, "--jobs", 1, "--json", "-",
+        )  # fmt: skip
+        tpot[name] = {row["policy"]: row["tpot_s"]["mean"] for row in planned.rows}
+    slower = {policy: tpot["always"][policy] / tpot["asked"][policy] for policy in tpot["asked"]}
+    assert slower["autoregressive"] == pytest.approx(1.0)
+    longer_s = (TARGET_S + 6 * DRAFT_S) / (TARGET_S + 2 * DRAFT_S)
+    assert slower["fixed:gamma=2"] == pytest.approx(longer_s, rel=0.01)
+
+
 def test_settings_are_searched_at_what_the_engine_always_pays(file: Path, run: Run) -> None:
     """All lengths cost the same drafting, so that a longer one pays where it did not."""
     found = {}

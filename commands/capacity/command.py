@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.capacity.said import remarks, shown
+from commands.common.devices import AlwaysOption
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
     DEFAULT_TRACE,
@@ -62,6 +63,7 @@ def capacity(
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     source: DraftedOption = None,
+    always_draft: AlwaysOption = None,
     max_batch: Annotated[int, typer.Option(help="Requests running at a time in a replica.")] = 64,
     kv_blocks: Annotated[
         int | None, typer.Option(help="Cache blocks of 16 tokens of a replica; default: no limit.")
@@ -95,6 +97,7 @@ def capacity(
     from simulator.capacity import parse_targets
     from simulator.capacity.rows import with_cost
     from simulator.serving import Limits, Scenario
+    from traces.replay.always import drafting_always
 
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
@@ -108,6 +111,7 @@ def capacity(
     table.check_sizes("target", "forward", max_batch, 1)
     if drafted is not None:
         table = drafted.priced(table, max_batch, assume_batch_free)
+    table = drafting_always(table, always_draft)
     base = Scenario(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
         replications=replications, router=chosen_router(router or DEFAULT_ROUTER, 2),
