@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -23,6 +23,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.few_cells import few_cells  # noqa: E402
+
+if TYPE_CHECKING:
+    from profiler.suite.environment import Workplace
 
 # Tests speak of the small pair's recording, whatever the commands' default is.
 os.environ["DRAFTSIM_TRACE"] = "bundled"
@@ -64,6 +67,16 @@ class Ran(NamedTuple):
 
 Run = Callable[..., Ran]
 Serve = Callable[..., Ran]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Workplace]:
+    """Where a stage of the GPU suite runs in miniature."""
+    from profiler.suite.environment import open_workplace
+
+    made = open_workplace("cpu", tmp_path / "out", seconds=300, quick=True)
+    yield made
+    shutil.rmtree(made.work, ignore_errors=True)
 
 
 @pytest.fixture

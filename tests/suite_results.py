@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pandas as pd
 
 from policies.registry import parse_policy
+from profiler.suite.__main__ import main
 from profiler.suite.runs.arms import COLUMNS
+from profiler.suite.runs.recording import LARGEST
 from simulator.pricing import price
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -79,3 +82,18 @@ def write_forced(
     write_measured(runs, out / "forced-measured.parquet")
     (out / "forced.json").write_text(json.dumps({"meta": meta, "units": units}))
     return trace
+
+
+def check_files(out: Path) -> None:
+    """The files below `out` are as few, as small and as plainly named as can be handed back."""
+    found = [f for f in out.rglob("*") if f.is_file()]
+    assert 0 < len(found) <= 8
+    for file in found:
+        assert file.stat().st_size <= LARGEST <= 16 << 20
+        assert len(file.relative_to(out).parts) <= 3
+        assert all(re.fullmatch(r"[A-Za-z0-9._-]+", p) for p in file.relative_to(out).parts)
+
+
+def suite(*arguments: str, out: Path) -> None:
+    """A stage in miniature, all of it, on the CPU."""
+    assert main([*arguments, "--device", "cpu", "--quick", "--out", str(out)]) == 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 from profiler.checks.spot_check import Arm
 from profiler.machine.stopwatch import Clock, Stopwatch
 from profiler.models.architectures import PAIRS
-from profiler.suite.environment import NoTimeError, Workplace, open_workplace
+from profiler.suite.environment import NoTimeError, Workplace
 from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import passes
 from profiler.suite.latency import stage as latency_stage
@@ -30,13 +27,6 @@ from traces.replay.decoder import replay
 
 SMALL = "cm-asd-12+3"
 PASSES = Passes("target", "forward", 4)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Workplace]:
-    made = open_workplace("cpu", tmp_path / "out", seconds=300, quick=True)
-    yield made
-    shutil.rmtree(made.work, ignore_errors=True)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path.write_bytes(b"exits")
         return {"requests": 1}
 
-    monkeypatch.setattr(trained_stage._Stage, "_latency", latency)
+    monkeypatch.setattr(trained_stage, "measure_modes", latency)
     monkeypatch.setattr(Checks, "run", run)
     monkeypatch.setattr(Checks, "against_assisted", lambda *_: {})
     monkeypatch.setattr(trained_stage, "sampled_rounds", lambda *_: {"gamma": 4})

@@ -38,10 +38,14 @@ def parser() -> argparse.ArgumentParser:
     )
     line.add_argument(
         "--target",
-        help="trained: a target of yours, folder or name, for ours; smollm2 alone has its draft",
+        help="trained: a target of yours, folder or name, for ours; smollm2 alone has its drafters",
     )
     line.add_argument("--draft", help="trained: its draft")
     line.add_argument("--prompts", type=Path, help="trained: the prompts to record with them")
+    line.add_argument(
+        "--drafters", nargs="+", default=[], metavar="DIR",
+        help="trained: drafters on its features (EAGLE, EAGLE-3), each recorded, timed and run",
+    )  # fmt: skip
     line.add_argument("--seconds", type=float, default=SECONDS, help="time of the stage")
     line.add_argument("--quick", action="store_true", help="miniature models and grids")
     line.add_argument("--into", type=Path, help="unpack: folder that gets a folder per pair")
@@ -114,7 +118,7 @@ def _stage(place: Workplace, options: argparse.Namespace) -> Account:
         return run_forced(place, options.pairs, options.modes)
     from profiler.suite.runs.trained_stage import run_trained
 
-    return run_trained(place, options.target, options.draft, options.prompts)
+    return run_trained(place, options.target, options.draft, options.prompts, options.drafters)
 
 
 @contextmanager

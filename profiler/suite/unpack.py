@@ -73,10 +73,18 @@ def unpack(out: Path, into: Path) -> list[Path]:
         for pair, mode in sorted(units):
             place = _folder(into, device, pair, mode, made)
             _provenance(place, stage, results, f"{pair}.{mode}")
+        own_traces = {
+            pair: folder / about["trace"]
+            for pair, about in results.get("drafters", {}).items() if "trace" in about
+        }  # fmt: skip
+        for pair, mode in sorted(units):
+            if pair in own_traces:
+                place = _folder(into, device, pair, mode, made)
+                _place_trace({"trace.parquet": own_traces[pair]}, device, place)
         with tempfile.TemporaryDirectory() as room:
             sets = _along(folder, trace, stage, Path(room)) if trace else {}
             for suffix, files in sets.items():
-                for pair, mode in sorted(units):
+                for pair, mode in sorted(u for u in units if u[0] not in own_traces):
                     place = _folder(into, device, pair + suffix, mode, made)
                     own = _folder(into, device, pair, mode, made) / "latency.parquet"
                     if suffix and own.is_file():

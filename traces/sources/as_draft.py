@@ -116,21 +116,36 @@ def drafted_latency(
     Raises DraftsimError if the table lacks them.
     """
     recording = check_drafts(source, recordings)
-    cells = latency.cells
-    kept = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
     name = _model(source, recordings)
     if isinstance(source, Eagle):
-        own = cells[(cells["model"] == latency.drafter(name)) & cells["phase"].isin(PASSES)]
+        table = in_the_drafts_place(latency, name)
     elif isinstance(source, LayerSkip):
         own = _skipping(latency, int(recording.meta["layers"]))
+        table = _standing_in(latency, latency.cells, own, name)
     else:
-        own = _at_once(latency)
-        kept = _behind_no_passes(kept)
-    # Under its own name as well, by which its rounds are known.
-    others = kept[kept["model"] != name]
-    named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
-    table = LatencyTable(pd.concat([others, *named], ignore_index=True), latency.meta)
+        table = _standing_in(latency, _behind_no_passes(latency.cells), _at_once(latency), name)
     return table.assumed_batch_free("draft") if batch_free else table
+
+
+def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
+    """`latency` with the passes of its model `drafter` in the place of the draft model's.
+
+    Raises DraftsimError if it has none.
+    """
+    cells = latency.cells
+    own = cells[(cells["model"] == latency.drafter(drafter)) & cells["phase"].isin(PASSES)]
+    return _standing_in(latency, cells, own, drafter)
+
+
+def _standing_in(
+    latency: LatencyTable, cells: pd.DataFrame, own: pd.DataFrame, name: str
+) -> LatencyTable:
+    """`cells` with passes of its own in the draft model's place; under its own name as well, by
+    which its rounds are known."""
+    others = cells[~((cells["model"] == "draft") & cells["phase"].isin(PASSES))]
+    others = others[others["model"] != name]
+    named = [own.assign(model=model) for model in dict.fromkeys(("draft", name))]
+    return LatencyTable(pd.concat([others, *named], ignore_index=True), latency.meta)
 
 
 def _model(source: Source, recordings: Recordings) -> str:

@@ -11,15 +11,15 @@ import torch
 
 from policies.basic import Fixed
 from policies.core import DraftPolicy, Round, speculate
-from profiler.checks.spot_check import Arm, assisted_generation, rounds_differ
+from profiler.checks.spot_check import assisted_generation
 from profiler.decoding.single import ModelDecoder
 from profiler.machine.stopwatch import timed
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.suite.environment import Workplace
 from profiler.suite.latency.passes import EAGER, GRAPH, make_runner
-from profiler.suite.runs.arms import arms_of, sweeps
-from profiler.suite.runs.differences import explain
+from profiler.suite.runs.arms import arms_of
+from profiler.suite.runs.compared import compared_runs
 from profiler.suite.runs.forced_stage import prepare
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import replay
@@ -59,49 +59,16 @@ class Checks:
         Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and what was
         ``checked``.  Raises NoTimeError if there is no time to run every policy once.
         """
-        begin = time.monotonic()
-        place = self.place
         trace = self.trace.select(range(min(requests, len(self.trace.requests))))
         target, draft = self._runners(mode)
-        arms = arms_of(trace, place.quick)
-        rounds: dict[str, dict[int, list[Round]]] = {arm.name: {} for arm in arms}
-        outputs: dict[str, dict[int, list[int]]] = {arm.name: {} for arm in arms}
-        runs: dict[str, DraftPolicy] = {}
-
-        def one(arm: Arm, i: int) -> tuple[float, int]:
-            decoder = self._decoder(target, draft, i)
-            if i == 0:  # every sweep begins with the first request, and what it learns anew
-                runs[arm.name] = arm.policy.for_run()
-            policy = runs[arm.name].fresh()
-            with timed(self.pair.device) as spent:
-                log = list(speculate(decoder, policy))
-            rounds[arm.name][i], outputs[arm.name][i] = log, decoder.output
-            return spent(), len(log)
-
-        indices = list(range(len(trace.requests)))
-        rows = sweeps(
-            arms, indices, one, repeats=2 if place.quick else 3, warm=1,
-            left=lambda: begin + seconds - time.monotonic(), check_time=place.check_time,
+        return compared_runs(
+            self.place, self.name, mode, arms_of(trace, self.place.quick), trace,
+            lambda _, i: self._decoder(target, draft, i), seconds=seconds,
         )  # fmt: skip
-        # As many requests as the time held.
-        indices = sorted({i for _, _, i, *_ in rows})
-        trace = trace.select(indices)
-        times = [
-            [self.name, mode, name, "exact", 1, False, repeat, trace.requests[i].id, spent, count]
-            for name, repeat, i, spent, count in rows
-        ]
-        differ, causes = {}, []
-        for arm in arms:
-            packed = RoundLog.pack([rounds[arm.name][i] for i in indices])
-            real = RoundLog(packed, trace.requests, arm.name, reads=arm.policy.reads)
-            expected = replay(trace, arm.policy, name=arm.name)
-            differ[arm.name] = [rounds_differ(real, expected), len(expected)]
-            texts = [outputs[arm.name][i] for i in indices]
-            causes += explain(real, expected, texts, trace, place.dtype)
-        counts = {c: sum(d["cause"] == c for d in causes) for c in {d["cause"] for d in causes}}
-        place.say(f"{mode}: {len(rows)} runs, differences {counts or 'none'}")
-        checked = {"rounds_differ_of": differ, "causes": counts, "first_differences": causes}
-        return {"times": times, "checked": checked}
+
+    def plain(self, i: int) -> ModelDecoder:
+        """A decoder of a request for policies that draft nothing, launched kernel by kernel."""
+        return self._decoder(*self._runners(EAGER), i)
 
     def against_assisted(self, prompts: int, within: float) -> dict[str, Any]:
         """Tokens per second, prefill included, of our decoder and of transformers', interleaved.

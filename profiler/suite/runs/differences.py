@@ -19,6 +19,8 @@ from traces.replay.rounds import RoundLog
 
 NEAR = 4.0
 """Units in the last place within which two logits count as tied."""
+NEAR_FEATURES = 16.0
+"""The same of a drafter on the target's features, which were rounded otherwise as well."""
 
 
 def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.NDArray[np.float64]:
@@ -35,12 +37,16 @@ def explain(
     outputs: Sequence[Sequence[int]],
     trace: Trace,
     dtype: torch.dtype,
+    drafted: Trace | None = None,
 ) -> list[dict[str, Any]]:
     """The first difference of every request that differs, and its cause.
 
+    ``drafted``: the recording of what drafted, where that is not `trace`'s own draft model.
+
     Causes: ``target near a tie`` and ``draft near a tie`` (margins within `NEAR` units in
-    the drafted span); ``signal at a threshold``: the draft length differs, which after equal
-    outcomes only a signal can have caused; else ``unexplained``.
+    the drafted span, for drafters on the target's features `NEAR_FEATURES`); ``signal at a
+    threshold``: the draft length differs, which after equal outcomes only a signal can have
+    caused; else ``unexplained``.
     """
     found = []
     for i in range(len(trace.requests)):
@@ -53,14 +59,17 @@ def explain(
         last = min(first + max(int(a["drafted"]), int(b["drafted"])) + 1,
                    int(trace.request_starts[i + 1]))  # fmt: skip
         rows = trace.on_path[first:last]
-        target, draft = (
-            float(units(trace.columns[f"{side}_top1"][rows], trace.columns[f"{side}_top2"][rows],
-                        dtype).min(initial=np.inf))
-            for side in ("target", "draft")
-        )  # fmt: skip
+        target = _closest(trace, "target", rows, dtype)
+        of, near = trace if drafted is None else drafted, NEAR
+        if of.by_start:
+            # What was drafted from this round's start stands behind it, row by row.
+            ends = np.append(of.on_path, len(of))[first : first + 2]
+            rows = np.arange(ends[0], min(ends[1], ends[0] + last - first))
+            near = NEAR_FEATURES
+        draft = _closest(of, "draft", rows, dtype)
         if target <= NEAR:
             cause = "target near a tie"
-        elif draft <= NEAR:
+        elif draft <= near:
             cause = "draft near a tie"
         elif real.reads and int(a["drafted"]) != int(b["drafted"]):
             cause = "signal at a threshold"
@@ -74,6 +83,12 @@ def explain(
             }
         )  # fmt: skip
     return found
+
+
+def _closest(trace: Trace, side: str, rows: npt.NDArray[np.int64], dtype: torch.dtype) -> float:
+    """The smallest margin of a model's two likeliest tokens, in units in the last place."""
+    first, second = (trace.columns[f"{side}_{top}"][rows] for top in ("top1", "top2"))
+    return float(units(first, second, dtype).min(initial=np.inf))
 
 
 def _first_difference(

@@ -2,7 +2,8 @@
 
 Writes ``trained-trace.parquet`` (greedy), ``trained-sampled.parquet`` (T = 1),
 ``trained-exits.parquet``, ``trained-latency.parquet``, ``trained-measured.parquet`` and
-``trained.json``; no weights.
+``trained.json``; no weights.  Each drafter on the target's features makes a pair of its own with
+it, and adds ``trained-trace-DRAFTER.parquet``.
 """
 
 from __future__ import annotations
@@ -23,41 +24,47 @@ from profiler.prompts import Prompt
 from profiler.smollm2 import places
 from profiler.suite.account import Account
 from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
-from profiler.suite.latency.grids import Grids
-from profiler.suite.latency.kernels import KERNELS, span
-from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.kernels import span
 from profiler.suite.latency.passes import EAGER, GRAPH
 from profiler.suite.latency.stage import shapes_of
 from profiler.suite.ledger import Ledger
 from profiler.suite.runs.arms import COLUMNS
-from profiler.suite.runs.checks import NAME, TRAINED_MODES, Checks, sampled_rounds
+from profiler.suite.runs.checks import NAME, Checks, sampled_rounds
+from profiler.suite.runs.drafters import (
+    DrafterPair,
+    Drafters,
+    given_drafters,
+    smollm2_drafters,
+)
 from profiler.suite.runs.kept_pair import given_pair, trained_pair
 from profiler.suite.runs.real_pair import smollm2_pair
 from profiler.suite.runs.recording import ENOUGH, record_early_exits, record_trace, write_within
+from profiler.suite.runs.trained_latency import measure_modes, named, of_mode, write_table
 from profiler.suite.runs.training import DRAFT, PROMPTS, TARGET
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.store.files import write_latency
 from traces.store.measured import MeasuredRuns, write_measured
 
 EXITS = "trained-exits.parquet"
 FILES = {"greedy": "trained-trace.parquet", "sampled": "trained-sampled.parquet"}
 NEW_TOKENS = 160
 """Tokens of an output, all of which are used: there is no end token.  So 200 prompts fit."""
+DRAFTER_SHARE = 0.14
+"""Of the stage's time, for each drafter on the target's features."""
 T = TypeVar("T")
 
 
 def run_trained(
     place: Workplace, target: str | None = None, draft: str | None = None,
-    prompts: Path | None = None,
+    prompts: Path | None = None, drafters: Sequence[str] = (),
 ) -> Account:  # fmt: skip
     """Train, record, measure, check, compare; each part writes its file when it is done.
 
     With ``target``, ``draft`` and ``prompts`` a pair of the user's takes the place of the trained
-    one; the target ``smollm2`` alone names SmolLM2 with its draft model, or where they are not on
-    the machine random weights of their shapes (`profiler.suite.runs.real_pair`).
+    one, and ``drafters`` are folders of drafters on its features; the target ``smollm2`` alone
+    names SmolLM2 with its draft model, EAGLE and EAGLE-3, or where they are not on the machine
+    random weights of their shapes (`profiler.suite.runs.real_pair`).
 
     Parts have fixed shares of the time; one that is late does less of its work, and one for
     which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in
@@ -72,7 +79,10 @@ def run_trained(
     """
     total = place.seconds
     account = Account(place)
+    on_features: Drafters = {}
     if target is None:
+        if drafters:
+            raise DraftsimError("--drafters are a given target's: name it with --target")
         pair, texts, record = trained_pair(
             place, place.work / "trained-pair", 0.5 if place.quick else 0.34 * total
         )
@@ -81,14 +91,15 @@ def run_trained(
         most = 8 if place.quick else PROMPTS
         if target == places.NAME and draft is None:
             pair, texts, name = smollm2_pair(place, prompts, most)
-            record = {}
+            record, on_features = {}, smollm2_drafters(place, pair.target)
         else:
             pair, texts, record = given_pair(place, target, draft, prompts, most)
             name = f"{Path(target).name}+{Path(str(draft)).name}"
+        on_features = {**on_features, **given_drafters(drafters, pair.target)}
         models = (("target", pair.target), ("draft", pair.draft))
         shape = PairShape(name, *(Architecture.of(role, model) for role, model in models))
     place.settle()
-    stage = _Stage(place, account, pair, texts, shape)
+    stage = _Stage(place, account, pair, texts, shape, on_features)
     stage.keep(training=record, categories=sorted({p.category for p in texts}))
     with account.closing(stage.keep):
         stage.run()
@@ -101,10 +112,10 @@ class _Stage:
 
     def __init__(
         self, place: Workplace, account: Account, pair: Pair, prompts: Sequence[Prompt],
-        shape: PairShape,
+        shape: PairShape, drafters: Drafters,
     ) -> None:  # fmt: skip
         self.place, self.account, self.pair, self.prompts = place, account, pair, prompts
-        self.shape = shape
+        self.shape, self.drafters = shape, drafters
         self.ledger = Ledger(place, "trained", {"pair": shape.name})
         self.left_out: list[str] = []
         self.results: dict[str, Any] = {"stage": "trained", "meta": place.meta()}
@@ -178,9 +189,12 @@ class _Stage:
         hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
         trace = self.recorded("greedy", settings, 0.15 * total)
         sampled = self.recorded("sampled", hot, 0.17 * total)
-        if measured := part("latency", self._latency):
-            cells = self._write_latency(measured["cells"])
-            keep(latency=measured["latency"], latency_cells=cells)
+        measured = part(
+            "latency", lambda: measure_modes(place, pair, self.shape, self.account)
+        )  # fmt: skip
+        cells = measured.get("cells", [])
+        self._write_latency(cells)
+        keep(latency=measured.get("latency", {}), latency_cells=len(cells))
         checks = None if trace is None else Checks(place, pair, trace, new, self.shape.name)
         graphed = part("graph", lambda: _there(checks).run(GRAPH, 0.08 * total, 7), checks)
         self._write_measured(graphed)
@@ -191,14 +205,48 @@ class _Stage:
         ))  # fmt: skip
         rounds = part("sampled-rounds", lambda: sampled_rounds(pair, _there(sampled)), sampled)
         keep(sampled={**self.results.get("sampled", {}), **rounds})
-        share = max(5.0, place.left - 0.05 * total)
+        share = max(5.0, place.left - (0.05 + DRAFTER_SHARE * len(self.drafters)) * total)
         eager = part("eager", lambda: _there(checks).run(EAGER, share, 4), checks)
         self._write_measured(graphed, eager)
         keep(rounds_eager=eager.get("checked", {}))
+        drafted: dict[str, dict[str, Any]] = {}
+        for name, drafter in self.drafters.items():
+            of = DrafterPair(place, pair, drafter, name, self.shape.name)
+            drafted[of.pair_name] = self._drafted(of, trace, checks, cells)
+        if drafted:
+            self._write_latency([*cells, *(c for d in drafted.values() for c in d["cells"])])
+            self._write_measured(graphed, eager, *drafted.values())
+            keep(drafters={
+                name: {k: v for k, v in found.items() if k not in ("cells", "times")}
+                for name, found in drafted.items()
+            })  # fmt: skip
         kept = place.work / "trained-files" / EXITS
         keep(exits=part("exits", lambda: self._exits(_there(checks), _there(trace), kept), trace))
         if kept.is_file():
             shutil.copyfile(kept, place.out / EXITS)
+
+    def _drafted(
+        self, of: DrafterPair, trace: Trace | None, checks: Checks | None,
+        cells: Sequence[Sequence[Any]],
+    ) -> dict[str, Any]:  # fmt: skip
+        """A drafter's recording and passes, then its runs; ``cells`` named for the table."""
+        share = 0.5 * DRAFTER_SHARE * self.place.seconds
+        own = self.part(
+            of.pair_name, lambda: of.measure(_there(trace), of_mode(cells, EAGER), share), trace
+        )
+        if not own:
+            return {"cells": []}
+        shutil.copyfile(of.path, self.place.out / of.path.name)
+        runs = self.part(f"{of.pair_name}, runs", lambda: of.run(_there(checks), share), checks)
+        return {**own, **runs, "cells": named(own["cells"], of.pair_name, EAGER)}
+
+    def _write_latency(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Write the table of all modes and drafters, if there is anything in it."""
+        base = self.shape.name
+        both = shapes_of(self.shape)
+        alone = {f"{base}+{name}": {"target": both["target"]} for name in self.drafters}
+        if rows:
+            write_table(self.place, rows, {base: both, **alone})
 
     def _exits(self, checks: Checks, trace: Trace, path: Path) -> dict[str, Any]:
         text = torch.stack([checks.own_text(i) for i in range(min(64, len(trace.requests)))])
@@ -211,43 +259,6 @@ class _Stage:
         if times:
             runs = MeasuredRuns(pd.DataFrame(times, columns=list(COLUMNS)), self.pair.meta)
             write_measured(runs, self.place.out / "trained-measured.parquet")
-
-    def _latency(self) -> dict[str, Any]:
-        """The pair's own table, both modes; what else was measured with it."""
-        rows: list[list[Any]] = []
-        units: dict[str, Any] = {}
-        place, pair, name = self.place, self.pair, self.shape.name
-        for mode in TRAINED_MODES:
-            grids = Grids(place.quick)
-            if not place.quick:
-                grids.contexts, grids.prompts = (64, 384), (64, 128)
-                grids.widths = (1, 2, 3, 5, 9, 17)
-            grids.batches = grids.between = ()
-            grids.host_batches = (1,)
-            end = time.monotonic() + 0.04 * place.seconds
-            models = (pair.target, pair.draft)
-            measured = PairMeasurement(place, self.shape, mode, models, grids, end)
-            measured.run()
-            for piece, why in measured.failed.items():
-                self.account.failed[f"latency, {mode}, {piece}"] = why
-            rows += [[f"{name}/{mode}/{row[0]}", *row[1:]] for row in measured.cells]
-            unit = measured.unit()
-            units[mode] = {k: v for k, v in unit.items() if k != "cells"}
-        if not rows:
-            raise NoTimeError("no time left")
-        failed = any(unit["failed"] for unit in units.values())
-        return {"latency": units, "cells": rows, "unfinished": failed}
-
-    def _write_latency(self, rows: Sequence[Sequence[Any]]) -> int:
-        """Write the table of both modes; how many cells it has."""
-        frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-        shapes = {self.shape.name: shapes_of(self.shape)}
-        meta = {
-            "kind": "measured", "attention": "sdpa", "shapes": shapes, "kernels": KERNELS,
-            **self.place.meta(),
-        }  # fmt: skip
-        write_latency(LatencyTable(frame, meta), self.place.out / "trained-latency.parquet")
-        return len(rows)
 
 
 def _there(value: T | None) -> T:

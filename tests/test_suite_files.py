@@ -1,0 +1,71 @@
+"""The files that stages leave are few and small enough to be handed back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from profiler.models.architectures import PAIRS
+from profiler.profile import Settings
+from profiler.suite.__main__ import SECONDS
+from profiler.suite.environment import Workplace
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.passes import MODES
+from profiler.suite.runs import forced_stage, kept_pair, recording
+from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS
+from tests.suite_results import check_files
+from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.store.files import write_latency, write_trace
+from traces.store.measured import MeasuredRuns, write_measured
+
+
+def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
+    """As many cells as the time holds, every run made, every round recorded."""
+    # Every cell takes several timings of 8 ms: more do not fit into the stage's time.
+    cells = int(SECONDS / (3 * Grids(False).enough_s))
+    row = ("llama-3.1-8b+1b/eager/target", "forward", 64, 25, 16384, 1.2345678e-3, 1.2e-5, 5)
+    rows = [(*row[:5], row[5] + i * 1e-9, *row[6:]) for i in range(cells)]
+    meta = {"shapes": {p.name: latency_stage.shapes_of(p) for p in PAIRS.values()}}
+    table = LatencyTable.__new__(LatencyTable)
+    frame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    object.__setattr__(table, "cells", frame)
+    object.__setattr__(table, "meta", meta)
+    write_latency(table, tmp_path / "latency.parquet")
+    entry = {"model": "target", "phase": "forward", "batch": 64, "width": 25, "context": 16384,
+             "error": 0.0123456789012, "random": False}  # fmt: skip
+    kept = [[entry, row]] * cells
+    (tmp_path / "latency.json").write_text(json.dumps(kept, indent=1))
+    trace = forced_stage.forced_trace(False)
+    write_trace(trace, tmp_path / "forced-trace.parquet")
+    policies = len(ARMS) + len(MORE_ARMS)
+    runs = len(PAIRS) * len(MODES) * 3 * forced_stage.REPEATS * policies * len(trace.requests)
+    measured = [["llama-3.1-8b+1b", "eager", ARMS[5], "exact", 1, True, 0, f"r{i}", i * 1e-7, i]
+                for i in range(runs)]  # fmt: skip
+    write_measured(
+        MeasuredRuns(pd.DataFrame(measured, columns=list(COLUMNS)), {}),
+        tmp_path / "forced-measured.parquet",
+    )
+    check_files(tmp_path)
+
+
+def test_recorded_exits_stay_within_a_file(
+    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, prompts, _ = kept_pair.trained_pair(place, tmp_path / "pair", 0.2)
+    trace = recording.record_trace(place, pair, prompts, Settings(12, 4), float("inf"))
+    text = torch.randint(50, (4, 40), generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "exits.parquet"
+    recording.record_early_exits(place, pair, trace, text, path, 60.0)
+    whole = path.stat().st_size
+    limit = int(0.8 * whole)
+    monkeypatch.setattr(recording, "LARGEST", limit)
+    # Guessed too high: as if the first requests were the smallest.
+    monkeypatch.setattr(recording, "ROOM", 2.0)
+    done = recording.record_early_exits(place, pair, trace, text, path, 60.0)
+    assert path.stat().st_size <= limit
+    assert 0 < done["requests"] < len(trace.requests)

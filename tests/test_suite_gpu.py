@@ -1,0 +1,109 @@
+"""The stages of the suite on a pretended GPU, and what the suite asks of a device."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from profiler.suite.__main__ import main
+from profiler.suite.account import FAILED
+from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.latency.passes import MODES
+from tests.pretend_gpu import pretended
+from tests.suite_results import check_files
+from traces.errors import DraftsimError
+
+SMALL = "cm-asd-12+3"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("latency", "--pairs", SMALL, "codellama-7b"), ("forced", "--pairs", SMALL), ("trained",)],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_stage_runs_on_a_gpu(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """A pretended one: nothing is left out, and the files are those of a CPU run."""
+    with pretended() as gpu:
+        options = ["--device", "cuda", "--quick", "--out", str(tmp_path)]
+        assert main([*arguments, *options]) == 0
+    check_files(tmp_path)
+    assert not gpu.masked_prompts
+    assert gpu.ranges
+    results = json.loads((tmp_path / f"{arguments[0]}.json").read_text())
+    assert results["meta"]["device"] == "Pretended GPU"
+    assert results["meta"]["dtype"] == "bfloat16"
+    assert results["complete"]
+    assert not results["left_out"]
+    for unit in results.get("units", {}).values():
+        assert not unit.get("skipped")
+    for mode in MODES:
+        assert "unexplained" not in results.get(f"rounds_{mode}", {}).get("causes", {})
+
+
+def test_a_gpu_without_bfloat16_measures_in_float16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        place = open_workplace("cuda", tmp_path, seconds=1)
+        assert place.dtype is torch.float16
+        with pytest.raises(DraftsimError, match="no bfloat16: use --dtype float16 or float32"):
+            open_workplace("cuda", tmp_path, seconds=1, dtype="bfloat16")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_broken_driver_ends_the_stage_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Workplace, pair: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nCUDA kernel errors might be")
+
+    monkeypatch.setattr(Workplace, "lacks_memory", broken)
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path), "--pairs", SMALL]
+    for stage in ("latency", "forced"):
+        assert main([stage, *arguments]) == FAILED
+        error = capsys.readouterr().err.strip()
+        assert error.endswith("illegal memory access: the same command goes on with what is left")
+        results = json.loads((tmp_path / f"{stage}.json").read_text())
+        assert results["stopped"] == "CUDA error: an illegal memory access"
+    shutil.rmtree(open_workplace("cpu", tmp_path, seconds=1, quick=True).work)
+
+
+def test_clocks_are_asked_of_the_gpu_that_torch_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def ask(command: list[str], **_: Any) -> Any:
+        asked.append(command)
+        return SimpleNamespace(stdout="1980, 2619, 1980, 41, 120.5, 700.0, P0, 570.1\n")
+
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(subprocess, "run", ask)
+    with pretended():
+        assert clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
+        assert "--id=0" in asked[0]
+        named = SimpleNamespace(uuid="ab-12")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: named)
+        clocks(torch.device("cuda", 0))
+        assert "--id=GPU-ab-12" in asked[1]
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise subprocess.CalledProcessError(9, "nvidia-smi")
+
+        monkeypatch.setattr(subprocess, "run", fail)
+        assert clocks(torch.device("cuda", 0)) == {}
+
+
+def test_clocks_are_empty_where_there_is_no_gpu() -> None:
+    assert clocks(torch.device("cpu")) == {}

@@ -1,0 +1,106 @@
+"""What a device's memory or a model's context forbids is named, and the rest is measured."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from profiler.models.architectures import PAIRS, Architecture
+from profiler.suite.__main__ import main
+from profiler.suite.account import Account
+from profiler.suite.environment import Workplace, open_workplace
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.runs import forced_stage
+from traces.errors import DraftsimError
+
+SMALL = "cm-asd-12+3"
+
+
+def test_what_memory_or_the_model_forbids_is_named_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 40 << 10)
+    assert main(
+        ["latency", "--device", "cpu", "--quick", "--out", str(tmp_path), "--pairs", SMALL]
+    ) == 2  # fmt: skip
+    place = open_workplace("cpu", tmp_path, seconds=9, quick=True)
+    why = place.lacks_memory(PAIRS["qwen2.5-32b+0.5b"])
+    assert why is not None
+    assert "GiB for its weights" in why
+    assert "no pair of the suite fits: free the device's memory" in why
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 40 << 30)
+    why = place.lacks_memory(PAIRS["qwen2.5-32b+0.5b"])
+    assert why is not None
+    assert "--pairs vicuna-7b+68m fits" in why
+    pair = PAIRS["vicuna-7b+68m"]
+    monkeypatch.setattr(Workplace, "free_bytes", lambda self: 2 << 30)
+    measured = latency_stage.PairMeasurement(
+        place, pair, "eager", (None, None), latency_stage.Grids(False), 0.0
+    )
+    assert pair.draft is not None
+    assert measured._contexts(pair.draft, (128, 1024, 4096), 1, 25, "draft") == [128, 1024, 2023]
+    assert measured._contexts(pair.target, (128, 1024), 4, 25, "target") == [128]
+    assert any("the model's context is 2048" in s for s in measured.skipped)
+    assert any("the memory does not hold" in s for s in measured.skipped)
+    with pytest.raises(DraftsimError, match="no context of"):
+        measured._contexts(pair.target, (1024,), 64, 25, "target")
+
+
+def test_running_out_of_memory_ends_a_piece_not_the_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = open_workplace("cpu", tmp_path, seconds=60, quick=True)
+    pair = PAIRS[SMALL].miniature()
+    models = latency_stage.build_pair(place, pair)
+    measured = latency_stage.PairMeasurement(
+        place, pair, "eager", models, latency_stage.Grids(True), float("inf")
+    )
+
+    real = pair_latency.host_cells
+
+    def full(*args: Any, batch: int, **kwargs: Any) -> Any:
+        if batch > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, batch=batch, **kwargs)
+
+    monkeypatch.setattr(pair_latency, "host_cells", full)
+    measured.run()
+    assert measured.skipped == ["the host at batch 4: out of memory"]
+    assert not measured.unfinished
+    assert any(row[1] == "host_round" for row in measured.cells)
+
+
+def test_a_pair_that_does_not_fit_is_freed_and_a_smaller_one_named(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    real = Architecture.build
+
+    def build(self: Architecture, device: Any, dtype: Any) -> Any:
+        if built:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        model = real(self, device, dtype)
+        built.append(weakref.ref(model))
+        return model
+
+    def release(self: Workplace) -> None:
+        gc.collect()
+        freed.append(built[0]() is None)
+
+    freed: list[bool] = []
+    monkeypatch.setattr(Architecture, "build", build)
+    monkeypatch.setattr(Workplace, "release", release)
+    account = Account(place)
+    assert latency_stage.build_or_none(place, PAIRS[SMALL].miniature(), account) is None
+    assert freed == [True]  # before memory is handed back, not after
+    assert account.notes == [f"{SMALL}: out of memory while it was built; --pairs {SMALL} fits"]
+    for run in (latency_stage.run_latency, forced_stage.run_forced):
+        built[:] = [lambda: None]
+        with pytest.raises(DraftsimError, match=r"nothing was .*: .*out of memory while it was"):
+            run(place, [SMALL])

@@ -1,0 +1,177 @@
+"""The suite's time: what is cut where it ends, what is named, and what goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler.models.architectures import PAIRS
+from profiler.suite.__main__ import SECONDS, main
+from profiler.suite.account import COMPLETE, UNFINISHED
+from profiler.suite.environment import NoTimeError, Workplace, open_workplace
+from profiler.suite.latency import pair as pair_latency
+from profiler.suite.latency import stage as latency_stage
+from profiler.suite.latency.grids import Grids
+from profiler.suite.latency.pair import PairMeasurement
+from profiler.suite.latency.passes import MODES
+from profiler.suite.runs import arms, forced_stage
+from profiler.suite.runs.arms import sweeps
+from tests.suite_results import check_files
+from traces.store.files import read_latency
+from traces.store.measured import read_measured
+
+SMALL = "cm-asd-12+3"
+
+
+def test_a_stage_ends_well_before_nine_minutes() -> None:
+    assert SECONDS <= 500  # what is under way then takes seconds, see the checks below
+
+
+class Clock:
+    """Seconds that pass when something runs."""
+
+    def __init__(self, end: float) -> None:
+        self.now, self.end = 0.0, end
+
+    def run(self, *_: Any) -> tuple[float, int]:
+        self.now += 1.0
+        return 1.0, 1
+
+    def left(self) -> float:
+        return self.end - self.now
+
+    def check(self) -> None:
+        if self.left() <= 0:
+            raise NoTimeError("no time left")
+
+
+def swept(clock: Clock, left: float = 1e9) -> list[Any]:
+    own = [arms.Arm(name, None) for name in "ab"]  # type: ignore[arg-type]
+    return sweeps(own, [0, 1, 2], clock.run, repeats=3, left=lambda: left - clock.now,
+                  check_time=clock.check)  # fmt: skip
+
+
+def test_sweeps_stop_between_any_two_runs() -> None:
+    # One run warms up and six make a sweep.
+    assert len(swept(Clock(100))) == 18
+    clock = Clock(15)
+    assert len(swept(clock)) == 12  # the third sweep was begun, and is dropped
+    assert clock.now == 15
+    # Of the ten seconds that are left a group takes two, in each of three repeats.
+    rows = swept(Clock(40), left=11)
+    assert [row[1:3] for row in rows] == [(repeat, 0) for repeat in (0, 0, 1, 1, 2, 2)]
+    clock = Clock(2)
+    with pytest.raises(NoTimeError):
+        swept(clock)
+    assert clock.now == 2
+    assert len(swept(Clock(100), left=1)) == 4  # two repeats, whatever the share
+
+
+def test_a_forced_stage_out_of_time_goes_on_with_what_is_left(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+    real = forced_stage._unit
+
+    def unit(place: Workplace, unit: forced_stage.Unit, *rest: Any) -> Any:
+        if len(done) == 2:
+            done.append("late")
+            monkeypatch.setattr(Workplace, "left", property(lambda self: -1.0))
+        result = real(place, unit, *rest)
+        done.append(f"{unit.mode}.{unit.batch}")
+        return result
+
+    monkeypatch.setattr(forced_stage, "_unit", unit)
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "left", property(lambda self: 100.0))
+        assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == UNFINISHED
+    assert done == ["graph.1", "eager.1", "late"]
+    assert "the same command on this machine goes on" in " ".join(capsys.readouterr().err.split())
+    left_out = json.loads((place.out / "forced.json").read_text())["left_out"]
+    assert left_out == [f"{SMALL}.graph.4: no time left", f"{SMALL}.eager.4: no time left"]
+    assert len(read_measured(place.out / "forced-measured.parquet").times["mode"].unique()) == 2
+    monkeypatch.setattr(Workplace, "left", property(lambda self: 100.0))
+    assert forced_stage.run_forced(place, [SMALL], MODES[:2]).status == COMPLETE
+    assert done[3:] == ["graph.4", "eager.4"]
+    assert not place.work.exists()
+    check_files(place.out)
+
+
+def test_a_latency_stage_out_of_time_goes_on_with_its_pieces(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pair_latency.host_cells
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        raise NoTimeError("no time left")
+
+    monkeypatch.setattr(pair_latency, "host_cells", late)
+    assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == UNFINISHED
+    first = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
+    assert first["unfinished"] == ["the host at batch 1", "the host at batch 4"]
+    before = read_latency(place.out / "latency.parquet").cells
+    monkeypatch.setattr(pair_latency, "host_cells", real)
+    assert latency_stage.run_latency(place, [SMALL], ["eager"]).status == COMPLETE
+    unit = json.loads((place.out / "latency.json").read_text())["units"][f"{SMALL}.eager"]
+    assert not unit["unfinished"]
+    assert not [text for text in unit["skipped"] if "time" in text]
+    after = read_latency(place.out / "latency.parquet").cells
+    assert set(after["phase"]) >= {"host_round", "signal"}
+    assert set(after[after["phase"] == "host_round"]["batch"]) == {1, 4}
+    kept = after.merge(before, on=list(before.columns))
+    assert len(kept) == len(before)
+    assert not place.work.exists()
+
+
+def test_pieces_after_the_deadline_are_left(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = latency_stage.build_pair(place, PAIRS[SMALL].miniature())
+    args = place, PAIRS[SMALL].miniature(), "eager", models, Grids(True)
+    measured = PairMeasurement(*args, float("-inf"))
+    measured.run()
+    # What every prediction needs is measured all the same.
+    assert {tuple(row[:3]) for row in measured.cells} >= {
+        ("target", "forward", 1), ("draft", "catch_up", 1), ("target", "host_round", 1)
+    }  # fmt: skip
+    assert {row[2] for row in measured.cells} == {1}
+    assert len(measured.unfinished) > 5
+    monkeypatch.setattr(Workplace, "left", property(lambda self: -1.0))
+    none = PairMeasurement(*args, float("inf"))
+    none.run()
+    assert not none.cells
+    before = none.unit()
+    assert before["skipped"] == [f"{name}: no time left" for name in none.unfinished]
+    again = PairMeasurement(*args, float("inf"), before)
+    again.run()
+    assert again.unit() == before
+
+
+def test_a_trained_stage_out_of_time_names_what_is_left_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Workplace.check_time
+    late = [True]
+
+    def check(self: Workplace) -> None:
+        if late[0]:
+            raise NoTimeError("no time left")
+        real(self)
+
+    monkeypatch.setattr(Workplace, "check_time", check)
+    arguments = ["trained", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert main(arguments) == UNFINISHED
+    results = json.loads((tmp_path / "trained.json").read_text())
+    names = ["latency", "graph", "assisted", "sampled-rounds", "eager", "exits"]
+    assert results["left_out"] == [f"{name}: no time left" for name in names]
+    assert (tmp_path / "trained-trace.parquet").is_file()
+    late[0] = False
+    assert main(arguments) == 0
+    results = json.loads((tmp_path / "trained.json").read_text())
+    assert not results["left_out"]
+    check_files(tmp_path)
+    assert (tmp_path / "trained-measured.parquet").is_file()
+    assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()
