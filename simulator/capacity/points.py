@@ -66,15 +66,14 @@ class Bench:
             rule=self.rule, replication=point.replication, only=only,
         )  # fmt: skip
         row, recorder = run.row(), run.recorder
-        kept = run.requests
-        kept = kept[kept["index"] >= recorder.skip]
+        kept = run.columns(measured=True)
         within = run.within(kept)
         late = kept["index"] >= (recorder.skip + recorder.expected) / 2
-        refused = len(kept) / (len(kept) + recorder.rejected) if len(kept) else 0.0
+        refused = len(within) / (len(within) + recorder.rejected) if len(within) else 0.0
         window = recorder.window
         return {
             **point._asdict(),
-            "within": float(within.mean()) * refused if len(kept) else 0.0,
+            "within": float(within.mean()) * refused if len(within) else 0.0,
             "within_late": float(within[late].mean()) * refused if late.any() else 0.0,
             "span_s": window.end_s - window.start_s,
             "throughput_tok_s": row["throughput_tok_s"] * point.replicas / run.replicas,

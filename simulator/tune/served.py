@@ -66,7 +66,7 @@ def served_rates(
 
 def counted_rate(run: Run) -> float:
     """Tokens per second of the requests that met the scenario's targets."""
-    return float(run.row()["throughput_tok_s"] * run.tokens_within_targets)
+    return run.throughput * run.tokens_within_targets
 
 
 def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:

@@ -33,6 +33,11 @@ class Grid:
         context, and counts as measured.
     batch_free:
         Every batch is read at the one measured, where there is but one.
+
+    Attributes
+    ----------
+    lines:
+        (contexts, seconds) by batch and width.
     """
 
     def __init__(self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False) -> None:
@@ -42,27 +47,27 @@ class Grid:
         b, n, c, t = (
             ordered[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s")
         )
-        self._lines: dict[float, dict[float, tuple[Floats, Floats]]] = {}
+        self.lines: dict[float, dict[float, tuple[Floats, Floats]]] = {}
         for batch in np.unique(b):
             for width in np.unique(n[b == batch]):
                 line = (b == batch) & (n == width)
-                self._lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
+                self.lines.setdefault(float(batch), {})[float(width)] = (c[line], t[line])
         self._points = (b, n, c, t)
 
-    @property
+    @cached_property
     def batches(self) -> list[float]:
         """Batch sizes measured."""
-        return sorted(self._lines)
+        return sorted(self.lines)
 
     @cached_property
     def only_batch(self) -> float | None:
         """The batch at which every other is read; None where sizes are told apart."""
-        return next(iter(self._lines)) if self.batch_free and len(self._lines) == 1 else None
+        return next(iter(self.lines)) if self.batch_free and len(self.lines) == 1 else None
 
-    @property
+    @cached_property
     def widths(self) -> list[float]:
         """New tokens measured, at any batch."""
-        return sorted({width for by_width in self._lines.values() for width in by_width})
+        return sorted({width for by_width in self.lines.values() for width in by_width})
 
     def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         """Seconds and their origin at equally long arrays of batch, new tokens, context."""
@@ -82,8 +87,8 @@ class Grid:
 
     def _interpolate(self, batch: float, width: float, c: Floats) -> tuple[Floats, Origins]:
         total, origin = np.zeros(len(c)), np.zeros(len(c), dtype=np.int8)
-        for batch_weight, b in _neighbours(self._lines, batch):
-            near = _neighbours(self._lines[b], width)
+        for batch_weight, b in _neighbours(self.lines, batch):
+            near = _neighbours(self.lines[b], width)
             value = np.zeros(len(c))
             for width_weight, n in near:
                 seconds, from_line = self._along(b, n, c)
@@ -91,19 +96,19 @@ class Grid:
                 origin = np.maximum(origin, from_line)
             if len(near) > 1 or batch_weight < 1:
                 origin = np.maximum(origin, np.int8(INTERPOLATED))
-            if not min(self._lines[b]) <= width <= max(self._lines[b]):
+            if not min(self.lines[b]) <= width <= max(self.lines[b]):
                 value *= self._ratio((b, width, c), (b, near[0][1], c))
                 origin[:] = EXTRAPOLATED
             total += batch_weight * value
-        if not min(self._lines) <= batch <= max(self._lines):
-            nearest = _neighbours(self._lines, batch)[0][1]
+        if not min(self.lines) <= batch <= max(self.lines):
+            nearest = _neighbours(self.lines, batch)[0][1]
             total *= self._ratio((batch, width, c), (nearest, width, c))
             origin[:] = EXTRAPOLATED
         return total, origin
 
     def _along(self, b: float, n: float, c: Floats) -> tuple[Floats, Origins]:
         """One measured line of contexts, carried on beyond its ends."""
-        contexts, times = self._lines[b][n]
+        contexts, times = self.lines[b][n]
         seconds = np.interp(c, contexts, times)
         origin = np.where(np.isin(c, contexts), MEASURED, INTERPOLATED).astype(np.int8)
         inside = np.clip(c, contexts[0], contexts[-1])
@@ -114,17 +119,17 @@ class Grid:
 
     def _constant(self, batch: float, width: float, c: Floats) -> tuple[Floats, Origins]:
         del batch
-        lines = next(iter(self._lines.values()))
+        lines = next(iter(self.lines.values()))
         contexts, times = lines[max((w for w in lines if w <= width), default=min(lines))]
         return np.interp(c, contexts, times), np.zeros(len(c), dtype=np.int8)
 
     def _ratio(self, at: tuple[float, float, Floats], base: tuple[float, float, Floats]) -> Floats:
         """How much the fit grows from `base` to `at`, points of (batch, new tokens, contexts)."""
-        above, below = _features(*at) @ self._fit, _features(*base) @ self._fit
+        above, below = _features(*at) @ self.fit, _features(*base) @ self.fit
         return np.divide(above, below, out=np.ones_like(above), where=below > 0)
 
     @cached_property
-    def _fit(self) -> Floats:
+    def fit(self) -> Floats:
         """Non-negative weights of `_features`, fitted to relative error."""
         # Imported here: few readings leave the grid, and scipy.optimize is slow to load.
         from scipy.optimize import nnls

@@ -211,6 +211,23 @@ class LatencyTable:
         """Whether the table holds any cell of this model and phase."""
         return (model, phase) in self._grids
 
+    def grid(self, model: str, phase: str) -> Grid:
+        """The cells of a step, to be read between.
+
+        Raises
+        ------
+        DraftsimError
+            If nothing was measured for this model and phase.
+        """
+        grid = self._grids.get((model, phase))
+        if grid is None:
+            have = ", ".join(sorted({m for m, p in self._grids if p == phase})) or "no model"
+            raise DraftsimError(
+                f"latency table has no {phase!r} cells of {model!r} (it has them of {have}): "
+                "profile that model, or use const:target=...,draft=..."
+            )
+        return grid
+
     def drafter(self, model: str) -> str:
         """The model whose cells hold the passes of the drafter `model`.
 
@@ -253,13 +270,7 @@ class LatencyTable:
         DraftsimError
             If nothing was measured for this model and phase.
         """
-        grid = self._grids.get((model, phase))
-        if grid is None:
-            have = ", ".join(sorted({m for m, p in self._grids if p == phase})) or "no model"
-            raise DraftsimError(
-                f"latency table has no {phase!r} cells of {model!r} (it has them of {have}): "
-                "profile that model, or use const:target=...,draft=..."
-            )
+        grid = self.grid(model, phase)
         self.check_sizes(model, phase, batch, new_tokens)
         given = (np.asarray(v, dtype=float) for v in (batch, new_tokens, context))
         sizes = np.broadcast_arrays(*given)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 
 from simulator.serving.sequence import Slot
 
@@ -189,15 +188,15 @@ class Series:
             whole._integral += part._integral
         return whole
 
-    def to_frame(self, until_s: float) -> pd.DataFrame:
-        """Columns ``time_s`` (start of the interval) and ``value`` (its mean)."""
+    def means(self, until_s: float) -> tuple[Floats, Floats]:
+        """Where the intervals up to `until_s` start, and the quantity's mean in each."""
         self._close()
         self._fold()
         count = min(self.points, max(math.ceil(until_s / self.interval_s), 1))
-        starts = np.arange(count) * self.interval_s
+        starts = np.asarray(np.arange(count) * self.interval_s, float)
         widths = np.minimum(until_s - starts, self.interval_s)
-        sums = self._sums[:count]
-        return pd.DataFrame({"time_s": starts, "value": sums / np.where(widths > 0, widths, 1)})
+        means: Floats = self._sums[:count] / np.where(widths > 0, widths, 1)
+        return starts, means
 
 
 REQUEST_COLUMNS: Mapping[str, str] = {
@@ -294,7 +293,3 @@ class Recorder:
         """A request got tokens `gap_s` after the last ones."""
         if slot.index >= self.skip:
             self.itl.add(gap_s)
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per finished request in order of finishing; times in seconds."""
-        return pd.DataFrame({name: np.array(values) for name, values in self.requests.items()})

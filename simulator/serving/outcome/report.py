@@ -40,13 +40,20 @@ class Run:
     @property
     def requests(self) -> pd.DataFrame:
         """Finished requests, with ``ttft_s``, ``tpot_s`` (NaN for one token) and ``e2e_s``."""
-        frame = self.recorder.to_frame()
-        later = (frame["tokens"] - 1).where(frame["tokens"] > 1)
-        return frame.assign(
-            ttft_s=frame["first_s"] - frame["arrival_s"],
-            tpot_s=(frame["finish_s"] - frame["first_s"]) / later,
-            e2e_s=frame["finish_s"] - frame["arrival_s"],
-        )
+        return pd.DataFrame(self.columns())
+
+    def columns(self, measured: bool = False) -> dict[str, Any]:
+        """The columns of `requests` as arrays; with `measured` without those of the warm-up."""
+        own = {name: np.array(values) for name, values in self.recorder.requests.items()}
+        if measured:
+            kept = own["index"] >= self.recorder.skip
+            own = {name: values[kept] for name, values in own.items()}
+        later = np.where(own["tokens"] > 1, own["tokens"] - 1.0, np.nan)
+        return own | {
+            "ttft_s": own["first_s"] - own["arrival_s"],
+            "tpot_s": (own["finish_s"] - own["first_s"]) / later,
+            "e2e_s": own["finish_s"] - own["arrival_s"],
+        }
 
     @property
     def little_error(self) -> float:
@@ -63,17 +70,23 @@ class Run:
     @property
     def tokens_within_targets(self) -> float:
         """Share of the measured requests' tokens whose request met the scenario's targets."""
-        requests = self.requests
-        kept = requests[requests["index"] >= self.recorder.skip]
-        total = kept["tokens"].sum()
+        kept = self.columns(measured=True)
+        total = int(kept["tokens"].sum())
         return float(kept["tokens"][self.within(kept)].sum() / total) if total else 1.0
 
-    def within(self, requests: pd.DataFrame) -> pd.Series:
+    def within(self, requests: Mapping[str, Any] | pd.DataFrame) -> Any:
         """Which of `requests` met the scenario's targets."""
         scenario = self.scenario
         return (requests["ttft_s"] <= scenario.ttft_target_s) & ~(
             requests["tpot_s"] > scenario.tpot_target_s
         )
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second over the measured interval."""
+        start_s, end_s, tokens = self._measured()
+        span = end_s - start_s
+        return tokens / span if span > 0 else float("nan")
 
     def row(self) -> dict[str, Any]:
         """The run in one record; latencies as mean, p50, p95 and p99.
@@ -89,17 +102,14 @@ class Run:
         (`simulator.serving.cost.reader.Coverage`); ``over_time`` the mean batch and blocks in use
         over equal intervals, which begin at ``time_s``.
         """
-        r, frame = self.recorder, self.requests
-        kept = frame[frame["index"] >= r.skip]
-        start_s, end_s, tokens = self._measured()
-        span = end_s - start_s
+        r, every, kept = self.recorder, self.columns(), self.columns(measured=True)
         within = self.within(kept)
-        done = kept["finish_s"].max() - kept["arrival_s"].min() if len(kept) else 0.0
+        done = kept["finish_s"].max() - kept["arrival_s"].min() if len(within) else 0.0
         scenario = self.scenario
         offered = scenario.arrivals.rate
         window, each_s = r.window, self.simulated_s * self.replicas
         last_s = window.end_s if window.end_s > window.start_s else self.simulated_s
-        begun = int((frame["first_s"] <= last_s).sum())
+        begun = int((every["first_s"] <= last_s).sum())
         queued = r.arrived - r.rejected - begun - r.peak_batch
         return {
             "policy": self.policy, "verify": self.verify, "source": self.source,
@@ -107,24 +117,24 @@ class Run:
             "batch": scenario.limits.max_batch, "rate": offered,
             "scale": getattr(scenario.arrivals, "scale", None),
             "concurrency": scenario.arrivals.concurrency, "mode": scenario.mode,
-            "throughput_tok_s": tokens / span if span > 0 else float("nan"),
+            "throughput_tok_s": self.throughput,
             **{
-                name: summary(kept[name].dropna().to_numpy(float))
+                name: summary(kept[name][~np.isnan(kept[name])])
                 for name in ("ttft_s", "tpot_s", "e2e_s")
             },
             "itl_s": r.itl.summary,
             "goodput_req_s": float(within.sum()) / done if done > 0 else float("nan"),
-            "within_targets": float(within.mean()) if len(kept) else float("nan"),
+            "within_targets": float(within.mean()) if len(within) else float("nan"),
             "ttft_target_s": scenario.ttft_target_s, "tpot_target_s": scenario.tpot_target_s,
             "mean_batch": r.batch.integral / each_s if each_s else 0.0,
             "utilisation": r.busy_s / each_s if each_s else 0.0,
-            "imbalance": self._imbalance(frame),
+            "imbalance": self._imbalance(every),
             "mean_kv_blocks": r.kv_blocks.integral / each_s if each_s else 0.0,
             "acceptance_rate": r.accepted / r.drafted if r.drafted else float("nan"),
             "wasted_drafts": 1 - r.accepted / r.draft_forwards if r.draft_forwards else 0.0,
             "length_changes": r.length_changes / r.iterations if r.iterations else 0.0,
-            "requests": len(frame), "rejected": r.rejected, "warmup_requests": r.skip,
-            "preemptions": int(frame["preemptions"].sum()),
+            "requests": len(every["index"]), "rejected": r.rejected, "warmup_requests": r.skip,
+            "preemptions": int(every["preemptions"].sum()),
             "overloaded": offered is not None and queued > 0.1 * r.arrived,
             "interpolated": self._passes("interpolated"),
             "extrapolated": self._passes("extrapolated"), "unpriced": list(self.unpriced),
@@ -147,22 +157,25 @@ class Run:
         return sum(c.passes for c in self.coverage if c.origin == origin)
 
     def _over_time(self) -> dict[str, list[float]]:
-        batch, blocks = (
-            series.to_frame(self.simulated_s)
-            for series in (self.recorder.batch, self.recorder.kv_blocks)
-        )
+        times, batch = self.recorder.batch.means(self.simulated_s)
+        # Both were fed the same intervals, unless all blocks stayed free.
+        _, fed = self.recorder.kv_blocks.means(self.simulated_s)
+        blocks = np.zeros(len(times))
+        blocks[: len(fed)] = fed[: len(times)]
         return {
-            "time_s": batch["time_s"].tolist(),
-            "batch": (batch["value"] / self.replicas).tolist(),
-            # Both were fed the same intervals, unless all blocks stayed free.
-            "kv_blocks": (blocks["value"].reindex(batch.index, fill_value=0.0) / self.replicas)
-            .tolist(),
+            "time_s": times.tolist(), "batch": (batch / self.replicas).tolist(),
+            "kv_blocks": (blocks / self.replicas).tolist(),
         }  # fmt: skip
 
-    def _imbalance(self, requests: pd.DataFrame) -> float:
-        most = requests.groupby("replica")["tokens"].sum().max()
-        total = requests["tokens"].sum()
-        return float(most * self.replicas / total) if total else float("nan")
+    def _imbalance(self, requests: Mapping[str, Any]) -> float:
+        total = int(requests["tokens"].sum())
+        if not total:
+            return float("nan")
+        return (
+            float(np.bincount(requests["replica"], requests["tokens"]).max())
+            * self.replicas
+            / total
+        )
 
 
 @dataclass(frozen=True, eq=False)
