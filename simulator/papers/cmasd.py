@@ -16,7 +16,7 @@ FULL = "cm-asd"
 WINDOWS = {"cm-asd-fixed-threshold": FULL, "cm-asd-no-confidence": "cm-asd-fixed-window"}
 """Variants of a fixed threshold, and those with the same window and the adaptive one."""
 SPEED_NOTE = "speed over greedy plain decoding, not beam 5"
-TOK_NOTE = "Tok counts accepted drafts; the token that the target adds to them is not in it"
+TOK_NOTE = "Tok counts accepted drafts, without the token that the target adds to them"
 
 
 def at_tau(chosen: Method, tau: float) -> Method:
@@ -68,18 +68,15 @@ def comparison(adaptive: Outcome, fixed: Outcome) -> str:
         more = f"accepts {'more' if theirs > ours else 'less'}"
     text = f"a fixed threshold {more}: {theirs:.2f} against {ours:.2f} drafts a round"
     if adaptive.quality is not None and fixed.quality is not None:
-        mine, other = adaptive.quality.agreement, fixed.quality.agreement
-        return f"{text}, {other:.0%} against {mine:.0%} of tokens as greedy"
-    text = f"{text}, of them {_wrong(fixed)} against {_wrong(adaptive)} not the target's choice"
-    gains = theirs >= ours and fixed.mismatched_share <= adaptive.mismatched_share
-    loses = theirs <= ours and fixed.mismatched_share >= adaptive.mismatched_share
+        mine, other = -adaptive.quality.agreement, -fixed.quality.agreement
+        text = f"{text}, {-other:.0%} against {-mine:.0%} of tokens as greedy"
+    else:
+        mine, other = adaptive.mismatched_share, fixed.mismatched_share
+        text = f"{text}, of them {other:.0%} against {mine:.0%} not the target's choice"
+    gains, loses = theirs >= ours and other <= mine, theirs <= ours and other >= mine
     if gains or loses:
         return f"{text}: the {'fixed' if gains else 'adaptive'} one is not worse in either"
     return f"{text}: neither is better in both"
-
-
-def _wrong(found: Outcome) -> str:
-    return f"{found.mismatched_share:.0%}"
 
 
 def _rows(found: Outcome, name: str, label: str, said: str, published: bool) -> list[Row]:
