@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from policies.basic import Fixed
 from policies.rules.registry import parse_rule
-from profiler.checks.spot_check import Arm, run_arms
+from profiler.checks.spot_check import Arm, real_run, run_arms
 from tests import bundled
 from tests.rule_runs import decode
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
 from traces.replay.decoder import replay
+from traces.store.outputs import find_run, find_runs, read_run, write_run
 
 
 @pytest.mark.invariant(6)
@@ -44,3 +47,20 @@ def test_a_cut_that_a_rule_cannot_know_is_refused() -> None:
         decode("lenience:mode=sample", trace)
     with pytest.raises(DraftsimError, match=refusal):
         replay(trace, Fixed(3), parse_rule("lenience:mode=sample"))
+
+
+def test_a_sampled_run_is_not_taken_for_a_greedy_one(tmp_path: Path) -> None:
+    greedy = bundled.record(2, max_new=8)
+    sampled = bundled.record(2, Sampling(1.0), max_new=8)
+    for trace in (greedy, sampled):
+        arm, measured = decode("lossy-global", trace, "fixed:gamma=4")
+        about = {"sampling": trace.sampling.meta}
+        write_run(real_run(bundled.pair(), greedy, arm, measured, about), tmp_path)
+    runs = [read_run(file) for file in find_runs(tmp_path)]
+    assert len(runs) == 2
+    assert arm.rule is not None
+    for trace in (greedy, sampled):
+        found = find_run(runs, arm.policy, arm.rule, trace)
+        assert found is not None
+        assert found.meta["sampling"] == trace.sampling.meta
+    assert find_run(runs, arm.policy, arm.rule, bundled.record(2, Sampling(0.5), 8)) is None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commands.common.inputs import load_policies, load_rule, say_memory
 from commands.common.output import note
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
     from profiler.checks.spot_check import Arm
@@ -61,7 +61,11 @@ def decode_again(
     memory: Path | None = None,
     sampled: bool = False,
 ) -> None:
-    """Decode the prompts of the run folder `out` under every job; keep rounds and outputs."""
+    """Decode the prompts of the run folder `out` under every job; keep rounds and outputs.
+
+    What the folder holds of that is kept, so that a stopped run goes on where it stopped; under
+    a `memory`, which may have changed since, everything is decoded.
+    """
     from profiler.checks.spot_check import real_run, run_arms
     from profiler.profile import progress_bar
     from traces.store.files import read_trace
@@ -70,6 +74,10 @@ def decode_again(
     greedy = read_trace(out / "trace.parquet")
     everything = read_trace(out / "sampled.parquet") if sampled else greedy
     planned = [_arm(job, everything, memory) for job in wanted]
+    if memory is None:
+        planned = [job for job in planned if not _is_kept(out, *job[:2])]
+    if not planned:
+        return
     pair = info.load()
     with progress_bar() as progress:
         for arm, trace, calibrated_on in planned:
@@ -78,11 +86,27 @@ def decode_again(
             measured = run_arms(pair, trace, [arm], repeats=1, advance=advance)
             provenance = {
                 "run": out.name, "memory_file": memory.name if memory else None,
-                "calibrated_on": calibrated_on,
+                "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
             }  # fmt: skip
             run = real_run(pair, greedy, arm, measured, provenance)
             note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
+
+
+def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:
+    """Whether the run folder holds what `arm` decodes of `trace`."""
+    from traces.store.outputs import find_run, find_runs, read_run
+
+    assert arm.rule is not None
+    for file in find_runs(out):
+        try:
+            run = read_run(file)
+        except FileError:
+            continue  # damaged: decoded again
+        if find_run([run], arm.policy, arm.rule, trace) is not None:
+            note(f"{file} is finished and kept as it is: delete it to decode again")
+            return True
+    return False
 
 
 def _arm(job: Job, trace: Trace, memory: Path | None) -> tuple[Arm, Trace, list[str] | None]:

@@ -24,6 +24,7 @@ from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from policies.spec import split_items
+from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
@@ -55,7 +56,8 @@ class RealRun:
     log: RoundLog
     outputs: Sequence[Output]
     meta: Mapping[str, Any]
-    """Provenance; ``memory`` holds what is known of a learning rule's memory."""
+    """Provenance; ``memory`` holds what is known of a learning rule's memory, ``sampling`` how
+    outputs were drawn (greedily where it is missing)."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,15 @@ def find_run(
     """The run that decoded the requests of `trace` under `policy` and `rule`, or None.
 
     Names are compared as a person would type them: without defaults, and without a vocabulary
-    size that is the recorded pair's own.
+    size that is the recorded pair's own.  A run along sampled outputs is one of that sampling.
     """
     wanted = (describe(policy), describe_rule(rule))
     typed = tuple(_typed(name, trace) for name in wanted)
     ids = [r.id for r in trace.requests]
     for run in runs:
         names = tuple(_typed(name, trace) for name in (run.log.policy, run.log.verify))
-        if names == typed and [r.id for r in run.log.requests] == ids:
+        alike = Sampling.of(run.meta.get("sampling")) == trace.sampling
+        if alike and names == typed and [r.id for r in run.log.requests] == ids:
             return run
     return None
 
@@ -135,7 +138,7 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
     """Write `run` into the run folder; the path of its rounds."""
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{file_name(run.log)}.parquet"
+    path = place / f"{file_name(run.log, Sampling.of(run.meta.get('sampling')))}.parquet"
     document = {
         "schema": SCHEMA,
         "meta": dict(run.meta),
@@ -185,13 +188,14 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     return sorted((path / FOLDER).glob("*.parquet"))
 
 
-def file_name(log: RoundLog) -> str:
-    """A name for the log's file, from its policy and rule.
+def file_name(log: RoundLog, sampling: Sampling = GREEDY) -> str:
+    """A name for the log's file, from its policy and rule, and how outputs were drawn.
 
     >>> from traces.replay.rounds import RoundLog
     >>> import numpy as np
     >>> file_name(RoundLog(np.empty(0), [], "fixed:gamma=6", verify="csd:tau=0.3"))
     'fixed_gamma-6+csd_tau-0.3'
     """
-    text = f"{log.policy}+{log.verify}".replace("=", "-")
+    drawn = "" if sampling.greedy else f"+{sampling.label}"
+    text = f"{log.policy}+{log.verify}{drawn}".replace("=", "-")
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_")
