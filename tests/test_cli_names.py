@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,38 @@ def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert [r["category"] for r in csv.DictReader((tmp_path / "t.csv").open())] == names
     write_rows(tmp_path / "t.tex", [{"category": "a & b_c", "speedup": 1.0}])
     assert r"a \& b\_c & 1.000 \\" in (tmp_path / "t.tex").read_text()
+
+
+@pytest.mark.parametrize("width", [60, 80, 132])
+def test_no_number_is_cut_on_any_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As many columns as `serve` and `sweep` have: what does not fit stands below.
+    names = [f"a_long_name_{i}" for i in range(14)]
+    rows = [
+        {"policy": f"hf-heuristic:gamma_max={g},persist=persistent", "batch": 10 * g}
+        | {name: 1234.5 + i * g for i, name in enumerate(names)}
+        for g in (2, 4)
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(rows, title="What is served")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("What is served") == 1
+    for row in rows:
+        for name in names:
+            assert f"{row[name]:.3f}" in shown.split()
+        # Every block says which rows it is of.
+        assert shown.split().count(str(row["batch"])) == shown.count("policy") > (width < 132)
+
+
+def test_a_standard_error_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table([{"standard_error": 0.0265, "tilt_error": 0.0265, "error": -0.1}])
+    assert "0.026" in (shown := capsys.readouterr().out)
+    assert "+2.6 %" in shown
+    assert "-10.0 %" in shown
+    assert shown.count("%") == 2
 
 
 def test_dollars_are_no_formulas(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,9 @@ import pandas as pd
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from commands.common.layout import GAP, blocks, heading, in_lines, longest
 from traces.errors import DraftsimError, FileError
 from traces.store.parquet import write_atomically
 
@@ -177,19 +180,74 @@ def print_table(
     show: Sequence[str] | None = None,
     title: str | None = None,
 ) -> None:
-    """A rich table of `records`; times, named ``*_s``, are shown in milliseconds or seconds."""
+    """A table of `records`; times, named ``*_s``, are shown in milliseconds or seconds.
+
+    No number is cut: columns that do not fit beside the others stand below them, behind those
+    that say what a row is of.
+    """
     if not records:
         _console().print("no rows")
         return
-    columns = list(show or records[0])
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        numeric = all(isinstance(r.get(name), (int, float)) for r in records)
-        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for record in records:
-        table.add_row(*(_cell(name, record.get(name)) for name in columns))
-    # Off a terminal the table must not be wrapped at 80 columns.
-    _console(width=None if sys.stdout.isatty() else 200).print(table)
+    cells = {n: [_cell(n, r.get(n)) for r in records] for n in list(show or records[0])}
+    values = {n: [r.get(n) for r in records] for n in cells}
+    numeric = {n for n, v in values.items() if all(_is_number(one) for one in v)}
+    for name in cells.keys() - numeric:
+        cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
+    # What leads until the first figure tells the rows apart.
+    keys = list(takewhile(lambda name: not _is_figure(values[name]), cells))
+    room = _console().width if sys.stdout.isatty() else OFF_TERMINAL
+    # Headings are folded only where there is no room for them.
+    heads = {n: heading(n, len(n)) for n in cells}
+    if sum(max(map(longest, [*cells[n], n])) + GAP for n in cells) > room:
+        heads = {n: heading(n, max(map(longest, column))) for n, column in cells.items()}
+    needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
+    needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
+    if len(keys) == len(cells):  # all words, which are folded where they have to be
+        _print_block(cells, heads, {keys[0]: needed[keys[0]]}, numeric, title, room)
+        return
+    if sum(needed[name] + GAP for name in keys) > room // 2:
+        keys = keys[:1]
+    for i, names in enumerate(blocks(needed, keys, room)):
+        block = {n: cells[n] for n in names}
+        _print_block(block, heads, needed, numeric, None if i else title, room)
+
+
+OFF_TERMINAL = 200
+"""Columns of a table that is not for a terminal."""
+WORD = 24
+"""Characters that a column of words is left, at the least."""
+
+
+def _print_block(
+    cells: Mapping[str, Sequence[str]], heads: Mapping[str, str], needed: Mapping[str, int],
+    numeric: Collection[str], title: str | None, room: int,
+) -> None:  # fmt: skip
+    from rich.box import SIMPLE_HEAD
+
+    table = Table(
+        title=None if title is None else Text(title, style="bold"), title_justify="left",
+        box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, title_style="",
+    )  # fmt: skip
+    for name in cells:
+        table.add_column(
+            Text(heads[name]), overflow="fold",
+            justify="right" if name in numeric else "left", no_wrap=name in numeric,
+            min_width=needed.get(name),
+        )  # fmt: skip
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*map(Text, row))
+    console = _console(width=room)
+    console.print()
+    console.print(table)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float))
+
+
+def _is_figure(values: Sequence[Any]) -> bool:
+    """Whether a column tells something of its rows, rather than which they are."""
+    return any(isinstance(value, float) for value in values)
 
 
 def _console(**options: Any) -> Console:
@@ -208,7 +266,9 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        if name.endswith("error") or name in ("bias", "slowdown"):
+        # A standard error is in its figure's own unit, every other error relative.
+        relative = name.endswith("error") and name != "standard_error"
+        if relative or name in ("bias", "slowdown"):
             return f"{100 * value:+.1f} %"
         if name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"
