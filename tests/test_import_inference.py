@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -97,7 +99,25 @@ def test_no_ranking_across_unknown_lengths(tmp_path: Path, run: Run) -> None:
     assert "lower bound" in ran.err
     drafting = [r for r in ran.rows if r["policy"] != "autoregressive"]
     assert drafting
-    assert {r["note"] for r in drafting} == {"lower bound"}
+    assert {r["note"] for r in drafting} == {"lower bound"} == {r["fidelity"] for r in drafting}
+    assert "rank nothing" in json.loads(ran.out)["headline"]
+    # Neither the sentence nor the order says which is best.
+    ran = run("simulate", "--trace", out, "--latency", CONST)
+    assert "fastest" not in ran.out
+    assert ran.out.count("\u2265 ") == len(drafting) + 1
+    assert re.findall(r"^([\w-]+)\S* .*\u2265 \d", ran.out, re.MULTILINE) == [
+        r["policy"].partition(":")[0] for r in drafting
+    ]
+    asked = ["--trace", out, "--latency", CONST]
+    [row] = run("serve", *asked, "--batch", "1", "--policy", "gammatune", "--json", "-").rows[1:]
+    assert row["fidelity"] == "lower bound"
+    for command in (
+        ["sweep", "--c", "0.1"], ["capacity", "--rate", "1", "--slo", "tpot=1,p=0.9"],
+        ["simulate", "--against", "gammatune"],
+    ):  # fmt: skip
+        refused = run(*command, *asked)
+        assert refused.code == 2
+        assert "lower bound" in refused.err.splitlines()[-1]
     refused = run("tune", "--engine", "vllm", "--trace", out, "--latency", CONST)
     assert refused.code == 2
     assert "lower bound" in refused.err

@@ -88,6 +88,8 @@ def test_categories_stand_below_what_all_prompts_say(run: Run, files: list[str])
     assert max(map(len, printed)) <= 80
     assert any(line.rstrip().endswith(" oracle") for line in printed)
     assert printed[0] == run(*asked).out.splitlines()[0]
+    notes = [line for line in printed if line.startswith("* ")]
+    assert len({line.partition(": ")[0] for line in notes}) == len(notes)
     lines = {line[:6]: line.split() for line in printed if line.strip().startswith("kind")}
     for category in set(names.values()):
         own = {

@@ -128,7 +128,7 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     for call in (hidden.impute, lambda: survival(hidden)):
         with pytest.raises(DraftsimError, match="does not know the draft lengths"):
             call()
-    assert replay(hidden.impute(method="rejected"), Fixed(2)).fidelity == "approximate"
+    assert replay(hidden.impute(method="rejected"), Fixed(2)).fidelity == "lower bound"
     with pytest.raises(DraftsimError, match="imputation method is 'x'"):
         hidden.impute(method="x")  # type: ignore[arg-type]
     with pytest.raises(DraftsimError, match="confidence is 2"):

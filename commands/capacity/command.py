@@ -101,7 +101,7 @@ def capacity(
 
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
-    recorded = load_trace(trace)
+    recorded = load_trace(trace, "capacity")
     table = load_latency(latency, trace, assume_batch_free)
     rule = load_rule(verify, recorded, memory)
     drafted = drafted_by(source, trace, recorded, rule)

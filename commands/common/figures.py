@@ -44,9 +44,14 @@ def save_all(
     from simulator.robustness import INITIAL_GAMMAS, speedup_by_gamma
     from simulator.summary import summarize, summarize_by_category
 
+    label = "lower bounds: the log does not tell its draft lengths" if trace.is_lower_bound else ""
     some = [log for log in logs if log.policy.partition(":")[0] in COMPARED] or list(logs)
+    overall = summarize(logs, latency)
+    if not trace.is_lower_bound:
+        speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
+        some.sort(key=lambda log: -speed[log.policy])
     figures = {
-        "speedup": plots.plot_speedup(summarize(logs, latency)),
+        "speedup": plots.plot_speedup(overall),
         "categories": plots.plot_categories(summarize_by_category(some, latency)),
         "cost_ratio": plots.plot_cost_ratio(some, latency=latency, own=own_ratios(trace, latency)),
         "survival": plots.plot_survival(trace),
@@ -56,4 +61,6 @@ def save_all(
         figures["robustness"] = plots.plot_robustness(speedup_by_gamma(trace, families, latency))
     if validation is not None:
         figures["validation"] = plots.plot_validation(validation.dropna(subset=["predicted_s"]))
-    return [plots.save(figure, folder / f"{name}.png") for name, figure in figures.items()]
+    return [
+        plots.save(figure, folder / f"{name}.png", label=label) for name, figure in figures.items()
+    ]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from commands.common.layout import in_lines
 from commands.simulate.categories import category_ladder
 from traces.errors import DraftsimError
 
@@ -34,7 +34,7 @@ def compared(
     ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
     table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
 
-    Raises DraftsimError if `against` is none of the rows.
+    Raises DraftsimError if `against` is none of the rows, or would compare lower bounds.
     """
     from simulator.degenerate import accepted_mismatches, degenerate
     from simulator.summary import gains_over
@@ -42,6 +42,11 @@ def compared(
 
     rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
     if against is not None:
+        if _bounds(rows):
+            raise DraftsimError(
+                f"--against {against}: lower bounds cannot be compared: import the log with "
+                "--draft-lengths"
+            )
         rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
         if rival is None:
             raise DraftsimError(
@@ -93,6 +98,11 @@ def over_all(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.get("category") is None]
 
 
+def _bounds(rows: Sequence[Row]) -> bool:
+    """Whether speedups are lower bounds, of which the largest need not be the best."""
+    return any(row["fidelity"] == "lower bound" for row in rows)
+
+
 def headline(rows: Sequence[Row]) -> str:
     """What the rows say, in a sentence: the fastest policy one could run, and by how much."""
     real = [
@@ -102,6 +112,8 @@ def headline(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     if not real:
         return ""
+    if _bounds(real):
+        return "Lower bounds, which rank nothing: the log does not tell how long its drafts were."
     best = max(real, key=lambda r: r["speedup"])
     lo, hi = best["speedup_lo"], best["speedup_hi"]
     known = lo is not None and hi is not None
@@ -130,13 +142,18 @@ def percent(ratio: float) -> str:
 
 
 def print_ranked(rows: Sequence[Row]) -> None:
-    """The sentence and the tables, fastest first, lossy rules in one of their own."""
+    """The sentence and the tables, lossy rules in one of their own.
+
+    Fastest first, but for lower bounds, which stand as they were asked for.
+    """
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(headline(over_all(rows)), markup=False)
     rival = next((r["against"] for r in rows if r["against"]), None)
-    overall = sorted(over_all(rows), key=lambda r: -(r["speedup"] or 0.0))
+    overall = over_all(rows)
+    if not _bounds(overall):
+        overall = sorted(overall, key=lambda r: -(r["speedup"] or 0.0))
     lossless = [r for r in overall if r["verify"] in LOSSLESS]
     lossy = [r for r in overall if r["verify"] not in LOSSLESS]
     gained = "" if rival is None else f"; gain: speed over {rival}'s"
@@ -144,7 +161,7 @@ def print_ranked(rows: Sequence[Row]) -> None:
     if lossy:
         _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
     parts = [r for r in rows if r.get("category") is not None and r["verify"] in LOSSLESS]
-    if parts:
+    if parts and not _bounds(parts):
         ladder = category_ladder(lossless, parts)
         _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
     console.print()
@@ -176,14 +193,22 @@ def _common(row: Row) -> Row:
     lo, hi = row["speedup_lo"], row["speedup_hi"]
     span = "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}"
     about = row["fidelity"] == "approximate" and row["verify"] in LOSSLESS
-    name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] else "")
-    return {"policy": name, "speedup": _number(row["speedup"], 3), "95 %": span}
+    bound = _bounds([row])
+    name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
+    least = "\u2265 " if bound else ""
+    return {"policy": name, "speedup": least + _number(row["speedup"], 3), "95 %": span}
 
 
 def _footnotes(rows: Sequence[Row]) -> list[str]:
     """What the marks and the columns of the tables mean."""
     found = []
-    for row in rows:
+    if _bounds(rows):
+        found.append("\u2265 lower bound; its interval is over prompts alone")
+        if len(over_all(rows)) < len(rows):
+            found.append("categories are not ranked either: --json has their rows")
+    for row in over_all(rows):
+        if _bounds([row]):
+            continue
         name = row["policy"] if row["verify"] in LOSSLESS else f"{row['policy']} / {row['verify']}"
         if row["note"] and f"* {name}: {row['note']}" not in found:
             found.append(f"* {name}: {row['note']}")
@@ -233,24 +258,6 @@ def _print(
 
 WORDS = ("policy", "rule", "category", "fastest")
 """Columns of names, which are folded where they have places for it."""
-NAME = 19
-"""Characters of a name on one line."""
-_WORD = r"(?>\[[^\]]*\]|[^:,-]|-(?=\d))"
-
-
-def in_lines(name: str, width: int = NAME) -> str:
-    """`name` on lines of at most `width` where it has places to break; never within a number.
-
-    >>> in_lines("spec-verification:beta=5,tau=0.533")
-    'spec-verification:\\nbeta=5,tau=0.533'
-    """
-    lines = [""]
-    for part in re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name):
-        if lines[-1] and len(lines[-1] + part.rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
-
 
 ORDER = [
     "policy", "rule", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",

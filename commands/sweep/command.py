@@ -155,7 +155,7 @@ def sweep(
     from simulator.whatif.thresholds import thresholds
     from traces.replay.always import drafting_always
 
-    recorded = load_trace(trace, "sweep --ladder or --tune" if ladder or tune else None)
+    recorded = load_trace(trace, "sweep")
     ratios = axis(c, "c", low=0.0)
     drafted = drafted_by(source, trace, recorded)
     by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)

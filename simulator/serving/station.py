@@ -40,6 +40,7 @@ from simulator.serving.speculation import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.decoder import fidelity_of
 from traces.replay.scores import prepared_rule
 
 Policy = DraftPolicy | BatchPolicy
@@ -213,9 +214,7 @@ class Station:
             return "approximate"
         if self._assumed() or (self.rule is not None and not self.rule.lossless):
             return "approximate"
-        if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
-            return "approximate"
-        return "exact in distribution" if trace.temperature > 0 else "exact"
+        return fidelity_of(trace)
 
     def _assumed(self) -> str:
         """What the seconds of a run's batches rest on that nobody measured."""

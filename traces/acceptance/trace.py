@@ -257,7 +257,7 @@ class Trace:
         ``hazard`` draws each from the trace's own Kaplan-Meier hazard (`survival`) at the
         run of recorded matches before it.  ``rejected`` takes every one as a mismatch: no
         start then has more accepted than it would have had, a lower bound.  A replay of
-        the result has fidelity ``approximate``.
+        the result has fidelity ``approximate``, or of the latter ``lower bound``.
 
         Raises
         ------

@@ -205,7 +205,7 @@ def replay(
     the trace's own (`Trace.first`).  The fidelity is ``exact``
     for a greedy trace, ``exact in distribution`` for a sampled one, and ``approximate``
     where matches were imputed (`Trace.impute`) or the trace says so of itself
-    (``meta["fidelity"]``).
+    (``meta["fidelity"]``); ``lower bound`` where they were imputed as rejections.
 
     ``rule`` decides what is accepted; by default, as every lossless rule, the recorded
     verdicts do.  It is a prototype: one copy serves all requests in recording order,
@@ -309,6 +309,8 @@ def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:
 
 
 def fidelity_of(trace: Trace) -> Fidelity:
+    if trace.is_lower_bound:
+        return "lower bound"
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
         return "approximate"
     return "exact in distribution" if trace.temperature > 0 else "exact"

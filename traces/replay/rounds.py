@@ -15,7 +15,9 @@ from policies.core import Round
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Request
 
-Fidelity = Literal["exact", "exact in distribution", "exact within the round", "approximate"]
+Fidelity = Literal[
+    "exact", "exact in distribution", "exact within the round", "approximate", "lower bound"
+]
 """How a replayed round log relates to really decoding the same requests."""
 
 ROUND_DTYPE = np.dtype([("request", np.int32)] + [(name, np.int32) for name in Round._fields])
