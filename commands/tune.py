@@ -17,7 +17,7 @@ from commands.common.devices import (
 )
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
-    DEFAULT_TRACE,
+    SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     TraceOption,
@@ -58,7 +58,7 @@ ONE_REQUEST = {
 
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
-    trace: TraceOption = DEFAULT_TRACE,
+    trace: TraceOption = SERVED_TRACE,
     latency: LatencyOption = None,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,

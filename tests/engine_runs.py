@@ -24,6 +24,7 @@ from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
 from profiler.engines.texts import own_texts, prompts_of
 from simulator.tune import tune_vllm
+from tests.lane_traces import random_trace
 from tests.own_policy import Told
 from traces import synthetic_trace, write_latency
 from traces.sources.lookup_sources import PLD
@@ -32,6 +33,8 @@ LONGEST, BATCH = 6, 4
 TRACE = synthetic_trace(
     0.7, requests=6, tokens=24, concentration=5.0, eos_fraction=0.3, prompt_length=20, seed=3
 )
+BY_START = random_trace("by start", 1, LONGEST)
+"""Each start has drafts of its own, as a drafter on the target's features makes them."""
 OWN = "tests.own_policy.StopWhenUnsure"
 
 
@@ -142,12 +145,14 @@ def own(folder: Path) -> dict[str, Any]:
     small = Grid((1, 4), (1, 2, 4), (32,), ((1, 16), (1, 32)), (1,), (1,), (16,), 1, 1)
     latency = EngineTable(engine, small, folder / "checkpoint").run()
     write_latency(latency, folder / "latency.parquet")
-    rows = compare_loads(
-        engine, latency, TRACE, arms(["gammatune"], TRACE, LONGEST), named_loads("closed:1,3", None,
-        None), 8, 1,
-    )  # fmt: skip
+    loads = named_loads("closed:1,3", None, None)
+    by_start, rows = (
+        compare_loads(engine, latency, t, arms(["fixed", "gammatune"], t, LONGEST), loads, 8, 1)
+        for t in (BY_START, TRACE)
+    )
     return {
         "policies": found, "own": own, "texts": texts, "meta": engine.meta, "rows": rows,
+        "by_start": by_start,
         "outputs": engine.run({f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})
     }  # fmt: skip
 

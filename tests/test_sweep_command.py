@@ -15,6 +15,7 @@ from commands import app
 from simulator.whatif import read_sweep
 from simulator.whatif.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import CELL_COLUMNS, LatencyTable
 from traces.store.files import write_latency, write_trace
@@ -199,3 +200,13 @@ def test_search_space_tells_values_from_braces() -> None:
 def test_errors_say_what_to_change(trace: str, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(DraftsimError, match=message):
         run("--trace", trace, *arguments)
+
+
+def test_fixed_lengths_are_swept_as_far_as_drafts_were_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "trace.parquet"
+    whole = synthetic_trace(Bursty(), requests=6, tokens=40, seed=2)
+    write_trace(Trace(whole.columns, whole.requests, 5, whole.meta), path)
+    found = rows("--trace", str(path), "--latency", CONST, "--jobs", "1", "--resamples", "20")
+    names = {row["policy"] for row in found}
+    short = {f"fixed:gamma={length}" for length in (1, 2, 3, 4)}
+    assert names == {*short, "fixed", "oracle:gamma_max=5"}

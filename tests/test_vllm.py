@@ -186,9 +186,14 @@ def test_a_policy_cuts_what_vllms_own_drafter_drafts(own: Any) -> None:
     assert own["outputs"] == {f"{i}/0": text for i, text in own["texts"].items()}
 
 
+@pytest.mark.parametrize("drafts", ["rows", "by_start"])
 @pytest.mark.parametrize("load", ["closed:1", "closed:3"])
-def test_loops_with_vllms_own_drafter_take_the_simulators_iterations(own: Any, load: str) -> None:
-    for row in (r for r in own["rows"] if r["load"] == load):
+def test_loops_with_vllms_own_drafter_take_the_simulators_iterations(
+    own: Any, load: str, drafts: str
+) -> None:
+    found = [r for r in own[drafts] if r["load"] == load]
+    assert [r["policy"] for r in found] == ["autoregressive", "fixed", "gammatune"]
+    for row in found:
         assert row["rounds_differ"] == 0
         assert row["iterations"] == row["iterations_predicted"] > 0
 

@@ -11,7 +11,7 @@ from commands.capacity.said import remarks, shown
 from commands.common.devices import AlwaysOption
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
-    DEFAULT_TRACE,
+    SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -59,7 +59,7 @@ def capacity(
     router: RouterOption = None,
     price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
-    trace: TraceOption = DEFAULT_TRACE,
+    trace: TraceOption = SERVED_TRACE,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     source: DraftedOption = None,

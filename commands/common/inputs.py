@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
-DEFAULT_TRACE = "bundled"
-"""The recording used where none is named."""
+DEFAULT_TRACE = "smollm2-cpu"
+"""The recording used where none is named: a real pair, one stream in transformers."""
+SERVED_TRACE = "smollm2-vllm-draft-cpu"
+"""That of commands that serve many requests: the same outputs, at the costs of a serving engine."""
+EVERY_SOURCE = "bundled"
+"""That of commands about all draft sources, which no other recording has."""
 TRACE_VARIABLE = "DRAFTSIM_TRACE"
 """The environment variable that names another."""
 

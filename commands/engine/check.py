@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from commands.common.drafted import drafted_by
 from commands.common.inputs import load_trace
 from commands.common.output import note
 from commands.engine.loads import scenario_of
@@ -38,10 +39,13 @@ SHOWN = (
 
 
 def engine_check(
-    name: str, run: Path, trace_name: str, policies: Sequence[str], loads: Mapping[str, Arrivals],
-    requests: int, repeats: int, limit: int | None, seed: int,
+    name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str],
+    loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of `validate --engine`, one per load and policy."""
+    """Rows of `validate --engine`, one per load and policy.
+
+    What is accepted are the drafts of the trace's draft model, or of a `source` recorded along it.
+    """
     from profiler.engines.engine import Engine
 
     check_engine(name)
@@ -51,6 +55,8 @@ def engine_check(
             f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
         )
     trace = load_trace(trace_name)
+    if (drafted := drafted_by(source, trace_name, trace)) is not None:
+        trace = drafted.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
     chosen = arms(policies, trace, latency.meta["engine"]["longest"])
@@ -257,11 +263,12 @@ def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> i
     """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
     if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
         log = replay(trace, policy)
-        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+        # What a drafter catches up on is its own affair: an engine's reads all that was verified.
+        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards")
         own: dict[int, list[tuple[int, ...]]] = {}
         for row in log.rounds:
             own.setdefault(int(row["request"]), []).append(tuple(int(row[f]) for f in fields))
-        pairs = [(own.get(int(n.partition("/")[0]), []), list(map(tuple, found)))
+        pairs = [(own.get(int(n.partition("/")[0]), []), [tuple(r[:5]) for r in found])
                  for n, found in run.rounds.items()]  # fmt: skip
         missing: int = len(set(run.requests["name"][run.requests["tokens"] > 1]) - set(run.rounds))
         differ = [a != b for mine, found in pairs for a, b in itertools.zip_longest(mine, found)]

@@ -11,7 +11,7 @@ import typer
 from commands.common.devices import AlwaysOption
 from commands.common.drafted import DraftedOption, drafted_by
 from commands.common.inputs import (
-    DEFAULT_TRACE,
+    SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -25,7 +25,7 @@ from commands.common.inputs import (
 from commands.common.output import JsonOption, emit, note, print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
-from commands.serve.loads import BATCHES, ONE_STREAM, load_scenarios, requests_of
+from commands.serve.loads import ONE_STREAM, load_scenarios, requests_of
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
 from commands.serve.progress import kept, progress_bar, rows_file
@@ -34,7 +34,7 @@ from traces.errors import DraftsimError
 
 
 def serve(
-    trace: TraceOption = DEFAULT_TRACE,
+    trace: TraceOption = SERVED_TRACE,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,
@@ -50,7 +50,9 @@ def serve(
     batch: Annotated[
         str | None,
         typer.Option(
-            metavar="B,...", help=f"Batch sizes, each kept full. Default where no load: {BATCHES}."
+            metavar="B,...",
+            help="Batch sizes, each kept full. Default where no load is named: powers of two, as "
+            "far as the latencies were measured.",
         ),
     ] = None,
     rate: Annotated[
@@ -153,7 +155,7 @@ def serve(
         tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, seed=seed,
         replications=replications, replicas=replicas, router=chosen_router(router, replicas),
     )  # fmt: skip
-    scenarios = load_scenarios(base, batch, rate, arrivals, scale, process)
+    scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
     if drafted is not None:

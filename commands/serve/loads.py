@@ -12,8 +12,10 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.serving import Arrivals, Scenario
+    from traces.latency.table import LatencyTable
 
-BATCHES = "1,2,4,8,16,32,64"
+BATCHES = [1, 2, 4, 8, 16, 32, 64]
+"""Served where no load is named and passes are taken to cost the same at every batch."""
 ONE_STREAM = ("pearl", "dsi")
 
 
@@ -56,12 +58,14 @@ def load_scenarios(
     arrivals: Path | None,
     scale: str | None,
     process: str | None,
+    table: LatencyTable,
 ) -> list[Scenario]:
-    """The loads that the options name, one scenario each.
+    """The loads that the options name, one scenario each; with none, the batches of `table`.
 
     Raises DraftsimError if they contradict each other or hold an impossible value.
     """
     from simulator.serving import over_batches, over_rates
+    from simulator.tune import default_batches
 
     if batch is not None and (rate is not None or arrivals is not None):
         raise DraftsimError("--batch keeps the engine full: drop --rate and --arrivals, or --batch")
@@ -74,7 +78,10 @@ def load_scenarios(
         scales = positive_numbers("--scale", scale or "1")
         return [replace(base, arrivals=of.scaled(s)) for s in scales]  # type: ignore[attr-defined]
     one_stream = base.mode in ONE_STREAM
-    sizes = batch_sizes("--batch", batch or ("1" if one_stream else BATCHES))
+    if batch is not None:
+        sizes = batch_sizes("--batch", batch)
+    else:
+        sizes = [1] if one_stream else BATCHES if table.batch_free else default_batches(table)
     if one_stream and sizes != [1]:
         raise DraftsimError(
             f"mode {base.mode!r} serves one stream at a time: use --batch 1, --rate or --arrivals"

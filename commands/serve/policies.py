@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 PLAIN = "autoregressive"
-DEFAULT = ("autoregressive", "fixed:gamma=4", "cm-asd", "gammatune")
-"""Policies served where none is named (those of CM-ASD, Fig. 2)."""
+DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
+"""Policies served where none is named: those that read no signal run in any engine."""
 
 ALL = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "hf-heuristic", "cm-asd",

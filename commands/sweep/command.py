@@ -50,7 +50,8 @@ RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
     "lost_draft", "lost_verify", "lost_signal", "lost_host",
 )  # fmt: skip
-DEFAULT_POLICIES = ("fixed:gamma={1..12}", "oracle")
+LONGEST = 12
+"""Of the fixed lengths swept where no policy is named."""
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
@@ -80,7 +81,8 @@ def sweep(
             "--policy",
             metavar="P",
             help="name[:key=value,...], a value {1..12} or {0.3,0.5} standing for each; "
-            "repeatable; all = every policy. Default: fixed:gamma={1..12} and oracle.",
+            "repeatable; all = every policy. Default: fixed:gamma={1..12}, as far as drafts were "
+            "recorded, and oracle.",
         ),
     ] = None,
     source: DraftedOption = None,
@@ -224,7 +226,8 @@ def sweep(
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
     from simulator.whatif.grid import expand, with_gammas
 
-    names = expand(texts or DEFAULT_POLICIES)
+    longest = min(LONGEST, trace.max_gamma or LONGEST)
+    names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
     if gamma is not None:
         lengths = [int(g) for g in axis(gamma, "gamma", low=0, whole=True)]
         if "all" in names:

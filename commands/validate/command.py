@@ -108,8 +108,8 @@ def validate(
     beside those runs than when the latencies were measured.
 
     With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
-    by load and by kind of iteration.  `machine` is how much slower a control load ran than when
-    the engine was measured.
+    by load and by kind of iteration.  --source says whose recorded drafts decide what is accepted;
+    `machine` is how much slower a control load ran than when the engine was measured.
     """
     if recorded is not None:
         from commands.validate.recorded import recorded_check
@@ -125,8 +125,8 @@ def validate(
         from commands.engine.loads import named_loads
 
         found = engine_check(
-            engine, run, trace, policy or ENGINE_ARMS, named_loads(load, rate, arrivals),
-            requests, repeats, limit, seed,
+            engine, run, trace, source, policy or ENGINE_ARMS,
+            named_loads(load, rate, arrivals), requests, repeats, limit, seed,
         )  # fmt: skip
         emit("validate", found, json, show=SHOWN, out=out)
         if json is None:
