@@ -202,3 +202,10 @@ def test_policies_are_told_the_engine_s_own_cost(batch, gamma, context):
     assert told == pytest.approx(drafts + float(verify) + 7e-4 + gamma * 3e-4)
     # A table without the host's own work charges none.
     assert TableCost(CONSTANT)(1, 0, 1, context) == pytest.approx(0.02)
+
+
+def test_limits_are_the_measured_engines_unless_given() -> None:
+    measured = LatencyTable(GRID.cells, {"engine": {"max_batch": 16, "token_budget": 2048}})
+    assert Limits.of_engine(GRID) == Limits()
+    assert Limits.of_engine(measured) == Limits(16, 2048)
+    assert Limits.of_engine(measured, 8, 4096, 500) == Limits(8, 4096, 500)

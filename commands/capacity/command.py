@@ -25,7 +25,7 @@ from commands.common.inputs import (
 from commands.common.output import JsonOption, OutOption, emit, note, print_table
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
-from commands.serve.loads import arrivals_of
+from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
 from commands.serve.policies import load_serving_policies
 from traces.errors import DraftsimError
@@ -64,11 +64,11 @@ def capacity(
     assume_batch_free: AssumeOption = False,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
-    max_batch: Annotated[int, typer.Option(help="Requests running at a time in a replica.")] = 64,
+    max_batch: MaxBatchOption = None,
     kv_blocks: Annotated[
         int | None, typer.Option(help="Cache blocks of 16 tokens of a replica; default: no limit.")
     ] = None,
-    token_budget: Annotated[int, typer.Option(help="Tokens of one iteration.")] = 8192,
+    token_budget: BudgetOption = None,
     max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
     requests: Annotated[
         int | None,
@@ -107,7 +107,8 @@ def capacity(
     drafted = drafted_by(source, trace, recorded, rule)
     if drafted is not None:
         recorded = drafted.trace
-    limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
+    limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
+    max_batch = limits.max_batch
     table.check_sizes("target", "forward", max_batch, 1)
     if drafted is not None:
         table = drafted.priced(table, max_batch, assume_batch_free)

@@ -25,7 +25,13 @@ from commands.common.inputs import (
 from commands.common.output import JsonOption, emit, note, print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
-from commands.serve.loads import ONE_STREAM, load_scenarios, requests_of
+from commands.serve.loads import (
+    ONE_STREAM,
+    BudgetOption,
+    MaxBatchOption,
+    load_scenarios,
+    requests_of,
+)
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
 from commands.serve.progress import kept, progress_bar, rows_file
@@ -78,15 +84,13 @@ def serve(
     ] = "continuous",
     requests: Annotated[int, typer.Option(help="Requests of every run.")] = 1000,
     replications: Annotated[int, typer.Option(help="Independent runs, for intervals.")] = 1,
-    max_batch: Annotated[
-        int, typer.Option(help="Requests running at a time, where --batch does not say.")
-    ] = 64,
+    max_batch: MaxBatchOption = None,
     replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
     router: RouterOption = None,
     kv_blocks: Annotated[
         int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
     ] = None,
-    token_budget: Annotated[int, typer.Option(help="Tokens of one iteration.")] = 8192,
+    token_budget: BudgetOption = None,
     ttft: Annotated[
         float | None, typer.Option(help="Target of goodput: seconds to the first token.")
     ] = None,
@@ -148,7 +152,7 @@ def serve(
         recorded = drafted.trace
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
-    limits = Limits(max_batch=max_batch, kv_blocks=kv_blocks, token_budget=token_budget)
+    limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
     base = Scenario(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=_target(ttft, "--ttft"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from commands.common.inputs import batch_sizes, positive_numbers
 from traces.errors import DraftsimError
@@ -17,6 +19,17 @@ if TYPE_CHECKING:
 BATCHES = [1, 2, 4, 8, 16, 32, 64]
 """Served where no load is named and passes are taken to cost the same at every batch."""
 ONE_STREAM = ("pearl", "dsi")
+MaxBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        show_default="the measured engine's, else 64",
+        help="Requests running at a time in an engine, where no batch size is given.",
+    ),
+]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option(show_default="the measured engine's, else 8192", help="Tokens of one iteration."),
+]
 
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:

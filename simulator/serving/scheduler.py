@@ -17,6 +17,7 @@ from simulator.serving.cost.iteration import Chunk
 from simulator.serving.kv import BlockPool
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,19 @@ class Limits:
         if self.lookahead is not None and self.lookahead < 0:
             raise DraftsimError(f"lookahead is {self.lookahead}, expected at least 0")
         BlockPool(self.kv_blocks, self.block_size)
+
+    @classmethod
+    def of_engine(
+        cls, latency: LatencyTable, max_batch: int | None = None, token_budget: int | None = None,
+        kv_blocks: int | None = None,
+    ) -> Limits:  # fmt: skip
+        """Those that the engine of `latency` was measured under, where none are given."""
+        own = latency.meta.get("engine") or {}
+        return cls(
+            own.get("max_batch", cls.max_batch) if max_batch is None else max_batch,
+            own.get("token_budget", cls.token_budget) if token_budget is None else token_budget,
+            kv_blocks,
+        )
 
 
 class Iteration(NamedTuple):
