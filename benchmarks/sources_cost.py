@@ -88,7 +88,7 @@ def main() -> None:
 
     def done(name: str) -> None:
         nonlocal begin
-        spent[name] = time.perf_counter() - begin
+        spent[name] = spent.get(name, 0.0) + time.perf_counter() - begin
         begin = time.perf_counter()
 
     recordings = record_sources(pair.target, trace, modules, settings, advance=done)

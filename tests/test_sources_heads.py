@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +65,11 @@ class Case:
             train_masks(target, text, 2, steps=2, batch=1, starts=6),
         )
         skip = [3, 5, 6]
+        self.told: list[str] = []
         self.recordings = record_sources(
-            pair.target, self.trace, self.modules, skip=skip, skip_offsets=6
-        )
+            pair.target, self.trace, self.modules, skip=skip, skip_offsets=6,
+            advance=self.told.append,
+        )  # fmt: skip
         self.runner = SourceRunner(pair.target, self.trace, self.modules)
         self.skip = LayerSkip(skip)
 
@@ -86,6 +89,11 @@ SOURCES: list[tuple[Source, DraftPolicy]] = [
     (LayerSkip(), Fixed(5)),
     (LayerSkip(), Confidence(6, 0.2)),
 ]
+
+
+def test_progress_is_told_after_every_request_of_every_source(case: Case) -> None:
+    named = ["early-exit", *case.recordings.starts]
+    assert Counter(case.told) == dict.fromkeys(named, len(case.trace.requests))
 
 
 @pytest.mark.invariant(1)

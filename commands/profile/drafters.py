@@ -117,14 +117,14 @@ def record_drafters(
             write_recordings(Recordings(starts={key: moved}), out)
     seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
     with progress_bar() as progress:
-        task = progress.add_task("recording drafters", total=len(todo))
+        task = progress.add_task("recording drafters", total=len(todo) * len(trace.requests))
         for key, provenance in todo.items():
             made = record_sources(
-                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key], seed=seed
-            ).starts[key]
+                pair.target, trace, modules, draft_offsets=OFFSETS, only=[key], seed=seed,
+                advance=lambda _: progress.advance(task),
+            ).starts[key]  # fmt: skip
             stamped = replace(made, meta={**made.meta, **provenance})
             write_recordings(Recordings(starts={key: stamped}), out)
-            progress.advance(task)
     return [*todo]
 
 

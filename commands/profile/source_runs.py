@@ -77,17 +77,16 @@ def profile_sources(
     provenance = {STAMP: stamp, "heads": heads_digest(modules)}
     todo = missing(kept, modules, settings, skip, provenance)
     with progress_bar() as progress:
-        task = progress.add_task("recording sources", total=len(todo))
+        task = progress.add_task("recording sources", total=len(todo) * len(trace.requests))
         for name in todo:
             found = record_sources(
                 pair.target, trace, modules, settings, skip=skip, skip_offsets=SKIP_OFFSETS,
-                only=[name],
+                only=[name], advance=lambda _: progress.advance(task),
             )  # fmt: skip
             own = provenance
             if found.adapter is not None:
                 own = {**provenance, "adapter": adapter_digest(modules)}
             write_recordings(_stamped(found, own), out)
-            progress.advance(task)
     measure(pair, out, trace, modules, repeats=repeats)
     note(f"recorded {', '.join(todo) or 'nothing new'} into {out}")
 

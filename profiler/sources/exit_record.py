@@ -13,7 +13,7 @@ exit a position, so each still draws from its own head, and settings differ by t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -253,9 +253,11 @@ def _extended(sees: npt.NDArray[np.bool_], parents: list[int]) -> npt.NDArray[np
 
 
 def record_exits(
-    recorder: ExitRecorder, trace: Trace, requests: Iterable[int] | None = None
+    recorder: ExitRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
 ) -> ExitRecording:
     """The early-exit recording of the requests of `trace`, whose output it follows.
+
+    `advance` is called after each request.
 
     Raises DraftsimError if the trace was sampled otherwise than the recorder does or holds no
     prompts.
@@ -267,9 +269,17 @@ def record_exits(
         )
     layers = recorder.heads.layers, recorder.target.layers
     return assemble(
-        (nodes for nodes, _ in recorded(recorder, trace)), [r.tokens for r in trace.requests],
-        layers, recorder.omegas, recorder.settings, recorder.sampling,
+        _followed(recorder, trace, advance), [r.tokens for r in trace.requests], layers,
+        recorder.omegas, recorder.settings, recorder.sampling,
     )  # fmt: skip
+
+
+def _followed(
+    recorder: ExitRecorder, trace: Trace, advance: Callable[[], None]
+) -> Iterator[ExitNodes]:
+    for nodes, _ in recorded(recorder, trace):
+        yield nodes
+        advance()
 
 
 def recorded(recorder: ExitRecorder, trace: Trace) -> Iterator[tuple[ExitNodes, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def record_sources(
     seed:
         Of the draws along sampled outputs.
     advance:
-        Called with each source's name once it is recorded.
+        Called with the source's name after each request.
     """
     longest = max(r.prompt_length + r.tokens for r in trace.requests)
     exits = None
@@ -131,8 +132,7 @@ def record_sources(
             runner, modules.exits, settings, eos=eos, sampling=trace.sampling,
             generator=torch.Generator(runner.device).manual_seed(seed),
         )  # fmt: skip
-        exits = record_exits(recorder, trace)
-        advance("early-exit")
+        exits = record_exits(recorder, trace, partial(advance, "early-exit"))
     sampled, adapter = trace.temperature > 0, None
     if not sampled and modules.adapter is not None and (only is None or Kangaroo.name in only):
         wide = LayerRunner(target, ExitRecorder.slots_needed(longest, adapter_gamma))
@@ -140,8 +140,7 @@ def record_sources(
             wide, modules.adapter, [Kangaroo().setting(adapter_gamma)],
             eos=frozenset(trace.meta.get("eos_token_ids") or ()),
         )  # fmt: skip
-        adapter = record_exits(behind, trace)
-        advance(Kangaroo.name)
+        adapter = record_exits(behind, trace, partial(advance, Kangaroo.name))
     makers: dict[str, Callable[[LayerRunner], StartRecorder]] = {
         kind: lambda runner, heads=heads: HeadsRecorder(runner, heads)  # type: ignore[misc]
         for kind, heads in modules.parallel.items()
@@ -162,6 +161,5 @@ def record_sources(
         if only is None or name in only:
             small = make(LayerRunner(target, longest))
             recorder_of = make(LayerRunner(target, small.slots_needed(longest)))
-            starts[name] = record_starts(recorder_of, trace)
-            advance(name)
+            starts[name] = record_starts(recorder_of, trace, partial(advance, name))
     return Recordings(exits, starts, adapter)

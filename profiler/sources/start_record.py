@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -184,8 +185,10 @@ class SkipRecorder(StartRecorder):
         return torch.stack(steps, 1)
 
 
-def record_starts(recorder: StartRecorder, trace: Trace) -> StartRecording:
-    """What the source drafts from every start of the requests of `trace`.
+def record_starts(
+    recorder: StartRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
+) -> StartRecording:
+    """What the source drafts from every start of the requests of `trace`; `advance` after each.
 
     Raises DraftsimError if the trace was sampled otherwise than its recorder draws, or holds no
     prompts.
@@ -197,6 +200,7 @@ def record_starts(recorder: StartRecorder, trace: Trace) -> StartRecording:
     for i in range(len(trace.requests)):
         prompt = torch.tensor(prompt_tokens(trace, i), device=recorder.target.device)
         parts.append(recorder.record(prompt, output[int(starts[i]) : int(starts[i + 1])], eos))
+        advance()
     merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
     return StartRecording(
         merged["token"], {name: merged[name] for name in START_SIGNALS}, merged["rank"],
