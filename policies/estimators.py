@@ -122,17 +122,29 @@ class IsotonicAcceptance:
             means = 1 - means
         # Steps begin midway between observations: at one, rounding would choose the side.
         knots[1:] = (knots[:-1] + knots[1:]) / 2
-        # Each block: first knot, weight, mean; merge back while the order is violated.
-        blocks: list[tuple[float, float, float]] = []
-        for knot, weight, mean in zip(knots, counts.astype(float), means, strict=True):
-            block = (float(knot), float(weight), float(mean))
-            while blocks and blocks[-1][2] >= block[2]:
-                first, w, m = blocks.pop()
-                total = w + block[1]
-                block = (first, total, (w * m + block[1] * block[2]) / total)
-            blocks.append(block)
+        blocks = rising_blocks(means, counts)
         values = np.clip([m if rising else 1 - m for _, _, m in blocks], 0, 1)
-        return cls(signal, [b[0] for b in blocks], values.tolist())
+        return cls(signal, [float(knots[first]) for first, _, _ in blocks], values.tolist())
+
+
+def rising_blocks(values: npt.ArrayLike, weights: npt.ArrayLike) -> list[tuple[int, float, float]]:
+    """The rising least-squares fit to `values`, (n,) both, by pooling adjacent violators.
+
+    Blocks of equal fit: (index of the first, weight, value).
+    """
+    blocks: list[tuple[int, float, float]] = []
+    pairs = zip(
+        np.asarray(values, float).tolist(), np.asarray(weights, float).tolist(), strict=True
+    )
+    for i, (value, weight) in enumerate(pairs):
+        block = (i, weight, value)
+        # Merge back while the order is violated.
+        while blocks and blocks[-1][2] >= block[2]:
+            first, w, m = blocks.pop()
+            total = w + block[1]
+            block = (first, total, (w * m + block[1] * block[2]) / total)
+        blocks.append(block)
+    return blocks
 
 
 class LogisticAcceptance:

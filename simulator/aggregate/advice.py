@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm, t
 
 from simulator.aggregate.acceptance import Interval, TwoState, emitted_at
 from simulator.aggregate.fit import ACCEPTANCE, Calibration
@@ -75,6 +74,8 @@ def predicted(
     found: Calibration, runs: Sequence[ServerRun], loads: Sequence[tuple[int, int, float]]
 ) -> list[Load]:
     """Speeds at some loads (batch, k, context), with intervals of costs and acceptance."""
+    from scipy.stats import norm, t
+
     totals: Mapping[int, float] = {
         r.k: float(np.mean([o.round_tokens for o in runs if o.k == r.k and o.round_tokens]))
         for r in runs if r.k and r.round_tokens is not None

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
-from scipy.stats import f, norm, t
 
 from simulator.aggregate.acceptance import Interval, TwoState
 from simulator.aggregate.server import COSTS, Server, ServerRun
@@ -69,6 +67,8 @@ def calibrate(
         If there are too few runs, none without speculation, or fewer than one more than
         determined parameters where the noise is not named.
     """
+    from scipy.stats import f, norm
+
     if not any(run.k == 0 for run in runs):
         raise DraftsimError("no run with speculation off (k = 0): measure one")
     base = Server(threshold=threshold, always=always)
@@ -103,6 +103,9 @@ def _squares(found: Calibration) -> float:
 def _fitted(
     base: Server, runs: Sequence[ServerRun], noise: float | None, level: float
 ) -> Calibration:
+    from scipy.optimize import least_squares
+    from scipy.stats import norm, t
+
     columns = base.columns([r.batch for r in runs], [r.k for r in runs], [r.context for r in runs])
     unknown = np.array([r.round_tokens is None for r in runs])
     known = np.array([r.round_tokens or 1.0 for r in runs])

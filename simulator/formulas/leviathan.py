@@ -5,8 +5,6 @@ that costs one target step whatever its width.
 
 from __future__ import annotations
 
-from scipy.optimize import brentq
-
 from simulator.formulas.bounds import geometric_sum, require
 from traces.errors import DraftsimError
 
@@ -69,6 +67,8 @@ def break_even_alpha(gamma: int, c: float, verify: float = 1.0) -> float:
     DraftsimError
         If even alpha = 1 does not pay, or alpha = 0 already does.
     """
+    from scipy.optimize import brentq
+
     require("gamma", gamma, 1)
     cost = gamma * require("c", c, 0) + require("verify", verify, 0)
     if not 1 <= cost <= gamma + 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from scipy.optimize import brentq
-
 from simulator.formulas.bounds import require
 
 
@@ -54,6 +52,8 @@ def waiting_in_turn(rate: float, mean_s: float, servers: int) -> float:
     Each is a queue E_N/M/1: with sigma = A(mu (1 - sigma)), A the transform of Erlang gaps,
     sigma / (mu (1 - sigma)) (Kleinrock, Queueing Systems I, section 6.4).
     """
+    from scipy.optimize import brentq
+
     require("servers", servers, 1)
     _load(rate * mean_s / servers)
 

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import brentq, minimize_scalar
 
 from simulator.formulas.bounds import geometric_sum, require
 from traces.errors import DraftsimError
@@ -48,6 +47,8 @@ def worst_case(width: float, depth: float) -> float:
 
 def break_even_alpha(gamma: float, depth: float, reading: Reading = "physical") -> float:
     """Acceptance at which eq. 5 gives 1; at gamma = 2 (physical) it is the depth itself."""
+    from scipy.optimize import brentq
+
     if require("gamma", gamma, 1) == 1:
         raise DraftsimError("gamma is 1, which is plain decoding: any acceptance breaks even")
     cost = round_cost(gamma, depth)
@@ -83,6 +84,8 @@ def fit_depth(compression: npt.ArrayLike, speedups: npt.ArrayLike, wasted: float
     (gamma - 1) depth can be identified; tying gamma to the compression rate identifies
     the depth.  ``wasted`` is how many positions a round computes for nothing.
     """
+    from scipy.optimize import minimize_scalar
+
     rate = np.asarray(compression, dtype=float)
     published = np.asarray(speedups, dtype=float)
     if rate.shape != published.shape or rate.size < 2:

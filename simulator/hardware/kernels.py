@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, nnls
 
 from simulator.hardware.devices import DEVICES
 from simulator.hardware.evidence import STUDIES
@@ -76,6 +75,8 @@ def outside_launches(without: str = "") -> float:
     to the eager studies but the one called `without`, each with layers of its own speed, where
     launches decide: by the data sheet at most half of a pass is memory and arithmetic.
     """
+    from scipy.optimize import least_squares
+
     studies = [s for s in STUDIES if s.mode == "eager" and s.name != without]
     groups = [
         [(SHAPES[r.model].layers, r.seconds) for r in s.runs
@@ -124,6 +125,8 @@ def _same(one: WeightFormat, other: WeightFormat, mode: Mode) -> bool:
 
 @lru_cache(maxsize=256)
 def _unpacking(form: WeightFormat, mode: Mode, left: Left) -> Unpacking:
+    from scipy.optimize import nnls
+
     rows = [(s, r) for s, r in evidence_for(form, mode) if (s.name, r) not in left]
     if not rows:
         return Unpacking()

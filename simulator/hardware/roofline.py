@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares
 
 from simulator.hardware.devices import Device
 from simulator.hardware.shapes import ModelShape
@@ -120,6 +119,8 @@ class Roofline:
         DraftsimError
             If there are fewer observations than free parameters, or a name is unknown.
         """
+        from scipy.optimize import least_squares
+
         if unknown := [name for name in free if name not in FREE]:
             raise DraftsimError(f"{unknown[0]!r} is no parameter, expected of {', '.join(FREE)}")
         if len(observed) < len(free):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit
 
 from policies.basic import Autoregressive
 from policies.batch.base import BatchPolicy
@@ -263,4 +262,6 @@ def _serve(
 
 def _reach(values: Floats) -> float:
     """Half the width of the 95 % t interval whose standard error the draws' spread is."""
+    from scipy.special import stdtrit
+
     return float(stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2) * np.std(values, ddof=1))

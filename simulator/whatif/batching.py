@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
 
 from simulator.pricing import autoregressive
 from simulator.whatif.cost import host_seconds
@@ -242,6 +241,8 @@ class InBatches:
 
         A step takes as long for every slot, whoever drafts longest in it.
         """
+        from scipy.sparse import coo_array
+
         rounds = self._rounds[side]
         total = np.zeros((len(costs[0]), len(rounds)))
         for run, cost in zip(self.runs, costs, strict=True):

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import isotonic_regression
 
+from policies.estimators import rising_blocks
 from simulator.pricing import HOSTS
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
@@ -57,7 +57,7 @@ class LatencyCost:
         key = (batch, context)
         if key not in self._widths:
             raw, one, first = _read(self.latency, self.longest, batch, context)
-            self._widths[key] = np.asarray(isotonic_regression(raw).x) if self.smooth else raw
+            self._widths[key] = _rising(raw) if self.smooth else raw
             self._settling[key] = settling_sums(self.latency, "draft", batch) + first - one
             step = one + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
@@ -74,6 +74,12 @@ class LatencyCost:
         if (phase, batch) not in self._host:
             self._host[phase, batch] = host_seconds(self.latency, phase, batch)
         return self._host[phase, batch]
+
+
+def _rising(seconds: Floats) -> Floats:
+    """The least-squares fit to `seconds` that nowhere falls."""
+    blocks = rising_blocks(seconds, np.ones(len(seconds)))
+    return np.repeat([value for _, _, value in blocks], [int(weight) for _, weight, _ in blocks])
 
 
 class _Passes(NamedTuple):

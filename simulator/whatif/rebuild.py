@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.spatial import cKDTree
 
 from simulator.whatif.matchmodel import Bools, signal_table
 from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
@@ -110,6 +109,8 @@ class Rebuilder:
 
     def _lenders(self, mismatches: Ints) -> Ints:
         """Per position the recorded mismatch that would lend its tail, shape (positions,)."""
+        from scipy.spatial import cKDTree
+
         trace = self.trace
         whole = (
             self._tails[mismatches]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,8 @@ import pandas as pd
 
 Floats = npt.NDArray[np.float64]
 Origins = npt.NDArray[np.int8]
+
+Sizes = tuple[float | Floats, float | Floats, Floats]
 
 MEASURED, INTERPOLATED, EXTRAPOLATED = 0, 1, 2
 
@@ -73,57 +75,64 @@ class Grid:
         """Seconds and their origin at equally long arrays of batch, new tokens, context."""
         if (only := self.only_batch) is not None:
             b = np.full(len(b), only)
-        out, origin = np.empty(len(b)), np.empty(len(b), dtype=np.int8)
-        # As one complex number each, which sort several times faster than rows of a matrix.
-        pairs, inverse = np.unique(b + 1j * n, return_inverse=True)
-        # One pass per distinct (batch, width): there are few, and contexts are many.
-        order = np.argsort(inverse, kind="stable")
-        stops = np.searchsorted(inverse[order], np.arange(len(pairs) + 1))
-        read = self._constant if self.flat else self._interpolate
-        for i, pair in enumerate(pairs):
-            rows = order[stops[i] : stops[i + 1]]
-            out[rows], origin[rows] = read(float(pair.real), float(pair.imag), c[rows])
-        return out, origin
-
-    def _interpolate(self, batch: float, width: float, c: Floats) -> tuple[Floats, Origins]:
-        total, origin = np.zeros(len(c)), np.zeros(len(c), dtype=np.int8)
-        for batch_weight, b in _neighbours(self.lines, batch):
-            near = _neighbours(self.lines[b], width)
-            value = np.zeros(len(c))
-            for width_weight, n in near:
-                seconds, from_line = self._along(b, n, c)
-                value += width_weight * seconds
-                origin = np.maximum(origin, from_line)
-            if len(near) > 1 or batch_weight < 1:
-                origin = np.maximum(origin, np.int8(INTERPOLATED))
-            if not min(self.lines[b]) <= width <= max(self.lines[b]):
-                value *= self._ratio((b, width, c), (b, near[0][1], c))
-                origin[:] = EXTRAPOLATED
-            total += batch_weight * value
-        if not min(self.lines) <= batch <= max(self.lines):
-            nearest = _neighbours(self.lines, batch)[0][1]
-            total *= self._ratio((batch, width, c), (nearest, width, c))
-            origin[:] = EXTRAPOLATED
+        if self.flat:
+            return self._constant(n, c)
+        # Element by element as if alone; together they take a step per measured line.
+        total, origin = np.zeros(len(b)), np.zeros(len(b), dtype=np.int8)
+        for rows, batch, weight in _sides(self.batches, b):
+            value, beyond, from_lines = self._at_batch(batch, n[rows], c[rows])
+            total[rows] += weight * value
+            from_lines[weight < 1] = np.maximum(from_lines[weight < 1], INTERPOLATED)
+            from_lines[beyond] = EXTRAPOLATED
+            origin[rows] = np.maximum(origin[rows], from_lines)
+        nearest = np.clip(b, self.batches[0], self.batches[-1])
+        if (outside := b != nearest).any():
+            at = n[outside], c[outside]
+            total[outside] *= self._ratio((b[outside], *at), (nearest[outside], *at))
+            origin[outside] = EXTRAPOLATED
         return total, origin
+
+    def _at_batch(
+        self, batch: float, n: Floats, c: Floats
+    ) -> tuple[Floats, npt.NDArray[np.bool_], Origins]:
+        """Seconds at a measured batch, whether the width lies outside, and origins."""
+        value, origin = np.zeros(len(n)), np.zeros(len(n), dtype=np.int8)
+        widths = sorted(self.lines[batch])
+        for rows, width, weight in _sides(widths, n):
+            seconds, from_line = self._along(batch, width, c[rows])
+            value[rows] += weight * seconds
+            from_line[weight < 1] = np.maximum(from_line[weight < 1], INTERPOLATED)
+            origin[rows] = np.maximum(origin[rows], from_line)
+        nearest = np.clip(n, widths[0], widths[-1])
+        outside = n != nearest
+        if outside.any():
+            own = np.full(int(outside.sum()), batch)
+            at, edge = (own, n[outside], c[outside]), (own, nearest[outside], c[outside])
+            value[outside] *= self._ratio(at, edge)
+        return value, outside, origin
 
     def _along(self, b: float, n: float, c: Floats) -> tuple[Floats, Origins]:
         """One measured line of contexts, carried on beyond its ends."""
         contexts, times = self.lines[b][n]
         seconds = np.interp(c, contexts, times)
-        origin = np.where(np.isin(c, contexts), MEASURED, INTERPOLATED).astype(np.int8)
-        inside = np.clip(c, contexts[0], contexts[-1])
+        inside = np.minimum(np.maximum(c, contexts[0]), contexts[-1])
+        known = contexts[contexts.searchsorted(inside)] == c
+        origin = np.where(known, MEASURED, INTERPOLATED).astype(np.int8)
         if (outside := c != inside).any():
             seconds[outside] *= self._ratio((b, n, c[outside]), (b, n, inside[outside]))
             origin[outside] = EXTRAPOLATED
         return seconds, origin
 
-    def _constant(self, batch: float, width: float, c: Floats) -> tuple[Floats, Origins]:
-        del batch
+    def _constant(self, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         lines = next(iter(self.lines.values()))
-        contexts, times = lines[max((w for w in lines if w <= width), default=min(lines))]
-        return np.interp(c, contexts, times), np.zeros(len(c), dtype=np.int8)
+        widths = sorted(lines)
+        wide = np.maximum(np.searchsorted(widths, n, side="right") - 1, 0)
+        out = np.empty(len(n))
+        for i in np.bincount(wide).nonzero()[0].tolist():
+            out[wide == i] = np.interp(c[wide == i], *lines[widths[i]])
+        return out, np.zeros(len(n), dtype=np.int8)
 
-    def _ratio(self, at: tuple[float, float, Floats], base: tuple[float, float, Floats]) -> Floats:
+    def _ratio(self, at: Sizes, base: Sizes) -> Floats:
         """How much the fit grows from `base` to `at`, points of (batch, new tokens, contexts)."""
         above, below = _features(*at) @ self.fit, _features(*base) @ self.fit
         return np.divide(above, below, out=np.ones_like(above), where=below > 0)
@@ -143,15 +152,26 @@ class Grid:
         return np.asarray(weights / size, dtype=float)
 
 
-def _neighbours(points: Iterable[float], x: float) -> list[tuple[float, float]]:
-    """(weight, point) pairs bracketing x; outside the points, the nearest one alone."""
-    ordered = np.array(sorted(points))
-    i = int(np.clip(np.searchsorted(ordered, x), 0, len(ordered) - 1))
-    if ordered[i] == x or x < ordered[0] or x > ordered[-1]:
-        return [(1.0, float(ordered[i]))]
-    lo, hi = float(ordered[i - 1]), float(ordered[i])
-    w = (x - lo) / (hi - lo)
-    return [(1 - w, lo), (w, hi)]
+def _sides(
+    points: Sequence[float], x: Floats
+) -> Iterator[tuple[npt.NDArray[np.int64], float, Floats]]:
+    """(elements, point, weights): the points that bracket each element of `x`, below first.
+
+    A point itself has the weight 1, and so has the nearest one to what lies outside.
+    """
+    ordered = np.asarray(points)
+    last = len(ordered) - 1
+    above = np.minimum(ordered.searchsorted(x), last)
+    below = np.where((ordered[above] > x) & (above > 0), above - 1, above)
+    gap = ordered[above] - ordered[below]
+    share = np.divide(x - ordered[below], gap, out=np.zeros(len(x)), where=gap > 0)
+    every = np.arange(len(x))
+    between = share.nonzero()[0]
+    for elements, place, weight in ((every, below, 1 - share), (between, above, share)):
+        own = place[elements]
+        for i in np.bincount(own).nonzero()[0].tolist():
+            rows = elements[own == i]
+            yield rows, points[i], weight[rows]
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
@@ -125,6 +124,8 @@ def _design(steps: Floats, tokens: Floats) -> Floats:
 
 def _fit(turns: Turns, steps: Floats) -> Floats:
     """Seconds of a turn, of a step, and of a step per token in the cache; none negative."""
+    from scipy.optimize import nnls
+
     weight = 1 / turns.seconds[:, None]
     found, _ = nnls(_design(steps, turns.tokens) * weight, np.ones(len(steps)))
     return np.asarray(found)

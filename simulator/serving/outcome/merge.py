@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 TOTALS = {
     "requests", "rejected", "preemptions", "interpolated", "extrapolated", "simulated_tokens",
@@ -17,6 +16,8 @@ TOTALS = {
 
 def t_interval(values: Any, confidence: float = 0.95) -> tuple[float, float, float]:
     """Mean and t interval of independent `values`; NaN bounds for fewer than two."""
+    from scipy.special import stdtrit
+
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2:
