@@ -29,6 +29,8 @@ from traces.replay.rounds import RoundLog
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+PANELS = 5
+"""Categories side by side; more go into further rows."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
 INK, GREY = "#222222", "#8C8C8C"
 
@@ -117,12 +119,18 @@ def plot_categories(by_category: pd.DataFrame, policies: Sequence[str] | None = 
         raise DraftsimError("no row to plot: name policies that the table holds")
     categories = list(dict.fromkeys(rows["category"]))
     names = list(dict.fromkeys(_policy_labels(rows)))
+    across = min(len(categories), PANELS)
+    down = -(-len(categories) // across)
     figure = Figure(
-        figsize=(1.9 + 1.75 * len(categories), 0.3 * len(names) + 1.2), layout="constrained"
+        figsize=(1.9 + 1.75 * across, (0.3 * len(names) + 0.6) * down + 0.6), layout="constrained"
     )
-    panels = figure.subplots(1, len(categories), sharex=True, sharey=True, squeeze=False)[0]
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flatten()
     y = np.arange(len(names))[::-1]
-    for axes, category in zip(panels, categories, strict=True):
+    for axes in grid[len(categories) :]:
+        axes.set_visible(False)
+    for axes in grid[max(len(categories) - across, 0) : len(categories)]:
+        axes.tick_params(labelbottom=True)
+    for axes, category in zip(grid, categories, strict=False):
         part = rows[rows["category"] == category]
         _intervals(axes, part, y, COLOURS[0], "o")
         axes.axvline(1, color=INK, linewidth=0.8)

@@ -75,6 +75,21 @@ def test_speedups_are_drawn_where_they_are(logs: list[RoundLog]) -> None:
     assert labels == ["oracle", "fixed"]
 
 
+def test_many_categories_take_several_rows() -> None:
+    rows = pd.DataFrame([
+        {"policy": "fixed", "verify": "exact", "category": f"c{i}", "speedup": 1.1,
+         "speedup_lo": 1.0, "speedup_hi": 1.2}
+        for i in range(13)
+    ])  # fmt: skip
+    figure = plot_categories(rows)
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == [f"c{i}" for i in range(13)]
+    assert figure.get_figwidth() < 12
+    spec = shown[-1].get_subplotspec()
+    assert spec is not None
+    assert spec.rowspan.start == 2
+
+
 def test_categories_have_a_panel_each(logs: list[RoundLog]) -> None:
     frame = summarize_by_category(logs, LATENCY, resamples=50)
     two = pd.concat([frame, frame.assign(category="other")])

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
-COMPARED = ("fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle")
-"""Policies drawn where a plot holds only a few, by name without parameters."""
+COMPARED = (
+    "fixed", "hf-heuristic", "confidence", "gammatune", "svip", "oracle", "eagle", "eagle3",
+)  # fmt: skip
+"""Policies and systems drawn where a plot holds only a few, by name without parameters."""
 
 
 def robustness_families(max_gamma: int) -> dict[str, Callable[[int], DraftPolicy]]:
@@ -37,22 +39,33 @@ def save_all(
     logs: Sequence[RoundLog],
     folder: Path,
     validation: pd.DataFrame | None = None,
+    systems: Sequence[RoundLog] = (),
 ) -> list[Path]:
-    """Draw everything a recording shows into `folder`; the paths written."""
+    """Draw everything a recording shows into `folder`; the paths written.
+
+    ``logs`` are of the draft model; ``systems``, with drafts of their own, stand beside them where
+    speedups are drawn.
+    """
     from simulator import plots
     from simulator.ratios import own_ratios
     from simulator.robustness import INITIAL_GAMMAS, speedup_by_gamma
     from simulator.summary import summarize, summarize_by_category
 
     label = "lower bounds: the log does not tell its draft lengths" if trace.is_lower_bound else ""
-    some = [log for log in logs if log.policy.partition(":")[0] in COMPARED] or list(logs)
-    overall = summarize(logs, latency)
+    some, beside = (
+        [log for log in group if log.policy.partition(":")[0] in COMPARED]
+        for group in (logs, systems)
+    )
+    some = some or list(logs)
+    overall = summarize([*logs, *systems], latency)
+    both = [*some, *beside]
     if not trace.is_lower_bound:
         speed = dict(zip(overall["policy"], overall["speedup"], strict=True))
-        some.sort(key=lambda log: -speed[log.policy])
+        for shown in (some, both):
+            shown.sort(key=lambda log: -speed[log.policy])
     figures = {
         "speedup": plots.plot_speedup(overall),
-        "categories": plots.plot_categories(summarize_by_category(some, latency)),
+        "categories": plots.plot_categories(summarize_by_category(both, latency)),
         "cost_ratio": plots.plot_cost_ratio(some, latency=latency, own=own_ratios(trace, latency)),
         "survival": plots.plot_survival(trace),
     }

@@ -47,7 +47,14 @@ from commands.common.sources import (
     split_systems,
     with_free_lookups,
 )
-from commands.simulate.table import compared, headline, over_all, print_ranked, with_quality
+from commands.simulate.table import (
+    LOSSLESS,
+    compared,
+    headline,
+    over_all,
+    print_ranked,
+    with_quality,
+)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -182,7 +189,8 @@ def simulate(
 
         if not logs:
             raise DraftsimError("--plots compares policies with the draft model: name some")
-        for path in save_all(recorded, table, logs, plots):
+        own_text = [log for log in more if log.verify in LOSSLESS]
+        for path in save_all(recorded, table, logs, plots, systems=own_text):
             note(f"wrote {path}")
 
 
