@@ -15,7 +15,9 @@ from policies.core import DraftPolicy, Load
 from policies.registry import parse_policy, policy_names
 from policies.rules.registry import parse_rule
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
+from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.reader import PassReader
+from simulator.serving.cost.work import Work, Works
 from simulator.serving.outcome.report import Run
 from simulator.serving.spans import SpanEngine, clock_free
 from tests.serving import CONSTANT, GRID, arrival_file, bernoulli, table
@@ -134,6 +136,18 @@ def test_spans_are_their_iterations(arrivals, limits, policy, cells, data):
         max_tokens=data.draw(st.sampled_from([None, None, 100, 333])),
     )  # fmt: skip
     assert_same(SIGNALLED, latency, parse_policy(policy, max_gamma=24), scenario)
+
+
+@pytest.mark.parametrize("cells", ["grid", "along", "both"])
+def test_drafts_that_are_not_handed_on_cost_the_same_many_at_a_time(cells):
+    cost = IterationCost(TABLES[cells])
+    # Contexts, drafted, draft passes, sequences that drafted, ...: nothing handed on, then some.
+    works = [Work(90, 0, 3, 2, 2, 90, False, True), Work(96, 4, 3, 2, 3, 96, True, False)]
+    one_by_one = [cost.of_work(work, 2, ()).total_s for work in works]
+    columns = Works(*(np.array([int(value) for value in column]) for column in zip(*works, strict=True)))
+    found = cost.of_works(columns, 2)
+    assert found is not None
+    np.testing.assert_allclose(found[0], one_by_one, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kv_blocks", [None, 40])

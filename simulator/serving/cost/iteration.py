@@ -304,7 +304,7 @@ class IterationCost:
             host_s += target_rollback_s
         if unread:
             host_s += draft_rollback_s
-        if longest:
+        if longest and not self._only_along(work):
             host_s += longest * draft_s
         return host_s
 
