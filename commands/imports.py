@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, print_table
+from commands.common.output import TABLES, JsonOption, emit, note, print_table
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
@@ -26,7 +26,7 @@ def import_file(
         Path | None,
         typer.Option(
             metavar="T",
-            help="Trace or latencies to write; of counts, which make no trace, the JSON.",
+            help="Trace or latencies to write; of counts, which make no trace, FILE.json.",
         ),
     ] = None,
     baseline: Annotated[
@@ -86,12 +86,20 @@ def import_file(
         note(f"left out: {reason}")
 
 
+def _recording(out: Path | None, made: str) -> Path:
+    """The file for what was made, which is a Parquet file whatever its name; not a table's."""
+    if out is None:
+        raise DraftsimError(f"{made}: name a file for it with --out")
+    if out.suffix in TABLES and out.suffix != ".parquet":
+        raise DraftsimError(f"--out {out}: {made}, a Parquet file: name a .parquet file")
+    return out
+
+
 def _trace(trace: Trace, out: Path | None, json: str | None) -> None:
     from traces.acceptance.trace import UNKNOWN
     from traces.store.files import write_trace
 
-    if out is None:
-        raise DraftsimError("this log makes a trace: name a file for it with --out")
+    out = _recording(out, "this log makes a trace")
     write_trace(trace, out)
     unknown = int((trace.columns["match"] == UNKNOWN).sum())
     note(
@@ -117,6 +125,8 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     }  # fmt: skip
     lengths = _lengths(totals)
     more = {"counts": summary, "tokens_by_length": lengths}
+    if out is not None and out.suffix in TABLES and out.suffix != ".json":
+        raise DraftsimError(f"--out {out}: {form} made counts, and no trace: name a .json file")
     if out is not None:
         emit("import", rows, str(out), more=more)
         note(f"wrote {out}")
@@ -149,8 +159,7 @@ def _lengths(totals: Totals) -> list[dict[str, Any]]:
 def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
     from traces.store.files import write_latency
 
-    if out is None:
-        raise DraftsimError("this makes latencies: name a file for them with --out")
+    out = _recording(out, "this makes latencies")
     write_latency(table, out)
     note(f"wrote {out}: {len(table.cells)} cells, {table.meta['device']}")
     for role, name in (table.meta.get("models") or {}).items():

@@ -260,6 +260,20 @@ def test_a_tree_is_no_chain(tmp_path: Path, run: Run) -> None:
     assert document["counts"]["tree"] is True
 
 
+def test_a_files_suffix_says_what_it_is(tmp_path: Path, run: Run) -> None:
+    for form, log, out, what in (
+        ("eagle", EAGLE, "t.parquet", "eagle made counts, and no trace: name a .json file"),
+        ("rounds", ROUNDS, "t.csv", "this log makes a trace, a Parquet file: name a .parquet file"),
+    ):
+        refused = run("import", form, written(tmp_path, log), "--out", tmp_path / out)
+        assert refused.code == 2
+        assert what in refused.err
+        assert refused.err.count("\n") == 1
+        assert not (tmp_path / out).exists()
+    wrote = run("import", "eagle", written(tmp_path, EAGLE), "--out", tmp_path / "t.json")
+    assert (wrote.code, json.loads((tmp_path / "t.json").read_text())["command"]) == (0, "import")
+
+
 def test_public_eagle_log(shared_data: Path) -> None:
     folder = shared_data / "eagle_logs"
     plain = folder / "llama-2-chat-70b-base.jsonl"
