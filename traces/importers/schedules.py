@@ -186,7 +186,8 @@ def infer(turns: Sequence[LoggedTurn], first: int) -> Inference:
             shown.append((name, rounds))
     if not shown:
         return Inference(tried, why=refused or "every one is contradicted by a round of the log")
-    shown.sort(key=lambda found: len(found[0]))  # defaults are left out of a name
+    # The plainest name first: a fixed length, then the one with most of its defaults.
+    shown.sort(key=lambda found: (not found[0].startswith("fixed:"), len(found[0])))
     chosen, lengths = shown[0]
     apart = {name: _apart(rounds, lengths) for name, rounds in shown[1:]}
     if others := [name for name, share in apart.items() if share > ALIKE]:
