@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install vllm smollm2 demo notebooks docs figures test mutants bench check-code clean
+.PHONY: install vllm smollm2 demo notebooks docs figures test suite-drill mutants bench check-code clean
 
 install: .venv/.installed
 
@@ -54,6 +54,12 @@ figures: install
 
 test: install
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# The GPU suite's stages in miniature three times in a row, then once with each injected failure.
+DRILLED := failures stopped time memory resumed files check unpack drafters
+suite-drill: install
+	set -e; for i in 1 2 3; do $(BIN)/pytest -q tests/test_suite.py tests/test_suite_gpu.py; done
+	$(BIN)/pytest -q $(DRILLED:%=tests/test_suite_%.py)
 
 # Hours for a larger sample; what is done is kept in .mutants/, and the next call goes on from there.
 SAMPLE ?= 6

@@ -49,17 +49,13 @@ def test_sizes_are_those_the_models_are_named_for() -> None:
 def test_one_token_is_bound_by_memory_and_many_by_arithmetic() -> None:
     for device in DEVICES.values():
         model = Roofline(device, "graph", 0.0, 0.0, 1.0, 1.0)
-        one = float(model.seconds(SEVEN))
-        assert one == pytest.approx((SEVEN.weights + SEVEN.kv_values * 0) * 2 / device.bandwidth,
-                                    rel=1e-4)  # fmt: skip
+        reading, each = 2 * SEVEN.weights / device.bandwidth, 2 * SEVEN.weights / device.flops
+        assert float(model.seconds(SEVEN)) == pytest.approx(reading + each, rel=1e-4)
         many = 4096
-        arithmetic = 2 * many * SEVEN.weights / device.flops
-        assert arithmetic <= float(model.seconds(SEVEN, new_tokens=many)) < 1.3 * arithmetic
-        # The knee: as many tokens as the device does operations per byte.
-        knee = device.flops / device.bandwidth
-        below, above = (float(model.seconds(SEVEN, new_tokens=knee * f)) for f in (0.8, 1.25))
-        assert below < 1.05 * one
-        assert above > 1.1 * one
+        assert many * each <= float(model.seconds(SEVEN, new_tokens=many)) < 1.3 * many * each
+        # The knee: as many tokens as the device does operations per byte, both as long.
+        knee = float(model.seconds(SEVEN, new_tokens=device.flops / device.bandwidth))
+        assert knee == pytest.approx(2 * reading, rel=0.05)
 
 
 @given(

@@ -17,10 +17,14 @@ from simulator.aggregate.acceptance import (
     unevenness,
 )
 from simulator.formulas.leviathan import expected_tokens
-from simulator.papers.measured import by_study, log_rows
+from simulator.hardware.devices import DEVICES
+from simulator.hardware.evidence.papers import GAMMATUNE_1
+from simulator.hardware.shapes import SHAPES
+from simulator.papers.measured import by_study, log_rows, measured_rows
 from simulator.papers.measured.figures import CLASSES, RTX3090
-from simulator.papers.measured.ladder import ONE, TWO, cycle_at
+from simulator.papers.measured.ladder import ONE, TWO, cycle_at, ladder_rows
 from simulator.papers.measured.rows import Evidence, evidence, ranked, record
+from simulator.papers.measured.unexplained import LARGE, NOTES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
@@ -147,6 +151,41 @@ def test_the_table_of_evidence(run: Run) -> None:
     assert "thc1006" in ran.err
     assert "--logs" in ran.err
     assert run("papers", "--measured", "--table", "TPU").code == 2
+
+
+def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
+    records = by_study(measured_rows())
+    for names, said in records.items():
+        if abs(said.worst) > LARGE:
+            assert any(note.on(*names) for note in NOTES), names
+    for note in NOTES:
+        assert any(note.on(*names) for names in records), note
+    ran = run("papers", "--measured", "--table", "GammaTune")
+    assert "GammaTune Table 1 (quantised): Not explained by any kernel." in ran.out
+    assert "SGLang" not in ran.out
+
+
+def test_what_the_70b_model_would_have_to_copy() -> None:
+    """The note's figures: 8 bits but for head and embedding, with the draft model beside it."""
+    large, draft = (SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in ("70B", "8B"))
+    held = (large.weights - large.head) + 4 * large.head + 2 * (draft.weights + draft.head)
+    beyond = held - DEVICES["h100"].memory
+    assert held / 1e9 == pytest.approx(89, abs=0.5)
+    assert beyond / 1e9 == pytest.approx(8.7, abs=0.05)
+    seconds = GAMMATUNE_1["meta-llama/Llama-3.1-70B"] / 1e3
+    assert beyond / seconds / 1e9 == pytest.approx(9.4, abs=0.05)
+
+
+def test_a_cycle_is_read_from_the_same_kernel_where_one_is_known() -> None:
+    """More than 8 tokens, a draft of 8 and one, are another kernel's in llama.cpp."""
+    rows = {(row.given, row.quantity): row.error for row in ladder_rows() if "MTP" in row.study}
+    quantity = "tokens/s at length 7"
+    beside = rows[f"{TWO}: 6 and 8", quantity]
+    assert abs(beside) < 0.05
+    # What the line through both kernels' cycles would have said.
+    cycles = {n: RTX3090["MTP head"][n].cycle for n in (6, 8)}
+    blurred = (1 + beside) * cycle_at({6: cycles[6]}, 7) / cycle_at(cycles, 7) - 1
+    assert blurred > 0.15
 
 
 def test_half_a_log_predicts_the_other(shared_data: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.output import emit, note, print_table
+from commands.common.output import emit, note, print_table, printable
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def print_evidence(
     DraftsimError
         If no study's name contains `study`, or `logs` holds no logs.
     """
-    from simulator.papers.measured import by_study, measured_rows, sources
+    from simulator.papers.measured import by_study, measured_rows, notes_on, sources
 
     rows = [
         row for row in measured_rows(logs) if study is None or study.lower() in row.study.lower()
@@ -31,14 +31,18 @@ def print_evidence(
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
     records = by_study(rows)
-    more = {"records": [
+    remarks = notes_on(rows)
+    more: dict[str, object] = {"records": [
         {"study": name, "given": given, **record._asdict()}
         for (name, given), record in records.items()
-    ]}  # fmt: skip
-    emit(
-        "papers", [row._asdict() for row in rows], json, more=more, out=out,
-        printed=lambda: print_table([_line(*names, one) for names, one in records.items()]),
-    )  # fmt: skip
+    ], "notes": remarks}  # fmt: skip
+
+    def printed() -> None:
+        print_table([_line(*names, one) for names, one in records.items()])
+        for remark in remarks:
+            print(printable(remark))
+
+    emit("papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed)
     shown = {row.study for row in rows}
     for name, text in sources().items():
         if any(name in other for other in shown):

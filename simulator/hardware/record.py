@@ -21,6 +21,8 @@ from simulator.hardware.kernels import PLAIN, Left, evidence_for, plain_model, u
 from simulator.hardware.roofline import Mode
 from simulator.hardware.shapes import SHAPES
 
+OWN, LIBRARY = "its unquantised runs", "the library's other models"
+
 
 class Predicted(NamedTuple):
     """A published run and what the model says of it."""
@@ -50,17 +52,43 @@ def predictions(mode: Mode) -> tuple[Predicted, ...]:
     return tuple(row for study in STUDIES if study.mode == mode for row in _of(study))
 
 
+@cache
+def by_library() -> tuple[Predicted, ...]:
+    """Runs of a format that other studies read with another library, from this library's alone.
+
+    What is launched for a quantised matrix is the library's choice, so that another's runs say
+    little.  Who knows which one a server has can do as well as this; `predictions` are made by
+    those who do not.
+    """
+    found = []
+    for study in (s for s in STUDIES if s.libraries):
+        own = dict(study.libraries)
+        for run in (r for r in study.runs if r.weights in own):
+            rows = evidence_for(FORMATS[run.weights], study.mode)
+            others = [(s.name, r) for s, r in rows if dict(s.libraries).get(r.weights)
+                      != own[run.weights]]  # fmt: skip
+            mine = [r for r in study.runs if r.weights != PLAIN and r.model == run.model]
+            if others and any(s is study and r not in mine for s, r in rows):
+                left = (*others, *_names(study, mine))
+                found += _predicted(study, run, left, f"{OWN}, unpacking from {LIBRARY}")
+    return tuple(found)
+
+
 def _of(study: Study) -> Iterator[Predicted]:
     for run in study.runs:
-        left, given = _left(study, run)
-        try:
-            model = plain_model(study, run.device, left)
-        except LookupError:
-            continue  # the only run of its kind
-        form = FORMATS[run.weights]
-        shape = SHAPES[run.model].kept_as(form, unpacking(form, study.mode, left))
-        seconds = float(model.seconds(shape, 1, run.new_tokens, run.context))
-        yield Predicted(study, run, seconds, given)
+        yield from _predicted(study, run, *_left(study, run))
+
+
+def _predicted(study: Study, run: Run, left: Left, given: str) -> Iterator[Predicted]:
+    try:
+        model = plain_model(study, run.device, left)
+    except LookupError:
+        return  # the only run of its kind
+    form = FORMATS[run.weights]
+    shape = SHAPES[run.model].kept_as(form, unpacking(form, study.mode, left))
+    yield Predicted(
+        study, run, float(model.seconds(shape, 1, run.new_tokens, run.context)), given
+    )  # fmt: skip
 
 
 def _left(study: Study, run: Run) -> tuple[Left, str]:
@@ -76,15 +104,15 @@ def _left(study: Study, run: Run) -> tuple[Left, str]:
     rows = evidence_for(form, study.mode)
     if run.new_tokens > 1 or any(r.new_tokens > 1 for r in study.runs):
         same = [r for r in study.runs if r.new_tokens == run.new_tokens and r.weights != PLAIN]
-        return _names(study, same), "its unquantised runs and other widths"
+        return _names(study, same), f"{OWN} and other widths"
     if any(s.engine != study.engine or (study.mode == "eager" and s is not study) for s, _ in rows):
         mine = [r for s, r in rows if s is study]
-        return _names(study, mine), "its unquantised runs, unpacking from other studies"
+        return _names(study, mine), f"{OWN}, unpacking from other studies"
     several = len({r.device for r in study.runs}) > 1
     mine = [r for r in study.runs if r.weights != PLAIN
             and (r.device == run.device if several else r.model == run.model)]  # fmt: skip
     what = "other GPUs" if several else "other models"
-    return _names(study, mine), f"its unquantised runs, unpacking from {what}"
+    return _names(study, mine), f"{OWN}, unpacking from {what}"
 
 
 def _names(study: Study, runs: list[Run]) -> Left:

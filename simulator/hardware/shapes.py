@@ -94,6 +94,7 @@ _ALL = (
     _llama("meta-llama/Llama-3.1-70B", 80, 8192, 28672, 64, 8, 128256),
     _llama("meta-llama/Llama-2-7b", 32, 4096, 11008, 32, 32, 32000),
     _llama("meta-llama/Llama-2-70b", 80, 8192, 28672, 64, 8, 32000),
+    _llama("TinyLlama/TinyLlama-1.1B", 22, 2048, 5632, 32, 4, 32000),
     _llama("double7/vicuna-68m", 2, 768, 3072, 12, 12, 32000),
     _llama("double7/vicuna-160m", 12, 768, 3072, 12, 12, 32000),
     _llama("lmsys/vicuna-7b-v1.5", 32, 4096, 11008, 32, 32, 32000),

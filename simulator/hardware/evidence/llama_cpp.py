@@ -38,6 +38,14 @@ _PLAIN_3090 = {1: 58.27, 2: 109.70, 8: 423.63, 9: 450.76, 10: 492.08, 11: 539.89
                13: 625.12, 14: 671.95, 15: 706.71, 16: 764.17}  # fmt: skip
 """Llama 3 8B in 16 bits on an RTX 3090 (1 and 2: 14262; from 8: 15131)."""
 
+_REFACTORED = (
+    "github.com/ggml-org/llama.cpp pull request 24216, description (MIT): llama-bench, prompts of "
+    "512 in passes of 1, 2, ... tokens, a Llama of 1B in 16 bits; of TinyLlama's shape, since any "
+    "larger one would be read faster than the memory is"
+)
+_SMALL_3090 = {1: 379.20, 2: 682.74, 4: 1349.54, 8: 2602.11, 16: 4588.29, 32: 7671.32,
+               64: 12340.13}  # fmt: skip
+
 _GPTFAST = (
     "github.com/pytorch-labs/gpt-fast, README (BSD-3): torch.compile, A100 80GB limited to 330 W"
 )
@@ -54,6 +62,10 @@ LLAMA_CPP = (
           for width, speed in _ROWS_4090.items()),
         *(Run(_EIGHT, "rtx-3090", "bf16", speed, width, 256)
           for width, speed in _PLAIN_3090.items()),
+    )),
+    Study("llama.cpp, tokens a pass of 1B", _REFACTORED, "llama.cpp", "graph", tuple(
+        Run("TinyLlama/TinyLlama-1.1B", "rtx-3090", "bf16", speed, width, 256)
+        for width, speed in _SMALL_3090.items()
     )),
     Study("gpt-fast on A100", _GPTFAST, "gpt-fast", "graph", (
         Run(_SEVEN, "a100-80gb", "bf16", 104.9, 1, 100),

@@ -14,6 +14,16 @@ _SOURCE_3 = (
     "github.com/QwenLM/Qwen3, docs/source/getting_started/speed_benchmark.md (Apache-2.0), input "
     "length 1, one GPU: H20 96GB"
 )
+_LIBRARIES_25 = (
+    ("gptq-int8", "AutoGPTQ 0.6.0"), ("gptq-int4", "AutoGPTQ 0.7.1"), ("awq-int4", "AutoAWQ 0.2.6"),
+)  # fmt: skip
+_LIBRARIES_3 = (
+    ("fp8", "transformers 4.51.3"), ("gptq-int8", "GPTQModel 2.2.0"),
+    ("awq-int4", "AutoAWQ 0.2.9"),
+)  # fmt: skip
+_ENGINE_25 = tuple((name, "vLLM 0.6.3") for name in ("gptq-int8", "gptq-int4", "awq-int4"))
+_ENGINE_3 = tuple((name, "SGLang 0.4.6") for name in ("gptq-int8", "awq-int4"))
+"""As both pages name them; the second also gives AutoAWQ's runs an environment of their own."""
 _FOUR = ("bf16", "gptq-int8", "gptq-int4", "awq-int4")
 
 _TRANSFORMERS_25: Mapping[str, Sequence[float]] = {
@@ -74,10 +84,16 @@ QWEN = (
         "transformers",
         "eager",
         _four(_TRANSFORMERS_25),
+        _LIBRARIES_25,
     ),
     Study(
-        "Qwen3, transformers on H20", _SOURCE_3, "transformers", "eager", _named(_TRANSFORMERS_3)
+        "Qwen3, transformers on H20",
+        _SOURCE_3,
+        "transformers",
+        "eager",
+        _named(_TRANSFORMERS_3),
+        _LIBRARIES_3,
     ),
-    Study("Qwen2.5, vLLM on A100", _SOURCE_25, "vLLM", "graph", _four(_VLLM_25)),
-    Study("Qwen3, SGLang on H20", _SOURCE_3, "SGLang", "graph", _named(_SGLANG_3)),
+    Study("Qwen2.5, vLLM on A100", _SOURCE_25, "vLLM", "graph", _four(_VLLM_25), _ENGINE_25),
+    Study("Qwen3, SGLang on H20", _SOURCE_3, "SGLang", "graph", _named(_SGLANG_3), _ENGINE_3),
 )

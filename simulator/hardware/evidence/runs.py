@@ -33,3 +33,6 @@ class Study(NamedTuple):
     engine: str
     mode: Literal["eager", "graph"]
     runs: tuple[Run, ...]
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Weight formats and the libraries whose kernels read them, where these are not the engine's
+    own."""

@@ -2,7 +2,9 @@
 
 No constant is fitted to a row that it predicts: every row says what was given.  The form of
 the acceptance family (`simulator.aggregate.acceptance`) and of the cycle line was chosen with
-the RTX 3090 ladder in view, though, so that the ladder does not test the form.
+the RTX 3090 ladder in view, though, so that the ladder does not test the form; that reading and
+arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, and tested by the
+1B's.
 """
 
 from pathlib import Path
@@ -14,8 +16,18 @@ from simulator.papers.measured.ladder import ladder_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.roofline import roofline_rows
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
+from simulator.papers.measured.unexplained import notes_on
 
-__all__ = ["Evidence", "Record", "by_study", "log_rows", "measured_rows", "record", "sources"]
+__all__ = [
+    "Evidence",
+    "Record",
+    "by_study",
+    "log_rows",
+    "measured_rows",
+    "notes_on",
+    "record",
+    "sources",
+]
 
 
 def measured_rows(logs: Path | None = None) -> list[Evidence]:

@@ -2,7 +2,8 @@
 
 A round's tokens come from the acceptance family (`simulator.aggregate.acceptance`), its time from
 the line that begins at a plain step, a round of no drafts, and is nearest to the cycle times given:
-what drafting and verifying one more token adds.
+what drafting and verifying one more token adds.  llama.cpp verifies more than 8 tokens with another
+kernel than fewer, so cycles on the same side of that are asked first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 from itertools import combinations
 
 from simulator.aggregate.acceptance import Interval, emitted_at
+from simulator.hardware.kernels import ALONE
 from simulator.papers.measured.figures import CLASSES, RTX3090, RTX3090_PLAIN, Length
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 
@@ -41,7 +43,7 @@ def _predicted(
 ) -> Iterator[Evidence]:
     known = {n: ladder[n].cycle for n in given}
     others = [n for n in ladder if n not in given]
-    cycles = {n: cycle_at(known, n) for n in others}
+    cycles = {n: cycle_at(_same_kernel(known, n), n) for n in others}
     totals = tuple((n, ladder[n].emitted) for n in given)
     rows = [
         _row(study, named, f"tokens/s at length {n}",
@@ -60,6 +62,12 @@ def _predicted(
             for n in others
         ]  # fmt: skip
         yield from ranked(rows, [1.0, *(speeds[n] for n in given)])
+
+
+def _same_kernel(known: Mapping[int, float], length: int) -> Mapping[int, float]:
+    """Those whose verification, of the draft and one token, runs the kernel of `length`'s."""
+    near = {n: k for n, k in known.items() if (n < ALONE) == (length < ALONE)}
+    return near or known
 
 
 def _row(

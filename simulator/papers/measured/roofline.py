@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulator.hardware.evidence.papers import GAMMATUNE
 from simulator.hardware.formats import FORMATS
 from simulator.hardware.published import check_published
-from simulator.hardware.record import predictions
+from simulator.hardware.record import by_library, predictions
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 
 GIVEN = {
@@ -26,17 +26,16 @@ def roofline_rows() -> list[Evidence]:
         groups.setdefault(str(row["table"]), []).append(
             evidence(study, given, quantity, float(row["ours"]), float(row["published"]))
         )
-    for mode in ("eager", "graph"):
-        for one in predictions(mode):
-            if one.study is GAMMATUNE:
-                continue  # above
-            given = f"data sheet; {one.given}"
-            if FORMATS[one.run.weights].quantised:
-                given = given.replace("its unquantised", "quantised from its unquantised")
-            if one.run.new_tokens > 1:
-                given += ", wider"
-            groups.setdefault(f"{one.study.name}, {given}", []).append(evidence(
-                one.study.name, given, f"ms, {one.label}, {one.run.device}", 1e3 * one.seconds,
-                1e3 * one.run.seconds,
-            ))  # fmt: skip
+    for one in (*predictions("eager"), *by_library(), *predictions("graph")):
+        if one.study is GAMMATUNE:
+            continue  # above
+        given = f"data sheet; {one.given}"
+        if FORMATS[one.run.weights].quantised:
+            given = given.replace("its unquantised", "quantised from its unquantised")
+        if one.run.new_tokens > 1:
+            given += ", wider"
+        groups.setdefault(f"{one.study.name}, {given}", []).append(evidence(
+            one.study.name, given, f"ms, {one.label}, {one.run.device}", 1e3 * one.seconds,
+            1e3 * one.run.seconds,
+        ))  # fmt: skip
     return [row for rows in groups.values() for row in ranked(rows)]

@@ -1,0 +1,93 @@
+"""What explains the largest errors of the public measurements, and what remains unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from simulator.papers.measured.rows import Evidence, by_study
+
+LARGE = 0.2
+"""An error beyond this has a note."""
+
+
+class Note(NamedTuple):
+    """A remark on the rows of some studies: ``study`` and ``given`` are parts of their names."""
+
+    study: str
+    given: str
+    text: str
+
+    def on(self, study: str, given: str) -> bool:
+        """Whether it is about these rows."""
+        return self.study in study and self.given in given
+
+
+NOTES = (
+    Note(
+        "RTX 3090 llama.cpp 27B", "plain and",
+        "llama.cpp verifies up to 8 tokens with a vector kernel and more with another "
+        "(MMVQ_MAX_BATCH_SIZE), which at 9 tokens costs a fifth less.  Where a length on its own "
+        "side of that is given, its cycle is read from there.  Not explained: what the other "
+        "kernel saves, where no length beyond 7 is given; and that the cost of a token grows with "
+        "the draft, from 0.23 to 0.33 of a step",
+    ),
+    Note(
+        "vLLM FR-Spec", "plain and one length",
+        "two lengths alone: what a round costs before its first drafted token (the target's own "
+        "state, sampling) and what each further one does cannot be told apart",
+    ),
+    Note(
+        "GammaTune Table 1", "quantised",
+        "Not explained by any kernel.  The paper calls the model int4 in the table and int8 in the "
+        "text.  In 8 bits, head and embedding in 16, with its 8B draft model it takes 89 GB of the "
+        "H100's 80: Hugging Face then leaves layers in host memory and copies them in every pass, "
+        "and 8.7 GB in 925 ms are 9.4 GB/s, as pageable memory is copied.  The paper does not say "
+        "where its layers were, so this is not modelled",
+    ),
+    Note(
+        "GammaTune Table 1", "the table's other models",
+        "Not explained: 1.76 ms for two layers and 5.61 ms for twelve are a fifth more than what "
+        "launches take of the other models' layers; what a pass launches beside its layers is "
+        "known from Qwen's models alone",
+    ),
+    Note(
+        "transformers on", "unpacking from other studies",
+        "Another library: Qwen2.5 ran AutoGPTQ 0.6 and AutoAWQ 0.2.6, Qwen3 GPTQModel 2.2 and "
+        "AutoAWQ 0.2.9, and neither GPTQ library's ExLlama kernels take 8 bits.  From the "
+        "library's other models the errors are those of the rows named so",
+    ),
+    Note(
+        "Qwen3, transformers", "unpacking from",
+        "Not explained: AWQ in 32B, 64 layers in 23.9 ms, where 36 layers take 19.4 and 40 take "
+        "22.4 (one host cannot launch so unevenly; the page gives AutoAWQ an environment of its "
+        "own), and FP8, whose passes grow with the matrices as no launch does",
+    ),
+    Note(
+        "vLLM on A100", "unpacking from other studies",
+        "Marlin's kernels are known of SGLang on an H20, whose passes reach a third of its "
+        "bandwidth: what they take beyond their bytes there is not unpacking alone.  From vLLM's "
+        "own other models the errors are those of the rows named so",
+    ),
+    Note(
+        "SGLang on H20", "unpacking from other models",
+        "Not explained: a third of the bandwidth, in bf16 as well, so that FP8 is read as if its "
+        "own unpacking cost little",
+    ),
+    Note(
+        "llama.cpp, several GPUs", "",
+        "its tables are of December 2023 and May 2024; llama.cpp captures CUDA graphs since May "
+        "2024 (pull request 6766: 6 to 14 % for 7B in 4 bits), so some of these passes were launched "
+        "kernel by kernel.  Not explained: the A100 reached half of its bandwidth there, and "
+        "gpt-fast 70 %",
+    ),
+)  # fmt: skip
+
+
+def notes_on(rows: Sequence[Evidence]) -> list[str]:
+    """The notes on what these rows are of, each behind the parts of the names it is about."""
+    groups = [*by_study(rows)]
+    return [
+        f"{note.study} ({note.given or 'all rows'}): {note.text}"
+        for note in NOTES if any(note.on(*group) for group in groups)
+    ]  # fmt: skip
