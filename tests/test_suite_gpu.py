@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from profiler.suite.__main__ import main
-from profiler.suite.account import FAILED
+from profiler.suite.account import COMPLETE, FAILED
 from profiler.suite.environment import Workplace, clocks, open_workplace
+from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
+from profiler.suite.runs import forced_stage
 from tests.pretend_gpu import pretended
 from tests.suite_results import check_files
 from traces.errors import DraftsimError
@@ -107,3 +110,35 @@ def test_clocks_are_asked_of_the_gpu_that_torch_means(monkeypatch: pytest.Monkey
 
 def test_clocks_are_empty_where_there_is_no_gpu() -> None:
     assert clocks(torch.device("cpu")) == {}
+
+
+def test_models_are_out_of_the_collectors_sight_while_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In cells and in full runs alike: a collection does not walk through what was built."""
+    seen: list[bool] = []
+
+    def watched(models: Any) -> None:
+        tracked = {id(one) for one in gc.get_objects()}
+        seen.append(any(id(model) in tracked for model in models if model is not None))
+
+    def cells(place: Any, pair: Any, models: Any, share: Any, ledger: Any, how: Any) -> None:
+        watched(models)
+        for mode in how:
+            ledger.put(f"{pair.name}.{mode}", {"cells": [], "held_out": []})
+
+    def runs(place: Any, unit: Any, models: Any, trace: Any, share: float) -> Any:
+        watched(models)
+        return {"rows": [], "repeats": 2, "groups": 1, "unfinished": False}
+
+    monkeypatch.setattr(latency_stage, "_measure_pair", cells)
+    monkeypatch.setattr(forced_stage, "_unit", runs)
+    pairs = (SMALL, "vicuna-7b+68m")
+    with pretended():
+        for stage in ("latency", "forced"):
+            out = str(tmp_path / stage)
+            arguments = ["--device", "cuda", "--quick", "--out", out, "--pairs", *pairs]
+            assert main([stage, *arguments]) == COMPLETE
+    # Two pairs' cells; then each alone in three modes, and in batches.
+    assert seen == [False] * (2 + 2 * 2 * len(MODES))
+    assert gc.get_freeze_count() == 0

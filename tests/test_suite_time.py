@@ -17,8 +17,10 @@ from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.pair import PairMeasurement
 from profiler.suite.latency.passes import MODES
-from profiler.suite.runs import arms, forced_stage
+from profiler.suite.runs import arms, forced_stage, trained_stage
 from profiler.suite.runs.arms import sweeps
+from profiler.suite.runs.recording import ENOUGH
+from profiler.suite.runs.training import PROMPTS
 from tests.suite_results import check_files
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
@@ -28,6 +30,12 @@ SMALL = "cm-asd-12+3"
 
 def test_a_stage_ends_well_before_nine_minutes() -> None:
     assert SECONDS <= 500  # what is under way then takes seconds, see the checks below
+
+
+def test_a_recording_is_enough_and_fits_its_time() -> None:
+    """Outputs have no end token: of 256 tokens each, 150 were estimated to fit."""
+    assert trained_stage.NEW_TOKENS * ENOUGH <= 150 * 256
+    assert ENOUGH <= PROMPTS
 
 
 class Clock:

@@ -60,7 +60,7 @@ def by_library() -> tuple[Predicted, ...]:
     little.  Who knows which one a server has can do as well as this; `predictions` are made by
     those who do not.
     """
-    found = []
+    found: list[Predicted] = []
     for study in (s for s in STUDIES if s.libraries):
         own = dict(study.libraries)
         for run in (r for r in study.runs if r.weights in own):

@@ -30,12 +30,12 @@ NOTES = (
         "(MMVQ_MAX_BATCH_SIZE), which at 9 tokens costs a fifth less.  Where a length on its own "
         "side of that is given, its cycle is read from there.  Not explained: what the other "
         "kernel saves, where no length beyond 7 is given; and that the cost of a token grows with "
-        "the draft, from 0.23 to 0.33 of a step",
+        "the draft, from 0.23 to 0.34 of a step",
     ),
     Note(
         "vLLM FR-Spec", "plain and one length",
-        "two lengths alone: what a round costs before its first drafted token (the target's own "
-        "state, sampling) and what each further one does cannot be told apart",
+        "Not explained: a round with one drafted token takes 0.99 of a plain step, which no cost "
+        "of drafting does; plain decoding was slower there than the steps of a round",
     ),
     Note(
         "GammaTune Table 1", "quantised",
@@ -47,9 +47,8 @@ NOTES = (
     ),
     Note(
         "GammaTune Table 1", "the table's other models",
-        "Not explained: 1.76 ms for two layers and 5.61 ms for twelve are a fifth more than what "
-        "launches take of the other models' layers; what a pass launches beside its layers is "
-        "known from Qwen's models alone",
+        "Not explained: the 68M's two layers take a quarter more than the other models' launches "
+        "say; what a pass launches beside its layers is known from Qwen's models alone",
     ),
     Note(
         "transformers on", "unpacking from other studies",
@@ -71,15 +70,14 @@ NOTES = (
     ),
     Note(
         "SGLang on H20", "unpacking from other models",
-        "Not explained: a third of the bandwidth, in bf16 as well, so that FP8 is read as if its "
-        "own unpacking cost little",
+        "Not explained: its passes reach a third of the bandwidth, in 16 bits as well",
     ),
     Note(
         "llama.cpp, several GPUs", "",
         "its tables are of December 2023 and May 2024; llama.cpp captures CUDA graphs since May "
-        "2024 (pull request 6766: 6 to 14 % for 7B in 4 bits), so some of these passes were launched "
-        "kernel by kernel.  Not explained: the A100 reached half of its bandwidth there, and "
-        "gpt-fast 70 %",
+        "2024 (pull request 6766: 6 to 14 % for 7B in 4 bits), so some of these passes were "
+        "launched kernel by kernel.  Not explained: the A100 reached half of its bandwidth there, "
+        "where gpt-fast reached two thirds",
     ),
 )  # fmt: skip
 
