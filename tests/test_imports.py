@@ -12,7 +12,9 @@ from tests.conftest import ROOT
 SLOW = {"scipy", "matplotlib", "torch", "transformers", "joblib", "sklearn", "dask"}
 
 
-@pytest.mark.parametrize("module", ["simulator", "simulator.serving", "traces", "commands.tune"])
+@pytest.mark.parametrize(
+    "module", ["simulator", "simulator.serving", "simulator.whatif", "traces", "commands.tune"]
+)
 def test_no_slow_library_comes_with_a_package(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"],

@@ -243,7 +243,20 @@ def test_many_readings_are_the_readings_one_by_one(sizes):
     assert together.coverage == alone.coverage
 
 
-def test_sizes_beyond_the_measured_ones_are_left_to_the_reader():
+@pytest.mark.invariant(3)
+@pytest.mark.parametrize("batch", [1, 5.5, 12])
+def test_many_readings_beyond_the_measured_sizes_are_the_readings_one_by_one(batch):
+    together, alone = PassReader(GRID, "target"), PassReader(GRID, "target")
+    widths, contexts = np.linspace(1, 14, 60), np.linspace(900, 0, 60).round()
+    many = together.many(batch, widths, contexts)
+    expected = [alone(batch, w, c) for w, c in zip(widths, contexts, strict=True)]
+    np.testing.assert_allclose(many, expected, rtol=1e-12)
+    together.count(batch, widths, contexts)
+    assert {entry.origin for entry in alone.coverage} >= {"extrapolated"}
+    assert together.coverage == alone.coverage
+
+
+def test_few_sizes_beyond_the_measured_ones_are_left_to_the_reader():
     reader = PassReader(GRID, "target")
     one = np.ones(1)
     assert reader.many(9, one, one) is None

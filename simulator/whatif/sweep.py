@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import joblib
 import numpy as np
 import pandas as pd
 
@@ -229,6 +228,8 @@ class Sweep:
 
     def _key(self) -> str:
         """A digest of everything a part's rows depend on."""
+        import joblib
+
         bench = self.bench
         content: list[Any] = [
             SCHEMA, dict(bench.trace.columns), [asdict(r) for r in bench.trace.requests],

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import joblib
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -56,6 +55,8 @@ class KeptParts:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, part: Part) -> Path:
+        import joblib
+
         assert self.folder is not None
         return self.folder / f"{joblib.hash([self.key, asdict(part)])}.parquet"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import joblib
 import numpy as np
 import pandas as pd
 
@@ -70,6 +69,8 @@ def tune(
     DraftsimError
         If the space is empty, a parameter is unknown, or no combination is possible.
     """
+    import joblib
+
     if not space or any(len(values) == 0 for values in space.values()):
         raise DraftsimError("the space to search is empty: give every parameter some values")
     if train is None or held_out is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from simulator.serving.cost.slab import Floats, Slab
 from simulator.serving.cost.surface import Line, Roofline, Surface
-from traces.latency.interpolate import EXTRAPOLATED, MEASURED, Grid
+from traces.latency.interpolate import EXTRAPOLATED, MEASURED, Grid, Origins
 from traces.latency.table import LatencyTable
 
 BLENDS = 1 << 15
@@ -144,6 +144,10 @@ class Lines:
                 return None
             slab = self._slabs[batch] = Slab([(weight, self._rows[b]) for weight, b in near])
         return slab
+
+    def beyond(self, batch: float, widths: Floats, contexts: Floats) -> tuple[Floats, Origins]:
+        """Seconds and origins of many passes at one batch, wherever they lie."""
+        return self._grid.read(np.full(len(widths), float(batch)), widths, contexts)
 
     def outside(self, blend: Blend, batch: float, width: float, context: float) -> float:
         """A width outside the measured ones: the nearest reading, carried on along the fit."""

@@ -15,12 +15,15 @@ from simulator.serving.cost.lines import Blend, Segment, lines_of
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.surface import Surface
 from traces.errors import DraftsimError
-from traces.latency.interpolate import INTERPOLATED, MEASURED
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
 from traces.latency.table import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
 PLANS = 1 << 14
 """Readings kept: one per batch and width that occurred, for passes differ in little else."""
+
+FEW = 24
+"""Readings beyond the measured sizes that are quicker one by one."""
 
 
 class Span(NamedTuple):
@@ -129,18 +132,31 @@ class PassReader:
     def many(self, batch: float, widths: Floats, contexts: Floats) -> Floats | None:
         """Seconds of passes over `batch` sequences, one per width and context, not yet counted.
 
-        As reading them in turn, to rounding.  None if any lies beyond the measured sizes.
+        As reading them in turn, to rounding.  None where that is quicker: of few, if any lies
+        beyond the measured sizes.
         """
         if self._lines.flat:
             return self._lines.constant(widths)
         slab = self._lines.slab(batch)
-        return slab.read(widths, contexts) if slab and slab.holds(widths, contexts) else None
+        if slab and slab.holds(widths, contexts):
+            return slab.read(widths, contexts)
+        if len(widths) < FEW:
+            return None
+        self._check(batch, float(widths.max()))
+        return self._lines.beyond(batch, widths, contexts)[0]
 
     def count(self, batch: float, widths: Floats, contexts: Floats) -> None:
         """Count passes that `many` read."""
-        slab = None if self._lines.flat else self._lines.slab(batch)
-        if slab is None:
+        if not len(widths):
+            return
+        if self._lines.flat:
             self._count(MEASURED, batch, widths, contexts)
+            return
+        slab = self._lines.slab(batch)
+        if slab is None or not slab.holds(widths, contexts):
+            _, origins = self._lines.beyond(batch, widths, contexts)
+            for origin in (MEASURED, INTERPOLATED, EXTRAPOLATED):
+                self._count(origin, batch, widths[origins == origin], contexts[origins == origin])
         elif not slab.exact.any():
             self._count(INTERPOLATED, batch, widths, contexts)
         else:
