@@ -24,6 +24,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import note
 from commands.common.ranking import rank
+from commands.common.working import working
 
 if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
@@ -61,19 +62,20 @@ def report(
     trace = load_trace(run, "the report")
     table = drafting_always(one_latency(latency, run, gpu, weights=weights), always_draft)
     say_calibrate([table], 2 if serve and table.knows_batches else 1)
-    ranking = rank(trace, table, policy)
     # Times measured on another device are no check of what is predicted for this one.
     other = latency is not None or table.meta.get("scaled") or always_draft is not None
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
-    notes = {**ranking.notes}
-    for name, span in carried_spans(ranking.logs, table).items():
-        notes[name] = "; ".join(filter(None, (notes.get(name), span)))
-    logs = [always_drafted(log, passes_always(table)) for log in ranking.logs]
-    page = build_report(
-        trace, table, logs, notes=notes, measured=measured,
-        title=Path(run).name, serve=serve, resamples=resamples,
-    )  # fmt: skip
+    with working("replaying policies") as progress:
+        ranking = rank(trace, table, policy)
+        notes = {**ranking.notes}
+        for name, span in carried_spans(ranking.logs, table).items():
+            notes[name] = "; ".join(filter(None, (notes.get(name), span)))
+        logs = [always_drafted(log, passes_always(table)) for log in ranking.logs]
+        page = build_report(
+            trace, table, logs, notes=notes, measured=measured,
+            title=Path(run).name, serve=serve, resamples=resamples, progress=progress,
+        )  # fmt: skip
     write_report(page, out)
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
 

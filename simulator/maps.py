@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from simulator.plots import INK
+from simulator.palette import INK
 
 Floats = npt.NDArray[np.float64]
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from simulator.formulas.general import empirical_survival
+from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums, ratio_sums, speedup_at
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
@@ -27,12 +28,8 @@ from traces.latency.table import LatencyTable
 from traces.machine import BUSY
 from traces.replay.rounds import RoundLog
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PANELS = 5
 """Categories side by side; more go into further rows."""
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))
-INK, GREY = "#222222", "#8C8C8C"
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 200, label: str = "") -> Path:

@@ -182,3 +182,12 @@ def test_other_latencies_price_the_page_and_no_measured_time_stands_beside_them(
     assert expected != pytest.approx(summarize([log], latency((1,)))["speedup"].iloc[1])
     # Times measured on another device are no check of what is predicted for this one.
     assert "Predicted against measured" not in text
+
+
+def test_it_says_what_it_computes() -> None:
+    said: list[str] = []
+    build_report(recording(), latency((1,)), logs(), resamples=10, progress=said.append)
+    assert said == [
+        "pricing policies", "other acceptance rates", "batches, contexts and serving",
+        "categories and checks",
+    ]  # fmt: skip

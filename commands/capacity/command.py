@@ -24,6 +24,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, OutOption, emit, note, print_table
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
+from commands.common.working import working
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
 from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
@@ -145,23 +146,13 @@ def _rate(rate: float | None, base: Scenario) -> float:
 
 def _planned(out: Path | None, *question: Any, **options: Any) -> list[dict[str, Any]]:
     """The plan, with a word on what is being simulated; beside `out` what is finished is kept."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from simulator.capacity import plan
 
     kept = None if out is None else out.with_name(out.name + ".jsonl")
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    console = Console(stderr=True)
-    # Off a terminal a bar that goes when it is done would leave an empty line.
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("simulating", total=None)
+    with working("simulating") as say:
         rows = plan(
-            *question, **options, path=kept,
-            progress=lambda done, at: bar.update(task, description=f"run {done}: {at}"),
-        )  # fmt: skip
+            *question, **options, path=kept, progress=lambda done, at: say(f"run {done}: {at}")
+        )
     if kept is not None:
         kept.unlink(missing_ok=True)
     return rows

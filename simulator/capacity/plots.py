@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from simulator.capacity.stages import FINE
-from simulator.plots import COLOURS, DASHES, GREY, MARKERS, style
+from simulator.palette import COLOURS, DASHES, GREY, MARKERS
+from simulator.plots import style
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]

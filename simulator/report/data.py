@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from simulator.hardware import scaling_words
@@ -29,8 +29,10 @@ def report_data(
     measured: MeasuredRuns | None = None,
     serve: bool = True,
     resamples: int = 2000,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The page's data; parameters as of `simulator.report.build_report`."""
+    progress("pricing policies")
     logs, said = with_best_fixed(trace, latency, logs, notes or {})
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
     own = own_ratios(trace, latency, best)
@@ -38,6 +40,11 @@ def report_data(
     rows = ranked(logs, latency, said, resamples, sums)
     fixed = ratio_model.fixed_lengths(trace)
     sliders = ratio_model.sliders(trace, own.ratio, own.verify, list(fixed), best)
+    progress("other acceptance rates")
+    tilted = ratio_model.tilted(trace, latency, own, sliders["alpha"]["values"], list(fixed))
+    progress("batches, contexts and serving")
+    served = loads(trace, latency, serve, resamples)
+    progress("categories and checks")
     return {
         "about": {**_about(trace, latency, own), "best_fixed": best},
         "policies": rows,
@@ -53,8 +60,8 @@ def report_data(
         ),
         "fixed": {"gammas": list(fixed), "sums": [sums(log) for log in fixed.values()]},
         "sliders": sliders,
-        "tilt": ratio_model.tilted(trace, latency, own, sliders["alpha"]["values"], list(fixed)),
-        **loads(trace, latency, serve, resamples),
+        "tilt": tilted,
+        **served,
     }
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from simulator.plots import COLOURS
+from simulator.palette import COLOURS
 from simulator.report.data import report_data
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
@@ -33,6 +33,7 @@ def build_report(
     title: str = "run",
     serve: bool = True,
     resamples: int = 2000,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> str:
     """The page about a recording, as HTML that needs nothing else.
 
@@ -52,6 +53,8 @@ def build_report(
         Whether to serve batches in simulated time, where the table has measured some.
     resamples:
         Of the bootstrap over prompts.
+    progress:
+        Called with what is being computed, part after part.
 
     Raises
     ------
@@ -61,8 +64,9 @@ def build_report(
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     data = report_data(
-        trace, latency, logs, notes=notes, measured=measured, serve=serve, resamples=resamples
-    )
+        trace, latency, logs, notes=notes, measured=measured, serve=serve, resamples=resamples,
+        progress=progress,
+    )  # fmt: skip
     return render(data, title)
 
 
