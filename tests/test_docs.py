@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from commands import app
+from commands.common.drafted import drafted_by
 from tests.conftest import ROOT
 from traces import find_latency, find_trace
 
@@ -48,7 +49,7 @@ def test_readme_names_only_commands_that_exist() -> None:
 
 
 def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
-    folder = ROOT / "traces" / "recorded" / "smollm2-vllm-draft-cpu"
+    folder = ROOT / "traces" / "recorded" / "smollm2-vllm-eagle3-cpu"
     rows = [
         row for path in folder.glob("engine-*.json")
         for row in json.loads(path.read_text())["results"]
@@ -74,7 +75,14 @@ def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
     by_width = cells.pivot(index="context", columns="new_tokens", values="median_s")
     ratio = by_width[2] / by_width[1]
     assert f"takes {ratio.min():.1f} to {ratio.max():.1f} times one" in text
-    assert f"{(trace.run_lengths > 0).mean():.2f} of first tokens are accepted" in text
+    first = {"draft model": (trace.run_lengths > 0).mean()}
+    for name, head in (("EAGLE", "smollm2-eagle"), ("EAGLE-3", "smollm2-eagle3")):
+        drafted = drafted_by(f"eagle:model={head}", "smollm2-cpu", trace)
+        assert drafted is not None
+        columns = drafted.trace.columns
+        first[name] = (columns["accepted"][columns["offset"] == 0] > 0).mean()
+    for name, share in first.items():
+        assert f"| {name} | {share:.2f} |" in text
 
 
 def _readme(part: str) -> str:

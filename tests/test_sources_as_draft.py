@@ -21,7 +21,7 @@ from simulator.whatif import Prices, Sweep
 from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
 from tests.serving import GRID, arrival_file
-from tests.test_serving_spans import assert_same, ran
+from tests.test_serving_spans import ALONG, assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
@@ -110,6 +110,24 @@ def test_the_rounds_and_their_cost_are_those_of_the_source(case: Any, text: str)
                 np.testing.assert_allclose(ours.wall_s, theirs.wall_s, rtol=1e-9)
         accepted += int(expected.rounds["accepted"].sum())
     assert accepted > 0
+
+
+def test_an_engine_that_drafts_with_a_head_itself_has_its_passes(case: Any) -> None:
+    source, trace = both(case, "eagle:model=eagle3")
+    starts = case.recordings.starts["eagle.eagle3"]
+    starts = replace(starts, meta={**starts.meta, "model": "/models/eagle3"})
+    recordings = replace(case.recordings, starts={"eagle.eagle3": starts})
+    engine = {"own_drafter": True, "max_batch": 4}
+    latency = LatencyTable(ALONG.cells, {"engine": engine, "draft": "eagle3"})
+    table = drafted_latency(latency, source, recordings)
+    scenario = Scenario(ClosedLoop(4), Limits(max_batch=4), requests=8, seed=1)
+    own, drafted = (
+        simulate(trace, cells, Fixed(2), scenario).recorder.busy_s for cells in (latency, table)
+    )
+    assert drafted == pytest.approx(own, rel=1e-12)
+    other = LatencyTable(ALONG.cells, {"engine": engine, "draft": "models/draft"})
+    with pytest.raises(DraftsimError, match="drafting with models/draft, not with /models/eagle3"):
+        drafted_latency(other, source, recordings)
 
 
 @pytest.mark.parametrize("text", SOURCES)

@@ -146,7 +146,8 @@ class Grid:
         # At a common scale, a size that was never varied is left to the constant term.
         size = np.maximum(features.max(axis=0), 1e-300)
         scale = np.where(t > 0, t, 1.0)
-        return _non_negative(features / size / scale[:, None], t / scale) / size
+        weights: Floats = _non_negative(features / size / scale[:, None], t / scale)
+        return weights / size
 
 
 def _sides(

@@ -8,6 +8,7 @@ a source as well, exactly: round by round as `traces.sources.replay.replay_sourc
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,9 @@ def drafted_latency(
     """
     recording = check_drafts(source, recordings)
     name = _model(source, recordings)
-    if isinstance(source, Eagle):
+    if isinstance(source, Eagle) and (latency.meta.get("engine") or {}).get("own_drafter"):
+        table = _in_an_engine(latency, str(recording.meta["model"]), name)
+    elif isinstance(source, Eagle):
         table = in_the_drafts_place(latency, name)
     elif isinstance(source, LayerSkip):
         own = _skipping(latency, int(recording.meta["layers"]))
@@ -135,6 +138,23 @@ def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
     cells = latency.cells
     own = cells[(cells["model"] == latency.drafter(drafter)) & cells["phase"].isin(PASSES)]
     return _standing_in(latency, cells, own, drafter)
+
+
+def _in_an_engine(latency: LatencyTable, drafter: str, name: str) -> LatencyTable:
+    """The table of an engine that drafts with `drafter` itself: its draft passes are this one's.
+
+    Raises DraftsimError if the engine drafted with another.
+    """
+    own = str(latency.meta["draft"])
+    if PurePath(own).name != PurePath(drafter).name:
+        raise DraftsimError(
+            f"the engine's latencies are of drafting with {own}, not with {drafter}: "
+            f"`draftsim profile --engine vllm --eagle {drafter}`"
+        )
+    cells = latency.cells
+    return _standing_in(
+        latency, cells, cells[(cells["model"] == "draft") & cells["phase"].isin(PASSES)], name
+    )
 
 
 def _standing_in(
