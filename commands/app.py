@@ -118,8 +118,8 @@ def _said(error: Exception) -> str | None:
     if isinstance(error, DraftsimError):
         return str(error)
     if isinstance(error, UsageError):
-        # The message by itself does not name the option.
-        return str(error.format_message())
+        shown: Any = error
+        return str(shown.format_message())  # the message by itself does not name the option
     if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
         # Where nobody said it better: a full disk, a folder that may only be read.
         place = f"{error.filename}: " if error.filename else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -141,13 +140,16 @@ class Grid:
     @cached_property
     def fit(self) -> Floats:
         """Non-negative weights of `_features`, fitted to relative error."""
+        from scipy.optimize import nnls
+
         b, n, c, t = self._points
         features = _features(b, n, c)
         # At a common scale, a size that was never varied is left to the constant term.
         size = np.maximum(features.max(axis=0), 1e-300)
         scale = np.where(t > 0, t, 1.0)
-        weights: Floats = _non_negative(features / size / scale[:, None], t / scale)
-        return weights / size
+        weights, _ = nnls(features / size / scale[:, None], t / scale)
+        unscaled: Floats = weights / size
+        return unscaled
 
 
 def _sides(
@@ -170,26 +172,6 @@ def _sides(
         for i in np.bincount(own).nonzero()[0].tolist():
             rows = elements[own == i]
             yield rows, points[i], weight[rows]
-
-
-def _non_negative(features: Floats, wanted: Floats) -> Floats:
-    """The non-negative least-squares weights of a few `features`, (points, features).
-
-    The best of the plain fits to every set of them that are non-negative, the smallest set of
-    equals: loading scipy's takes a hundred times as long as this.
-    """
-    count = features.shape[1]
-    best, least = np.zeros(count), float(wanted @ wanted)
-    nothing = 1e-20 * least
-    for size in range(1, count + 1):
-        for chosen in map(list, combinations(range(count), size)):
-            weights = np.linalg.lstsq(features[:, chosen], wanted, rcond=None)[0]
-            misses = features[:, chosen] @ weights - wanted
-            squares = float(misses @ misses)
-            if weights.min() >= 0 and squares < least * (1 - 1e-13) - nothing:
-                best, least = np.zeros(count), squares
-                best[chosen] = weights
-    return best
 
 
 def _features(b: float | Floats, n: float | Floats, c: Floats) -> Floats:
