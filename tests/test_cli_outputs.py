@@ -13,7 +13,9 @@ import pytest
 
 from commands import app
 from commands.common.output import OutOption
+from profiler.suite.__main__ import main
 from tests.conftest import ROOT, Run
+from tests.suite_results import MODES, cells, write_forced, write_latencies
 
 COMMANDS = {name: listed.function() for name, listed in app.COMMANDS.items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
@@ -95,15 +97,19 @@ def commands(folder: Path) -> dict[str, tuple[object, ...]]:
         ),
         "ladder": ("sweep", "--trace", folder, "--ladder", *pair, "--resamples", 10),
         "list": ("list", "--rules"),
-        "recorded": ("validate", "--recorded", "bundled"),
+        "recorded": ("validate", "--recorded", folder / "unpacked"),
         "papers": ("papers", "--trace", folder, "--table", "Table 2", "--no-missing"),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", commands(Path()))
 def test_tables_by_suffix(name: str, synthetic_run: Path, tmp_path: Path, run: Run) -> None:
-    if name == "recorded" and not (ROOT / "traces/recorded/bundled/measured.parquet").is_file():
-        pytest.skip("needs the bundled recording's measured runs")
+    if name == "recorded":
+        suite = tmp_path / "suite"
+        write_latencies(suite, [row for mode in MODES for row in cells("pair", mode)])
+        write_forced(suite, ["pair"])
+        unpack = ("unpack", "--out", str(suite), "--into", str(synthetic_run / "unpacked"))
+        assert main(list(unpack)) == 0
     command = commands(synthetic_run)[name]
     out = {suffix: tmp_path / f"t{suffix}" for suffix in (".csv", ".tex", ".parquet", ".json")}
     for path in out.values():

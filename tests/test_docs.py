@@ -13,7 +13,7 @@ import typer.main
 
 from commands import app
 from commands.common.drafted import drafted_by
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 
 PACKAGES = ("commands", "policies", "profiler", "simulator", "traces")
@@ -83,6 +83,34 @@ def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
         first[name] = (columns["accepted"][columns["offset"] == 0] > 0).mean()
     for name, share in first.items():
         assert f"| {name} | {share:.2f} |" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("draft model", ()), ("EAGLE", ("--source", "eagle:model=smollm2-eagle")),
+     ("EAGLE-3", ("--source", "eagle:model=smollm2-eagle3"))],
+)  # fmt: skip
+def test_the_readmes_ladder_is_what_simulate_prints(
+    name: str, source: tuple[str, ...], run: Run
+) -> None:
+    every = run("simulate", "--trace", "smollm2-cpu", *source, "--json", "-").rows
+    lossless = [r for r in every if r["verify"] == "exact" and r["source"] == every[1]["source"]]
+    best = next(r["speedup"] for r in lossless if "best fixed" in str(r["note"]))
+    oracle = next(r["speedup"] for r in lossless if r["policy"].startswith("oracle"))
+    drafting = max(
+        r["speedup"] for r in lossless if r["accepted"] and not r["policy"].startswith("oracle")
+    )
+    [line] = re.findall(rf"^\| {name} \|.*$", _readme("seen"), re.M)
+    assert line.endswith(f"| {best:.2f}x | {drafting:.2f}x | {oracle:.2f}x |")
+
+
+def test_the_readmes_category_is_what_simulate_prints(run: Run) -> None:
+    source = ("--source", "eagle:model=smollm2-eagle3", "--policy", "fixed:gamma=3")
+    found = run("simulate", "--trace", "smollm2-cpu", *source, "--by-category", "--json", "-").rows
+    by = {r["category"]: r for r in found if r["policy"] == "fixed:gamma=3"}
+    own = by["math_reasoning"]
+    text = f"{own['speedup']:.2f}x ({own['speedup_lo']:.2f} to {own['speedup_hi']:.2f})"
+    assert f"{text}, but {by['summarization']['speedup']:.2f}x in summaries" in _readme("seen")
 
 
 def _readme(part: str) -> str:

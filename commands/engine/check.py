@@ -56,6 +56,8 @@ def engine_check(
         )
     trace = load_trace(trace_name)
     if (drafted := drafted_by(source, trace_name, trace)) is not None:
+        if latency.meta["engine"].get("own_drafter"):
+            drafted.priced(latency, 1)  # refuses latencies of drafting with another
         trace = drafted.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
@@ -263,12 +265,13 @@ def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> i
     """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
     if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
         log = replay(trace, policy)
-        # What a drafter catches up on is its own affair: an engine's reads all that was verified.
-        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards")
+        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+        if trace.takes_verified:  # then the engine's records count another drafter's catching up
+            fields = fields[:-1]
         own: dict[int, list[tuple[int, ...]]] = {}
         for row in log.rounds:
             own.setdefault(int(row["request"]), []).append(tuple(int(row[f]) for f in fields))
-        pairs = [(own.get(int(n.partition("/")[0]), []), [tuple(r[:5]) for r in found])
+        pairs = [(own.get(int(n.partition("/")[0]), []), [tuple(r[: len(fields)]) for r in found])
                  for n, found in run.rounds.items()]  # fmt: skip
         missing: int = len(set(run.requests["name"][run.requests["tokens"] > 1]) - set(run.rounds))
         differ = [a != b for mine, found in pairs for a, b in itertools.zip_longest(mine, found)]
