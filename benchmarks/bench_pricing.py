@@ -14,9 +14,10 @@ import pytest
 from policies import Fixed
 from simulator import price, price_ratios, summarize
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.replay.decoder import replay
 from traces.replay.lanes import replay_many
+from traces.replay.run import replay
 
 TOKENS, REQUESTS, ALPHA, MAX_GAMMA = 500, 300, 0.8, 24
 POLICIES: dict[str, DraftPolicy] = {

@@ -30,7 +30,8 @@ from simulator.serving import (
 )
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 CONVERSATIONS = (
     Path(__file__).resolve().parents[2] / "shared" / "data" / "arrivals"

@@ -23,8 +23,8 @@ from simulator.whatif import Local, Prices, Sweep, Tilter, expand, parse_axis, w
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.replay.decoder import replay
 from traces.replay.lanes import replay_many
+from traces.replay.run import replay
 from traces.store.recordings import find_trace
 
 FAMILIES = ("fixed", "confidence", "hf-heuristic", "gammatune", "gammatune-plus", "cm-asd")

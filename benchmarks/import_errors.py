@@ -20,8 +20,8 @@ from simulator.pricing import price
 from traces.acceptance.trace import Trace
 from traces.importers.specbench import import_specbench
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.recordings import find_latency, find_trace
 
 LOGGED = ("fixed:gamma=3", "fixed:gamma=6", "hf-heuristic", "confidence")

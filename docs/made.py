@@ -23,7 +23,7 @@ from docs.reading import as_markdown, attribute_docs, code, first_line, string_b
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
-from traces.latency.table import CELL_COLUMNS, PHASES
+from traces.latency.schema import CELL_COLUMNS, PHASES
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE
 from traces.sources.exits import NODE_COLUMNS

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from simulator.passes import PassCount
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, LAYER
@@ -18,22 +19,6 @@ FALLBACKS = {
     ("target", "pass"): ("target", "forward"),
 }
 """Where a part was not measured by itself, the nearest that was."""
-
-
-class PassCount(NamedTuple):
-    """Model passes priced, and how many of them lay between or outside measured cells."""
-
-    passes: int
-    interpolated: int
-    extrapolated: int
-
-    def __add__(self, other: object) -> PassCount:
-        if not isinstance(other, PassCount):
-            return NotImplemented
-        return PassCount(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-NO_PASSES = PassCount(0, 0, 0)
 
 
 def call_seconds(

@@ -23,8 +23,8 @@ from simulator.pricing import autoregressive, price
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 Row = tuple[str, str, float, Estimate]
 

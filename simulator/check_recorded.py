@@ -19,7 +19,7 @@ from simulator.formulas import general, leviathan
 from simulator.pricing import autoregressive, price
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 Row = tuple[str, str, float, Estimate]
 

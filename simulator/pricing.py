@@ -22,25 +22,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from policies.rules.registry import RULES
-from simulator.calls import NO_PASSES, PassCount, call_seconds, verify_phase
+from simulator.calls import call_seconds, verify_phase
+from simulator.host import HOSTS, host_seconds, scalar_seconds
+from simulator.passes import (
+    NO_PASSES,
+    PassCount,
+    distinct,
+    draft_seconds,
+    pass_seconds,
+    prefill_seconds,
+)
 from traces.errors import DraftsimError
-from traces.latency.settling import settling_s
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted, passes_always
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-HOSTS = ("target", "draft")
-"""Models under which a host phase may be stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +175,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     calls = log.calls
     for model in ("target", drafter) if forwards.any() and calls is None else ("target",):
         if latency.has(model, "prefill"):
-            seconds, count = _prefill(latency, model, batch, prompts)
+            seconds, count = prefill_seconds(latency, model, batch, prompts)
             prefill_s, passes = prefill_s + seconds, passes + count
     prompts_read = passes
 
@@ -181,8 +185,8 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     prompted = (rounds["position"] == 0) & latency.has("target", "prefill")
     if prompted.any():
         prompt = prompts[rounds["request"][prompted]]
-        with_drafts, count = _prefill(latency, "target", batch, prompt + drafted[prompted])
-        prompt_s, _ = _prefill(latency, "target", batch, prompt)
+        with_drafts, count = prefill_seconds(latency, "target", batch, prompt + drafted[prompted])
+        prompt_s, _ = prefill_seconds(latency, "target", batch, prompt)
         verify_s[prompted] = np.maximum(with_drafts - prompt_s, 0.0)
         passes += count
     if calls is not None and calls["verify"].any():
@@ -190,7 +194,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         passes += count
     else:
         rest = ~prompted
-        verify_s[rest], count = _passes(
+        verify_s[rest], count = pass_seconds(
             latency, "target", batch, width[rest], cached[rest], verify_phase(log, latency)
         )
         passes += count
@@ -200,18 +204,18 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         # A first pass at position 0 is the draft's prefill, booked above.
         catch_up[rounds["position"] == 0] = 0
     if calls is None:
-        draft_s, count = _draft(latency, drafter, batch, forwards, catch_up, context)
+        draft_s, count = draft_seconds(latency, drafter, batch, forwards, catch_up, context)
     else:
         draft_s, count = call_seconds(log, latency, batch=batch, verify=False)
     signal_s: Floats = np.zeros(len(log))
     if log.reads:
-        signal_s += forwards * _host(latency, "signal", batch)
-    host_s: Floats = np.full(len(log), _host(latency, "host_round", batch), dtype=np.float64)
-    host_s += forwards * _host(latency, "host_draft", batch)
+        signal_s += forwards * host_seconds(latency, "signal", batch)
+    host_s: Floats = np.full(len(log), host_seconds(latency, "host_round", batch), dtype=np.float64)
+    host_s += forwards * host_seconds(latency, "host_draft", batch)
     # The last drafted token was never fed to the draft model, so its cache holds one fewer.
     for model, rejected in (("target", accepted < drafted), (drafter, accepted < forwards - 1)):
         if latency.has(model, "rollback") and (calls is None or model == "target"):
-            host_s += rejected * _scalar(latency, model, "rollback", batch)
+            host_s += rejected * scalar_seconds(latency, model, "rollback", batch)
     left_out: tuple[str, ...] = ()
     if log.mismatched is not None:
         phase = judging_phase(log)
@@ -226,7 +230,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
 
 
 def judging_phase(log: RoundLog) -> str:
-    """The phase of `traces.latency.table.PHASES` that the verdicts of a lossy run cost.
+    """The phase of `traces.latency.schema.PHASES` that the verdicts of a lossy run cost.
 
     It follows from what the run's rule reads, by the rule's name where the rule itself was
     not kept.
@@ -238,98 +242,7 @@ def judging_phase(log: RoundLog) -> str:
 
 def _judging(latency: LatencyTable, phase: str, batch: int, drafted: Ints) -> Floats:
     """Seconds of each round's verdicts, read once per draft length."""
-    lengths, inverse = _distinct(drafted)
+    lengths, inverse = distinct(drafted)
     cells = latency.cells[latency.cells["phase"] == phase]
     nearest = int(np.clip(batch, cells["batch"].min(), cells["batch"].max()))
     return latency.seconds("target", phase, batch=nearest, new_tokens=lengths)[inverse]
-
-
-def _draft(
-    latency: LatencyTable, model: str, batch: int, forwards: Ints, catch_up: Ints, context: Ints
-) -> tuple[Floats, PassCount]:
-    """Seconds of each round's passes of `model`, (rounds,); ``catch_up`` 0 was paid before."""
-    seconds = np.zeros(len(forwards))
-    ran = np.flatnonzero((forwards > 0) & (catch_up > 0))
-    before = np.maximum(context[ran] - catch_up[ran], 0)
-    phase = latency.first_draft_phase(model)
-    seconds[ran], first = _passes(latency, model, batch, catch_up[ran], before, phase)
-    ran = np.flatnonzero(forwards > 1)
-    start, count = context[ran], forwards[ran] - 1
-    if not len(ran):
-        return seconds, first
-    # Passes after the first run over consecutive contexts: a running sum prices any span.
-    low, high = int(start.min()), int((start + count).max())
-    span = latency.estimate(model, "forward", batch=batch, context=np.arange(low, high))
-    begin, end = start - low, start + count - low
-    seconds[ran] += _spans(span.seconds, begin, end) + settling_s(latency, model, batch, count)
-    rest = PassCount(
-        int(count.sum()),
-        *(int(_spans(span.origin == o, begin, end).sum()) for o in (INTERPOLATED, EXTRAPOLATED)),
-    )
-    return seconds, first + rest
-
-
-def _spans(values: npt.NDArray[np.generic], begin: Ints, end: Ints) -> Floats:
-    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    return np.asarray(running[end] - running[begin])
-
-
-def _passes(
-    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints,
-    phase: str = "forward",
-) -> tuple[Floats, PassCount]:  # fmt: skip
-    """Seconds of one pass per element; equal (width, context) pairs are read once."""
-    if not len(width):
-        return np.zeros(0), NO_PASSES
-    scale = int(context.max()) + 1
-    keys, inverse = _distinct(width * scale + context)
-    read = latency.estimate(
-        model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
-    )
-    return read.seconds[inverse], _count(read.origin[inverse])
-
-
-def _distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Distinct keys and the index of each key among them, by counting where that is faster."""
-    if int(keys.max()) > 100 * len(keys) + 1_000_000:
-        distinct, inverse = np.unique(keys, return_inverse=True)
-        return distinct, np.asarray(inverse, dtype=np.int64)
-    present = np.bincount(keys) > 0
-    return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]
-
-
-def _prefill(
-    latency: LatencyTable, model: str, batch: int, tokens: Ints
-) -> tuple[Floats, PassCount]:
-    read = latency.estimate(model, "prefill", batch=batch, new_tokens=tokens)
-    return read.seconds, _count(read.origin)
-
-
-def _count(origin: npt.NDArray[np.int8]) -> PassCount:
-    inside, outside = int((origin == INTERPOLATED).sum()), int((origin == EXTRAPOLATED).sum())
-    return PassCount(len(origin), inside, outside)
-
-
-def _host(latency: LatencyTable, phase: str, batch: int) -> float:
-    """Seconds of a host phase, under whichever model it was stored."""
-    return sum(_scalar(latency, m, phase, batch) for m in HOSTS if latency.has(m, phase))
-
-
-_scalars: WeakKeyDictionary[LatencyTable, dict[tuple[str, str, int], float]] = WeakKeyDictionary()
-
-
-def _scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
-    # Many logs are priced with one table, which never changes.
-    known = _scalars.setdefault(latency, {})
-    if (model, phase, batch) not in known:
-        known[model, phase, batch] = _read_scalar(latency, model, phase, batch)
-    return known[model, phase, batch]
-
-
-def _read_scalar(latency: LatencyTable, model: str, phase: str, batch: int) -> float:
-    cells = latency.cells
-    own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
-    # Host phases are measured at one size: read them at that size, at any context.
-    sizes = {"new_tokens": int(own["new_tokens"].iloc[0]), "context": int(own["context"].iloc[0])}
-    nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
-    return float(latency.seconds(model, phase, batch=nearest, **sizes))

@@ -47,7 +47,7 @@ def seconds_by_gamma(
     """Replay every policy from every initial draft length and price it.
 
     ``families`` maps a name to a function that makes the policy for an initial gamma.
-    Raises what `traces.replay.decoder.replay` raises.
+    Raises what `traces.replay.run.replay` raises.
     """
     plain_s: Floats = np.zeros(len(trace.requests))
     seconds: dict[tuple[str, int], Floats] = {}

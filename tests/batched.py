@@ -15,7 +15,7 @@ from profiler.models.loading import Pair
 from profiler.models.runner import Runner
 from profiler.recording.trace import Recorder
 from traces.acceptance.trace import Request, Trace
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 VOCAB, NEW, GAMMA = 61, 24, 8
 LENGTHS = (5, 17, 1, 9, 30, 3, 12, 2, 21)

@@ -9,7 +9,7 @@ import numpy as np
 from profiler.checks.spot_check import Arm, output_of, rounds_differ, run_arms
 from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def assert_decoded_as_replayed(pair: Pair, trace: Trace, arms: Sequence[Arm]) -> None:

@@ -18,9 +18,10 @@ from simulator.report import build_report
 from tests.browser import Browser
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns
 
 POLICIES = ("fixed:gamma=4", "svip", "hf-heuristic:gamma=5", "oracle")

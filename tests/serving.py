@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from traces.acceptance.trace import Request, Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 
 def bernoulli(alpha: float, requests: int, tokens: int, seed: int = 0, prompt: int = 32) -> Trace:

@@ -17,8 +17,9 @@ from profiler.suite.runs.recording import LARGEST
 from simulator.pricing import price
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import MeasuredRuns, write_measured
 

@@ -19,7 +19,7 @@ from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import MATCH
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.recordings import find_trace
 
 

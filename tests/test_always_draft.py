@@ -22,8 +22,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted, drafting_always, passes_always
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.files import write_trace
 
 TARGET_S, DRAFT_S = 0.02, 0.002

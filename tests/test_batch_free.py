@@ -16,8 +16,9 @@ from tests.conftest import Run
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import BATCH_FREE_SAID, CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import BATCH_FREE_SAID, LatencyTable
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.recordings import parse_latency
 

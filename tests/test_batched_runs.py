@@ -27,7 +27,7 @@ from tests.few_cells import few_cells
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import INTERPOLATED, LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def test_forced_runs_follow_the_recording_with_any_weights() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.conftest import Serve
 from tests.serving import PAIR, arrival_file
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import write_latency
 
 

@@ -11,7 +11,7 @@ import pytest
 from policies.basic import Fixed
 from simulator.pricing import price
 from tests.conftest import SMALL_PROFILE, Run
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources import EarlyExit, read_recordings
 from traces.sources.base import Recordings
 from traces.store.files import read_latency, read_trace

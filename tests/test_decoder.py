@@ -22,8 +22,8 @@ from tests.replayed import assert_decoded_as_replayed
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 POLICIES = (
     "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=24", "confidence",

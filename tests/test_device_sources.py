@@ -37,7 +37,7 @@ from tests.test_device import model
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit

@@ -20,7 +20,7 @@ from tests.stored import assert_same, small_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.files import (
     read_latency,
     read_rounds,

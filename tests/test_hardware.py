@@ -25,7 +25,8 @@ from simulator.hardware.evidence.papers import GAMMATUNE_1
 from simulator.hardware.published import SPECBOUND_4
 from simulator.hardware.scaling import table_shapes
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 EIGHT = SHAPES["meta-llama/Llama-3.1-8B"]
 SEVEN = SHAPES["lmsys/vicuna-7b-v1.5"]

@@ -16,8 +16,8 @@ from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError
 from traces.importers.base import Options
 from traces.importers.registry import find_importer, import_log
-from traces.replay.decoder import replay
 from traces.replay.lanes import replay_many
+from traces.replay.run import replay
 from traces.store.files import read_trace, write_trace
 
 LONGEST = 6

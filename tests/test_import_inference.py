@@ -18,8 +18,8 @@ from tests.test_import_specbench import row, write_rows
 from traces.acceptance.trace import KEYS, MISMATCH, Trace
 from traces.importers.schedules import ALIKE, FEWEST_TURNS
 from traces.importers.specbench import import_specbench
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.recordings import find_latency, find_trace
 
 CONST = "const:target=0.0143,draft=0.00176,verify=0.0150"

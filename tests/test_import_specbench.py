@@ -17,8 +17,8 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError, FileError, SignalError
 from traces.importers.specbench import import_specbench
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 LIMIT = 40
 

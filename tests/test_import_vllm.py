@@ -16,7 +16,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN
 from traces.errors import FileError
 from traces.importers.vllm import import_vllm
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def response(drafted: list[int], accepted: list[int], **more: Any) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.importers.rows import logged_trace
 from traces.importers.specbench import import_specbench
-from traces.replay.decoder import ReplayDecoder, replay
+from traces.replay.decoder import ReplayDecoder
+from traces.replay.run import replay
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
 from traces.store.files import write_trace

@@ -19,9 +19,10 @@ from tests.test_policies_checks import VARIANTS
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay import lanes
-from traces.replay.decoder import ReplayDecoder, own_policy, replay
+from traces.replay.decoder import ReplayDecoder
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.run import own_policy, replay
 
 PLANNED = (
     "fixed:gamma=0", "fixed:gamma=1", "fixed:gamma=24", "confidence:gamma=3",

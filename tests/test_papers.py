@@ -28,8 +28,8 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import COLUMNS, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.sources.methods import (
     CMASD_ABLATION,
     CSD_ABLATION,

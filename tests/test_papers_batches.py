@@ -9,7 +9,8 @@ from simulator.papers import Ours
 from simulator.papers.cmasd_batches import SERVED, batch_rows
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 STEPS_S = {1: 0.010, 2: 0.011, 4: 0.013}
 

@@ -16,7 +16,7 @@ from simulator.papers.real_runs import REAL_RUNS
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, METHODS, Method, mean_tau, resolved
 from traces.store.outputs import find_run, find_runs, read_run
 from traces.store.recordings import find_trace, folder_of

@@ -28,7 +28,7 @@ from simulator.papers.measured.unexplained import LARGE, NOTES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 TABLE = Path(__file__).parents[2] / "shared" / "tables" / "rtx3090-qwen3.8-27b-nmax.csv"
 

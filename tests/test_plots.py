@@ -35,8 +35,8 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.measured import MEASURED_COLUMNS
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012)

@@ -18,9 +18,10 @@ from simulator import autoregressive, draft_histogram, price, price_ratios
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 CELLS = {
     (model, phase, 1, width, context): base * (1 + 0.07 * width + context / 900)

@@ -26,8 +26,8 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.recordings import find_trace
 
 LATENCY = LatencyTable.constant(1.0, 0.12, 1.1)

@@ -16,8 +16,9 @@ from simulator.whatif.rate import InBatch, fit_rate_optimal, tokens_per_second
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 
 CONSTANT = LatencyTable.constant(1.0, 0.1)
 

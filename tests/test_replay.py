@@ -17,7 +17,8 @@ from tests.random_traces import EOS, random_trace
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import SignalError, TailError
-from traces.replay.decoder import ReplayDecoder, replay
+from traces.replay.decoder import ReplayDecoder
+from traces.replay.run import replay
 
 
 def simulate(trace: Trace, gamma: int, first: int) -> list[tuple[int, ...]]:

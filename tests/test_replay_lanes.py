@@ -38,9 +38,9 @@ from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
 from traces.replay import lanes
-from traces.replay.decoder import replay
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 LOOPED = (
     "confidence:roc_update=in_call", "hf-heuristic:roc_update=next_call", "cm-asd:window=lagged",

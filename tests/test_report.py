@@ -33,8 +33,8 @@ from tests.report_pages import (
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import write_measured
 

@@ -14,7 +14,7 @@ from simulator.report import build_report
 from simulator.report.ratio_model import carried
 from tests.browser import Browser
 from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 pytest_plugins = ("tests.report_browser",)
 

@@ -16,8 +16,8 @@ from tests.report_pages import data, latency, move, recording, value
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 pytest_plugins = ("tests.report_browser",)
 

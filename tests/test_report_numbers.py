@@ -45,7 +45,7 @@ from tests.report_pages import (
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def test_curves_and_table_meet_at_the_pairs_own_ratios() -> None:

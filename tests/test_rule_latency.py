@@ -18,7 +18,8 @@ from profiler.models.runner import Runner
 from simulator import autoregressive, price
 from simulator.pricing import judging_phase
 from tests.test_pricing import CELLS, HOST, random_log, table
-from traces.latency.table import CELL_COLUMNS, PHASES, LatencyTable
+from traces.latency.schema import CELL_COLUMNS, PHASES
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_latency, write_latency
 

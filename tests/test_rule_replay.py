@@ -29,9 +29,10 @@ from tests.made_up import (
 )
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
-from traces.replay.decoder import RuleReplayDecoder, replay
 from traces.replay.quality import own_choice_share
 from traces.replay.rounds import RoundLog
+from traces.replay.ruled import RuleReplayDecoder
+from traces.replay.run import replay
 
 RULES = [
     "exact",

@@ -14,7 +14,7 @@ from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from tests.made_up import PROMPTS, TRACE, MadeUpDecoder
 from traces.replay.corrections import rejected_pairs
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def test_memory_is_shared_in_request_order_and_the_prototype_kept() -> None:

@@ -11,7 +11,7 @@ from tests.made_up import GAMMA, TRACE, without
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.corrections import rejected_pairs
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def test_what_a_trace_cannot_tell_is_named() -> None:

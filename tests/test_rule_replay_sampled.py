@@ -13,8 +13,8 @@ from policies.basic import Fixed
 from policies.core import Round
 from policies.rules.base import RejectionSampling, acceptance_probability, residual
 from traces.acceptance.trace import Request, Trace
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 PAIR_RNG = np.random.default_rng(2)
 TARGET, DRAFT = (PAIR_RNG.dirichlet(np.full(4, 0.8), 4) for _ in range(2))

@@ -15,7 +15,8 @@ from profiler.decoding.single import ModelDecoder
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import RuleReplayDecoder, replay
+from traces.replay.ruled import RuleReplayDecoder
+from traces.replay.run import replay
 
 EXACT = (
     "csd:threshold=inf", "csd-ocm:threshold=inf", "spec-verification:beta=1,tau=0",

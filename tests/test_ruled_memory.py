@@ -17,7 +17,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.corrections import calibrated, rejected_pairs, split_requests
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def test_a_calibrated_memory_survives_save_and_load(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests import bundled
 from tests.rule_runs import decode
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.outputs import find_run, find_runs, read_run, write_run
 
 

@@ -13,7 +13,7 @@ from profiler.models.seq2seq import Seq2SeqRunner, make_runner
 from tests.replayed import assert_decoded_as_replayed
 from tests.seq2seq import GAMMA, KINDS, NEW, POSITIONS, models, pair, recorded
 from traces.acceptance.sampling import Sampling
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 POLICIES = (
     "fixed:gamma=1", "fixed:gamma=8", "hf-heuristic", "gammatune-plus", "svip", "adaedl", "oracle",

@@ -18,7 +18,7 @@ from tests.serving import CONSTANT, GRID, SMALL, bernoulli
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import SignalError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 @pytest.mark.invariant(2)

@@ -17,8 +17,9 @@ from simulator.serving.groups import InOrder, predict_groups
 from simulator.serving.run import simulate
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 
 
 def grid() -> LatencyTable:

@@ -12,7 +12,8 @@ from commands.serve.rows import guesses
 from policies.basic import Fixed
 from policies.core import Round
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
-from simulator.serving.cost.iteration import Chunk, IterationCost
+from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.work import Chunk
 from tests.serving import bernoulli, table
 from traces.latency.table import LatencyTable
 

@@ -147,7 +147,7 @@ def test_drafts_that_are_not_handed_on_cost_the_same_many_at_a_time(cells):
     columns = Works(
         *(np.array([int(value) for value in column]) for column in zip(*works, strict=True))
     )
-    found = cost.of_works(columns, 2)
+    found = cost.together.seconds(columns, 2)
     assert found is not None
     np.testing.assert_allclose(found[0], one_by_one, rtol=1e-12)
 

@@ -15,7 +15,7 @@ from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, si
 from tests.serving import GRID, bernoulli, table
 from traces.acceptance.trace import Request, Trace
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 WHOLE = {"warmup": 0.0}
 

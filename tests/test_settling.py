@@ -21,10 +21,11 @@ from simulator.whatif.cost import LatencyCost
 from tests.tuning import batched
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
+from traces.latency.schema import CELL_COLUMNS
 from traces.latency.settling import settling_s, settling_sums
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.files import read_latency, write_latency
 
 BEYOND = (4e-4, 2e-4, 1e-4)

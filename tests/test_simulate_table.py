@@ -21,8 +21,8 @@ from tests.conftest import Run
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 
 

@@ -24,7 +24,8 @@ from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, pack_calls
 from traces.replay.rounds import RoundLog
 from traces.sources import (

@@ -26,7 +26,7 @@ from tests.test_sources_sampled import counts_fit
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
 from traces.sources.as_draft import drafted_trace
 

@@ -16,7 +16,8 @@ from simulator.calls import verify_phase
 from simulator.pricing import price
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, TailError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.calls import CALL_KINDS, LAYER
 from traces.replay.rounds import RoundLog
 from traces.sources import (

@@ -19,7 +19,8 @@ from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import forced_stage, kept_pair, recording
 from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS
 from tests.suite_results import check_files
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import MeasuredRuns, write_measured
 

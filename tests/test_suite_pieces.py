@@ -23,7 +23,7 @@ from profiler.suite.latency.pieces import BATCHED, SINGLE
 from profiler.suite.latency.points import Point, Refiner
 from profiler.suite.runs.arms import ARMS, MORE_ARMS, arms_of, more_arms_of, sweeps
 from profiler.suite.runs.forced_stage import Unit, forced_trace
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 SMALL = "cm-asd-12+3"
 PASSES = Passes("target", "forward", 4)

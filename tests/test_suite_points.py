@@ -20,7 +20,7 @@ from profiler.suite.latency.points import Point, Refiner, error_summary
 from profiler.suite.latency.rounds import loop_trace, pass_seconds
 from simulator.pricing import price
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def refine(refiner: Refiner, cost: Any) -> int:
@@ -34,7 +34,7 @@ def refine(refiner: Refiner, cost: Any) -> int:
 def table_of(refiner: Refiner) -> LatencyTable:
     import pandas as pd
 
-    from traces.latency.table import CELL_COLUMNS
+    from traces.latency.schema import CELL_COLUMNS
 
     rows = [("m", "forward", 1, *at, s, 0.0, 1) for at, s in refiner.grid().items()]
     return LatencyTable(pd.DataFrame(rows, columns=list(CELL_COLUMNS)))

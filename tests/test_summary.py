@@ -26,9 +26,10 @@ from simulator import (
 from simulator.estimate import ratio
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 LATENCY = LatencyTable.constant(0.01, 0.001, 0.012, host_round=0.0005)
 ALPHAS = (0.3, 0.5, 0.7, 0.9)

@@ -17,7 +17,8 @@ from simulator.whatif.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 
 CONST = "const:target=0.01,draft=0.001,verify=0.011"

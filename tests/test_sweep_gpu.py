@@ -29,7 +29,8 @@ from simulator.whatif import Prices, overview, read_sweep
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError, FileError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
 
 SHAPES: dict[str, dict[str, Any]] = {

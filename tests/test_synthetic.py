@@ -10,7 +10,7 @@ from policies.registry import parse_policy, policy_names
 from traces.acceptance.synthetic import Bursty, Iid, MatchProcess, PerPosition, synthetic_trace
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def on_path_matches(trace: Trace) -> np.ndarray:

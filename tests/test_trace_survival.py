@@ -16,7 +16,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Request, Trace
 from traces.errors import DraftsimError
 from traces.importers.rows import LoggedRound, logged_trace, matches
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def logged(rounds: list[tuple[int, int]]) -> Trace:

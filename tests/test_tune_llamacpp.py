@@ -29,7 +29,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import KEYS, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 
 DEAR = LatencyTable.constant(1.0, 0.9)

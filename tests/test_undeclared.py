@@ -21,7 +21,7 @@ from tests.made_up import TRACE, MadeUpDecoder
 from tests.serving import CONSTANT
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources import replay_source
 from traces.sources.lookup_sources import PLD
 

@@ -19,7 +19,7 @@ from simulator.pricing import Priced
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.measured import MEASURED_COLUMNS
 
 

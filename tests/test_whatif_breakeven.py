@@ -44,7 +44,7 @@ from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 TABLE = LatencyTable.constant(1.0, 0.1)
 RATIOS = tuple(float(c) for c in np.geomspace(0.02, 1.2, 25))
@@ -153,7 +153,7 @@ def test_overview_counts_where_it_pays() -> None:
 
 def batch_table(contexts: bool) -> LatencyTable:
     """A device whose verification grows with the batch, and with the context if asked."""
-    from traces.latency.table import CELL_COLUMNS
+    from traces.latency.schema import CELL_COLUMNS
 
     rows = []
     for b in (1, 8, 32):

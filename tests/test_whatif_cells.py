@@ -22,9 +22,10 @@ from simulator.whatif.sweep import Sweep
 from simulator.whatif.tilt import tilt_to
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay import lanes
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 SUMMARIZED = (
     "speedup", "speedup_lo", "speedup_hi", "wall_s", "block_efficiency", "tokens", "rounds",

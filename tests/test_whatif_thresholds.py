@@ -18,8 +18,9 @@ from simulator.whatif.thresholds import THRESHOLDS, some_points, thresholds
 from simulator.whatif.tilt import tilt_to
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
-from traces.replay.decoder import replay
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.replay.run import replay
 
 POLICIES: dict[str, DraftPolicy] = {
     "fixed:gamma=3": Fixed(3), "fixed:gamma=8": Fixed(8), "hf-heuristic": HFHeuristic(gamma_max=20),

@@ -21,7 +21,7 @@ from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 
 def block_efficiency(trace: Trace, gamma: int) -> Estimate:

@@ -11,7 +11,8 @@ import pandas as pd
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 CHEAP = LatencyTable.constant(1.0, 0.1)
 

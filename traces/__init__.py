@@ -7,8 +7,9 @@ from traces.errors import DraftsimError, FileError, SignalError, TailError
 from traces.importers.specbench import import_specbench
 from traces.importers.vllm import import_vllm
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, Estimate, LatencyTable
-from traces.replay.decoder import ReplayDecoder, replay
+from traces.replay.decoder import ReplayDecoder
 from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.run import replay
 from traces.store.files import (
     read_latency,
     read_rounds,

@@ -154,7 +154,7 @@ def load_policies(
     """
     from commands.common.user_policy import is_file, load_file
     from policies.registry import describe, parse_policy, policy_names
-    from traces.replay.decoder import can_replay
+    from traces.replay.run import can_replay
 
     names = list(texts or ["all"])
     every = "all" in names
@@ -245,7 +245,7 @@ def replay_all(
     first: int | None = None,
     rule: VerifyRule | None = None,
 ) -> list[RoundLog]:
-    """Replay every policy over the trace; `first` as in `traces.replay.decoder.replay`."""
+    """Replay every policy over the trace; `first` as in `traces.replay.run.replay`."""
     from traces.replay.lanes import replay_many
 
     return list(replay_many(trace, policies, rule=rule, first=first))

@@ -255,7 +255,8 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
     """A constant table in which searching text costs nothing; any other as it is."""
     import pandas as pd
 
-    from traces.latency.table import CELL_COLUMNS, LatencyTable
+    from traces.latency.schema import CELL_COLUMNS
+    from traces.latency.table import LatencyTable
     from traces.sources.engine_lookups import NGram, Suffix
     from traces.sources.lookup_sources import PLD, REST, Lookahead
 

@@ -18,7 +18,7 @@ from commands.engine.profile import check_engine
 from policies.core import DraftPolicy, Round
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.store.files import read_latency
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]
 
 def priced_s(step: Step, cost: Any) -> float:
     """What the simulator says that a measured iteration costs."""
-    from simulator.serving.cost.iteration import Chunk
+    from simulator.serving.cost.work import Chunk
 
     slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
     rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]

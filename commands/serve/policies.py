@@ -50,7 +50,7 @@ def load_serving_policies(
     from simulator.serving import TableCost
     from simulator.tune import RIVALS, read_settings
     from simulator.whatif.rate import fit_estimates, fit_rate_optimal
-    from traces.replay.decoder import can_replay
+    from traces.replay.run import can_replay
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else ALL if "all" in texts else ()

@@ -160,7 +160,7 @@ def _run(
     from profiler.machine.state import Machine
     from profiler.machine.stopwatch import timed
     from profiler.profile import progress_bar
-    from traces.replay.decoder import own_policy
+    from traces.replay.run import own_policy
     from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
     rows: list[tuple[Any, ...]] = []

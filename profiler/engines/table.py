@@ -11,7 +11,8 @@ import pandas as pd
 from profiler.engines.bench import Sample
 from profiler.engines.engine import PARTS
 from profiler.engines.plan import Cell
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
@@ -36,7 +37,7 @@ def usual_control_s(samples: Samples) -> float:
 
 
 def cells_of(samples: Samples, own_passes: bool = False) -> pd.DataFrame:
-    """Cells as in `traces.latency.table.CELL_COLUMNS`.
+    """Cells as in `traces.latency.schema.CELL_COLUMNS`.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.

@@ -27,7 +27,7 @@ from profiler.machine.repeats import Repeats
 from profiler.machine.stopwatch import Timing
 from profiler.models.runner import Runner
 from traces.acceptance.sampling import GREEDY
-from traces.latency.table import CELL_COLUMNS
+from traces.latency.schema import CELL_COLUMNS
 
 DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
@@ -81,7 +81,7 @@ def measure_rules(
 
     Returns
     -------
-    Rows as in `traces.latency.table.CELL_COLUMNS`, of the target, phases as in `RULES`.
+    Rows as in `traces.latency.schema.CELL_COLUMNS`, of the target, phases as in `RULES`.
     """
     room = min(target.cache.slots, target.max_positions, draft.cache.slots, draft.max_positions)
     counts = [n for n in drafted if 2 * n + 8 <= room]

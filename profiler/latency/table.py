@@ -19,7 +19,8 @@ import torch
 from profiler.machine.repeats import Repeats
 from profiler.machine.stopwatch import Stopwatch, Timing
 from profiler.recording.checkpoint import Checkpoint
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 __all__ = ["FIRST_WIDTHS", "Block", "Grid", "Step", "Stopwatch", "Sweeps", "rows_of", "table"]
 

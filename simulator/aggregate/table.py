@@ -13,7 +13,8 @@ import pandas as pd
 from simulator.aggregate.fit import Calibration
 from simulator.aggregate.server import ServerRun
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 POSITIONS = "acceptance"
 

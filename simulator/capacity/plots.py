@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from simulator.capacity.stages import FINE
 from simulator.palette import COLOURS, DASHES, GREY, MARKERS
-from simulator.plots import style
+from simulator.plots.look import style
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]

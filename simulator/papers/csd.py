@@ -14,7 +14,7 @@ from simulator.papers.rows import EXPERIMENT, Row
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import calibrated, split_requests
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources.methods import CSD_ABLATION as CSD_METHODS
 from traces.sources.methods import CSD_WINDOW, Method, build
 

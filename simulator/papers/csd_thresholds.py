@@ -20,7 +20,7 @@ from simulator.papers.rows import EXPERIMENT, Row
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import rejected_gaps, rejected_pairs
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 
 PAPER_LAMBDA, PAPER_TAU = 6, 0.01
 TOP = 0.2

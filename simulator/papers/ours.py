@@ -15,8 +15,8 @@ from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 from traces.sources.base import Recordings
 from traces.sources.methods import Method, build
 from traces.store.outputs import Quality, RealRun, find_run, quality
@@ -122,7 +122,7 @@ def outcome(
     """A method's run: the real one where it was recorded on these requests, else a replay.
 
     ``trace`` is a part of ``ours.trace`` to run on; by default all of it.
-    Raises what `traces.replay.decoder.replay` raises.
+    Raises what `traces.replay.run.replay` raises.
     """
     trace = ours.trace if trace is None else trace
     lossy = rule is not None and not rule.lossless

@@ -22,7 +22,7 @@ from simulator.serving.station import Policy, Station
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import own_policy
+from traces.replay.run import own_policy
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:
@@ -69,7 +69,7 @@ def simulate(
     """One replication of `scenario` under `policy`.
 
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
-    all requests of an engine, as in `traces.replay.decoder.replay`; overlapped modes take none.
+    all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
     `timeline` is of the first replica.  `audit` is called with every engine at the end of a run
     of continuous or static batches, `advance` with 1 whenever a request leaves.  `by_iteration`
     gives every iteration an event of its own even where the iterations of a span could be priced

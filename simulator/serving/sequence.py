@@ -198,7 +198,7 @@ class ServedSequence(ReplayDecoder):
         """How many of `draft` verification accepts, without moving on.
 
         Under a lossy rule the request goes on along the recording, as in
-        `traces.replay.decoder.RuleReplayDecoder`.
+        `traces.replay.ruled.RuleReplayDecoder`.
         """
         if self._scores is not None and self._rule is not None:
             row, count = self._rows[self._start + self.position], len(draft)

@@ -40,7 +40,7 @@ from simulator.serving.speculation import (
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.decoder import fidelity_of
+from traces.replay.run import fidelity_of
 from traces.replay.scores import prepared_rule
 
 Policy = DraftPolicy | BatchPolicy

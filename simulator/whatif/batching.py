@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from simulator.host import host_seconds
 from simulator.pricing import autoregressive
-from simulator.whatif.cost import host_seconds
 from traces.errors import DraftsimError
 from traces.latency.settling import settling_s
 from traces.latency.table import EXTRAPOLATED, Estimate, LatencyTable

@@ -99,7 +99,7 @@ class Bench:
         """The rows of `part` as columns, without those that compare policies or tell the
         tilt's error.
 
-        Raises what `traces.replay.decoder.replay` and `simulator.pricing.price` raise.
+        Raises what `traces.replay.run.replay` and `simulator.pricing.price` raise.
         """
         trace, source = self.trace, "recorded"
         if part.alpha is not None:

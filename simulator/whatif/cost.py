@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.estimators import rising_blocks
-from simulator.pricing import HOSTS
+from simulator.host import host_seconds
 from traces.latency.settling import settling_sums
 from traces.latency.table import LatencyTable
 from traces.replay.always import passes_always
@@ -106,18 +106,3 @@ def _read(latency: LatencyTable, longest: int, batch: int, context: float) -> _P
 
 # Fits of one recording read one table, under several ways to weigh the same passes.
 _known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], _Passes]] = WeakKeyDictionary()
-
-
-def host_seconds(latency: LatencyTable, phase: str, batch: int) -> float:
-    """Seconds of a phase measured at one size, under whichever models it was stored; else 0."""
-    cells, total = latency.cells, 0.0
-    for model in HOSTS:
-        if latency.has(model, phase):
-            own = cells[(cells["model"] == model) & (cells["phase"] == phase)]
-            # Read at the size it was measured at, whatever the context.
-            new, context = int(own["new_tokens"].iloc[0]), int(own["context"].iloc[0])
-            nearest = int(np.clip(batch, own["batch"].min(), own["batch"].max()))
-            total += float(
-                latency.seconds(model, phase, batch=nearest, new_tokens=new, context=context)
-            )
-    return total

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from simulator.maps import SHADES, draw_edge, draw_map, log_ticks, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots import style
+from simulator.plots.look import style
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError

@@ -19,49 +19,9 @@ import pandas as pd
 
 from traces.errors import DraftsimError
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED, Floats, Grid
+from traces.latency.schema import CELL_COLUMNS, checked_cells
 
-__all__ = [
-    "CELL_COLUMNS",
-    "EXTRAPOLATED",
-    "INTERPOLATED",
-    "MEASURED",
-    "PHASES",
-    "Estimate",
-    "LatencyTable",
-]
-
-CELL_COLUMNS: dict[str, tuple[str, str]] = {
-    "model": ("str", "target, draft, or another part that runs by itself"),
-    "phase": ("str", "the step that was timed, see PHASES"),
-    "batch": ("int32", "sequences in the step"),
-    "new_tokens": ("int32", "tokens fed per sequence"),
-    "context": ("int32", "tokens already in the cache, per sequence"),
-    # The name is that of the first tables, which held medians; those of a GPU still do.
-    "median_s": ("float64", "the repeats' mean or median, seconds (`estimator` in the metadata)"),
-    "spread_s": ("float64", "half the interquartile range over the repeats, seconds"),
-    "repeats": ("int32", "timed repeats"),
-}
-
-PHASES: dict[str, str] = {
-    "prefill": "the prompt in one pass (new_tokens = prompt length, context = 0)",
-    "mixed": "what whole prompts add to a pass that decodes (batch = tokens it decodes in all, "
-    "new_tokens = those of the prompts)",
-    "forward": "one pass as the decoder runs it: model, argmax and cache placement",
-    "pass": "the same where no passes of a draft model or of layers precede it in its round",
-    "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
-    "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
-    "settling": "a draft pass soon behind a round's first, while the processor's caches still turn "
-    "from the target's weights to the draft's (new_tokens = its place behind the first)",
-    "layer": "one transformer layer of that pass",
-    "head": "final norm, output projection and argmax",
-    "signal": "computing one drafted token's signals and bringing them to the host",
-    "host_round": "per round: everything around the passes (accepting, bookkeeping, policy)",
-    "host_draft": "per drafted token: everything around the pass",
-    "judge": "what a lossy rule's verdict takes beyond a lossless one (new_tokens = drafted)",
-    "judge_signals": "the same of a rule that also reads the draft's signals",
-    "rollback": "taking rejected tokens out of the cache",
-}
-
+__all__ = ["EXTRAPOLATED", "INTERPOLATED", "MEASURED", "Estimate", "LatencyTable"]
 
 BATCH_FREE = "batch_free"
 """Key of the meta that says that passes are taken to cost the same at every batch."""
@@ -93,24 +53,7 @@ class LatencyTable:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        cells = _typed(self.cells)
-        object.__setattr__(self, "cells", cells)
-        if unknown := sorted(set(cells["phase"]) - set(PHASES)):
-            raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)}")
-        key = ["model", "phase", "batch", "new_tokens", "context"]
-        if (repeated := cells[cells.duplicated(key)]).shape[0]:
-            cell = ", ".join(str(value) for value in repeated[key].iloc[0])
-            raise DraftsimError(f"latency table repeats the cell ({cell})")
-        for name, least in (("batch", 1), ("new_tokens", 0), ("context", 0), ("repeats", 0)):
-            if (cells[name] < least).any():
-                value = int(cells[name].min())
-                raise DraftsimError(f"latency table column {name!r} holds {value}, not >= {least}")
-        for name in ("median_s", "spread_s"):
-            times = cells[name].to_numpy(float)
-            if not np.isfinite(times).all() or (times < 0).any():
-                raise DraftsimError(
-                    f"latency table column {name!r} holds a negative or non-finite time"
-                )
+        object.__setattr__(self, "cells", checked_cells(self.cells))
 
     def __repr__(self) -> str:
         device = self.meta.get("device", "unknown device")
@@ -290,16 +233,3 @@ class LatencyTable:
             (str(model), str(phase)): Grid(part, self.is_constant, self.batch_free)
             for (model, phase), part in self.cells.groupby(["model", "phase"], sort=False)
         }
-
-
-def _typed(cells: pd.DataFrame) -> pd.DataFrame:
-    if missing := [c for c in CELL_COLUMNS if c not in cells.columns]:
-        raise DraftsimError(f"latency table lacks the column(s) {', '.join(missing)}")
-    typed: dict[str, Any] = {}
-    for name, (dtype, _) in CELL_COLUMNS.items():
-        try:
-            column = cells[name]
-            typed[name] = [str(v) for v in column] if dtype == "str" else column.to_numpy(dtype)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise DraftsimError(f"latency table column {name!r} is not of type {dtype}") from error
-    return pd.DataFrame(typed)

@@ -12,8 +12,8 @@ from policies.core import DraftPolicy
 from policies.rules.memory import OnlineCorrectionMemory
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 
 def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
@@ -66,7 +66,7 @@ def calibrated(
     `memory` is counted on and returned; by default a new one without a bound.  Its
     ``sizes`` then show its growth, request by request.
 
-    Raises what `rejected_pairs` and `traces.replay.decoder.replay` raise.
+    Raises what `rejected_pairs` and `traces.replay.run.replay` raise.
     """
     memory = OnlineCorrectionMemory() if memory is None else memory
     log = replay(trace, policy)

@@ -13,15 +13,10 @@ from policies.lanes.base import LanePlan, plan_of
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import (
-    RuleReplayDecoder,
-    own_policy,
-    recorded_log,
-    replay,
-    ruled_log,
-)
 from traces.replay.layout import layout_of
 from traces.replay.rounds import RoundLog
+from traces.replay.ruled import RuleReplayDecoder
+from traces.replay.run import own_policy, recorded_log, replay, ruled_log
 from traces.replay.scores import prepared_rule
 from traces.replay.walk import CELLS, Rounds, Walk
 
@@ -34,7 +29,7 @@ def replay_many(
     first: int | None = None,
     leave_out: Callable[[str, DraftsimError], bool] | None = None,
 ) -> Iterator[RoundLog]:
-    """The logs of `traces.replay.decoder.replay` for named `policies`, in their order.
+    """The logs of `traces.replay.run.replay` for named `policies`, in their order.
 
     Policies that tell how they are laned (`policies.lanes.base`) advance together, setting by
     setting and request by request; any other goes through the loop, and so does one that leaves

@@ -17,7 +17,8 @@ import pandas as pd
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.feature_source import Eagle
 from traces.sources.start_sources import Heads, LayerSkip

@@ -16,7 +16,7 @@ from policies.rules.registry import parse_rule
 from policies.rules.threshold import CMASDVerification
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.decoder import replay
+from traces.replay.run import replay
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 
 

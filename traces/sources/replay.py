@@ -10,8 +10,8 @@ from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.calls import Call, pack_calls
-from traces.replay.decoder import own_policy
 from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.run import own_policy
 from traces.replay.scores import prepared_rule
 from traces.sources.base import Recordings, Source
 

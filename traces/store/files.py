@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
 from traces.errors import DraftsimError, FileError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
 from traces.store.parquet import file_error, read_file, write_file
 

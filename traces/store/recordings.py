@@ -11,7 +11,8 @@ from pathlib import Path
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
-from traces.latency.table import PHASES, LatencyTable
+from traces.latency.schema import PHASES
+from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder
 

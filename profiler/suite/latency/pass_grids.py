@@ -9,7 +9,7 @@ from profiler.suite.latency.passes import table_of
 from profiler.suite.latency.points import Point, Refiner, held_out
 
 Rows = list[list[Any]]
-"""Rows of `traces.latency.table.CELL_COLUMNS`."""
+"""Rows of `traces.latency.schema.CELL_COLUMNS`."""
 
 
 class Passes(NamedTuple):
@@ -28,7 +28,7 @@ class PassGrid:
     widths, contexts:
         The coarse grid.
     measure:
-        Times the pass at a point: its row of `traces.latency.table.CELL_COLUMNS`.
+        Times the pass at a point: its row of `traces.latency.schema.CELL_COLUMNS`.
     known:
         Cells measured before, of any passes.
     booked:

@@ -19,7 +19,8 @@ from profiler.models.graphs import GraphRunner
 from profiler.models.runner import Runner
 from profiler.models.sampling import draw
 from traces.acceptance.sampling import GREEDY
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
 MODES = (EAGER, GRAPH, COMPILED)
@@ -166,7 +167,7 @@ def forward_call(
 
 
 def cell(model: str, phase: str, batch: int, width: int, context: int, s: Sample) -> list[Any]:
-    """A row of `traces.latency.table.CELL_COLUMNS`."""
+    """A row of `traces.latency.schema.CELL_COLUMNS`."""
     return [model, phase, batch, width, context, s.median_s, s.spread_s, s.repeats]
 
 

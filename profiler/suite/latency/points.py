@@ -160,7 +160,7 @@ class Refiner:
 def held_out(
     rows: Sequence[Sequence[Any]], errors: Iterable[float], random: bool
 ) -> list[dict[str, Any]]:
-    """What is kept of cells (`traces.latency.table.CELL_COLUMNS`) that stay out of a table."""
+    """What is kept of cells (`traces.latency.schema.CELL_COLUMNS`) that stay out of a table."""
     return [
         {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
          "seconds": r[5], "error": error, "random": random}

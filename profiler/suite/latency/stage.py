@@ -25,7 +25,8 @@ from profiler.suite.latency.passes import COMPILED, MODES
 from profiler.suite.latency.pieces import RANKS
 from profiler.suite.ledger import Ledger, earlier_units
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, write_latency
 
 UNPAIRED = 0.4

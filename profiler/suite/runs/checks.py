@@ -22,8 +22,8 @@ from profiler.suite.runs.arms import arms_of
 from profiler.suite.runs.compared import compared_runs
 from profiler.suite.runs.forced_stage import prepare
 from traces.acceptance.trace import Trace
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 NAME = "trained-12+3"
 TRAINED_MODES = (EAGER, GRAPH)

@@ -13,8 +13,8 @@ from profiler.suite.environment import Workplace
 from profiler.suite.runs.arms import sweeps
 from profiler.suite.runs.differences import explain
 from traces.acceptance.trace import Trace
-from traces.replay.decoder import replay
 from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
 
 Open = Callable[[Arm, int], Any]
 """Makes a decoder (`policies.core.Decoder`) for an arm's run of a request, behind its prefill."""

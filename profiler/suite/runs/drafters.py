@@ -41,7 +41,8 @@ from profiler.suite.runs.compared import compared_runs
 from profiler.suite.runs.recording import write_within
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.sources.as_draft import drafted_trace, in_the_drafts_place
 from traces.sources.feature_source import Eagle as EagleSource
 from traces.store.files import read_trace

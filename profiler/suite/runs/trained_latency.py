@@ -16,7 +16,8 @@ from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import KERNELS
 from profiler.suite.latency.pair import PairMeasurement
 from profiler.suite.runs.checks import TRAINED_MODES
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 from traces.store.files import write_latency
 
 FILE = "trained-latency.parquet"

@@ -1,4 +1,4 @@
-"""What the rounds of an iteration add up to, counted in one go: no seconds yet."""
+"""What an iteration does: prompt chunks, and what its rounds add up to; no seconds yet."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from simulator.serving.sequence import Slot
 from traces.replay.always import MOST_BEHIND
 
 Ints = npt.NDArray[np.int64]
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one request to process in this iteration."""
+
+    slot: Slot
+    tokens: int
 
 
 class Work(NamedTuple):

@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from simulator.maps import draw_map, is_dark, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, INK, MARKERS
-from simulator.plots import style
+from simulator.plots.look import style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
 

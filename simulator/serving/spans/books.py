@@ -10,8 +10,9 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from simulator.serving.cost.iteration import Chunk, Reading
 from simulator.serving.cost.slab import Floats
+from simulator.serving.cost.together import Reading
+from simulator.serving.cost.work import Chunk
 from simulator.serving.engine import Engine
 from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Slot
@@ -139,7 +140,7 @@ class BookingEngine(Engine):
     def _book(self, span: Span, ended: int, begun: int) -> None:
         """The first iterations of a span have been; nothing of it is under way any more."""
         self._under_way = None
-        self.cost.count(span.readings, begun if begun < len(span.ends) else None)
+        self.cost.together.count(span.readings, begun if begun < len(span.ends) else None)
         if ended:
             self._many_passed(
                 span.start, span.ends[:ended], span.seconds[:ended], span.columns[:, :ended]

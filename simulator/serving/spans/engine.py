@@ -14,9 +14,8 @@ import numpy as np
 import simpy
 
 from simulator.serving.arrivals import Job
-from simulator.serving.cost.iteration import Chunk
 from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.work import Work, Works
+from simulator.serving.cost.work import Chunk, Work, Works
 from simulator.serving.sequence import Sequenced, Slot
 from simulator.serving.source import Events
 from simulator.serving.spans.books import BookingEngine, Span
@@ -168,7 +167,7 @@ class SpanEngine(BookingEngine):
             count = self._allowed(columns)
             columns = columns[:, :count]
         if count > FEW:
-            priced = self.cost.of_works(Works(*columns[WORK]), together)
+            priced = self.cost.together.seconds(Works(*columns[WORK]), together)
             if priced is not None:
                 seconds, readings = priced
                 ends = np.cumsum(np.concatenate(([env.now], seconds)))[1:]

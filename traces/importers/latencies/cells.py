@@ -1,6 +1,6 @@
 """Reading latencies as CSV: a row a cell, as any program or person can write them.
 
-Columns ``model`` (target, draft), ``phase`` (`traces.latency.table.PHASES`; forward where it is
+Columns ``model`` (target, draft), ``phase`` (`traces.latency.schema.PHASES`; forward where it is
 left out), ``batch`` (1), ``new_tokens``, ``context`` and ``seconds``; ``spread_s`` and ``repeats``
 may stand beside.  A format of ours.
 """
@@ -16,7 +16,8 @@ import pandas as pd
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.rows import only_file, read_text
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}

@@ -20,7 +20,8 @@ from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.latencies.llama_tests import Test, read_tests
 from traces.importers.rows import read_text
-from traces.latency.table import CELL_COLUMNS, LatencyTable
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
 
 WIDEST = 64
 """Tokens of a prompt test up to which it stands for a verification.

@@ -1,0 +1,147 @@
+"""Clock-free replay: every request of a recording under a policy, and the log of the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.core import DraftPolicy, P, Round, own_copy, speculate
+from policies.registry import describe
+from policies.rules.base import VerifyRule
+from policies.rules.registry import describe_rule
+from traces.acceptance.trace import Trace
+from traces.errors import SignalError
+from traces.replay.decoder import ReplayDecoder
+from traces.replay.rounds import Fidelity, RoundLog
+from traces.replay.ruled import RuleReplayDecoder
+from traces.replay.scores import prepared_rule
+
+
+def replay(
+    trace: Trace,
+    policy: DraftPolicy,
+    rule: VerifyRule | None = None,
+    *,
+    name: str | None = None,
+    first: int | None = None,
+) -> RoundLog:
+    """Replay every request of `trace` under `policy`, in recording order.
+
+    ``first`` is the output position decoding begins at (see
+    `traces.replay.decoder.ReplayDecoder`); by default the trace's own (`Trace.first`).
+    The fidelity is ``exact`` for a greedy trace, ``exact in distribution`` for a sampled one,
+    and ``approximate`` where matches were imputed (`Trace.impute`) or the trace says so of itself
+    (``meta["fidelity"]``); ``lower bound`` where they were imputed as rejections.
+
+    ``rule`` decides what is accepted; by default, as every lossless rule, the recorded
+    verdicts do.  It is a prototype: one copy serves all requests in recording order,
+    which is part of the run where the rule learns, and ends up in ``RoundLog.rule``.
+    Under a lossy rule every round is exact in itself, and the run ``approximate`` from
+    the first verdict that leaves the recorded path (see `traces.replay.ruled.RuleReplayDecoder`).
+
+    Raises
+    ------
+    SignalError
+        If the policy or rule reads something the trace does not hold, or the policy
+        drafts where no outcome was observed.
+    DraftsimError
+        If the rule cannot run at the recording's temperature.
+    TailError
+        If the policy drafts past the recorded tails.
+    """
+    trace.check_reads(policy.reads, type(policy).__name__)
+    if first is None:
+        first = trace.first
+    own_rule = prepared_rule(rule, trace)
+    # A policy that learns across requests learns within this run, not in the caller's hands.
+    shared = own_policy(trace, policy)
+    mismatched: list[int] = []
+    departed = False
+
+    def decode() -> Iterator[list[Round]]:
+        nonlocal departed
+        for i in range(len(trace.requests)):
+            mine = shared.fresh()
+            if own_rule is None:
+                yield _run(ReplayDecoder(trace, i, first), mine)
+                continue
+            decoder = RuleReplayDecoder(trace, i, own_rule, first)
+            yield _run(decoder, mine)
+            own_rule.end_request()
+            mismatched.extend(decoder.mismatched)
+            departed |= decoder.departed
+
+    rounds = RoundLog.pack(decode())
+    log = recorded_log(trace, rounds, name or describe(policy), policy.reads, first)
+    return log if rule is None else ruled_log(log, rule, own_rule, mismatched, departed)
+
+
+def ruled_log(
+    log: RoundLog, rule: VerifyRule, own_rule: VerifyRule | None, mismatched: Sequence[int],
+    departed: bool,
+) -> RoundLog:  # fmt: skip
+    """The log of a run under `rule`; ``own_rule`` is the run's copy, None where it is lossless."""
+    log = replace(log, verify=describe_rule(rule))
+    if own_rule is not None:
+        log = replace(log, mismatched=np.array(mismatched, dtype=np.int32), rule=own_rule)
+    return replace(log, fidelity="approximate") if departed else log
+
+
+def recorded_log(
+    trace: Trace, rounds: npt.NDArray[Any], name: str, reads: tuple[str, ...], first: int
+) -> RoundLog:
+    """A log of `rounds` along the recorded output, verified losslessly."""
+    return RoundLog(
+        rounds, trace.requests, name, source=trace.source, drafter=trace.drafter,
+        verify="rejection-sampling" if trace.temperature > 0 else "exact",
+        fidelity=fidelity_of(trace), reads=reads, first=first,
+    )  # fmt: skip
+
+
+def own_policy(trace: Trace, policy: P) -> P:
+    """A run's own copy of `policy`, told the vocabulary of the recorded pair.
+
+    Raises SignalError where the policy needs one and neither it nor the recording has it.
+    """
+    try:
+        return own_copy(policy, trace.vocab_size)
+    except ValueError as error:
+        raise SignalError(str(error)) from None
+
+
+def can_replay(trace: Trace, policy: DraftPolicy) -> bool:
+    """Whether the recording holds what `policy` reads, and the vocabulary that it may need."""
+    if not set(policy.reads) <= trace.signals:
+        return False
+    try:
+        own_policy(trace, policy)
+    except SignalError:
+        return False
+    return True
+
+
+def _run(decoder: ReplayDecoder, policy: DraftPolicy) -> list[Round]:
+    try:
+        return list(speculate(decoder, policy))
+    except ValueError as error:
+        # `Oracle` asks for the run length, which `load` withholds where it is not known.
+        if decoder.remaining and decoder.load.run_length is None:
+            raise SignalError(
+                f"{type(policy).__name__} asks how far the drafts match, which was not observed at "
+                f"position {decoder.position} of an imported request: impute the trace first "
+                "(`Trace.impute`)"
+            ) from error
+        raise
+
+
+def fidelity_of(trace: Trace) -> Fidelity:
+    """What a lossless replay of `trace` is worth."""
+    if trace.is_lower_bound:
+        return "lower bound"
+    if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
+        return "approximate"
+    return "exact in distribution" if trace.temperature > 0 else "exact"
