@@ -29,7 +29,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from commands.common.output import print_table
+from commands.common.printed import print_table
 from commands.validate.spot_check import say_verdict, spot_check
 from profiler.latency.table import Grid
 from profiler.profile import Settings, profile_latency, progress_bar

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from commands.common.output import print_table
+from commands.common.printed import print_table
 from policies.registry import parse_policy
 from simulator.pricing import price
 from traces.acceptance.trace import Trace

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note
+from commands.common.printed import print_table
 
 if TYPE_CHECKING:
     from simulator.aggregate import Interval

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from commands.common.output import JsonOption, OutOption, emit
+from commands.common.printed import print_entries
 from traces.errors import DraftsimError
 
 
@@ -62,11 +64,9 @@ def list_all(
         "formats": format_rows, "devices": device_rows, "weight-formats": weight_rows,
         "published": published_rows,
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
-    shown = None
-    if json is None and out is None and chosen and chosen[0] in ("policies", "rules", "sources"):
-        rows = [{**row, "parameters": _written(row["parameters"])} for row in rows]
-        shown = [name for name in rows[0] if name not in ("kind", "learns", "lossless")]
-    emit("list", rows, json, show=shown, out=out)
+    entries = chosen and chosen[0] in ("policies", "rules", "sources")
+    printed = partial(print_entries, map(_entry, rows)) if entries else None
+    emit("list", rows, json, out=out, printed=printed)
 
 
 def policy_rows() -> list[dict[str, Any]]:
@@ -235,12 +235,23 @@ def _options(annotation: Any) -> str:
     return " | ".join(parts)
 
 
-def _written(parameters: Iterable[Mapping[str, Any]]) -> str:
+def _entry(row: Mapping[str, Any]) -> tuple[str, list[list[str]]]:
+    """The name of a policy, rule or source, and what is said of it, in parts that stay whole."""
     from policies.spec import as_text
 
-    return ", ".join(
-        p["name"] if p["needed"] else f"{p['name']}={as_text(p['default'])}" for p in parameters
-    ) or "-"  # fmt: skip
+    parameters = [
+        p["name"] if p["needed"] else f"{p['name']}={as_text(p['default'])}"
+        for p in row["parameters"]
+    ]
+    behind = [f"reads {row['reads']}"] if row.get("reads", "-") != "-" else []
+    if row["paper"] != "-" and any(one not in row["what"] for one in row["paper"].split(", ")):
+        behind.append(row["paper"])
+    paragraphs = [
+        [f"{word} " for word in row["what"].split()],
+        [*(f"{one}, " for one in parameters[:-1]), *parameters[-1:]],
+        [f"{word} " for word in "; ".join(behind).split()],
+    ]
+    return row["name"], list(filter(None, paragraphs))
 
 
 def signals(cls: type) -> tuple[str, ...]:

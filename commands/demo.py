@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
     from commands.common.figures import save_all
-    from commands.profile.command import Recording, run_profile
+    from commands.profile.recording import Recording, run_profile
     from profiler.latency.table import Grid
     from profiler.profile import Settings
     from profiler.recording.folder import claimed, only_writer

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import TABLES, JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note
+from commands.common.printed import print_table
+from commands.common.written import TABLES
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 

@@ -23,7 +23,8 @@ from commands.common.inputs import (
     TraceOption,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note
+from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

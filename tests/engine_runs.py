@@ -18,10 +18,11 @@ from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
-from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.engine import Engine
 from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
+from profiler.engines.start import EngineOptions
 from profiler.engines.texts import own_texts, prompts_of
 from simulator.tune import tune_vllm
 from tests.lane_traces import random_trace

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
 from policies.batch.base import BatchPolicy  # noqa: E402
-from profiler.checks.spot_check import output_of  # noqa: E402
+from profiler.checks.outputs import output_of  # noqa: E402
 from profiler.decoding.batch import decode_batch, enter, speculate_batch  # noqa: E402
 from profiler.decoding.batch_passes import BatchedDecoder  # noqa: E402
 from profiler.decoding.batch_stream import Stream  # noqa: E402

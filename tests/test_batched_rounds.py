@@ -28,7 +28,7 @@ from policies import (
 )
 from policies.batch.base import BatchPolicy
 from profiler.checks.batch_runs import groups_of
-from profiler.checks.spot_check import output_of
+from profiler.checks.outputs import output_of
 from profiler.decoding.batch import decode_batch, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream

@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-from profiler.checks.spot_check import output_of, rounds_differ
+from profiler.checks.outputs import output_of
+from profiler.checks.spot_check import rounds_differ
 from profiler.decoding.batch import speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from policies import DraftPolicy, Fixed
 from profiler.checks.batch_runs import groups_of
-from profiler.checks.spot_check import output_of
+from profiler.checks.outputs import output_of
 from profiler.decoding.batch import decode_batch, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder, Verdict
 from profiler.decoding.batch_stream import Stream

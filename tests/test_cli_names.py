@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from commands.common.output import print_table, write_rows
+from commands.common.printed import print_table
+from commands.common.written import write_rows
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
@@ -54,6 +56,33 @@ def test_every_name_is_listed_with_its_parameters(run: Run) -> None:
     assert listed["svip"]["reads"] == "entropy"
     assert run("list", "--policies").out.count("gamma_max=") > 5
     assert run("list", "--policies", "--rules").code == 2
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("option", ["--policies", "--rules", "--sources"])
+def test_no_parameter_is_broken_on_any_terminal(
+    option: str, width: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run("list", option, "--json", "-").rows
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", run("list", option).out).splitlines()
+    assert max(map(len, shown)) <= width
+    begins = [i for i, line in enumerate(shown) if line and not line.startswith(" ")]
+    assert [shown[i] for i in begins] == [row["name"] for row in rows]
+    for row, begin, end in zip(rows, begins, [*begins[1:], None], strict=True):
+        entry = shown[begin:end]
+        values = dict(re.findall(r"(?:^| )(\w+)=(\S*?)(?=, |,\n|\n)", "\n".join(entry) + "\n"))
+        for parameter in row["parameters"]:
+            value, default = values[parameter["name"]], parameter["default"]
+            if isinstance(default, int | float | list):
+                assert json.loads(value) == default
+            elif default is None:
+                assert value == "none"
+            else:
+                assert value == default
+        # Nor is what a system consists of.
+        assert row["what"] in " ".join(" ".join(entry).split())
 
 
 def test_help_and_version(run: Run) -> None:

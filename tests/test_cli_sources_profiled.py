@@ -85,7 +85,11 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     assert EarlyExit(tau=0.55).setting(1)[:-1] in settings
     assert EarlyExit().setting(1)[:-1] in settings
     assert "medusa" in found.starts
-    assert run(*command, "--latency-only").code == 0
+    measured = run(*command, "--latency-only")
+    assert measured.code == 0
+    # What is measured again is not kept.
+    assert "its latencies are measured again" in measured.err
+    assert "what it holds is kept" not in measured.err
     again = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     assert {n for n in again if again[n] != after.get(n)} == {"latency.parquet"}
     assert read_latency(small_run / "latency.parquet").has("exit", "layer")

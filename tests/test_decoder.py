@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
-from profiler.checks.spot_check import Arm, assisted_generation, output_of, rounds_differ, run_arms
+from profiler.checks.assisted import assisted_generation
+from profiler.checks.outputs import output_of
+from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
 from profiler.models.runner import Runner

@@ -14,8 +14,9 @@ import torch
 from policies.basic import Fixed
 from policies.core import speculate
 from profiler import profile
+from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
-from profiler.checks.spot_check import Arm, assisted_generation, rounds_differ, run_arms
+from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.single import ModelDecoder
 from profiler.heads.train import default_exit_layers, own_text, train_all
 from profiler.latency.table import Grid

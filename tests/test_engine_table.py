@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from profiler.engines.bench import Sample
-from profiler.engines.engine import PARTS, EngineOptions
+from profiler.engines.engine import PARTS
 from profiler.engines.plan import Cell, Grid
+from profiler.engines.start import EngineOptions
 from profiler.engines.table import cells_of, held_out_errors, host_parts
 from tests.conftest import Run
 from traces import LatencyTable, write_latency

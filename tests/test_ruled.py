@@ -10,7 +10,8 @@ from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import speculate
 from policies.rules.registry import parse_rule
-from profiler.checks.spot_check import Arm, output_of, rounds_differ, run_arms
+from profiler.checks.outputs import output_of
+from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.single import ModelDecoder
 from tests import bundled
 from tests.rule_runs import decode, prepared, short_trace

@@ -9,7 +9,8 @@ import pytest
 
 from policies.basic import Fixed
 from policies.rules.registry import parse_rule
-from profiler.checks.spot_check import Arm, real_run, run_arms
+from profiler.checks.outputs import real_run
+from profiler.checks.spot_check import Arm, run_arms
 from tests import bundled
 from tests.rule_runs import decode
 from traces.acceptance.sampling import Sampling

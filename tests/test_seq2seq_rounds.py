@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from policies import parse_policy
-from profiler.checks.spot_check import Arm, assisted_generation, output_of
+from profiler.checks.assisted import assisted_generation
+from profiler.checks.outputs import output_of
+from profiler.checks.spot_check import Arm
 from profiler.decoding.single import greedy
 from profiler.models.seq2seq import Seq2SeqRunner, make_runner
 from tests.replayed import assert_decoded_as_replayed

@@ -22,7 +22,8 @@ from commands.common.inputs import (
     load_rule,
     load_trace,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, print_table
+from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.printed import print_table
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.working import working
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router

@@ -1,4 +1,4 @@
-"""Tables that fit a terminal: where a heading or a name is folded, which columns stand together.
+"""What fits a terminal: where a heading, a name or a list is folded, which columns stand together.
 
 A number is never folded.
 """
@@ -21,7 +21,7 @@ def in_lines(name: str, width: int = NAME) -> str:
     >>> in_lines("spec-verification:beta=5,tau=0.533")
     'spec-verification:\\nbeta=5,tau=0.533'
     """
-    return _packed(re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name), width)
+    return in_parts(re.findall(rf"{_WORD}*(?:[:,]|-(?!\d))+\s*|{_WORD}+", name), width)
 
 
 def heading(name: str, width: int) -> str:
@@ -30,10 +30,15 @@ def heading(name: str, width: int) -> str:
     >>> heading("standard_error", 8)
     'standard_\\nerror'
     """
-    return _packed(re.findall(r"[^\s_]*[\s_]+|[^\s_]+", name), width)
+    return in_parts(re.findall(r"[^\s_]*[\s_]+|[^\s_]+", name), width)
 
 
-def _packed(parts: Sequence[str], width: int) -> str:
+def in_parts(parts: Sequence[str], width: int) -> str:
+    """`parts` on lines of at most `width`, broken only between them.
+
+    >>> in_parts(["gamma=5, ", "weights=[1,2,3], ", "beta=1"], 17)
+    'gamma=5,\\nweights=[1,2,3],\\nbeta=1'
+    """
     lines = [""]
     for part in parts:
         if lines[-1] and len(lines[-1] + part.rstrip()) > width:

@@ -22,8 +22,9 @@ from traces.replay.run import replay
 from traces.store.files import read_latency
 
 if TYPE_CHECKING:
-    from profiler.engines.engine import Engine, EngineOptions, Step
+    from profiler.engines.engine import Engine, Step
     from profiler.engines.loads import LoadRun
+    from profiler.engines.start import EngineOptions
     from simulator.serving import Run, Scenario
     from simulator.serving.arrivals import Arrivals
     from traces.latency.table import LatencyTable
@@ -73,7 +74,7 @@ def engine_check(
 
 def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
     """The options that the engine had when `latency` was measured, with room for `trace`."""
-    from profiler.engines.engine import EngineOptions
+    from profiler.engines.start import EngineOptions
 
     said: Mapping[str, Any] = latency.meta["engine"]
     room = max(r.prompt_length + r.tokens for r in trace.requests) + said["longest"] + 1
@@ -265,7 +266,14 @@ def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> i
     """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
     if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
         log = replay(trace, policy)
-        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+        fields: tuple[str, ...] = (
+            "position",
+            "drafted",
+            "accepted",
+            "emitted",
+            "draft_forwards",
+            "catch_up",
+        )
         if trace.takes_verified:  # then the engine's records count another drafter's catching up
             fields = fields[:-1]
         own: dict[int, list[tuple[int, ...]]] = {}

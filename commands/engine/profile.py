@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from commands.common.output import note
-from profiler.engines.engine import Engine, EngineOptions
+from profiler.engines.engine import Engine
 from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
+from profiler.engines.start import EngineOptions
 from traces.errors import DraftsimError
 from traces.store.files import write_latency
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.output import emit, note, print_table, printable
+from commands.common.output import emit, note
+from commands.common.printed import print_table, printable
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from commands.common.output import _cell, printable
+from commands.common.printed import cell_text, printable
 
 if TYPE_CHECKING:
     from simulator.papers import Row
@@ -58,6 +58,7 @@ def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
         label = "" if row.row == before else row.row
         before = row.row
         said = ",".join(str(numbers[part]) for part in _parts(row))
-        values = (_cell("", row.published), _cell("", row.ours) + (" *" if row.mark else ""))
+        ours = cell_text("", row.ours) + (" *" if row.mark else "")
+        values = (cell_text("", row.published), ours)
         table.add_row(*(Text(printable(t)) for t in (label, row.column, *values, said)))
     return table

@@ -66,7 +66,8 @@ def decode_again(
     What the folder holds of that is kept, so that a stopped run goes on where it stopped; under
     a `memory`, which may have changed since, everything is decoded.
     """
-    from profiler.checks.spot_check import real_run, run_arms
+    from profiler.checks.outputs import real_run
+    from profiler.checks.spot_check import run_arms
     from profiler.profile import progress_bar
     from traces.store.files import read_trace
     from traces.store.outputs import write_run

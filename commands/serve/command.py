@@ -22,7 +22,8 @@ from commands.common.inputs import (
     load_rule,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note, print_table
+from commands.common.output import JsonOption, emit, note
+from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (

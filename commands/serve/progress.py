@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commands.common.output import TABLES, note, write_rows
+from commands.common.output import note
+from commands.common.written import TABLES, write_rows
 from commands.serve.loads import requests_of
 
 if TYPE_CHECKING:

@@ -18,34 +18,30 @@ from commands.common.inputs import (
     TraceOption,
     VerifyOption,
     load_latency,
-    load_method,
     load_rule,
     load_trace,
-    replay_all,
     say_memory,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, say_unjudged
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
-    is_unfitted,
-    named,
     rank,
-    ranks_all,
-    with_best_fixed,
-    without_plain,
 )
 from commands.common.sources import (
     SourceOption,
     load_recordings,
     load_source,
-    load_source_policies,
-    longest_draft,
     replay_system,
     replay_systems,
-    replay_with,
     split_systems,
     with_free_lookups,
+)
+from commands.simulate.runs import (
+    rank_source,
+    recorded_rounds,
+    replay_methods,
+    same_requests,
 )
 from commands.simulate.table import (
     LOSSLESS,
@@ -58,12 +54,8 @@ from commands.simulate.table import (
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from policies.core import DraftPolicy
-    from policies.rules.base import VerifyRule
-    from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
-    from traces.sources.base import Recordings, Source
 
 
 def simulate(
@@ -194,25 +186,6 @@ def simulate(
             note(f"wrote {path}")
 
 
-def rank_source(
-    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None, source: Source,
-    recordings: Recordings, rule: VerifyRule | None = None,
-) -> Ranking:  # fmt: skip
-    """The policies of `texts` with `source` drafting, to be ranked."""
-    from simulator.whatif.ranking import UNFITTED
-
-    def replayed(some: list[tuple[str, DraftPolicy]]) -> list[RoundLog]:
-        return replay_with(trace, source, some, recordings, rule)
-
-    chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
-    # The rule is fitted to a draft model's passes, which another source does not make.
-    notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
-    ranking = Ranking(replayed(chosen), notes)
-    if not ranks_all(texts):
-        return ranking
-    return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
-
-
 def _rows(
     ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
     resamples: int, prefill: bool, by_category: bool,
@@ -273,54 +246,3 @@ def _refuse_with(
         raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
     if systems and verify is not None:
         raise DraftsimError(f"{systems[0]!r} verifies exactly: drop --verify")
-
-
-def recorded_rounds(
-    path: Path, latency: str | None, trace: str
-) -> tuple[list[RoundLog], LatencyTable]:
-    """The recorded round logs at `path`, and by default the latencies of their run folder."""
-    from traces.store.files import read_rounds
-    from traces.store.identity import check_folder
-    from traces.store.outputs import find_runs
-
-    files = find_runs(path)
-    if not files:
-        raise DraftsimError(
-            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
-        )
-    own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
-    if own is not None:
-        check_folder(own, files)
-    table = load_latency(latency, trace if own is None else str(own))
-    return [read_rounds(file) for file in files], table
-
-
-def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:
-    """The logs, grouped by the requests they decoded: only those can be compared."""
-    groups: dict[tuple[str, ...], list[RoundLog]] = {}
-    for log in logs:
-        groups.setdefault(tuple(r.id for r in log.requests), []).append(log)
-    return list(groups.values())
-
-
-def _has_latency(folder: Path) -> bool:
-    return folder.is_dir() and (folder / "latency.parquet").is_file()
-
-
-def replay_methods(trace: Trace) -> list[RoundLog]:
-    """The papers' lossy methods with a draft model, as far as the trace can tell of them."""
-    from traces.errors import SignalError
-    from traces.sources.methods import METHODS
-    from traces.sources.registry import DRAFT_MODEL
-
-    logs: dict[tuple[str, str], RoundLog] = {}
-    for name, chosen in METHODS.items():
-        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
-            continue
-        try:
-            text, policy, rule = load_method(name, trace)
-            [log] = replay_all(trace, named([(text, policy)]), rule=rule)
-        except SignalError:
-            continue
-        logs.setdefault((log.policy, log.verify), log)
-    return list(logs.values())

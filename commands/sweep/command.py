@@ -25,8 +25,9 @@ from commands.common.inputs import (
     load_policies,
     load_trace,
 )
-from commands.common.output import TABLES, JsonOption, emit, note, write_rows
+from commands.common.output import JsonOption, emit, note
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
+from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
 from commands.sweep.held_out import SEARCHED, tuned_rows
 from commands.sweep.maps import draw_maps

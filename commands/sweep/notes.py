@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.output import note, print_table
+from commands.common.output import note
+from commands.common.printed import print_table
 
 if TYPE_CHECKING:
     import pandas as pd

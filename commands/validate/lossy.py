@@ -39,7 +39,8 @@ def lossy_check(
     speedups), and the fields of `traces.store.outputs.Quality`.
     """
     from commands.validate.spot_check import spread_over_categories
-    from profiler.checks.spot_check import Arm, real_run, rounds_differ, run_arms
+    from profiler.checks.outputs import real_run
+    from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.pricing import price

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.output import emit, note, print_table
+from commands.common.output import emit, note
+from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

@@ -70,7 +70,8 @@ def source_check(
     from commands.profile.source_modules import modules_of
     from commands.validate.remeasure import Remeasured
     from commands.validate.spot_check import REMEDY, spread_over_categories
-    from profiler.checks.spot_check import output_of, rounds_differ
+    from profiler.checks.outputs import output_of
+    from profiler.checks.spot_check import rounds_differ
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare

@@ -123,7 +123,7 @@ def _assisted_rows(pair: Pair, trace: Trace, progress: Any) -> pd.DataFrame:
     """transformers' assisted generation: its target passes against the replayed rounds."""
     import torch
 
-    from profiler.checks.spot_check import assisted_generation
+    from profiler.checks.assisted import assisted_generation
 
     rows = []
     for schedule, (text, settings) in ASSISTED.items():

@@ -7,7 +7,7 @@ A run that was disturbed is made again, within a budget of every arm's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,13 +27,11 @@ from profiler.machine.stopwatch import Timing, timed
 from profiler.models.loading import Pair, check_same_models
 from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from profiler.models.seq2seq_settings import decoder_prefix, is_seq2seq
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
-from traces.store.outputs import Output, RealRun
 
 
 @dataclass(frozen=True)
@@ -175,31 +173,6 @@ def run_arms(
     )  # fmt: skip
 
 
-def real_run(
-    pair: Pair, greedy: Trace, arm: Arm, measured: Measured, meta: Mapping[str, Any]
-) -> RealRun:
-    """The rounds and outputs of an arm with a lossy rule.
-
-    ``greedy`` is the recording of the target's own outputs, which may hold more requests.
-    """
-    place = {request.id: i for i, request in enumerate(greedy.requests)}
-    log = measured.logs[arm.label]
-    texts = (pair.tokenizer.decode(ids) for ids in measured.outputs[arm.label])
-    outputs = [
-        Output(
-            request.id, tokens, text,
-            pair.tokenizer.decode(output_of(greedy, place[request.id])), float(nats),
-        )
-        for request, tokens, text, nats in zip(
-            log.requests, measured.outputs[arm.label], texts,
-            measured.log_likelihoods[arm.label], strict=True,
-        )
-    ]  # fmt: skip
-    table = getattr(log.rule, "table", None)
-    memory = {} if table is None else {"sizes": list(table.sizes), "evictions": table.evictions}
-    return RealRun(log, outputs, {**pair.meta, **meta, "memory": memory})
-
-
 def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Request:
     """`request` with the length and end of an output of its own."""
     ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
@@ -260,48 +233,3 @@ def _decoder(
         sampling=trace.sampling, generator=generator, first=trace.first, run_lengths=runs,
         rule=rule,
     )  # fmt: skip
-
-
-def assisted_generation(
-    pair: Pair, prompt: torch.Tensor, max_new_tokens: int, **settings: Any
-) -> tuple[list[int], int, float]:
-    """transformers' own assisted generation: (output ids, target passes, wall seconds).
-
-    ``settings`` go to the draft's generation config: ``num_assistant_tokens``,
-    ``num_assistant_tokens_schedule``, ``assistant_confidence_threshold``.
-    """
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    config = pair.draft.generation_config
-    before = {name: getattr(config, name) for name in settings}
-    for name, value in settings.items():
-        setattr(config, name, value)
-    handle = pair.target.register_forward_pre_hook(count)
-    try:
-        with torch.inference_mode(), timed(pair.device) as seconds:
-            out = pair.target.generate(
-                input_ids=prompt[None],
-                attention_mask=torch.ones_like(prompt)[None],
-                assistant_model=pair.draft,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-            )
-    finally:
-        handle.remove()
-        for name, value in before.items():
-            setattr(config, name, value)
-    # An encoder-decoder's sequence begins with its start token, not with the prompt.
-    fed = len(decoder_prefix(pair.target)) if is_seq2seq(pair.target) else prompt.shape[0]
-    return out[0, fed:].tolist(), passes, seconds()
-
-
-def output_of(trace: Trace, request: int) -> list[int]:
-    """The recorded output of a request."""
-    starts = trace.request_starts
-    rows = trace.on_path[starts[request] : starts[request + 1]]
-    tokens: list[int] = np.asarray(trace.columns["token"])[rows].tolist()
-    return tokens

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from profiler.engines.own_drafter import OwnDrafter
 from profiler.engines.proposer import Proposer
-from profiler.recording.run import model_path
-from traces.errors import DraftsimError
+from profiler.engines.start import EngineOptions, meta_of, start
 
 PARTS = ("schedule", "execute", "sample", "propose", "update", "output")
 """Parts of a step in seconds: the scheduler's plan, the model's pass, sampling with the
@@ -61,51 +57,6 @@ class Step:
         return "mixed" if self.decoded else "prompt"
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """How to start the engine.
-
-    Models are folders, or names (`profiler.recording.run.model_path`).  ``draft`` and ``eagle`` are
-    those of vLLM's own draft methods, whose passes then run
-    (`profiler.engines.own_drafter.OwnDrafter`); with neither, drafts come from
-    `profiler.engines.proposer.Proposer`.  A draft has at most `longest` tokens.
-    """
-
-    target: str
-    draft: str | None = None
-    eagle: str | None = None
-    longest: int = 8
-    max_batch: int = 16
-    max_model_len: int = 1024
-    token_budget: int = 8192
-    dtype: str = "auto"
-    threads: int = 1
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of ``vllm.LLM``."""
-
-    @property
-    def method(self) -> str:
-        """vLLM's name of the draft method."""
-        if self.eagle:
-            return "eagle3" if _is_eagle3(Path(model_path(self.eagle, "draft"))) else "eagle"
-        return "draft_model" if self.draft else "custom_class"
-
-    @property
-    def own_drafter(self) -> bool:
-        """Whether drafts are vLLM's own."""
-        return bool(self.eagle or self.draft)
-
-    @property
-    def speculative(self) -> dict[str, Any]:
-        """vLLM's ``speculative_config``."""
-        drafter = self.eagle or self.draft
-        ours = f"{Proposer.__module__}.{Proposer.__qualname__}"
-        return {
-            "method": self.method, "num_speculative_tokens": self.longest,
-            "model": ours if drafter is None else model_path(drafter, "draft"),
-        }  # fmt: skip
-
-
 class Engine:
     """The engine, one step at a time.
 
@@ -114,7 +65,7 @@ class Engine:
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        llm, self._params, self._prompt = _start(options)
+        llm, self._params, self._prompt = start(options)
         self._engine = llm.llm_engine
         core = self._engine.engine_core.engine_core
         self._scheduler, executor = core.scheduler, core.model_executor
@@ -127,7 +78,7 @@ class Engine:
         )  # fmt: skip
         self.blocks = int(config.cache_config.num_gpu_blocks)
         self.block_size = int(config.cache_config.block_size)
-        self.meta = _meta(options, config)
+        self.meta = meta_of(options, config)
         self._watch: dict[str, float] = {}
         self._plan: Any = None
         self._before: dict[str, tuple[int, int, int]] = {}
@@ -245,70 +196,3 @@ class Engine:
         """Steps that let the engine drop what has ended."""
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def _is_eagle3(folder: Path) -> bool:
-    """Whether a drafter's ``config.json`` is of EAGLE-3, whose vocabulary is its own."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DraftsimError(f"{folder} holds no drafter with a config.json: {error}") from None
-    return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
-
-
-def _start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
-    # In this process, so that it can be stepped; both are read when vLLM is imported.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    try:
-        import torch
-
-        # The variable comes too late where torch was imported before, and vLLM takes the function
-        # away once it runs.
-        torch.set_num_threads(options.threads)
-        from vllm import LLM, SamplingParams
-        from vllm.inputs import TokensPrompt
-    except ImportError as error:
-        raise DraftsimError(
-            f"vLLM cannot be imported here ({error}): run `make vllm`, then .venv-vllm/bin/draftsim"
-        ) from None
-    folder = Path(model_path(options.target, "target"))
-    words = not folder.is_dir() or any(folder.glob("tokenizer*"))
-    try:
-        llm = LLM(
-            str(folder), dtype=options.dtype, max_model_len=options.max_model_len,
-            max_num_seqs=options.max_batch, max_num_batched_tokens=options.token_budget,
-            enable_prefix_caching=False, async_scheduling=False, skip_tokenizer_init=not words,
-            speculative_config=options.speculative, disable_log_stats=False,
-            **{"enforce_eager": True, **options.more},
-        )  # fmt: skip
-    except (ValueError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DraftsimError(f"vLLM does not start with {options.target}: {reason}") from None
-
-    def params(tokens: int) -> Any:
-        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=words)
-
-    return llm, params, lambda ids: TokensPrompt(prompt_token_ids=ids)
-
-
-def _meta(options: EngineOptions, config: Any) -> dict[str, Any]:
-    import torch
-    import vllm
-
-    return {
-        "engine": {
-            "name": "vllm", "version": vllm.__version__, "method": options.method,
-            "own_drafter": options.own_drafter, "longest": options.longest,
-            "max_batch": options.max_batch,
-            "max_model_len": options.max_model_len,
-            "token_budget": options.token_budget, "eager": config.model_config.enforce_eager,
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-        },
-        "target": options.target, "draft": options.eagle or options.draft,
-        "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "device": config.device_config.device_type, "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }  # fmt: skip

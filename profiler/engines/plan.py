@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from profiler.engines.engine import EngineOptions
+from profiler.engines.start import EngineOptions
 
 Kind = Literal["decode", "prompt", "mixed"]
 

@@ -11,7 +11,7 @@ import torch
 
 from policies.basic import Fixed
 from policies.core import DraftPolicy, Round, speculate
-from profiler.checks.spot_check import assisted_generation
+from profiler.checks.assisted import assisted_generation
 from profiler.decoding.single import ModelDecoder
 from profiler.machine.stopwatch import timed
 from profiler.models.loading import Pair

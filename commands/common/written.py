@@ -1,0 +1,111 @@
+"""Rows in files, for programs and papers: CSV, LaTeX, Parquet and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from commands.common.printed import cell_text
+from traces.errors import DraftsimError, FileError
+from traces.store.parquet import write_atomically
+
+SCHEMA = 1
+
+TABLES = (".csv", ".tex", ".parquet", ".json")
+
+
+def check_place(path: Path) -> None:
+    """Raise FileError where a file at `path` could not be written, so far as can be told."""
+    parent = path.parent
+    if not parent.is_dir():
+        reason = f"{parent} is no folder"
+    elif path.is_dir():
+        reason = "it is a folder"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        reason = f"{parent} may only be read"
+    else:
+        return
+    raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
+
+
+def write_rows(
+    path: Path,
+    records: Sequence[Mapping[Any, Any]],
+    command: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a table in the form that the suffix names, whole or not at all.
+
+    ``command`` and ``more`` are what JSON holds beside the rows.
+
+    Raises
+    ------
+    DraftsimError
+        For another suffix than `TABLES`, or a place that cannot be written to.
+    """
+    frame = pd.DataFrame([{k: _flat(v) for k, v in _plain(r).items()} for r in records])
+    if path.suffix == ".csv":
+        content = frame.to_csv(index=False).encode()
+    elif path.suffix == ".tex":
+        content = _latex(frame).encode()
+    elif path.suffix == ".parquet":
+        content = frame.to_parquet(index=False)
+    elif path.suffix == ".json":
+        content = document(command, records, more).encode()
+    else:
+        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+    write_atomically(path, content)
+
+
+def document(
+    command: str, records: Sequence[Mapping[Any, Any]], more: Mapping[str, Any] | None
+) -> str:
+    """`records` and what stands beside them, as the JSON that every command writes."""
+    results = [_plain(r) for r in records]
+    document = {"schema": SCHEMA, "command": command, "results": results, **_plain(more or {})}
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _flat(value: Any) -> Any:
+    """A value for one cell: what holds others is JSON text there."""
+    return json.dumps(value) if isinstance(value, (dict, list)) else value
+
+
+def _latex(frame: pd.DataFrame) -> str:
+    """A booktabs table; what LaTeX would take for its own is escaped."""
+    heads = [_escaped(str(name)) for name in frame.columns]
+    align = "".join("r" if kind.kind in "if" else "l" for kind in frame.dtypes)
+    lines = [f"\\begin{{tabular}}{{{align}}}", "\\toprule", " & ".join(heads) + r" \\", "\\midrule"]
+    for row in frame.itertuples(index=False):
+        cells = (_escaped(cell_text(str(n), v)) for n, v in zip(frame.columns, row, strict=True))
+        lines.append(" & ".join(cells) + r" \\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in text)
+
+
+def _plain(value: Any) -> Any:
+    """JSON values: numpy scalars unwrapped, what is not a number null."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, (str, bytes)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

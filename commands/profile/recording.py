@@ -1,0 +1,135 @@
+"""Recording a pair into its run folder: all of it, what it lacks, or its latencies anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.common.output import note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from profiler.models.loading import Pair
+    from profiler.profile import Settings
+    from profiler.prompts import Prompt
+    from profiler.recording.run import RunInfo
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record of the pair of `info`, and the run folder it goes to.
+
+    ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all.
+    """
+
+    info: RunInfo
+    prompts: Path
+    out: Path
+    settings: Settings
+    limit: int | None = None
+    pair: Pair | None = None
+
+    def texts(self) -> list[Prompt]:
+        """The prompts, read from their file."""
+        from profiler.prompts import read_prompts
+
+        return read_prompts(self.prompts, self.limit)
+
+    def load(self) -> Pair:
+        """The pair, loaded unless it is."""
+        return self.info.load() if self.pair is None else self.pair
+
+
+def run_profile(recording: Recording, force: bool = False) -> None:
+    """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
+    from profiler.models.seq2seq_settings import is_seq2seq
+    from profiler.profile import (
+        latency_options,
+        profile_latency,
+        profile_trace,
+        progress_bar,
+        trace_options,
+    )
+    from profiler.recording.folder import begin, is_done
+    from traces.acceptance.sampling import GREEDY
+    from traces.store.files import read_trace
+    from traces.store.parquet import read_meta
+
+    out, settings = recording.out, recording.settings
+    texts, pair = recording.texts(), recording.load()
+    longest = max(len(pair.encode(text.text, settings.chat)) for text in texts)
+    settings = replace(settings, grid=settings.grid.reaching(longest, settings.max_new_tokens))
+    if is_seq2seq(pair.target) and max(settings.grid.batches) > 1:
+        raise DraftsimError(
+            "--batch: encoder-decoder pairs are decoded one request at a time: use --batch 1"
+        )
+
+    def is_kept(name: str, options: dict[str, Any]) -> bool:
+        path = out / f"{name}.parquet"
+        return not force and path.is_file() and is_done(path, read_meta(path), options)
+
+    stages = {"trace": replace(settings, sampling=GREEDY)}
+    if not settings.sampling.greedy:
+        stages["sampled"] = settings
+    kept = [n for n, s in stages.items() if is_kept(n, trace_options(pair, texts, s))]
+    timed = is_kept("latency", latency_options(pair, settings))
+    begin(recording.info, out, force)
+    with progress_bar() as progress:
+        for name in (n for n in stages if n not in kept):
+            profile_trace(pair, texts, stages[name], out, progress)
+        if not timed:
+            profile_latency(pair, settings, out, progress)
+    trace = read_trace(out / "trace.parquet")
+    if timed and len(kept) == len(stages):
+        note(f"{out} is finished and kept as it is: --force records it anew")
+        return
+    spent = trace.meta["recording_s"]
+    note(
+        f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
+        f"recording took {spent['all'] / spent['plain']:.2f} times plain decoding"
+    )
+
+
+def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
+    """Measure the latency table of a complete run folder anew, the parts of sources included."""
+    from commands.profile.source_runs import has_sources, remeasure
+    from profiler.profile import profile_latency, progress_bar
+    from traces.store.files import read_trace
+
+    if not is_complete(out):
+        raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
+    note(f"{out} is complete: its latencies are measured again, its recordings are kept")
+    pair, requests = info.load(), read_trace(out / "trace.parquet").requests
+    longest = max(r.prompt_length for r in requests), max(r.max_new_tokens for r in requests)
+    settings = replace(settings, grid=settings.grid.reaching(*longest))
+    with progress_bar() as progress:
+        profile_latency(pair, settings, out, progress)
+    if has_sources(out):
+        remeasure(pair, info, out, repeats=settings.grid.repeats)
+
+
+def add_sampled(recording: Recording) -> None:
+    """Record the sampled outputs that a complete run folder lacks; what it holds is kept.
+
+    Raises DraftsimError if it holds outputs sampled otherwise.
+    """
+    from profiler.profile import profile_trace, progress_bar
+    from traces.store.files import read_trace
+
+    out, settings = recording.out, recording.settings
+    path = out / "sampled.parquet"
+    if path.is_file():
+        if (held := read_trace(path).sampling) != settings.sampling:
+            raise DraftsimError(
+                f"{out} holds outputs sampled at {held.label}: name another --out for "
+                f"{settings.sampling.options}"
+            )
+        return
+    with progress_bar() as progress:
+        profile_trace(recording.load(), recording.texts(), settings, out, progress)
+
+
+def is_complete(out: Path) -> bool:
+    """Whether the folder holds a finished profile."""
+    return all((out / f"{n}.parquet").is_file() for n in ("trace", "latency"))

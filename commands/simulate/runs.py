@@ -1,0 +1,96 @@
+"""The rounds that ``draftsim simulate`` prices beside plain replays: of sources, methods, files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from commands.common.inputs import load_latency, load_method, replay_all
+from commands.common.ranking import (
+    Ranking,
+    is_unfitted,
+    named,
+    ranks_all,
+    with_best_fixed,
+    without_plain,
+)
+from commands.common.sources import load_source_policies, longest_draft, replay_with
+from traces.errors import DraftsimError, SignalError
+
+if TYPE_CHECKING:
+    from policies.core import DraftPolicy
+    from policies.rules.base import VerifyRule
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+    from traces.sources.base import Recordings, Source
+
+
+def rank_source(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str] | None, source: Source,
+    recordings: Recordings, rule: VerifyRule | None = None,
+) -> Ranking:  # fmt: skip
+    """The policies of `texts` with `source` drafting, to be ranked."""
+    from simulator.whatif.ranking import UNFITTED
+
+    def replayed(some: list[tuple[str, DraftPolicy]]) -> list[RoundLog]:
+        return replay_with(trace, source, some, recordings, rule)
+
+    chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
+    # The rule is fitted to a draft model's passes, which another source does not make.
+    notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    ranking = Ranking(replayed(chosen), notes)
+    if not ranks_all(texts):
+        return ranking
+    return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
+
+
+def replay_methods(trace: Trace) -> list[RoundLog]:
+    """The papers' lossy methods with a draft model, as far as the trace can tell of them."""
+    from traces.sources.methods import METHODS
+    from traces.sources.registry import DRAFT_MODEL
+
+    logs: dict[tuple[str, str], RoundLog] = {}
+    for name, chosen in METHODS.items():
+        if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
+            continue
+        try:
+            text, policy, rule = load_method(name, trace)
+            [log] = replay_all(trace, named([(text, policy)]), rule=rule)
+        except SignalError:
+            continue
+        logs.setdefault((log.policy, log.verify), log)
+    return list(logs.values())
+
+
+def recorded_rounds(
+    path: Path, latency: str | None, trace: str
+) -> tuple[list[RoundLog], LatencyTable]:
+    """The recorded round logs at `path`, and by default the latencies of their run folder."""
+    from traces.store.files import read_rounds
+    from traces.store.identity import check_folder
+    from traces.store.outputs import find_runs
+
+    files = find_runs(path)
+    if not files:
+        raise DraftsimError(
+            f"{path} holds no recorded rounds: record some with `draftsim profile --verify`"
+        )
+    own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
+    if own is not None:
+        check_folder(own, files)
+    table = load_latency(latency, trace if own is None else str(own))
+    return [read_rounds(file) for file in files], table
+
+
+def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:
+    """The logs, grouped by the requests they decoded: only those can be compared."""
+    groups: dict[tuple[str, ...], list[RoundLog]] = {}
+    for log in logs:
+        groups.setdefault(tuple(r.id for r in log.requests), []).append(log)
+    return list(groups.values())
+
+
+def _has_latency(folder: Path) -> bool:
+    return folder.is_dir() and (folder / "latency.parquet").is_file()
