@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commands.engine.check import arms, compare_loads
+from commands.engine.check import arms
+from commands.engine.compare import compare_loads
 from commands.engine.loads import named_loads
 from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import Engine
-from profiler.engines.measure import EngineTable
+from profiler.engines.measure import BetweenTable, EngineTable
 from profiler.engines.plan import Grid
 from profiler.engines.setup import Setup, policy_from
 from profiler.engines.start import EngineOptions
@@ -147,11 +148,14 @@ def own(folder: Path) -> dict[str, Any]:
     latency = EngineTable(engine, small, folder / "checkpoint").run()
     write_latency(latency, folder / "latency.parquet")
     loads = named_loads("closed:1,3", None, None)
+    between = BetweenTable(engine, small)
     by_start, rows = (
-        compare_loads(engine, latency, t, arms(["fixed", "gammatune"], t, LONGEST), loads, 8, 1)
-        for t in (BY_START, TRACE)
+        compare_loads(engine, latency, t, arms(chosen[1:3], t, LONGEST), loads, 8, 1, 0, beside)
+        for t, beside in ((BY_START, None), (TRACE, between))
     )
+    write_latency(between.table(), folder / "between.parquet")
     return {
+        "sweeps": between.done / len(small.blocks()),
         "policies": found, "own": own, "texts": texts, "meta": engine.meta, "rows": rows,
         "by_start": by_start,
         "outputs": engine.run({f"{i}/0": (p, TRACE.requests[i].tokens) for i, p in prompts.items()})

@@ -203,3 +203,15 @@ def test_the_own_drafters_passes_have_cells_of_their_own(own: Any) -> None:
     drafter = cells[cells["model"] == "draft"]
     assert set(drafter["phase"]) == {"along", "catch_up", "forward", "prefill"}
     assert (drafter["median_s"][drafter["phase"] != "forward"] > 0).all()
+
+
+def test_a_table_measured_between_the_arms_predicts_in_the_place_of_the_first(own: Any) -> None:
+    first, between = (read_latency(own["folder"] / f"{n}.parquet") for n in ("latency", "between"))
+    sizes = ["model", "phase", "batch", "new_tokens"]
+    shown = [set(map(tuple, t.cells[sizes].itertuples(index=False))) for t in (first, between)]
+    assert shown[1] == shown[0]
+    assert own["sweeps"] == 2
+    for row in own["rows"]:
+        assert row["profile_error"] != row["error"]
+        assert row["throughput_predicted"] / row["throughput"] - 1 == pytest.approx(row["error"])
+    assert not [key for row in own["by_start"] for key in row if key.startswith("profile_")]

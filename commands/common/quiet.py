@@ -35,11 +35,11 @@ def with_machine(rows: pd.DataFrame, latency: LatencyTable, state: State) -> pd.
 def say_machine(latency: LatencyTable, state: State, remedy: str | None) -> None:
     """Warn where the real runs were disturbed, or saw another machine than the profile did.
 
-    ``remedy`` says what to do in the latter case; None where the latencies were measured beside
-    the runs.
+    ``remedy`` says what to do; None where the latencies were measured beside the runs.
     """
     if label(state) == BUSY:
-        note(f"warning: the machine was disturbed during the real runs: {describe(state)}")
+        words = describe(state) if remedy is None else f"{describe(state)}: {remedy}"
+        note(f"warning: the machine was disturbed during the real runs: {words}")
     elif int(state.get("disturbed") or 0):
         note(f"the machine was quiet, disturbed runs made again or left out: {describe(state)}")
     before = machine_of(latency.meta)

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from commands.common.drafted import drafted_by
 from commands.common.inputs import load_trace
-from commands.common.output import note
-from commands.engine.loads import scenario_of
+from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
-from policies.core import DraftPolicy, Round
+from commands.validate.remeasure import CHECKED
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.run import replay
-from traces.store.files import read_latency
+from traces.store.files import read_latency, write_latency
 
 if TYPE_CHECKING:
-    from profiler.engines.engine import Engine, Step
-    from profiler.engines.loads import LoadRun
+    from profiler.engines.plan import Grid
     from profiler.engines.start import EngineOptions
-    from simulator.serving import Run, Scenario
     from simulator.serving.arrivals import Arrivals
     from traces.latency.table import LatencyTable
 
-LEAST_ERROR = 0.03
-"""Error of the service time that intervals of timed loads assume at the least."""
 OFF = "autoregressive"
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
@@ -42,12 +33,16 @@ SHOWN = (
 def engine_check(
     name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str],
     loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
+    remeasure: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy.
 
     What is accepted are the drafts of the trace's draft model, or of a `source` recorded along it.
+    With `remeasure` the table is measured once more between the arms, predicts in the place of the
+    run's own, and is kept beside it (`CHECKED`).
     """
     from profiler.engines.engine import Engine
+    from profiler.engines.measure import BetweenTable
 
     check_engine(name)
     latency = read_latency(run / "latency.parquet")
@@ -69,7 +64,25 @@ def engine_check(
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
-    return compare_loads(Engine(options), latency, trace, chosen, loads, requests, repeats, seed)
+    engine = Engine(options)
+    if not remeasure:
+        return compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed)
+    between = BetweenTable(engine, grid_of(options, trace, chosen, loads), seed)
+    rows = compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed, between)
+    write_latency(between.table(), run / CHECKED)
+    return rows
+
+
+def grid_of(
+    options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals]
+) -> Grid:
+    """The sizes that the loads can come to under the policies."""
+    from profiler.engines.plan import Grid
+    from simulator.serving.run import lookahead_of
+
+    most = max(a.concurrency or options.max_batch for a in loads.values())
+    longest = max(lookahead_of(policy, trace) for policy in chosen.values())
+    return Grid().fitted(replace(options, max_batch=most, longest=max(longest, 1)))
 
 
 def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
@@ -108,193 +121,3 @@ def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
                 f"profile it with --engine-longest {own}"
             )
     return chosen
-
-
-def compare_loads(
-    engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
-    loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Every load under every policy, in the engine and in the simulator; arms take turns.
-
-    Speedups are over the first policy.
-    """
-    from profiler.engines.bench import Control
-    from profiler.engines.drafts import Forced
-    from profiler.engines.loads import Job, run_load
-    from profiler.engines.setup import Setup
-    from profiler.engines.texts import own_texts, prompts_of
-
-    scenarios = {
-        load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
-    }
-    jobs = {
-        load: [
-            Job(j.sequence, j.arrival_s, j.output_tokens)
-            for j in scenario.arrivals.jobs(trace, _rng(seed), requests)
-        ]
-        for load, scenario in scenarios.items()
-    }
-    served = {job.sequence for own in jobs.values() for job in own}
-    prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
-    note(f"the engine's own {len(prompts)} outputs")
-    forced = Forced(trace, own_texts(engine, trace, prompts), engine.vocabulary)
-    control = Control(engine.meta["device"])
-    measured: dict[tuple[str, str], list[LoadRun]] = {}
-    for repeat in range(repeats):
-        for load, scenario in scenarios.items():
-            first = repeat % len(chosen)
-            for text in [*list(chosen)[first:], *list(chosen)[:first]]:
-                note(f"{load} under {text}, repeat {repeat + 1}")
-                found = run_load(
-                    engine, Setup(chosen[text], forced), jobs[load], prompts,
-                    scenario.arrivals.concurrency, control,
-                )  # fmt: skip
-                measured.setdefault((load, text), []).append(found)
-    rows = [
-        _row(load, text, measured[load, text], latency, trace, policy, scenario)
-        for load, scenario in scenarios.items()
-        for text, policy in chosen.items()
-    ]
-    off = {row["load"]: row for row in rows if row["policy"] == next(iter(chosen))}
-    for row in rows:
-        for key in ("throughput", "throughput_predicted"):
-            row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
-    return rows
-
-
-def _rng(seed: int) -> np.random.Generator:
-    """The generator that `simulator.serving.simulate` draws the first run's requests from."""
-    return np.random.default_rng(np.random.SeedSequence([seed, 0]))
-
-
-def _row(
-    load: str, text: str, runs: Sequence[LoadRun], latency: LatencyTable, trace: Trace,
-    policy: Any, scenario: Scenario,
-) -> dict[str, Any]:  # fmt: skip
-    from simulator.serving import simulate
-
-    predicted = simulate(trace, latency, policy, scenario, name=text)
-    row = {"load": load, "policy": text, **_compared(runs, predicted, latency)}
-    row["rounds_differ"] = max(_rounds_differ(r, predicted, trace, policy) for r in runs)
-    if scenario.arrivals.rate is not None:
-        # Queueing magnifies an error of the service time: what latencies it leaves possible.
-        off_by = max(abs(row["busy_error"]), LEAST_ERROR)
-        found = [_figures(predicted.requests)]
-        for factor in (1 - off_by, 1 + off_by):
-            table = latency.scaled({"target": factor, "draft": factor}, "service-time error")
-            found.append(_figures(simulate(trace, table, policy, scenario).requests))
-        for key in ("ttft_s", "tpot_s"):
-            # A faster engine may meet its arrivals in fuller batches: the ends are no bounds alone.
-            values = [figures[key] for figures in found]
-            row |= {f"{key}_predicted_lo": min(values), f"{key}_predicted_hi": max(values)}
-    return row
-
-
-def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) -> dict[str, Any]:
-    expected = _figures(predicted.requests)
-    each = [_figures(r.requests) for r in runs]
-    busy_s = float(np.mean([r.busy_s for r in runs]))
-    row: dict[str, Any] = {
-        "iterations": int(np.median([len(r.steps) for r in runs])),
-        "iterations_predicted": predicted.recorder.iterations,
-    }
-    for key, value in expected.items():
-        row[key] = float(np.mean([e[key] for e in each]))
-        row[f"{key}_predicted"] = value
-    rates = [e["throughput"] for e in each]
-    return {
-        **row, "error": row["throughput_predicted"] / row["throughput"] - 1,
-        "spread": (max(rates) - min(rates)) / 2 / row["throughput"],
-        "busy_s": busy_s, "busy_s_predicted": predicted.recorder.busy_s,
-        "busy_error": predicted.recorder.busy_s / busy_s - 1,
-        "kinds": kinds(runs, latency),
-        # How much slower the control load ran than when the engine was measured.
-        "machine": float(np.median([r.control_s for r in runs]))
-        / latency.meta["control_s"]["usual"],
-        "repeats": len(runs),
-    }  # fmt: skip
-
-
-def _figures(requests: Any) -> dict[str, float]:
-    """Throughput, and means and 95 % quantiles of latencies, over a whole run."""
-    span = requests["finish_s"].max() - requests["arrival_s"].min()
-    later = requests[requests["tokens"] > 1]
-    each = {
-        "ttft_s": requests["first_s"] - requests["arrival_s"],
-        "tpot_s": (later["finish_s"] - later["first_s"]) / (later["tokens"] - 1),
-        "e2e_s": requests["finish_s"] - requests["arrival_s"],
-    }
-    figures = {"throughput": float(requests["tokens"].sum() / span)}
-    for key, values in each.items():
-        figures |= {key: float(values.mean()), f"{key}_p95": float(values.quantile(0.95))}
-    return figures
-
-
-def kinds(runs: Sequence[LoadRun], latency: LatencyTable) -> list[dict[str, Any]]:
-    """The measured iterations priced one by one, and the error of each kind's seconds."""
-    from simulator.serving.cost.iteration import IterationCost
-
-    cost = IterationCost(latency)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for step in itertools.chain.from_iterable(r.steps for r in runs):
-        found.setdefault(step.kind, []).append((step.seconds, priced_s(step, cost)))
-    rows = []
-    for kind, pairs in found.items():
-        measured_s, predicted_s = (float(sum(values)) for values in zip(*pairs, strict=True))
-        rows.append({
-            "kind": kind, "iterations": len(pairs) // len(runs),
-            "measured_s": measured_s / len(runs), "predicted_s": predicted_s / len(runs),
-            "error": predicted_s / measured_s - 1,
-        })  # fmt: skip
-    return rows
-
-
-def priced_s(step: Step, cost: Any) -> float:
-    """What the simulator says that a measured iteration costs."""
-    from simulator.serving.cost.work import Chunk
-
-    slots: list[Any] = [SimpleNamespace(context=d.context) for d in step.decoded]
-    rounds = [Round(0, d.drafted, d.emitted - 1, d.emitted, d.drafted, 1) for d in step.decoded]
-    chunks = [
-        Chunk(SimpleNamespace(prefilled=p.cached, prefill_left=p.left), p.tokens)  # type: ignore[arg-type]
-        for p in step.prompts
-    ]
-    return float(cost(slots, rounds, chunks).total_s)
-
-
-def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> int:
-    """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
-    if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
-        log = replay(trace, policy)
-        fields: tuple[str, ...] = (
-            "position",
-            "drafted",
-            "accepted",
-            "emitted",
-            "draft_forwards",
-            "catch_up",
-        )
-        if trace.takes_verified:  # then the engine's records count another drafter's catching up
-            fields = fields[:-1]
-        own: dict[int, list[tuple[int, ...]]] = {}
-        for row in log.rounds:
-            own.setdefault(int(row["request"]), []).append(tuple(int(row[f]) for f in fields))
-        pairs = [(own.get(int(n.partition("/")[0]), []), [tuple(r[: len(fields)]) for r in found])
-                 for n, found in run.rounds.items()]  # fmt: skip
-        missing: int = len(set(run.requests["name"][run.requests["tokens"] > 1]) - set(run.rounds))
-        differ = [a != b for mine, found in pairs for a, b in itertools.zip_longest(mine, found)]
-        return missing + int(sum(differ))
-    expected = dict(zip(predicted.requests["index"], predicted.requests["rounds"], strict=True))
-    return sum(
-        abs(len(found) - int(expected[int(name.rpartition("/")[2])]))
-        for name, found in run.rounds.items()
-    )
-
-
-def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
-    """What share of the error each kind of iteration has."""
-    for row in rows:
-        parts = ", ".join(
-            f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
-        )
-        note(f"{row['load']} {row['policy']}: {parts}")

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
-from commands.engine.check import compare_loads, engine_options
+from commands.engine.check import engine_options
+from commands.engine.compare import compare_loads
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:

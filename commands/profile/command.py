@@ -48,7 +48,7 @@ def profile(
     engine_eagle: EagleOption = None,
     engine_longest: LongestOption = 8,
     engine_batch: EngineBatchOption = 16,
-    engine_length: EngineLengthOption = 1024,
+    engine_length: EngineLengthOption = 2048,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,

@@ -109,7 +109,8 @@ def validate(
 
     With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
     by load and by kind of iteration.  --source says whose recorded drafts decide what is accepted;
-    `machine` is how much slower a control load ran than when the engine was measured.
+    `machine` is how much slower a control load ran than when the engine was measured, and
+    --remeasure measures it again between the arms.
     """
     if recorded is not None:
         from commands.validate.recorded import recorded_check
@@ -121,14 +122,16 @@ def validate(
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     if engine is not None:
-        from commands.engine.check import SHOWN, engine_check, say_kinds
+        from commands.engine.check import SHOWN, engine_check
+        from commands.engine.compare import say_kinds
         from commands.engine.loads import named_loads
 
         found = engine_check(
             engine, run, trace, source, policy or ENGINE_ARMS,
-            named_loads(load, rate, arrivals), requests, repeats, limit, seed,
+            named_loads(load, rate, arrivals), requests, repeats, limit, seed, remeasure,
         )  # fmt: skip
-        emit("validate", found, json, show=SHOWN, out=out)
+        shown = (*SHOWN, "profile_error") if remeasure else SHOWN
+        emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)
         return

@@ -126,15 +126,19 @@ class Bench:
         self.engine = engine
         self.control = Control("cuda" if engine.meta["device"] == "cuda" else "cpu")
         self._policy = Dictated(engine.options.longest)
-        engine.proposer.use(Setup(self._policy, Noise(engine.vocabulary, seed)))
+        self._setup = Setup(self._policy, Noise(engine.vocabulary, seed))
         self._drafter_runs = engine.proposer.own_passes
         self._rng = np.random.default_rng(seed)
         self._numbers = itertools.count()
         self._running: list[str] = []
 
     def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
-        """Samples of cells of one kind and context; those of more sequences come first."""
-        self.clear()
+        """Samples of cells of one kind and context; those of more sequences come first.
+
+        The engine drafts as the cells say from then on, whatever it ran before.
+        """
+        self.engine.proposer.use(self._setup)
+        self._running = []
         found: dict[Cell, list[Sample]] = {}
         for size in sorted({c.batch for c in cells}, reverse=True):
             own = [c for c in cells if c.batch == size]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,65 @@ REPEATS = 2
 """Times that a block with disturbed cells is measured again, at most."""
 
 
-class EngineTable:
+class _Measured:
+    """Timed iterations of one engine by cell, and the table that they make."""
+
+    def __init__(self, engine: Engine, grid: Grid, seed: int) -> None:
+        self.grid, self.meta = grid, engine.meta
+        self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
+        self.samples: dict[Cell, list[Sample]] = {}
+
+    def _add(self, found: Mapping[Cell, Sequence[Sample]]) -> None:
+        for cell, own in found.items():
+            self.samples.setdefault(cell, []).extend(own)
+
+    def _table(self, errors: Mapping[Cell, float]) -> LatencyTable:
+        """`errors`: relative ones of reading held-out cells from the others."""
+        controls = [s.control_s for own in self.samples.values() for s in own]
+        meta = {
+            **self.meta, "kind": "engine", "host_parts": host_parts(self.samples),
+            "control_s": {
+                "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
+                "p95": float(np.quantile(controls, 0.95)),
+            },
+            "held_out": [{"batch": c.batch, "width": c.width, "error": e}
+                         for c, e in errors.items()],
+        }  # fmt: skip
+        return LatencyTable(cells_of(self.samples, self.meta["engine"]["own_drafter"]), meta)
+
+
+class BetweenTable(_Measured):
+    """The table measured a block at a time between other work of the same engine.
+
+    Where a machine is slow for minutes, it is so for that work and for the table alike.
+
+    Parameters
+    ----------
+    grid:
+        Of sizes that the engine can run.
+    """
+
+    def __init__(self, engine: Engine, grid: Grid, seed: int = 0) -> None:
+        super().__init__(engine, grid, seed)
+        self._blocks = grid.blocks()
+        self._waiting: list[int] = []
+        self.done = 0
+        """Blocks measured."""
+
+    def advance(self, sweeps: float) -> None:
+        """Measure blocks until so many sweeps over all of them are done, in a fresh order each."""
+        while self.done < sweeps * len(self._blocks):
+            if not self._waiting:
+                self._waiting = self._rng.permutation(len(self._blocks)).tolist()
+            self._add(self._bench.block(self._blocks[self._waiting.pop()], self.grid.steps))
+            self.done += 1
+
+    def table(self) -> LatencyTable:
+        """The table so far; a whole sweep must be done."""
+        return self._table({})
+
+
+class EngineTable(_Measured):
     """The table of one engine in the making, a block of cells at a time.
 
     Finished blocks are kept in `folder`, so that a stopped measurement goes on.
@@ -35,12 +92,8 @@ class EngineTable:
     """
 
     def __init__(self, engine: Engine, grid: Grid, folder: Path, seed: int = 0) -> None:
-        self.grid = grid.fitted(engine.options)
-        self.meta = engine.meta
-        settings = {"engine": engine.meta, "grid": asdict(self.grid)}
-        self._kept = Checkpoint(folder, settings)
-        self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
-        self.samples: dict[Cell, list[Sample]] = {}
+        super().__init__(engine, grid.fitted(engine.options), seed)
+        self._kept = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(self.grid)})
 
     @property
     def blocks(self) -> int:
@@ -58,9 +111,7 @@ class EngineTable:
             for again in range(REPEATS):
                 if disturbed := self._disturbed(block):
                     self._block(f"again-{again}-{i}", disturbed)
-        errors = self._between()
-        cells = cells_of(self.samples, self.meta["engine"]["own_drafter"])
-        table = LatencyTable(cells, self._meta(errors))
+        table = self._table(self._between())
         self._kept.close()
         return table
 
@@ -70,8 +121,7 @@ class EngineTable:
             found = self._bench.block(cells, self.grid.steps)
             self._store(name, found)
         if keep:
-            for cell, own in found.items():
-                self.samples.setdefault(cell, []).extend(own)
+            self._add(found)
         return found
 
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
@@ -110,18 +160,6 @@ class EngineTable:
             for again in range(more.sweeps):
                 self._block(f"added-{context}-{again}", lines)
         return errors
-
-    def _meta(self, errors: dict[Cell, float]) -> dict[str, Any]:
-        controls = [s.control_s for own in self.samples.values() for s in own]
-        return {
-            **self.meta, "kind": "engine", "host_parts": host_parts(self.samples),
-            "control_s": {
-                "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
-                "p95": float(np.quantile(controls, 0.95)),
-            },
-            "held_out": [{"batch": c.batch, "width": c.width, "error": e}
-                         for c, e in errors.items()],
-        }  # fmt: skip
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
         kept = self._kept.get(name)

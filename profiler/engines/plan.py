@@ -10,6 +10,9 @@ from profiler.engines.start import EngineOptions
 
 Kind = Literal["decode", "prompt", "mixed"]
 
+SPARE = 8
+"""Tokens of a sequence that the longest prompt leaves free: a token is sampled behind it."""
+
 
 class Cell(NamedTuple):
     """Sizes of an iteration.
@@ -51,7 +54,8 @@ class Grid:
     widths: Sequence[int] = (1, 2, 3, 5, 9)
     contexts: Sequence[int] = (32, 256, 640)
     prompts: Sequence[tuple[int, int]] = (
-        (1, 16), (1, 64), (1, 256), (1, 512), (4, 16), (4, 64), (4, 256), (16, 256),
+        (1, 16), (1, 64), (1, 256), (1, 512), (1, 1024), (1, 1536), (4, 16), (4, 64), (4, 256),
+        (16, 256),
     )  # fmt: skip
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
@@ -62,21 +66,24 @@ class Grid:
 
     def fitted(self, options: EngineOptions) -> Grid:
         """The grid within what the engine was started with, its ends included."""
-        most, wide = options.max_batch, options.longest + 1
+        most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         # Sequences grow by a token an iteration while the cells of their context are measured.
         grown = (len(self.batches) + 3) * (len(self.widths) + 3) * (self.steps + 2)
-        room = options.max_model_len - 2 * wide - grown
+        room = length - 2 * wide - grown
         contexts = [c for c in self.contexts if c < room] or [max(room // 2, 8)]
         return replace(
             self,
             batches=sorted({*(b for b in self.batches if b < most), most}),
             widths=sorted({*(w for w in self.widths if w < wide), wide}),
             contexts=contexts,
-            prompts=[(n, t) for n, t in self.prompts if n <= most and t < room],
+            prompts=[
+                (n, t) for n, t in self.prompts
+                if n <= most and t + SPARE < length and n * t <= options.token_budget
+            ],
             beside_batches=sorted({min(b, most - 1) for b in self.beside_batches if most > 1}),
             beside_widths=sorted({min(w, wide) for w in self.beside_widths}),
             beside_prompts=[t for t in self.beside_prompts if t < room],
-        )
+        )  # fmt: skip
 
     @property
     def middle(self) -> int:

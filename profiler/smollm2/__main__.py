@@ -47,6 +47,7 @@ from profiler.smollm2.text import write_text
 from traces.store.files import read_trace
 
 SHARDS = 6
+HEAD_SHARDS = 2  # as many tokens as the steps of the heads read
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
 FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
@@ -105,7 +106,7 @@ class Work:
 
     def heads(self) -> None:
         """Exit heads, parallel heads and Kangaroo's adapter, each kind by itself."""
-        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
+        chats = Chats(self.work, HEAD_SHARDS, ANSWERS, features=True)
         table = self.model.get_input_embeddings().weight.detach()
         candidates = self._candidates(chats, len(table))
         read_as = self.model.to(torch.float32)  # the dtype of its fingerprint

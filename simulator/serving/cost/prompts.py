@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from simulator.serving.cost.reader import PassReader
@@ -12,8 +13,10 @@ from traces.latency.table import LatencyTable
 class PromptCost:
     """Prices prompt chunks of `models`.
 
-    Prompts processed whole are read from the prefill cells, chunks from the forward cells at
-    their mean width and context.  A model without prefill cells reads prompts at no cost.
+    Prompts processed whole are read from the prefill cells: each at its own length, for attention
+    grows with the square, and several together as much less than one by one as prompts alike of
+    their mean length are.  Chunks are read from the forward cells at their mean width and context.
+    A model without prefill cells reads prompts at no cost.
     """
 
     def __init__(self, latency: LatencyTable, models: Sequence[str]) -> None:
@@ -21,6 +24,7 @@ class PromptCost:
         self._prefill = {
             m: PassReader(latency, m, "prefill") for m in models if latency.has(m, "prefill")
         }
+        self._longest = {m: _longest_together(latency, m) for m in self._prefill}
 
     def prices(self, model: str) -> bool:
         """Whether prompts of `model` cost anything."""
@@ -41,9 +45,28 @@ class PromptCost:
         prefill = self._prefill.get(model)
         if prefill is None or forward is None or not chunks:
             return 0.0
-        count = len(chunks)
-        tokens = sum([c.tokens for c in chunks])
+        lengths = [c.tokens for c in chunks]
         cached = sum([c.slot.prefilled for c in chunks])
-        whole = all(c.slot.prefill_left == c.tokens for c in chunks)
-        reader, context = (prefill, 0.0) if whole and not cached else (forward, cached / count)
-        return reader(count, tokens / count, context)
+        if not cached and all(c.slot.prefill_left == c.tokens for c in chunks):
+            return self._whole(prefill, lengths, self._longest[model])
+        return forward(len(chunks), sum(lengths) / len(chunks), cached / len(chunks))
+
+    @staticmethod
+    def _whole(prefill: PassReader, lengths: Sequence[int], longest: float) -> float:
+        count, mean = len(lengths), sum(lengths) / len(lengths)
+        if count == 1:
+            return prefill(1, mean, 0.0)
+        # Beyond the longest that were measured together, prompts share as much as those.
+        alike = min(mean, longest)
+        together_s = prefill(count, alike, 0.0)
+        if all(length == alike for length in lengths):
+            return together_s
+        alone_s = sum([prefill(1, length, 0.0) for length in lengths])
+        return together_s * alone_s / (count * prefill(1, alike, 0.0))
+
+
+def _longest_together(latency: LatencyTable, model: str) -> float:
+    """Tokens of the longest prompts of which several were measured in one pass."""
+    cells = latency.cells
+    own = cells[(cells["model"] == model) & (cells["phase"] == "prefill") & (cells["batch"] > 1)]
+    return float(own["new_tokens"].max()) if len(own) else math.inf
