@@ -59,7 +59,7 @@ class Grid:
     )  # fmt: skip
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
-    beside_prompts: Sequence[int] = (16, 64, 256)
+    beside_prompts: Sequence[int] = (16, 64, 256, 1024)
     sweeps: int = 3
     steps: int = 3
     held_out: float = 0.03

@@ -5,6 +5,7 @@
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
     python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
+    python -m profiler.smollm2 space    # mask embeddings
     python -m profiler.smollm2 measure --trace RUN/trace.parquet    # what CARD.md says of them
 
 Training goes on where it stopped. Seeds and step counts are fixed, so one machine with one
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +29,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from profiler.features import default_depths, read_drafter
 from profiler.heads.adapter import Adapter
 from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
-from profiler.heads.train import FILES
+from profiler.heads.train import FILES, train_masks
+from profiler.models.stack import LayerRunner
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
 from profiler.smollm2.draft import ProjectedDraft, draft_config, principal_directions
@@ -51,6 +54,7 @@ HEAD_SHARDS = 2  # as many tokens as the steps of the heads read
 DRAFT_HIDDEN, DRAFT_LAYERS = 256, 4
 FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
+MASKS, MASK_STEPS, MASKED_LENGTH = 4, 60, 160  # of SPACE
 UNROLLED = 2  # drafted tokens a training step looks ahead
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
@@ -128,6 +132,14 @@ class Work:
             save_module(heads, read_as, self.out / HEADS / FILES[name])
             self._report(name, chats, curve)
 
+    def space(self) -> None:
+        """SPACE's mask embeddings, through the whole frozen target."""
+        text = Chats(self.work, HEAD_SHARDS, ANSWERS).beginnings(MASKED_LENGTH)
+        target = LayerRunner(self.model.to(torch.float32), MASKED_LENGTH)
+        masks = train_masks(target, text, MASKS, steps=MASK_STEPS, seconds=math.inf)
+        (self.out / HEADS).mkdir(exist_ok=True)
+        save_module(masks, self.model, self.out / HEADS / FILES["space"])
+
     def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:
         head = self.model.get_output_embeddings().weight.detach()
         module = Unrolled(drafter, head, self._candidates(chats, vocabulary), UNROLLED)
@@ -174,7 +186,7 @@ def measure_all(path: Path, out: Path, limit: int | None) -> None:
 
 STEPS: Mapping[str, Callable[[Work], None]] = {
     "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
-    "heads": Work.heads,
+    "heads": Work.heads, "space": Work.space,
 }  # fmt: skip
 
 

@@ -87,6 +87,14 @@ class Chats:
         """Those of the depths side by side, (n, depths * hidden)."""
         return self._arrays["features"]
 
+    def beginnings(self, length: int) -> Tensor:
+        """The first tokens of every training chat that has so many, (chats, length)."""
+        prefix = self._prefix["tokens"]
+        room = length - len(prefix)
+        starts = [int(self.bounds[i]) for i in self.training if self.bounds.diff()[i] >= room]
+        rows = [torch.cat([prefix, self.tokens[start : start + room]]) for start in starts]
+        return torch.stack(rows).long()
+
     def batch(self, chosen: Sequence[int]) -> Batch:
         """The chats of these indices."""
         count = len(self._prefix["tokens"])
