@@ -59,6 +59,23 @@ def test_without_them_both_passes_are_added_less_one_launch() -> None:
     assert both == pytest.approx(ALONE_S + 0.008 + 0.05 - launch_s)
 
 
+@pytest.mark.parametrize("lengths", [(16, 16), (8, 64), (8, 16, 64), (64, 128)])
+def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
+    lengths: tuple[int, ...],
+) -> None:
+    def alone_s(tokens: int) -> float:
+        return 0.008 + 1e-3 * tokens + 1e-5 * tokens**2
+
+    # One by one up to 128 tokens, four together only up to 64: they take 0.9 as long as alone.
+    cells = [("target", "prefill", 1, n, 0, alone_s(n)) for n in (8, 16, 32, 64, 128)]
+    cells += [("target", "prefill", 4, n, 0, 0.9 * 4 * alone_s(n)) for n in (8, 16, 32, 64)]
+    cost = IterationCost(table(FORWARD + cells), speculates=False)
+    count = len(lengths)
+    shared = (1 + (count - 1) / 3 * (0.9 * 4 - 1)) / count  # between one and four prompts
+    found = cost([], [], [prompt(n) for n in lengths]).target_s
+    assert found == pytest.approx(shared * sum(map(alone_s, lengths)))
+
+
 def test_a_pass_takes_no_less_than_its_parts() -> None:
     cheap = table(FORWARD + [("target", "prefill", 1, n, 0, 1e-4 * n) for n in (8, 64)])
     assert seconds(cheap, prompt(8)) == pytest.approx(ALONE_S)
