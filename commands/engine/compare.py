@@ -200,7 +200,9 @@ def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> i
     """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
     if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
         log = replay(trace, policy)
-        fields = ("position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up")
+        fields: tuple[str, ...] = (
+            "position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up",
+        )  # fmt: skip
         if trace.takes_verified:  # then the engine's records count another drafter's catching up
             fields = fields[:-1]
         own: dict[int, list[tuple[int, ...]]] = {}
