@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -24,58 +23,16 @@ from simulator.hardware import (
     published_error,
 )
 from simulator.hardware.interval import reach_of, reaches
-from simulator.hardware.shapes import ModelShape
 from simulator.whatif import Prices, overview, read_sweep
-from tests.conftest import Run
-from traces.acceptance.synthetic import Bursty, synthetic_trace
+from tests.carried import SHAPES, TRUTH, cells, measured, write_carried
 from traces.errors import DraftsimError, FileError
-from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.store.files import write_latency, write_trace
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "target": {"layers": 32, "hidden_size": 4096, "vocab_size": 32000, "parameters": 6.74e9},
-    "draft": {"layers": 12, "hidden_size": 768, "vocab_size": 32000, "parameters": 162e6},
-}
-TRUTH = Roofline(DEVICES["h200"], "graph", 5e-5, 5e-6, 0.7, 0.5)
-
-
-def cells(model: Roofline, prefix: str = "", wrinkle: float = 0.0) -> pd.DataFrame:
-    """Passes as `model` has them, apart from noise; phases of the host that it knows nothing of."""
-    rng = np.random.default_rng(1)
-    rows: list[tuple[Any, ...]] = []
-    for role, meta in SHAPES.items():
-        shape = ModelShape.from_meta(meta)
-        phases = ("forward",) if role == "target" else ("forward", "catch_up")
-        rows += [
-            (prefix + role, phase, b, n, c,
-             float(model.seconds(shape, b, n, c)) * np.exp(wrinkle * rng.normal()), 1e-6, 5)
-            for phase in phases
-            for b in (1, 16) for n in (1, 2, 9, 25) for c in (16, 2048)
-        ]  # fmt: skip
-    rows.append((prefix + "target", "host_round", 1, 1, 0, 3e-4, 0.0, 5))
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-
-
-def measured(**meta: Any) -> LatencyTable:
-    about = {"kind": "measured", "device": "NVIDIA H200", "dtype": "bfloat16", "mode": "graph"}
-    return LatencyTable(cells(TRUTH), {**about, "shapes": SHAPES, **meta})
+from traces.store.files import write_latency
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpu")
-    write_trace(
-        synthetic_trace(Bursty(), requests=8, tokens=60, concentration=8.0, seed=2),
-        folder / "trace.parquet",
-    )
-    write_latency(measured(), folder / "latency.parquet")
-    write_latency(measured(device="Intel(R) Xeon(R)"), folder / "cpu.parquet")
-    both = [cells(TRUTH, f"vicuna-7b+160m/{mode}/") for mode in ("eager", "graph")]
-    shapes = {"vicuna-7b+160m": SHAPES}
-    meta = {**measured().meta, "shapes": shapes}
-    write_latency(LatencyTable(pd.concat(both), meta), folder / "suite.parquet")
-    return folder
+    return write_carried(tmp_path_factory.mktemp("gpu"))
 
 
 def run(files: Path, *arguments: str, expect: int = 0) -> Any:
@@ -266,73 +223,6 @@ def test_a_sweep_without_devices_is_asked_for_again(tmp_path: Path, files: Path)
     pq.write_table(old, out)
     with pytest.raises(FileError, match=r"is of schema 1, expected 4: sweep again"):
         read_sweep(out)
-
-
-def command(run: Run, files: Path, engine: str, *more: str) -> Any:
-    return run(
-        "tune", "--engine", engine, "--trace", files / "trace.parquet", "--resamples", "4",
-        "--latency", *(m.format(files) for m in more),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
-def test_settings_for_another_gpu_say_that_they_are_scaled(
-    files: Path, engine: str, run: Run
-) -> None:
-    here, there = (
-        command(run, files, engine, "{}/latency.parquet", "--gpu", gpu, "--json", "-")
-        for gpu in ("h200", "rtx3090")
-    )
-    assert {row["scaled"] for row in here.rows} == {False}
-    assert {row["scaled"] for row in there.rows} == {True}
-    assert "scaled, not measured" not in here.err
-    assert "warning: latencies were scaled, not measured: from h200 to rtx-3090" in there.err
-    assert f"off by {published_error(TRUTH).median:.0%} in the median" in there.err
-    assert "measured on h200, scaled to rtx-3090: approximate" in there.err
-    for row in there.rows:
-        if engine != "sglang":  # whose gains are over settings of its own
-            assert row["gain_dear"] <= row["gain_cheap"]
-        assert {"setting_dear", "setting_cheap"} <= set(row)
-    assert "gain_dear" not in here.rows[0]
-    assert ("draftsim calibrate" in there.err) == (engine != "hf")
-    # A GPU of a fifth of the bandwidth.
-    assert there.rows[0]["throughput_tok_s"] < 0.6 * here.rows[0]["throughput_tok_s"]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU here: run once for each"),
-        (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
-        (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
-        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
-        (("{}/cpu.parquet", "--gpu", "h100"), "has no GPU data sheet"),
-        (("const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
-        (("{}/suite.parquet",), "holds 2 tables, expected one: name"),
-    ],
-)
-def test_settings_for_no_gpu_or_many_are_one_line(
-    files: Path, more: tuple[str, ...], message: str, run: Run
-) -> None:
-    ran = command(run, files, "vllm", *more)
-    assert ran.code == 2
-    assert message in ran.err
-    assert ran.err.count("\n") == 1
-
-
-def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
-    files: Path, tmp_path: Path, run: Run
-) -> None:
-    folder, page = tmp_path / "run", tmp_path / "page.html"
-    folder.mkdir()
-    for name in ("trace.parquet", "latency.parquet"):
-        (folder / name).write_bytes((files / name).read_bytes())
-    common = ["report", "--run", folder, "--policy", "fixed", "--no-serve", "--resamples", "10"]
-    for gpu, scaled in (("h200", False), ("h100", True)):
-        ran = run(*common, "--gpu", gpu, "--out", page)
-        assert ran.code == 0, ran.err
-        assert ("were the carrying model off as it was" in page.read_text()) == scaled
-        assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled
 
 
 def test_bounds_are_the_records_factors_and_leave_a_step_alone() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,9 @@ from simulator.pricing import price
 from simulator.serving import serve, simulate
 from simulator.tune import (
     TUNE_COLUMNS,
-    Objective,
     Slo,
     check_vllm,
-    choose,
     closed_load,
-    cross_fitted,
     default_batches,
     fixed_logs,
     price_grid,
@@ -38,7 +34,6 @@ from simulator.tune import (
     tune_vllm,
     unbeaten,
 )
-from simulator.tune.choice import folds, resamples, shared_by_neighbours
 from simulator.tune.served import counted_rate
 from simulator.tune.vllm import _rows
 from tests.tuning import CHEAP, batched, iid
@@ -127,36 +122,6 @@ def test_the_context_form_follows_the_context() -> None:
     assert {row["context"] for row in tuned.rows} == {18, 502}
 
 
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: st.lists(
-            st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=2, max_size=2),
-            min_size=n, max_size=n,
-        )
-    )
-)  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_neighbours_share_the_fewest_ranges(sets: list[list[set[int]]]) -> None:
-    allowed = np.array([[[o in cell for o in range(4)] for cell in row] for row in sets])
-    merged = shared_by_neighbours(allowed)
-    assert (merged <= allowed).all()
-    assert merged.any(axis=2).all()
-    # Fewest runs by brute force over all ways to cut.
-    n = len(sets)
-    fewest = n
-    for cuts in product([False, True], repeat=n - 1):
-        groups: list[Any] = []
-        start = 0
-        for i, cut in enumerate([*cuts, True], start=1):
-            if cut:
-                groups.append(allowed[start:i].all(axis=0))
-                start = i
-        if all(g.any(axis=1).all() for g in groups):
-            fewest = min(fewest, len(groups))
-    found = 1 + sum(not np.array_equal(merged[i], merged[i - 1]) for i in range(1, n))
-    assert found <= fewest
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_ranges_keep_vllms_rules_and_return_what_was_chosen(data: st.DataObject) -> None:
@@ -172,47 +137,6 @@ def test_ranges_keep_vllms_rules_and_return_what_was_chosen(data: st.DataObject)
     for i, j in np.ndindex(*table.shape):
         loads = [Load(batches[i], contexts[j] or 7)] * batches[i]
         assert policy.plan(loads) == [0, 1, 2, 5][table[i, j]]
-
-
-def objective(seconds: list[list[float]], draws: int = 400) -> Objective:
-    s = np.array(seconds)
-    return Objective(np.ones_like(s), s, resamples(s.shape[1], draws, 0))
-
-
-def test_fewer_drafts_win_unless_more_are_better_beyond_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    noise = rng.normal(0, 0.3, 40)
-    plain = np.full(40, 2.0)
-    equal, better = plain + noise - noise.mean() - 0.01, plain - 0.5 + noise / 10
-    assert choose(objective([plain.tolist(), equal.tolist()])) == 0
-    assert choose(objective([plain.tolist(), better.tolist()])) == 1
-    assert choose(objective([[2.0], [1.9]])) == 1  # one prompt has no interval
-
-
-def test_a_gain_is_that_of_prompts_held_back() -> None:
-    # The first half of the prompts likes option 0, the second option 1.
-    second = np.array([False, True] * 4)
-    likes = [[1.0 if not half else 2.0 for half in second], [2.0 if not half else 1.0
-             for half in second]]  # fmt: skip
-    o = objective(likes)
-    plain = (np.ones(8), np.full(8, 1.5))
-    halves = choose(o.on(~second)), choose(o.on(second))
-    assert halves == (0, 1)
-    fitted = cross_fitted(o, second, plain, 0, halves)
-    # Chosen elsewhere, both are the wrong ones: 2 s a prompt, where 1.5 s is the default.
-    assert fitted.gain == pytest.approx(0.75)
-    in_sample = cross_fitted(o, second, plain, 0)
-    assert in_sample.gain == pytest.approx(1.0)
-    assert in_sample.lo <= in_sample.gain <= in_sample.hi
-    assert cross_fitted(o, second, plain, 0, halves, default_option=0)[1:] == (1, 1, 1)
-
-
-def test_folds_split_every_category() -> None:
-    second = folds(["a", "b", "a", "b", "a", "b", "a"])
-    names = np.array(["a", "b", "a", "b", "a", "b", "a"])
-    for name in "ab":
-        assert abs(second[names == name].sum() - (~second[names == name]).sum()) <= 1
-    assert folds(["a", "b", "c", "d"]).sum() == 2
 
 
 def test_targets_count_only_requests_that_meet_them() -> None:

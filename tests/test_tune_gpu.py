@@ -1,0 +1,84 @@
+"""Settings and reports for another GPU say what they rest on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulator.hardware import published_error
+from tests.carried import TRUTH, write_carried
+from tests.conftest import Run
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_carried(tmp_path_factory.mktemp("gpu"))
+
+
+def command(run: Run, files: Path, engine: str, *more: str) -> Any:
+    return run(
+        "tune", "--engine", engine, "--trace", files / "trace.parquet", "--resamples", "4",
+        "--latency", *(m.format(files) for m in more),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
+def test_settings_for_another_gpu_say_that_they_are_scaled(
+    files: Path, engine: str, run: Run
+) -> None:
+    here, there = (
+        command(run, files, engine, "{}/latency.parquet", "--gpu", gpu, "--json", "-")
+        for gpu in ("h200", "rtx3090")
+    )
+    assert {row["scaled"] for row in here.rows} == {False}
+    assert {row["scaled"] for row in there.rows} == {True}
+    assert "scaled, not measured" not in here.err
+    assert "warning: latencies were scaled, not measured: from h200 to rtx-3090" in there.err
+    assert f"off by {published_error(TRUTH).median:.0%} in the median" in there.err
+    assert "measured on h200, scaled to rtx-3090: approximate" in there.err
+    for row in there.rows:
+        if engine != "sglang":  # whose gains are over settings of its own
+            assert row["gain_dear"] <= row["gain_cheap"]
+        assert {"setting_dear", "setting_cheap"} <= set(row)
+    assert "gain_dear" not in here.rows[0]
+    assert ("draftsim calibrate" in there.err) == (engine != "hf")
+    # A GPU of a fifth of the bandwidth.
+    assert there.rows[0]["throughput_tok_s"] < 0.6 * here.rows[0]["throughput_tok_s"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("{}/latency.parquet", "--gpu", "h100,a100"), "expected one GPU here: run once for each"),
+        (("{}/latency.parquet", "--gpu", "h2o"), "did you mean 'h20"),
+        (("{}/latency.parquet", "--weights", "awk-int4"), "did you mean 'awq-int4'"),
+        (("{}/latency.parquet", "--weights", "fp8=target"), "expected FORMAT or target=FORMAT"),
+        (("{}/cpu.parquet", "--gpu", "h100"), "has no GPU data sheet"),
+        (("const:target=1,draft=0.1", "--gpu", "h100"), "were assumed, not measured"),
+        (("{}/suite.parquet",), "holds 2 tables, expected one: name"),
+    ],
+)
+def test_settings_for_no_gpu_or_many_are_one_line(
+    files: Path, more: tuple[str, ...], message: str, run: Run
+) -> None:
+    ran = command(run, files, "vllm", *more)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_a_report_for_another_gpu_says_so_and_leaves_out_the_measured_times(
+    files: Path, tmp_path: Path, run: Run
+) -> None:
+    folder, page = tmp_path / "run", tmp_path / "page.html"
+    folder.mkdir()
+    for name in ("trace.parquet", "latency.parquet"):
+        (folder / name).write_bytes((files / name).read_bytes())
+    common = ["report", "--run", folder, "--policy", "fixed", "--no-serve", "--resamples", "10"]
+    for gpu, scaled in (("h200", False), ("h100", True)):
+        ran = run(*common, "--gpu", gpu, "--out", page)
+        assert ran.code == 0, ran.err
+        assert ("were the carrying model off as it was" in page.read_text()) == scaled
+        assert ("scaled, not measured: from h200 to h100" in page.read_text()) == scaled
