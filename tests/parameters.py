@@ -1,4 +1,4 @@
-"""What every numeric parameter of a policy, rule or source is by default, and may be."""
+"""What every number and flag of a policy, rule or source is by default, and may be."""
 
 from __future__ import annotations
 
@@ -92,6 +92,26 @@ POLICIES: dict[str, dict[str, Limits]] = {
     },
     "sglang-adaptive": {"initial_steps": (3, 0, None)},
 }
+
+FLAGS: dict[str, dict[str, bool]] = {
+    "adaedl": {"keep_trigger_token": True},
+    "specdec-pp": {"lag": True},
+    "bild": {"target_first": False, "target_after_rollback": True},
+    "ucb": {"learns_across_requests": False},
+    "exp3": {"learns_across_requests": False},
+    "rate-optimal": {"trim": True},
+    "batch-table": {"in_step": True},
+    "batch-table-hysteresis": {"in_step": True},
+    "disable-by-batch-size": {"forever": True, "in_step": True},
+    "goodput": {"in_step": True},
+    "turbospec": {"forever": True, "in_step": True},
+    "confidence-freeze": {"stop_early": False},
+    "sglang-adaptive": {"in_step": True},
+    "csd": {"use_memory": True, "use_gate": True, "count_first": False, "count_rescued": False},
+    "early-exit": {"bonus": False},
+    "suffix": {"cached": True},
+}
+"""What every flag of a policy, rule or source is by default."""
 
 RULES: dict[str, dict[str, Limits]] = {
     "spec-verification": {"beta": (5, 1, None), "tau": (3.0, 0.0, None)},

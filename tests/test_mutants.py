@@ -14,6 +14,7 @@ from benchmarks.mutants.places import (
     Mutant,
     binary_operators,
     files,
+    guards,
     inside,
     sample,
     statement,
@@ -62,6 +63,26 @@ def test_what_is_never_run_is_not_changed() -> None:
     assert inside(at(8, "|", lines[7].index("1 |")), operators)
     assert inside(at(11, "*"), operators)
     assert not inside(at(8, "*"), operators), "the mark of keyword arguments is no operator"
+
+
+def test_guards_and_words_are_not_changed() -> None:
+    lines = (
+        "assert a == b",
+        "for x, y in zip(a, b, strict=True): c = x < y",
+        'raise ValueError(f"{a + 1} is not {b}")',
+        'raise ValueError("a") if a < b else KeyError',
+    )
+    spans = guards("\n".join(lines))
+
+    def at(line: int, what: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        column = lines[line - 1].index(what)
+        return (line, column), (line, column + len(what))
+
+    assert inside(at(1, "=="), spans)
+    assert inside(at(2, "True"), spans)
+    assert not inside(at(2, "<"), spans)
+    assert inside(at(3, "+"), spans)
+    assert not inside(at(4, "<"), spans), "whether an error is raised is no word"
 
 
 def test_a_statement_is_found_by_any_of_its_lines() -> None:

@@ -69,6 +69,17 @@ def test_none_is_left_out(
         assert kind in described or not numbers
 
 
+def test_flags_are_as_written_down_where_they_are_not_given() -> None:
+    for name, kind in [*POLICIES.items(), *RULES.items(), *SOURCES.items()]:
+        flags = {
+            parameter.name: parameter.default
+            for parameter in inspect.signature(kind).parameters.values()
+            if isinstance(parameter.default, bool)
+        }
+        if flags:
+            assert flags == parameters.FLAGS[name.removesuffix("-ocm").removesuffix("-scg")], name
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_an_estimate_is_a_probability_ends_included(value: float) -> None:
     assert ConstantAcceptance(value)(None, 0) == value

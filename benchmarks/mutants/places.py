@@ -58,7 +58,7 @@ def mutants(root: Path, path: str) -> list[Mutant]:
     from cosmic_ray.ast import ast_nodes, get_ast
 
     text = (root / path).read_text(encoding="utf-8")
-    never_run, binary = unevaluated(text), binary_operators(text)
+    never_run, binary = unevaluated(text) + guards(text), binary_operators(text)
     nodes = list(ast_nodes(get_ast(text)))
     found = []
     for name in filter(OPERATORS.fullmatch, plugins.operator_names()):
@@ -101,6 +101,23 @@ def unevaluated(text: str) -> list[Span]:
             isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
         ):
             spans.append(span_of(node))
+    return spans
+
+
+def guards(text: str) -> list[Span]:
+    """What only a mistake in the code itself would meet, and the words of errors.
+
+    An ``assert`` fails at once when it is negated, and ``strict=`` or ``frozen=`` make no
+    difference to code that is right; nor do tests hold what a message says.
+    """
+    spans = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assert):
+            spans.append(span_of(node))
+        elif isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
+            spans.append(span_of(node))
+        elif isinstance(node, ast.Raise):
+            spans += [span_of(part) for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
     return spans
 
 

@@ -57,7 +57,7 @@ class BlockPool:
         """Blocks that `owner` lacks for `tokens` tokens."""
         return max(-(-tokens // self.block_size) - self.held(owner), 0)
 
-    def room_for(self, owner: Hashable, blocks: int, more: int = 0) -> bool:
+    def room_for(self, owner: Hashable, blocks: int, more: int) -> bool:
         """Whether `owner` could hold `blocks` blocks, and others `more` than now."""
         return self.blocks is None or self.used + blocks - self.held(owner) + more <= self.blocks
 
