@@ -151,6 +151,21 @@ def test_confidence_freeze_at_the_batch_mean() -> None:
     assert early.keep_drafting([[], []])
 
 
+@pytest.mark.parametrize("context", [0, 7, 200, 300, 4000])
+def test_adaptive_verification_asks_what_iterations_cost_near_its_context(context: int) -> None:
+    asked: list[float] = []
+
+    def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        asked.append(context)
+        return 1.0
+
+    policy = AdaptiveVerification(gamma=3, cost=cost)
+    policy.plan([Load(2, context)] * 2)
+    assert sum(policy.allot(drafts([0.9, 0.9], [0.9]))) == 3, "verifying is free"
+    assert asked
+    assert all(abs(one - context) <= 128 for one in asked)
+
+
 probabilities = st.lists(st.floats(0.01, 0.99), max_size=3)
 
 

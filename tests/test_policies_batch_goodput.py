@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,26 @@ def test_turbospec_holds_its_length_between_scans_and_tracks_acceptance() -> Non
         policy.plan(loads(2))
         policy.observe(outcomes(first, [0, 0]))
     assert policy.plan(loads(2)) == 0
+
+
+@pytest.mark.parametrize(("variant", "every"), [("dsd", 20), ("batch-dsd", 200)])
+def test_turbospec_scans_as_often_as_its_variant_does(variant: Any, every: int) -> None:
+    policy = TurboSpec(variant, acceptance=0.9)
+    scans: list[int] = []
+    for step in range(2 * every + 1):
+        policy._scan = lambda seconds, step=step: scans.append(step) or 3  # type: ignore[misc, func-returns-value]
+        policy.plan(loads(2))
+        policy.observe(outcomes(3, [1, 1]))
+    assert scans == [0, every, 2 * every]
+
+
+def test_the_batch_variant_takes_the_mean_of_the_last_hundred_iterations() -> None:
+    policy = TurboSpec("batch-dsd", acceptance=0.9)
+    for accepted in [0] * 50 + [3] * 99:
+        policy.observe(outcomes(3, [accepted]))
+    assert policy._acceptance == pytest.approx(0.99)
+    policy.observe(outcomes(3, [3]))
+    assert policy._acceptance == 1
 
 
 def test_turbospec_batch_variant_never_turns_off_after_its_first_scan() -> None:

@@ -78,6 +78,13 @@ def test_adaptive_threshold_by_hand() -> None:
     assert t.value == pytest.approx(0.8)
 
 
+def test_a_rate_that_is_the_target_is_not_below_it() -> None:
+    t = AdaptiveThreshold(0.8, target=0.5, rate_memory=0.0)
+    t.update(drafted=4, accepted=2, at_maximum=False)
+    assert t.rate == t.target
+    assert t.value < 0.8
+
+
 def test_draft_and_verify_and_adaedl_hold_the_threshold_for_different_reasons() -> None:
     """Released Draft&Verify: the draft had its maximum length; AdaEDL: all of it was accepted.
 
