@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.replay.calls import CALL_DTYPE
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
@@ -111,6 +113,19 @@ def test_price_equals_a_loop_over_passes(seed: int, first: int, reads: tuple[str
     prompts = [r.prompt_length for r in log.requests]
     both = sum(latency.seconds(m, "prefill", new_tokens=prompts) for m in ("target", "draft"))
     np.testing.assert_allclose(priced.wall_s - priced.decode_s, both, rtol=1e-9)
+
+
+def test_drafts_of_no_model_leave_the_targets_cache_alone() -> None:
+    log = random_log(3)
+    drafted = replace(log, source="pld", calls=np.zeros(0, CALL_DTYPE))
+    taken_out = price(drafted, table(CELLS | HOST))
+    kept = price(drafted, table(CELLS | {k: s for k, s in HOST.items() if k[1] != "rollback"}))
+    rejected = log.rounds["accepted"] < log.rounds["drafted"]
+    assert 0 < rejected.sum() < len(log)
+    np.testing.assert_allclose(taken_out.host_s - kept.host_s, 2e-4 * rejected, atol=1e-15)
+    assert not taken_out.draft_s.any()
+    assert taken_out.passes.passes == len(log) + len(log.requests), "verifications and prompts"
+    assert taken_out.prefill_passes.passes == len(log.requests)
 
 
 def test_plain_decoding_pays_no_draft() -> None:
