@@ -143,6 +143,7 @@ def test_drafts_that_are_not_handed_on_cost_the_same_many_at_a_time(cells):
     cost = IterationCost(TABLES[cells])
     # Contexts, drafted, draft passes, sequences that drafted, ...: nothing handed on, then some.
     works = [Work(90, 0, 3, 2, 2, 90, False, True), Work(96, 4, 3, 2, 3, 96, True, False)]
+    works.append(Work(4, 2, 2, 2, 4, 4, True, True))  # a drafter that has read nothing yet
     one_by_one = [cost.of_work(work, 2, ()).total_s for work in works]
     columns = Works(
         *(np.array([int(value) for value in column]) for column in zip(*works, strict=True))

@@ -1,0 +1,88 @@
+"""What an iteration costs, pass by pass, against its definition."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from policies.core import Round
+from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.reader import Coverage
+from tests.serving import CONSTANT, GRID
+from traces.errors import DraftsimError
+
+LONG, SHORT = 90, 50
+SLOTS: list[Any] = [SimpleNamespace(context=LONG), SimpleNamespace(context=SHORT)]
+# Position, drafted, accepted, emitted, draft passes, tokens caught up on.
+ROUNDS = [Round(0, 2, 1, 2, 2, 3), Round(0, 4, 4, 5, 4, 1)]
+
+
+def draft_s(batch: int, context: float) -> float:
+    return float(GRID.seconds("draft", "forward", batch=batch, context=context))
+
+
+def first_s(batch: int, width: float, context: float) -> float:
+    return float(GRID.seconds("draft", "catch_up", batch=batch, new_tokens=width, context=context))
+
+
+def target_s(batch: int, width: float, context: float) -> float:
+    return float(GRID.seconds("target", "forward", batch=batch, new_tokens=width, context=context))
+
+
+@pytest.mark.parametrize("draft_batch", ["padded", "active"])
+def test_rectangles_are_as_wide_as_the_widest_and_as_long_as_the_longest(
+    draft_batch: Literal["padded", "active"],
+) -> None:
+    cost = IterationCost(GRID, draft_batch=draft_batch, passes="padded")(SLOTS, ROUNDS, [])
+    alone = 2 if draft_batch == "padded" else 1  # the second sequence drafts on alone
+    drafts = first_s(2, 3, LONG - 3) + draft_s(2, LONG)
+    drafts += draft_s(alone, SHORT + 1) + draft_s(alone, SHORT + 2)
+    assert cost.draft_s == pytest.approx(drafts, rel=1e-12)
+    assert cost.target_s == pytest.approx(target_s(2, 5, LONG + 2 - 5), rel=1e-12)
+    # Of the host: the round, four draft steps, and what leaves the target's cache.
+    assert cost.host_s == pytest.approx(7e-4 + 4 * 3e-4 + 2e-4, rel=1e-12)
+
+
+def test_ragged_passes_are_read_at_their_means() -> None:
+    padded, active = (
+        IterationCost(GRID, draft_batch=kind)(SLOTS, ROUNDS, [])  # type: ignore[arg-type]
+        for kind in ("padded", "active")
+    )
+    mean = (LONG + SHORT) / 2
+    first = first_s(2, 2, mean - 2)
+    assert padded.draft_s == pytest.approx(first + sum(draft_s(2, mean + k) for k in range(3)))
+    later = draft_s(2, mean) + draft_s(1, SHORT + 1) + draft_s(1, SHORT + 2)
+    assert active.draft_s == pytest.approx(first + later, rel=1e-12)
+    for cost in (padded, active):
+        assert cost.target_s == pytest.approx(target_s(2, 4, mean - 1), rel=1e-12)
+
+
+def test_who_drafts_nothing_is_no_part_of_the_drafts_means() -> None:
+    resting = [*SLOTS, SimpleNamespace(context=10)]
+    rounds = [*ROUNDS, Round(0, 0, 0, 1, 0, 7)]
+    cost = IterationCost(GRID)(resting, rounds, [])
+    mean = (LONG + SHORT) / 2
+    drafts = first_s(3, 2, mean - 2) + sum(draft_s(3, mean + k) for k in range(3))
+    assert cost.draft_s == pytest.approx(drafts, rel=1e-12)
+    assert cost.target_s == pytest.approx(target_s(3, 3, (LONG + SHORT + 10) / 3 - 1), rel=1e-12)
+
+
+def test_plain_iterations_pay_no_draft_and_drafts_need_a_drafter() -> None:
+    plain = [Round(0, 0, 0, 1, 0, 1)] * 2
+    for speculates in (True, False):
+        cost = IterationCost(GRID, speculates=speculates)(SLOTS, plain, [])
+        assert (cost.draft_s, cost.host_s) == (0, 7e-4)
+    with pytest.raises(DraftsimError, match="told it never would"):
+        IterationCost(GRID, speculates=False)(SLOTS, ROUNDS, [])
+
+
+def test_what_was_read_is_counted_with_its_sizes() -> None:
+    cost = IterationCost(CONSTANT)
+    assert cost.coverage == []
+    cost(SLOTS, ROUNDS, [])
+    assert cost.coverage == [
+        Coverage("target", "forward", "measured", 1, (2, 2), (4, 4), (69, 69)),
+        Coverage("draft", "forward", "measured", 4, (2, 2), (1, 2), (68, 72)),
+    ]
