@@ -61,10 +61,8 @@ def test_who_was_stopped_within_its_prompt_reads_all_of_it_again() -> None:
     scheduler = Continuous(Limits(token_budget=6, kv_blocks=3, block_size=4), lookahead=0)
     first, second = waiting(scheduler, 4, 8)
     assert chunks(run(scheduler)) == [(0, 4), (1, 2)]
-    assert (decoding(plan := run(scheduler)), chunks(plan)) == (
-        [0],
-        [],
-    )  # of three blocks none is left
+    # Of three blocks none is left for the rest of the prompt.
+    assert (decoding(plan := run(scheduler)), chunks(plan)) == ([0], [])
     assert (second.preemptions, second.prefill_left, second.prefilled) == (1, 8, 0)
     assert first.preemptions == 0
 

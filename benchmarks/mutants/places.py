@@ -112,9 +112,8 @@ def guards(text: str) -> list[Span]:
     """
     spans = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Assert):
-            spans.append(span_of(node))
-        elif isinstance(node, ast.keyword) and node.arg in ("strict", "frozen"):
+        mark = isinstance(node, ast.keyword) and node.arg in ("strict", "frozen")
+        if mark or isinstance(node, ast.Assert):
             spans.append(span_of(node))
         elif isinstance(node, ast.Raise):
             spans += [span_of(part) for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
