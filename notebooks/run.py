@@ -19,13 +19,14 @@ LIMIT_S = 600
 """Against a hang, not a measure of speed: each takes seconds on an idle core."""
 
 
-def executed(path: Path) -> nbformat.NotebookNode:
-    """The notebook at `path` with the outputs of a clean kernel.
+def executed(path: Path, first: str = "") -> nbformat.NotebookNode:
+    """The notebook at `path` with the outputs of a clean kernel, in which `first` ran before.
 
     Raises nbclient's CellExecutionError where a cell does.
     """
     kept = nbformat.read(path, as_version=4)
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(
         notebook,
         timeout=LIMIT_S,
@@ -33,6 +34,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
         record_timing=False,
         resources={"metadata": {"path": ROOT}},
     ).execute()
+    del notebook.cells[0]
     notebook.metadata = kept.metadata
     for cell, before in zip(notebook.cells, kept.cells, strict=True):
         cell.metadata = before.metadata

@@ -48,6 +48,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "mark.gpu" not in collection_path.read_text(encoding="utf-8") or None
 
 
+@pytest.fixture(autouse=True)
+def _nothing_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that other work on the machine disturbs are kept: no test is about their seconds."""
+    repeats = sys.modules.get("profiler.machine.repeats")
+    if repeats is not None:
+        monkeypatch.setattr(repeats, "MOST", 0)
+
+
+LONG = (
+    "test_vllm.py", "test_notebooks.py", "test_suite_gpu.py", "test_suite_failures.py",
+    "test_suite_drafters.py", "test_device_sources.py", "test_serving_cluster.py",
+)  # fmt: skip
+"""Files that take a good part of a minute."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first: at the end no worker waits for one of them."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 class Ran(NamedTuple):
     """How a command ended, and what it wrote to standard output and standard error."""
 

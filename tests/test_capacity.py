@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,11 @@ def planned(rate: float = 24.0, slo: str = "ttft=0.4,tpot=0.05,p=0.9", **options
     return plan(TRACE, LATENCY, base=base, rate=rate, targets=parse_targets(slo), **options)
 
 
+with_curves = cache(lambda: planned(curve=True))
+
+
 def test_speculation_that_halves_the_work_halves_the_replicas() -> None:
-    plain, fixed = planned(curve=True)
+    plain, fixed = with_curves()
     assert plain["saved"] == 0
     assert fixed["saved"] == plain["replicas"] - fixed["replicas"] > 0
     for row in (plain, fixed):
@@ -186,17 +190,18 @@ def test_costs_are_those_of_the_fleet() -> None:
 
 def test_a_stopped_plan_goes_on_and_processes_give_the_same(tmp_path: Path) -> None:
     path = tmp_path / "plan.jsonl"
-    rows = planned()
+    short = partial(planned, requests=150)
+    rows = short()
     first = Failing(3)
     with pytest.raises(KeyboardInterrupt):
-        planned(path=path, executor=first)
+        short(path=path, executor=first)
     kept = len(read_results(path).rows)
     assert kept >= 2
     every = Failing(10**6)
-    again = planned(path=path, executor=every)
+    again = short(path=path, executor=every)
     done = len(read_results(path).rows)
     assert every.ran == done - kept
-    for found in (again, planned(executor=Local(2))):
+    for found in (again, short(executor=Local(2))):
         for row, expected in zip(found, rows, strict=True):
             same(row, expected, "row")
 
@@ -229,7 +234,7 @@ def test_lines_cross_where_the_better_one_changes() -> None:
 
 
 def test_the_figure_shows_the_fewest_replicas_at_every_rate() -> None:
-    rows = planned(curve=True)
+    rows = with_curves()
     figure = plots.plot_replicas(rows)
     [axes] = figure.axes
     lines = {line.get_label(): line.get_data() for line in axes.lines}

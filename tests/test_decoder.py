@@ -41,7 +41,7 @@ def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
 
 @pytest.mark.invariant(1)
 def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
-    trace = bundled.greedy_trace().select(range(4))
+    trace = bundled.greedy_trace().select(range(2))
     assert_decoded_as_replayed(bundled.pair(), trace, named(POLICIES, trace))
 
 
@@ -141,7 +141,7 @@ def test_rejection_sampling_leaves_the_targets_distribution(sampling: Sampling) 
     prompt = torch.tensor([1, 2])
     generator = torch.Generator().manual_seed(0)
     counts = np.zeros((5, 5, 5))
-    draws = 3000
+    draws = 1500
     for _ in range(draws):
         decoder = ModelDecoder(target, draft, prompt, 3, sampling=sampling, generator=generator)
         list(speculate(decoder, Fixed(2)))

@@ -27,6 +27,14 @@ from traces.latency.table import LatencyTable  # noqa: E402
 from traces.machine import DISTURBED, differ, label, slowdown  # noqa: E402
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _made_again(_nothing_made_again: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As outside the tests."""
+    monkeypatch.setattr("profiler.machine.repeats.MOST", MOST)
+
+
 QUIET, OFF = Timing(1.0, 0.0), Timing(2.0, 1.0, 4)
 
 

@@ -154,7 +154,7 @@ def test_batches_really_decoded_are_compared_request_by_request(
     from traces.store.files import write_latency, write_trace
     from traces.store.measured import read_measured
 
-    trace = record(5, max_new=24)
+    trace = record(4, max_new=16)
     write_trace(trace, tmp_path / "trace.parquet")
     write_latency(grid(), tmp_path / "latency.parquet")
     write_run(RunInfo("bundled", "bundled"), tmp_path)

@@ -48,7 +48,7 @@ def test_it_speaks(pair: Pair) -> None:
 
 
 def test_real_decoding_is_what_was_recorded(pair: Pair, tmp_path: Path) -> None:
-    settings = Settings(max_new_tokens=24, max_gamma=6, chat=True)
+    settings = Settings(max_new_tokens=12, max_gamma=6, chat=True)
     with progress_bar() as progress:
         trace = profile_trace(pair, PROMPTS, settings, tmp_path, progress)
     assert_decoded_as_replayed(pair, trace, [Arm("fixed:gamma=4", Fixed(4))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def _trained(drafter: FeatureDrafter, target: Any, texts: list[torch.Tensor]) ->
     drafter.train()
     optimiser = torch.optim.Adam(drafter.parameters(), lr=0.01)
     steps = drafter.modules_in_turn if drafter.modules_in_turn > 1 else 3
-    for turn in range(90):
+    for turn in range(60):
         ids = texts[turn % len(texts)][None]
         states = unroll(drafter, ids, target_features(target, ids, drafter.feature_layers), steps)
         loss = torch.zeros(())
@@ -66,7 +67,7 @@ def _trained(drafter: FeatureDrafter, target: Any, texts: list[torch.Tensor]) ->
 class Case:
     """A miniature target of four layers, its outputs, and drafters with a moment of training."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[str] = KINDS) -> None:
         torch.set_num_threads(1)
         self.target = miniature()
         generator = torch.Generator().manual_seed(4)
@@ -84,9 +85,9 @@ class Case:
             torch.cat([p, torch.tensor(o)]) for p, o in zip(prompts, self.outputs, strict=True)
         ]
         made = drafters(self.target)
-        for kind in KINDS:
+        for kind in kinds:
             _trained(made[kind], self.target, texts)
-        self.modules = Modules(drafters={f"eagle.{kind}": made[kind] for kind in KINDS})
+        self.modules = Modules(drafters={f"eagle.{kind}": made[kind] for kind in kinds})
         self.recordings = record_sources(
             self.target, self.trace, self.modules, draft_offsets=OFFSETS,
             only=list(self.modules.drafters),

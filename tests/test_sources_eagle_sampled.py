@@ -158,7 +158,7 @@ def test_drafts_follow_the_drafter_and_match_as_often_as_rejection_sampling() ->
 
 @SAMPLINGS
 def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
-    count, source, policy = 100, Eagle("eagle3"), Fixed(3)
+    count, source, policy = 60, Eagle("eagle3"), Fixed(3)
     trace = sampled_trace(count, 21, sampling)
     log = replay_source(trace, source, policy, recordings=record(trace, 22, ("eagle3",)))
     torch.manual_seed(23)

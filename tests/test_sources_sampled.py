@@ -164,7 +164,7 @@ def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling(
 @pytest.mark.parametrize("sampling", [Sampling(1.3), Sampling(1.3, 0.7)])
 @pytest.mark.parametrize("bonus", [False, True])
 def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampling) -> None:
-    trials, head = 6_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
+    trials, head = 3_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
     target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
     torch.set_num_threads(1)
     draws = RandomDraws(sampling, torch.Generator().manual_seed(8))
@@ -191,7 +191,7 @@ def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampl
 @SAMPLINGS
 def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
     source, policy, _ = ARMS["specbound"]
-    count = 120
+    count = 80
     trace = sampled_trace(count, 21, sampling)
     replayed = replay_source(trace, source, policy, recordings=record(trace, 22))
     torch.manual_seed(23)
