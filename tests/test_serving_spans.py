@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.basic import Fixed, Oracle
+from policies.batch.tables import BatchTable, DisableByBatchSize
 from policies.core import DraftPolicy, Load
 from policies.registry import parse_policy, policy_names
 from policies.rules.registry import parse_rule
@@ -19,16 +21,26 @@ from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.cost.work import Work, Works
 from simulator.serving.outcome.report import Run
-from simulator.serving.spans import SpanEngine, clock_free
+from simulator.serving.spans import PlannedEngine, SpanEngine, clock_free
+from simulator.serving.station import Policy
 from tests.serving import CONSTANT, GRID, arrival_file, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
+from traces.errors import TailError
 from traces.latency.table import LatencyTable
 from traces.replay.always import drafting_always
 from traces.store.recordings import find_trace
 
 SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
 PLAIN = bernoulli(0.75, 12, 40, seed=2)
+SHORT = synthetic_trace(0.5, requests=5, tokens=30, max_gamma=3, concentration=3.0, seed=3)
+RECORDED = {
+    "signalled": SIGNALLED,
+    "plain": PLAIN,
+    "takes verified": replace(SIGNALLED, meta={**SIGNALLED.meta, "takes_verified": True}),
+    "drafts end": replace(SHORT, meta={**SHORT.meta, "drafts_end": True}),
+    "eos": replace(PLAIN, requests=[replace(r, ended="eos") for r in PLAIN.requests]),
+}
 NARROW = table(
     [
         (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 2e-6 * b * c))
@@ -37,6 +49,14 @@ NARROW = table(
     ]
 )  # fmt: skip
 """Most sizes lie beyond what it measured."""
+RAGGED = table(
+    [
+        ("target", "forward", b, n, c + b + 5 * n, 0.01 + 1e-4 * b * n + 2e-6 * b * c * n)
+        for b, n in ((1, 1), (1, 4), (1, 9), (2, 1), (2, 3), (2, 9), (8, 1), (8, 2), (8, 9))
+        for c in (20, 90, 210) if (b, n, c) != (2, 3, 210)
+    ]
+)  # fmt: skip
+"""Every line has contexts of its own."""
 ALONG = LatencyTable(
     pd.concat([
         GRID.cells,
@@ -47,16 +67,14 @@ ALONG = LatencyTable(
 
 
 def ran(
-    trace: Trace, latency: LatencyTable, policy: DraftPolicy, scenario: Scenario, **options: Any
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, **options: Any
 ) -> tuple[Run, Any]:
     engines: list[Any] = []
     run = simulate(trace, latency, policy, scenario, audit=engines.append, **options)
     return run, engines[0]
 
 
-def assert_same(
-    trace: Trace, latency: LatencyTable, policy: DraftPolicy, scenario: Scenario
-) -> None:
+def assert_same(trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario) -> Any:
     run, engine = ran(trace, latency, policy, scenario)
     reference, other = ran(trace, latency, policy, scenario, by_iteration=True)
     assert isinstance(engine, SpanEngine)
@@ -72,6 +90,7 @@ def assert_same(
         np.testing.assert_allclose(
             ours.means(run.simulated_s), theirs.means(run.simulated_s), rtol=1e-9, atol=1e-9
         )
+    assert run.recorder.length_changes == reference.recorder.length_changes
     assert len(run.coverage) == len(reference.coverage)
     for entry, wanted in zip(run.coverage, reference.coverage, strict=True):
         same(list(entry), list(wanted), f"coverage of {wanted.model} {wanted.phase}")
@@ -84,6 +103,7 @@ def assert_same(
     if run.status == "complete":  # a run cut off in an iteration has reserved blocks for it
         assert engine.scheduler.pool.used == other.scheduler.pool.used
     engine.scheduler.pool.audit()
+    return engine
 
 
 def same(value: Any, expected: Any, where: str) -> None:
@@ -136,6 +156,64 @@ def test_spans_are_their_iterations(arrivals, limits, policy, cells, data):
         max_tokens=data.draw(st.sampled_from([None, None, 100, 333])),
     )  # fmt: skip
     assert_same(SIGNALLED, latency, parse_policy(policy, max_gamma=24), scenario)
+
+
+LENGTHS = [
+    BatchTable([[1, 1, 5], [2, 3, 2], [4, 9, 0]]),
+    BatchTable([[1, 2, 0], [3, 4, 4], [5, 9, 1]], in_step=False),
+    BatchTable([[1, 9, 3]]),
+    DisableByBatchSize(4, threshold=3, forever=False),
+]
+
+
+@pytest.mark.invariant(3)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    ARRIVALS, LIMITS, st.sampled_from(LENGTHS), st.sampled_from([*TABLES]),
+    st.sampled_from([*RECORDED]), st.data(),
+)  # fmt: skip
+def test_lengths_by_number_of_requests_are_served_by_spans(
+    arrivals, limits, policy, cells, recorded, data
+):
+    scenario = Scenario(
+        arrivals, limits, requests=data.draw(st.integers(1, 25)),
+        mode=data.draw(st.sampled_from(["continuous", "continuous", "static"])),
+        seed=data.draw(st.integers(0, 5)),
+        max_time_s=data.draw(st.sampled_from([None, None, 0.7, 3.0])),
+        max_tokens=data.draw(st.sampled_from([None, None, 100, 333])),
+    )  # fmt: skip
+    engine = assert_same(RECORDED[recorded], TABLES[cells], policy, scenario)
+    assert isinstance(engine, PlannedEngine)
+
+
+@pytest.mark.parametrize("kv_blocks", [None, 40])
+def test_planned_lengths_cut_and_repeat_recordings(tmp_path, kv_blocks):
+    rng = np.random.default_rng(5)
+    rows = [
+        f"2023-11-16 18:15:{i:02d}.0000000,{rng.integers(1, 90)},{rng.integers(1, 130)}"
+        for i in range(40)
+    ]
+    arrivals = ArrivalFile(arrival_file(tmp_path / "arrivals.csv", *rows))
+    for scale in (0.5, 30.0):
+        scenario = Scenario(arrivals.scaled(scale), Limits(9, kv_blocks=kv_blocks), requests=None)
+        for policy in LENGTHS:
+            assert_same(PLAIN, GRID, policy, scenario)
+
+
+def test_a_length_past_the_recorded_tail_is_refused_alike():
+    trace = synthetic_trace(0.5, requests=3, tokens=40, max_gamma=3, concentration=3.0, seed=2)
+    scenario = Scenario(ClosedLoop(2), Limits(2), requests=6)
+    for by_iteration in (False, True):
+        with pytest.raises(TailError, match="past the recorded tail"):
+            simulate(trace, GRID, BatchTable([[1, 9, 8]]), scenario, by_iteration=by_iteration)
+
+
+def test_tables_by_context_and_requests_switched_off_for_good_go_iteration_by_iteration():
+    by_context = BatchTable([[1, 9, 0, 40, 3], [1, 9, 41, 999, 1]])
+    assert by_context.planned_at(1) is None
+    assert DisableByBatchSize(4, threshold=3).planned_at(1) is None
+    _, engine = ran(PLAIN, GRID, by_context, Scenario(ClosedLoop(2), Limits(2), requests=4))
+    assert not isinstance(engine, SpanEngine)
 
 
 @pytest.mark.parametrize("cells", ["grid", "along", "both"])
@@ -227,17 +305,24 @@ def test_runs_of_equal_policies_share_their_replay(monkeypatch):
 
 
 SIZES = st.tuples(
-    st.lists(st.tuples(st.floats(1, 9), st.floats(0, 300)), min_size=1, max_size=30),
+    st.lists(
+        st.tuples(
+            st.one_of(st.floats(1, 9), st.integers(1, 9).map(float)),
+            st.one_of(st.floats(0, 900), st.sampled_from([0.0, 20.0, 50.0, 90.0, 210.0, 300.0])),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
     st.sampled_from([1, 2, 3, 5.5, 8]),
 )
 
 
 @pytest.mark.invariant(3)
-@settings(max_examples=60, deadline=None)
-@given(SIZES)
-def test_many_readings_are_the_readings_one_by_one(sizes):
+@settings(max_examples=120, deadline=None)
+@given(SIZES, st.sampled_from([GRID, RAGGED]))
+def test_many_readings_are_the_readings_one_by_one(sizes, latency):
     pairs, batch = sizes
-    together, alone = PassReader(GRID, "target"), PassReader(GRID, "target")
+    together, alone = PassReader(latency, "target"), PassReader(latency, "target")
     widths, contexts = (np.array(column) for column in zip(*pairs, strict=True))
     many = together.many(batch, widths, contexts)
     expected = [alone(batch, w, c) for w, c in pairs]
@@ -264,4 +349,4 @@ def test_few_sizes_beyond_the_measured_ones_are_left_to_the_reader():
     one = np.ones(1)
     assert reader.many(9, one, one) is None
     assert reader.many(1, 10 * one, one) is None
-    assert reader.many(1, one, 301 * one) is None
+    assert reader.many(1, one, 301 * one) is not None

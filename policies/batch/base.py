@@ -23,7 +23,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round
 from policies.lanes.base import LanePlan, plan_of
@@ -65,6 +65,15 @@ class TextbookCost:
         return self.draft * draft_length + self.target + self.per_token * (verify_tokens - 1)
 
 
+class Planned(NamedTuple):
+    """Draft lengths alike for all sequences of an iteration."""
+
+    passes: int
+    """Tokens drafted, at most."""
+    verified: int
+    """Those of them that are verified, at most."""
+
+
 class BatchPolicy(ABC):
     """Decides draft lengths for every sequence of an iteration together.
 
@@ -78,6 +87,15 @@ class BatchPolicy(ABC):
     @property
     def planned(self) -> int | None:
         """Draft length in force for all sequences since the last plan; None: there is no such."""
+        return None
+
+    def planned_at(self, running: int) -> Planned | None:
+        """What every iteration of `running` requests drafts, those counted whose prompts share it.
+
+        None, whatever their number, where anything else decides: then an engine asks at every
+        step, by the methods below.
+        """
+        del running
         return None
 
     @abstractmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.batch.base import KeptInStep
+from policies.batch.base import KeptInStep, Planned
 from policies.core import Load
 from policies.lanes.base import LanePlan, Lengths, Starts
 from policies.parameters import flag, whole
@@ -53,6 +53,12 @@ class BatchTable(KeptInStep):
     def row(self, loads: Sequence[Load]) -> int:
         """Index of the batch range whose K is in force this iteration."""
         return self.row_of(running(loads))
+
+    def planned_at(self, running: int) -> Planned | None:
+        if any(len(rows) > 1 for _, rows in self._ranges):
+            return None
+        [(_, length)] = self._ranges[self.row_of(running)][1]
+        return Planned(max(length, int(self.in_step)), length)
 
     def plan(self, loads: Sequence[Load]) -> int:
         rows = self._ranges[self.row(loads)][1]
@@ -208,6 +214,11 @@ class DisableByBatchSize(SwitchedOff):
 
     def resting(self, queue: int) -> bool:
         return queue >= self.threshold
+
+    def planned_at(self, running: int) -> Planned | None:
+        # Requests that were switched off for good differ from those that were not.
+        length = 0 if self.resting(running) else self.gamma
+        return None if self.forever else Planned(length, length)
 
     def plan(self, loads: Sequence[Load]) -> int:
         return 0 if self.resting(running(loads)) else self.gamma

@@ -29,7 +29,13 @@ from simulator.serving.replica import Replica
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
-from simulator.serving.spans import SpanEngine, clock_free, replays_of
+from simulator.serving.spans import (
+    PlannedEngine,
+    SpanEngine,
+    clock_free,
+    planned_rounds,
+    replays_of,
+)
 from simulator.serving.speculation import (
     Jointly,
     PerRequest,
@@ -194,11 +200,14 @@ class Station:
             env, trace, source, kind(scenario.limits, self.lookahead), speculation, cost,
             recorder, timeline, scenario.max_tokens, rule,
         )  # fmt: skip
-        if (
-            isinstance(policy, DraftPolicy) and type(speculation) is PerRequest
-            and clock_free(policy, rule)
-            and cost.by_totals and timeline is None and not self.by_iteration
-        ):  # fmt: skip
+        if not cost.by_totals or timeline is not None or self.by_iteration:
+            return Engine(*parts)
+        if isinstance(policy, BatchPolicy):
+            if rule is not None or policy.planned_at(1) is None:
+                return Engine(*parts)
+            replays = planned_rounds(trace, self.lookahead)
+            return PlannedEngine(*parts, policy=policy, replays=replays)
+        if type(speculation) is PerRequest and clock_free(policy, rule):
             return SpanEngine(*parts, replays=replays_of(trace, policy, rule, self.lookahead))
         return Engine(*parts)
 

@@ -171,7 +171,8 @@ class Walk:
         rounds["accepted"] = accepted
         rounds["emitted"] = np.minimum(accepted + 1, self.room.take(start))
         rounds["draft_forwards"] = forwards
-        rounds["catch_up"] = self._catch_up(start, forwards, accepted)
+        begins = self.enters.take(start)
+        rounds["catch_up"] = caught_up(begins, forwards, accepted, self.anew)
         return rounds
 
     def _matrix(self, plans: Sequence[LanePlan]) -> tuple[Lengths32, Lengths32]:
@@ -191,24 +192,28 @@ class Walk:
                 sent[i, :-1] = both if found.sent is None else np.minimum(both, found.sent)
         return forwards, sent
 
-    def _catch_up(
-        self, start: Ints, forwards: Lengths32, accepted: Lengths32
-    ) -> npt.NDArray[np.integer]:
-        """Tokens each round's first draft pass catches up on (see `policies.core.speculate`)."""
-        begins = self.enters.take(start)
-        left = accepted + 1
-        if not self.anew:
-            left = left - np.minimum(accepted, forwards - 1)
-        # A request begins one token behind, and every round without a draft adds one.
-        behind = np.ones_like(left)
-        np.copyto(behind[1:], left[:-1], where=~begins[1:])
-        anchors = begins.copy()
-        anchors[1:] |= forwards[:-1] > 0
-        if anchors.all():
-            return behind
-        index = np.arange(len(forwards))
-        anchor = np.maximum.accumulate(np.where(anchors, index, 0))
-        return behind.take(anchor) + (index - anchor)
+
+def caught_up(
+    begins: Bools, forwards: Lengths32 | Ints, accepted: Lengths32 | Ints, anew: bool,
+    first: int = 1,
+) -> npt.NDArray[np.integer]:  # fmt: skip
+    """Tokens each round's first draft pass catches up on (see `policies.core.speculate`).
+
+    `begins` marks the rounds that are a request's first, and those catch up on `first` tokens.
+    """
+    left = accepted + 1
+    if not anew:
+        left = left - np.minimum(accepted, forwards - 1)
+    # A request begins one token behind, and every round without a draft adds one.
+    behind = np.full_like(left, first)
+    np.copyto(behind[1:], left[:-1], where=~begins[1:])
+    anchors = begins.copy()
+    anchors[1:] |= forwards[:-1] > 0
+    if anchors.all():
+        return behind
+    index = np.arange(len(forwards))
+    anchor = np.maximum.accumulate(np.where(anchors, index, 0))
+    return behind.take(anchor) + (index - anchor)
 
 
 class _Watched:

@@ -135,15 +135,18 @@ class Lines:
         found: Floats = seconds[np.maximum(at, 0)]
         return found
 
-    def slab(self, batch: float) -> Slab | None:
-        """The grid at one batch; None where it lies outside those measured."""
+    def slab(self, batch: float, widths: Floats, contexts: Floats) -> Slab | None:
+        """The grid at one batch, if it holds all these readings; else None."""
         slab = self._slabs.get(batch)
         if slab is None:
-            inside, near = _around(self._batches, batch)
+            inside, near = _around(self._batches, self.only_batch or batch)
             if not inside:
                 return None
             slab = self._slabs[batch] = Slab([(weight, self._rows[b]) for weight, b in near])
-        return slab
+        if not slab.holds(widths, contexts) and not slab.endless:
+            # The fit is asked for only where a reading leaves the contexts measured.
+            slab = self._slabs[batch] = Slab(slab.sides, self.roofline)
+        return slab if slab.holds(widths, contexts) else None
 
     def beyond(self, batch: float, widths: Floats, contexts: Floats) -> tuple[Floats, Origins]:
         """Seconds and origins of many passes at one batch, wherever they lie."""
@@ -155,9 +158,7 @@ class Lines:
         for side in blend.sides:
             value = 0.0
             for weight, line in side.lines:
-                edge = min(max(context, line.contexts[0]), line.contexts[-1])
-                own = line.batch, line.width
-                value += weight * line.at(context) * growth((*own, context), (*own, edge))
+                value += weight * self.roofline.carried(line, context)
             if side.nearest_width is not None:
                 b = side.lines[0][1].batch
                 value *= growth((b, width, context), (b, side.nearest_width, context))

@@ -23,7 +23,7 @@ PLANS = 1 << 14
 """Readings kept: one per batch and width that occurred, for passes differ in little else."""
 
 FEW = 24
-"""Readings beyond the measured sizes that are quicker one by one."""
+"""Readings at batches or widths beyond the measured ones that are quicker one by one."""
 
 
 class Span(NamedTuple):
@@ -132,13 +132,13 @@ class PassReader:
     def many(self, batch: float, widths: Floats, contexts: Floats) -> Floats | None:
         """Seconds of passes over `batch` sequences, one per width and context, not yet counted.
 
-        As reading them in turn, to rounding.  None where that is quicker: of few, if any lies
-        beyond the measured sizes.
+        As reading them in turn, to rounding.  None where that is quicker: of few, if any has a
+        batch or a width beyond the measured ones.
         """
         if self._lines.flat:
             return self._lines.constant(widths)
-        slab = self._lines.slab(batch)
-        if slab and slab.holds(widths, contexts):
+        slab = self._lines.slab(batch, widths, contexts)
+        if slab is not None:
             return slab.read(widths, contexts)
         if len(widths) < FEW:
             return None
@@ -152,17 +152,13 @@ class PassReader:
         if self._lines.flat:
             self._count(MEASURED, batch, widths, contexts)
             return
-        slab = self._lines.slab(batch)
-        if slab is None or not slab.holds(widths, contexts):
-            _, origins = self._lines.beyond(batch, widths, contexts)
-            for origin in (MEASURED, INTERPOLATED, EXTRAPOLATED):
-                self._count(origin, batch, widths[origins == origin], contexts[origins == origin])
-        elif not slab.exact.any():
-            self._count(INTERPOLATED, batch, widths, contexts)
+        slab = self._lines.slab(batch, widths, contexts)
+        if slab is not None:
+            origins = slab.origins(widths, contexts)
         else:
-            hit = slab.measured(widths, contexts)
-            self._count(MEASURED, batch, widths[hit], contexts[hit])
-            self._count(INTERPOLATED, batch, widths[~hit], contexts[~hit])
+            _, origins = self._lines.beyond(batch, widths, contexts)
+        for origin in (MEASURED, INTERPOLATED, EXTRAPOLATED):
+            self._count(origin, batch, widths[origins == origin], contexts[origins == origin])
 
     def _count(self, origin: int, batch: float, widths: Floats, contexts: Floats) -> None:
         if not len(widths):

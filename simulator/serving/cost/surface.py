@@ -57,6 +57,11 @@ class Roofline:
         below = self.shape(*base)
         return self.shape(*at) / below if below > 0 else 1.0
 
+    def carried(self, line: Line, context: float) -> float:
+        """Seconds of a line at any context, beyond its own as the fit grows."""
+        edge, own = min(max(context, line.contexts[0]), line.contexts[-1]), (line.batch, line.width)
+        return line.at(context) * self.growth((*own, context), (*own, edge))
+
 
 class Stretch(NamedTuple):
     """Contexts from `start` up to `stop`, on which every line is linear from `cut` on."""

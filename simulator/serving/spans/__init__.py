@@ -3,11 +3,13 @@
 The rounds of a request do not depend on the clock unless its policy looks at the load or
 learns across requests.  `rounds` replays a sequence once and keeps its rounds as arrays,
 `ledger` adds up what the requests of a batch will do iteration by iteration, and `engine`
-runs and prices whole spans of it.  Everything else stays with the engine that goes
-iteration by iteration (`simulator.serving.engine`), which is the reference.
+runs and prices whole spans of it; where the number of requests decides a length for all of
+them, `planned` reads their rounds anew whenever it changes.  Everything else stays with the
+engine that goes iteration by iteration (`simulator.serving.engine`), which is the reference.
 """
 
 from simulator.serving.spans.engine import SpanEngine
+from simulator.serving.spans.planned import PlannedEngine, planned_rounds
 from simulator.serving.spans.rounds import clock_free, replays_of
 
-__all__ = ["SpanEngine", "clock_free", "replays_of"]
+__all__ = ["PlannedEngine", "SpanEngine", "clock_free", "planned_rounds", "replays_of"]

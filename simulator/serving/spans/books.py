@@ -80,20 +80,18 @@ class BookingEngine(Engine):
         now, pool = self._ledger.now, self.scheduler.pool
         pool.release(self)
         for slot, since in self._since.items():
-            sequence = slot.decoder
-            passed = now - since
-            slot.steps = sequence.at = sequence.at + passed
+            sequence, passed = slot.decoder, now - since
             if passed:
-                drafted, accepted, emitted, forwards = sequence.table.totals[:, slot.steps - 1]
-                slot.drafted, slot.accepted = int(drafted), int(accepted)
-                slot.draft_forwards, slot.tokens = int(forwards), 1 + int(emitted)
+                _count(slot, passed)
                 slot.context = slot.job.prompt_tokens + slot.tokens
                 slot.last_s = self.env.now
             if self._continuous is not None:
                 # What the last iteration reserved.
-                last = int(sequence.table.after[slot.steps - 2]) if slot.steps > 1 else 1
-                peak = slot.job.prompt_tokens + last + self.scheduler.lookahead
-                slot.capacity = pool.grow(slot, peak if passed else slot.capacity)
+                peak = slot.capacity
+                if passed:
+                    before = int(sequence.table.reached[sequence.at - 1])
+                    peak = slot.job.prompt_tokens + before + self.scheduler.lookahead
+                slot.capacity = pool.grow(slot, peak)
         self._ledger.clear()
         self._since.clear()
         self._ends.clear()
@@ -194,13 +192,20 @@ class BookingEngine(Engine):
             self._finish(slot)
 
     def _finish(self, slot: Slot) -> None:
-        sequence = slot.decoder
-        drafted, accepted, _, forwards = sequence.table.totals[:, sequence.count - 1].tolist()
-        slot.steps = sequence.at = sequence.count
-        slot.drafted, slot.accepted, slot.draft_forwards = drafted, accepted, forwards
+        _count(slot, slot.decoder.count - slot.decoder.at)
         slot.tokens = slot.job.output_tokens
         slot.context = slot.job.prompt_tokens + slot.tokens
         slot.last_s = self.env.now
         del self._since[slot]
         self._counted -= slot.index >= self.recorder.skip
         self.leave(slot)
+
+
+def _count(slot: Slot, passed: int) -> None:
+    """So many rounds of the request have been."""
+    drafted, accepted, emitted, forwards = slot.decoder.pass_by(passed)
+    slot.steps += passed
+    slot.drafted += drafted
+    slot.accepted += accepted
+    slot.tokens += emitted
+    slot.draft_forwards += forwards

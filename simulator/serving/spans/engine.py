@@ -30,8 +30,7 @@ from simulator.serving.spans.rounds import (
     REJECTED,
     UNREAD,
     Ints,
-    ReplayedSequence,
-    Replays,
+    Replayed,
 )
 
 FEW, MANY = 6, 512
@@ -52,7 +51,7 @@ class SpanEngine(BookingEngine):
     It draws no timeline, and its costs are those that totals decide (`by_totals`).
     """
 
-    def __init__(self, *args: Any, replays: Replays, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, replays: Replayed, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._replays = replays
         self._prompts: list[Slot] = []
@@ -61,7 +60,7 @@ class SpanEngine(BookingEngine):
 
     def sequence(self, job: Job) -> Sequenced:
         """The request's rounds, replayed already."""
-        return ReplayedSequence(job, self._replays.table(job))
+        return self._replays.sequence(job)
 
     def run(self) -> Events:
         """As the engine that goes iteration by iteration, in fewer events."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,65 +44,86 @@ def clock_free(policy: DraftPolicy, rule: VerifyRule | None) -> bool:
     )  # fmt: skip
 
 
-class RoundTable:
-    """The rounds of one sequence, replayed as far as anybody asked.
+class Replayed(Protocol):
+    """What an engine by spans serves in the place of recordings."""
+
+    def sequence(self, job: Job) -> ReplayedSequence:
+        """A request to be decoded."""
+        ...
+
+
+class Rounds:
+    """Rounds of one sequence that follow each other, as arrays.
+
+    Parameters
+    ----------
+    rounds:
+        (fields of `Round`, rounds).
+    begin:
+        Output tokens emitted before the first.
 
     Attributes
     ----------
     added:
         (ROWS, rounds) int64, what each round adds to its iteration.
-    after:
-        (rounds,) output tokens emitted once a round has ended.
+    reached:
+        (rounds + 1,) output tokens emitted before the first round, and once each has ended.
     totals:
-        (4, rounds) drafted, accepted, emitted, draft passes up to the end of a round.
+        (4, rounds + 1) drafted, accepted, emitted, draft passes up to there.
     """
 
-    def __init__(self, rounds: Iterator[Round]) -> None:
-        self._more = rounds
-        self._last = 1
-        self._refusal: DraftsimError | None = None
-        self._rounds: Ints = np.empty((0, len(Round._fields)), np.int64)
-        self.added: Ints = np.empty((ROWS, 0), np.int64)
-        self.after: Ints = np.empty(0, np.int64)
-        self.totals: Ints = np.empty((4, 0), np.int64)
+    def __init__(self, rounds: Ints, begin: int = 1) -> None:
+        self._rounds = rounds
+        position, drafted, accepted, emitted, forwards, catch_up = rounds
+        drafting = forwards > 0
+        self.added: Ints = np.array([
+            position, drafted, accepted, emitted, forwards, drafting, catch_up * drafting,
+            position * drafting, accepted < drafted, drafting & (accepted < forwards - 1),
+        ])  # fmt: skip
+        self.totals: Ints = np.zeros((4, rounds.shape[1] + 1), np.int64)
+        np.cumsum(rounds[[1, 2, 3, 4]], axis=1, out=self.totals[:, 1:])
+        self.reached: Ints = begin + self.totals[2]
 
     def needed(self, tokens: int) -> int:
         """Rounds until `tokens` output tokens have been emitted, the prompt's own included."""
-        if self._last < tokens:
-            self._replay(tokens)
-        return int(self.after.searchsorted(tokens)) + 1 if tokens > 1 else 0
+        return int(self.reached.searchsorted(tokens))
 
     def round(self, index: int) -> Round:
-        """A round as it was replayed."""
-        return Round(*self._rounds[index].tolist())
+        """One of them."""
+        return Round(*self._rounds[:, index].tolist())
 
-    def _replay(self, tokens: int) -> None:
-        # In doubling steps, so that a long request does not make the arrays anew every time.
-        goal = max(tokens, min(2 * self._last, LONGEST))
+
+class RoundTable(Rounds):
+    """The rounds of one sequence from its first token on, replayed as far as anybody asked."""
+
+    def __init__(self, rounds: Iterator[Round]) -> None:
+        super().__init__(np.empty((len(Round._fields), 0), np.int64))
+        self._more = rounds
+        self._refusal: DraftsimError | None = None
+
+    def needed(self, tokens: int) -> int:
+        """As of `Rounds`, which it first replays as far as that."""
+        last = int(self.reached[-1])
+        if last < tokens:
+            # In doubling steps, so that a long request does not make the arrays anew every time.
+            self._replay(max(tokens, min(2 * last, LONGEST)))
+        return super().needed(tokens)
+
+    def _replay(self, goal: int) -> None:
         if self._refusal is not None:
             raise self._refusal
         new = []
-        before = self._last
         try:
             for outcome in self._more:
                 new.append(outcome)
-                self._last = outcome.position + outcome.emitted
-                if self._last >= goal:
+                if outcome.position + outcome.emitted >= goal:
                     break
         except DraftsimError as error:
             # Tables are kept, and a replay that raised gives no more rounds: the next run that
             # reads this one has to be told as well.
-            self._refusal, self._last = error, before
+            self._refusal = error
             raise
-        self._rounds = np.concatenate([self._rounds, np.array(new, np.int64)])
-        position, drafted, accepted, emitted, forwards, catch_up = self._rounds.T
-        drafting = forwards > 0
-        self.added = np.stack([
-            position, drafted, accepted, emitted, forwards, drafting, catch_up * drafting,
-            position * drafting, accepted < drafted, drafting & (accepted < forwards - 1),
-        ])  # fmt: skip
-        self.after = position + emitted
-        self.totals = np.cumsum([drafted, accepted, emitted, forwards], axis=1)
+        super().__init__(np.concatenate([self._rounds, np.array(new, np.int64).T], axis=1))
 
 
 class Replays:
@@ -117,6 +139,10 @@ class Replays:
         self._trace, self._policy, self._rule = trace, policy, rule
         self._lookahead = lookahead
         self._tables: dict[tuple[int, bool], RoundTable] = {}
+
+    def sequence(self, job: Job) -> ReplayedSequence:
+        """A request, whose rounds are known."""
+        return ReplayedSequence(job, self.table(job))
 
     def table(self, job: Job) -> RoundTable:
         """Rounds of the sequence that `job` replays, at least as long as it asks for."""
@@ -159,24 +185,35 @@ class ReplayedSequence:
 
     __slots__ = ("at", "count", "job", "over", "table")
 
-    def __init__(self, job: Job, table: RoundTable) -> None:
+    def __init__(self, job: Job, table: Rounds) -> None:
         self.job = job
+        self.follow(table)
+
+    def follow(self, table: Rounds) -> None:
+        """Go on with the first round of `table`."""
         self.table = table
         self.at = 0
-        self.count = table.needed(job.output_tokens)
+        self.count = table.needed(self.job.output_tokens)
         # Tokens of the last round that the request no longer wants.
-        last = int(table.after[self.count - 1]) if self.count else job.output_tokens
-        self.over = last - job.output_tokens
+        self.over = max(int(table.reached[self.count]) - self.job.output_tokens, 0)
 
     @property
     def ended(self) -> bool:
         """Whether every token of the request has been emitted."""
-        return self.at >= self.count
+        return bool(self.table.reached[self.at] >= self.job.output_tokens)
+
+    def pass_by(self, rounds: int) -> list[int]:
+        """So many rounds have been; returns what they drafted, accepted, emitted, and the draft
+        passes that they ran."""
+        before, self.at = self.at, self.at + rounds
+        totals = self.table.totals
+        gained: list[int] = (totals[:, self.at] - totals[:, before]).tolist()
+        return gained
 
     def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
         """The rounds from here on; `policy` has decided them already."""
         del policy
-        while self.at < self.count:
+        while not self.ended:
             outcome = self.table.round(self.at)
             self.at += 1
             if self.at == self.count and self.over:
