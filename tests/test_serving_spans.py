@@ -19,6 +19,7 @@ from policies.rules.registry import parse_rule
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.reader import PassReader
+from simulator.serving.cost.together import TogetherCost
 from simulator.serving.cost.work import Work, Works
 from simulator.serving.outcome.report import Run
 from simulator.serving.spans import PlannedEngine, SpanEngine, clock_free
@@ -264,6 +265,30 @@ def test_long_spans_at_every_size_of_batch():
     long = bernoulli(0.6, 5, 700, seed=4)
     for batch in (1, 2, 5):
         assert_same(long, GRID, Fixed(3), Scenario(ClosedLoop(batch), Limits(batch), requests=9))
+
+
+@pytest.mark.invariant(3)
+@pytest.mark.parametrize("cells", [*TABLES])
+def test_a_request_alone_costs_what_it_cost_before(cells):
+    trace, latency = bernoulli(0.6, 4, 60, seed=5), TABLES[cells]
+    for policy in (Fixed(3), BatchTable([[1, 9, 2]])):
+        for arrivals in (ClosedLoop(1), Poisson(0.7)):  # others cut requests off
+            for replication in range(2):
+                scenario = Scenario(arrivals, Limits(2), requests=14, seed=replication)
+                assert_same(trace, latency, policy, scenario)
+
+
+def test_a_request_alone_is_priced_once(monkeypatch):
+    priced = []
+    keep = TogetherCost.seconds
+    monkeypatch.setattr(TogetherCost, "seconds", lambda *args: priced.append(1) or keep(*args))
+    trace, scenario = bernoulli(0.6, 4, 60, seed=6), Scenario(ClosedLoop(1), Limits(1), requests=12)
+    simulate(trace, GRID, Fixed(3), scenario)
+    assert len(priced) == 4
+    simulate(trace, GRID, Fixed(3), scenario, replication=1)
+    assert len(priced) == 4
+    simulate(trace, NARROW, Fixed(3), scenario)
+    assert len(priced) == 8
 
 
 class LooksAtTheBatch(DraftPolicy):

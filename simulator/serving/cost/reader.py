@@ -11,11 +11,13 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from simulator.serving.cost.lines import Blend, Segment, lines_of
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.surface import Surface
 from traces.errors import DraftsimError
-from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
+from traces.latency.interpolate import MEASURED
 from traces.latency.table import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
@@ -43,6 +45,10 @@ class Coverage(NamedTuple):
     batch: Span
     new_tokens: Span
     context: Span
+
+
+Tally = list[tuple[int, int, float, float, float, float, float]]
+"""Passes by origin: how many, their batch, their least and largest width and context."""
 
 
 class _Plan:
@@ -86,7 +92,8 @@ class PassReader:
         self.model, self.phase = model, phase
         self._check = partial(table.check_sizes, model, phase)
         self._plans: dict[tuple[float, float], _Plan] = {}
-        self._seen: list[Coverage | None] = [None, None, None]
+        # By origin: passes, least and largest batch, width and context.
+        self._seen = [[0.0, *[inf, -inf] * 3] for _ in ORIGINS]
 
     def __call__(self, batch: float, new_tokens: float, context: float) -> float:
         """Seconds of one pass over `batch` sequences of `new_tokens` after `context` tokens."""
@@ -147,38 +154,46 @@ class PassReader:
 
     def count(self, batch: float, widths: Floats, contexts: Floats) -> None:
         """Count passes that `many` read."""
+        self.add(self.tally(batch, widths, contexts))
+
+    def tally(self, batch: float, widths: Floats, contexts: Floats) -> Tally:
+        """What to `add` to count passes that `many` read."""
         if not len(widths):
-            return
+            return []
         if self._lines.flat:
-            self._count(MEASURED, batch, widths, contexts)
-            return
-        slab = self._lines.slab(batch, widths, contexts)
-        if slab is not None:
+            origins = np.full(len(widths), MEASURED, np.int8)
+        elif (slab := self._lines.slab(batch, widths, contexts)) is not None:
             origins = slab.origins(widths, contexts)
         else:
             _, origins = self._lines.beyond(batch, widths, contexts)
-        for origin in (MEASURED, INTERPOLATED, EXTRAPOLATED):
-            self._count(origin, batch, widths[origins == origin], contexts[origins == origin])
+        found = []
+        for origin in np.bincount(origins).nonzero()[0].tolist():
+            of = origins == origin
+            least, most = np.minimum.reduce, np.maximum.reduce
+            ends = [float(end(v[of])) for v in (widths, contexts) for end in (least, most)]
+            found.append((origin, int(of.sum()), float(batch), *ends))
+        return found
 
-    def _count(self, origin: int, batch: float, widths: Floats, contexts: Floats) -> None:
-        if not len(widths):
-            return
-        old = self._seen[origin] or self._nothing(origin)
-        self._seen[origin] = old._replace(
-            passes=old.passes + len(widths),
-            batch=_wider(old.batch, batch, batch),
-            new_tokens=_wider(old.new_tokens, float(widths.min()), float(widths.max())),
-            context=_wider(old.context, float(contexts.min()), float(contexts.max())),
-        )
-
-    def _nothing(self, origin: int) -> Coverage:
-        return Coverage(self.model, self.phase, ORIGINS[origin], 0, *[Span(inf, -inf)] * 3)
+    def add(self, counted: Tally) -> None:
+        """Count what was tallied."""
+        for origin, passes, batch, narrow, wide, low, high in counted:
+            seen = self._seen[origin]
+            self._seen[origin] = [
+                seen[0] + passes, min(seen[1], batch), max(seen[2], batch),
+                min(seen[3], narrow), max(seen[4], wide), min(seen[5], low), max(seen[6], high),
+            ]  # fmt: skip
 
     @property
     def coverage(self) -> list[Coverage]:
         """One entry per origin that occurred."""
         self._fold()
-        return [entry for entry in self._seen if entry is not None]
+        return [
+            Coverage(
+                self.model, self.phase, origin, int(passes), Span(*ends[:2]), Span(*ends[2:4]),
+                Span(*ends[4:]),
+            )
+            for origin, (passes, *ends) in zip(ORIGINS, self._seen, strict=True) if passes
+        ]  # fmt: skip
 
     def _plan(self, batch: float, width: float) -> _Plan:
         if batch <= 0 or width <= 0:
@@ -196,15 +211,5 @@ class PassReader:
             for origin, tally in enumerate(plan.tallies):
                 if not tally[0]:
                     continue
-                old = self._seen[origin] or self._nothing(origin)
-                self._seen[origin] = old._replace(
-                    passes=old.passes + int(tally[0]),
-                    batch=_wider(old.batch, batch, batch),
-                    new_tokens=_wider(old.new_tokens, width, width),
-                    context=_wider(old.context, tally[1], tally[2]),
-                )
+                self.add([(origin, int(tally[0]), batch, width, width, tally[1], tally[2])])
                 tally[:] = [0, inf, -inf]
-
-
-def _wider(span: Span, low: float, high: float) -> Span:
-    return Span(min(span.low, low), max(span.high, high))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from simulator.serving.cost.drafts import DraftCost
 from simulator.serving.cost.host import HostCost
-from simulator.serving.cost.reader import PassReader
+from simulator.serving.cost.reader import PassReader, Tally
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.work import Ints, Works, drafting_always_each
 
 UNCOUNTED = 256
 """Readings of spans that wait to be counted together."""
+KEPT = 8
+"""Parts of a request's rounds whose seconds alone are kept."""
 
 
 class Reading(NamedTuple):
@@ -27,6 +29,17 @@ class Reading(NamedTuple):
     of: Ints
 
 
+class Alone(NamedTuple):
+    """Iterations of one request by itself, and what was read for them, by the reader's place."""
+
+    seconds: Floats
+    tallies: Sequence[tuple[int, Tally]]
+
+
+Kept = dict[Hashable, Alone]
+"""What was priced before of the rounds that it is kept beside."""
+
+
 class TogetherCost:
     """Prices iterations without prompts whose totals say all, many at a time.
 
@@ -37,6 +50,30 @@ class TogetherCost:
     def __init__(self, target: PassReader, drafts: DraftCost, hosts: HostCost, always: int) -> None:
         self._target, self._drafts, self._hosts, self._always = target, drafts, hosts, always
         self._uncounted: list[Reading] = []
+        self._readers = target, drafts.along, drafts.first, drafts.later
+
+    def alone(self, works: Works, kept: Kept, key: Hashable) -> Alone | None:
+        """As `seconds` of one request by itself, whose `works` are always the same under `key`."""
+        found = kept.get(key)
+        if found is None:
+            priced = self.seconds(works, 1)
+            if priced is None:
+                return None
+            tallies = [
+                (self._readers.index(r.reader), r.reader.tally(1, r.widths, r.contexts))
+                for r in priced[1]
+            ]
+            while len(kept) >= KEPT:
+                del kept[next(iter(kept))]
+            found = kept[key] = Alone(priced[0], tallies)
+        return found
+
+    def count_alone(self, priced: Alone) -> None:
+        """Count what was read for all of these iterations."""
+        for place, tally in priced.tallies:
+            reader = self._readers[place]
+            assert reader is not None
+            reader.add(tally)
 
     def seconds(self, works: Works, batch: int) -> tuple[Floats, list[Reading]] | None:
         """(n,) seconds of n iterations of `batch` rounds, and what was read for them.

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.together import Reading
+from simulator.serving.cost.together import Alone, Reading
 from simulator.serving.cost.work import Chunk
 from simulator.serving.engine import Engine
 from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Slot
-from simulator.serving.spans.ledger import BLOCKS, Ledger
+from simulator.serving.spans.ledger import BLOCKS, Ledger, works_of
 from simulator.serving.spans.rounds import ACCEPTED, DRAFTED, EMITTED, FORWARDS, Ints
 
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     seconds: Floats
     columns: Ints
     """Of the ledger; nobody enters it while they are under way."""
-    readings: Sequence[Reading]
+    read: Sequence[Reading] | Alone
 
 
 class BookingEngine(Engine):
@@ -138,11 +138,21 @@ class BookingEngine(Engine):
     def _book(self, span: Span, ended: int, begun: int) -> None:
         """The first iterations of a span have been; nothing of it is under way any more."""
         self._under_way = None
-        self.cost.together.count(span.readings, begun if begun < len(span.ends) else None)
+        self._count_read(span, begun)
         if ended:
             self._many_passed(
                 span.start, span.ends[:ended], span.seconds[:ended], span.columns[:, :ended]
             )
+
+    def _count_read(self, span: Span, begun: int) -> None:
+        cost, read, whole = self.cost.together, span.read, begun >= len(span.ends)
+        if isinstance(read, Alone):
+            if whole:
+                cost.count_alone(read)
+                return
+            priced = cost.seconds(works_of(span.columns), 1)
+            read = priced[1] if priced is not None else []
+        cost.count(read, None if whole else begun)
 
     def _many_passed(self, start: float, ends: Floats, seconds: Floats, columns: Ints) -> None:
         """Iterations of the entered requests alone, ended at these times."""

@@ -7,31 +7,22 @@ or loses its place for want of memory.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import simpy
 
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.work import Chunk, Work, Works
+from simulator.serving.cost.together import Alone, Reading
+from simulator.serving.cost.work import Chunk
 from simulator.serving.sequence import Sequenced, Slot
 from simulator.serving.source import Events
 from simulator.serving.spans.books import BookingEngine, Span
-from simulator.serving.spans.ledger import BLOCKS, LONGEST_DRAFT
-from simulator.serving.spans.rounds import (
-    CATCH_UP,
-    CONTEXT,
-    DRAFT_CONTEXT,
-    DRAFTED,
-    DRAFTING,
-    EMITTED,
-    REJECTED,
-    UNREAD,
-    Ints,
-    Replayed,
-)
+from simulator.serving.spans.ledger import BLOCKS, work_of_column, works_of
+from simulator.serving.spans.rounds import EMITTED, Ints, Replayed
 
 FEW, MANY = 6, 512
 """Iterations that are quicker priced one by one, and those priced at a time."""
@@ -39,10 +30,6 @@ STEPS = 16
 """Iterations run one by one before spans are tried again."""
 
 Wait = Generator[simpy.Event, Any, bool]
-
-
-WORK = [CONTEXT, DRAFTED, LONGEST_DRAFT, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
-"""Rows of the ledger in the order of the fields of `Work`."""
 
 
 class SpanEngine(BookingEngine):
@@ -147,7 +134,7 @@ class SpanEngine(BookingEngine):
         if column is None:
             cost = self.cost((), (), chunks)
         else:
-            cost = self.cost.of_work(_work(column), together, chunks)
+            cost = self.cost.of_work(work_of_column(column), together, chunks)
         start, seconds = env.now, cost.total_s
         if not env.skip(seconds):
             yield env.timeout(seconds)
@@ -166,11 +153,11 @@ class SpanEngine(BookingEngine):
             count = self._allowed(columns)
             columns = columns[:, :count]
         if count > FEW:
-            priced = self.cost.together.seconds(Works(*columns[WORK]), together)
+            priced = self._priced(columns, together)
             if priced is not None:
-                seconds, readings = priced
+                seconds, read = priced
                 ends = np.cumsum(np.concatenate(([env.now], seconds)))[1:]
-                span = Span(env.now, ends, seconds, columns, readings)
+                span = Span(env.now, ends, seconds, columns, read)
                 if ends[-1] < env.peek():
                     env.move(float(ends[-1]))
                 else:
@@ -180,13 +167,27 @@ class SpanEngine(BookingEngine):
                 return True
         for _ in range(count):
             column = ledger.coming(1)[:, 0].tolist()
-            start, own_s = env.now, self.cost.of_work(_work(column), together, ()).total_s
+            start, own_s = env.now, self.cost.of_work(work_of_column(column), together, ()).total_s
             if not env.skip(own_s):
                 yield env.timeout(own_s)
                 self._passed(start, column)
                 return True
             self._passed(start, column)
         return True
+
+    def _priced(
+        self, columns: Ints, together: int
+    ) -> tuple[Floats, Sequence[Reading] | Alone] | None:
+        cost, works = self.cost, works_of(columns)
+        if together > 1:
+            return cost.together.seconds(works, together)
+        [(slot, since)] = self._since.items()
+        sequence = slot.decoder
+        first = sequence.at + self._ledger.now - since
+        part = slot.job.prompt_tokens, first, first + columns.shape[1]
+        key = ref(cost.latency), cost.reads, cost.speculates, part
+        alone = cost.together.alone(works, sequence.table.alone, key)
+        return None if alone is None else (alone.seconds, alone)
 
     def _wait(self, ends: Floats) -> Generator[simpy.Event, Any, int]:
         """Until the iterations have ended, or the one in which `wake` cut them off.
@@ -215,8 +216,3 @@ class SpanEngine(BookingEngine):
             wanted = self.max_tokens - self.recorder.tokens
             count = min(count, int(np.cumsum(columns[EMITTED]).searchsorted(wanted)) + 1)
         return max(count, 1)
-
-
-def _work(column: list[int]) -> Work:
-    """The ledger's column as work."""
-    return Work(*[column[row] for row in WORK])  # type: ignore[arg-type]

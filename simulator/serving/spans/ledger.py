@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import numpy as np
 
+from simulator.serving.cost.work import Work, Works
 from simulator.serving.spans.rounds import (
+    CATCH_UP,
     CONTEXT,
     DRAFT_CONTEXT,
+    DRAFTED,
     DRAFTING,
     EMITTED,
     FORWARDS,
+    REJECTED,
     ROWS,
+    UNREAD,
     Ints,
     ReplayedSequence,
 )
 
 BLOCKS, LONGEST_DRAFT = ROWS, ROWS + 1
 """Two rows more: cache blocks held, and draft passes of the request that drafts most."""
+WORK = [CONTEXT, DRAFTED, LONGEST_DRAFT, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
+"""Rows of the ledger in the order of the fields of `Work`."""
 
 
 class Ledger:
@@ -85,3 +92,13 @@ class Ledger:
         moved = np.zeros((ROWS + 2, room), np.int64)
         moved[:, : held.shape[1]] = held
         self._work, self._at, self._end = moved, 0, held.shape[1]
+
+
+def work_of_column(column: list[int]) -> Work:
+    """One iteration's column as work."""
+    return Work(*[column[row] for row in WORK])  # type: ignore[arg-type]
+
+
+def works_of(columns: Ints) -> Works:
+    """Columns as work."""
+    return Works(*columns[WORK])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from policies.core import DraftPolicy, Round
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
+from simulator.serving.cost.together import Kept
 from simulator.serving.sequence import EngineState, ServedSequence
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -70,6 +71,8 @@ class Rounds:
         (rounds + 1,) output tokens emitted before the first round, and once each has ended.
     totals:
         (4, rounds + 1) drafted, accepted, emitted, draft passes up to there.
+    alone:
+        What iterations of these rounds by themselves took (`TogetherCost.alone`).
     """
 
     def __init__(self, rounds: Ints, begin: int = 1) -> None:
@@ -83,6 +86,7 @@ class Rounds:
         self.totals: Ints = np.zeros((4, rounds.shape[1] + 1), np.int64)
         np.cumsum(rounds[[1, 2, 3, 4]], axis=1, out=self.totals[:, 1:])
         self.reached: Ints = begin + self.totals[2]
+        self.alone: Kept = {}
 
     def needed(self, tokens: int) -> int:
         """Rounds until `tokens` output tokens have been emitted, the prompt's own included."""
