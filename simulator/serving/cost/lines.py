@@ -116,6 +116,17 @@ class Lines:
         """The fit that readings beyond the lines are carried on along."""
         return Roofline(self._grid.fit.tolist())
 
+    @cached_property
+    def quickest_s(self) -> float:
+        """Seconds of the quickest measured pass."""
+        return min(min(line.seconds) for rows in self._rows.values() for line in rows.values())
+
+    @cached_property
+    def widest_together(self) -> float:
+        """The largest width of several sequences; infinite where none was measured."""
+        widths = [width for batch, rows in self._rows.items() if batch > 1 for width in rows]
+        return max(widths, default=math.inf)
+
     def blend(self, batch: float, width: float) -> Blend:
         """How a pass over `batch` sequences of `width` tokens is read."""
         found = self._blends.get((batch, width))
@@ -143,9 +154,12 @@ class Lines:
             if not inside:
                 return None
             slab = self._slabs[batch] = Slab([(weight, self._rows[b]) for weight, b in near])
-        if not slab.holds(widths, contexts) and not slab.endless:
-            # The fit is asked for only where a reading leaves the contexts measured.
-            slab = self._slabs[batch] = Slab(slab.sides, self.roofline)
+        if slab.holds(widths, contexts):
+            return slab
+        if slab.endless:
+            return None
+        # The fit is asked for only where a reading leaves the contexts measured.
+        slab = self._slabs[batch] = Slab(slab.sides, self.roofline)
         return slab if slab.holds(widths, contexts) else None
 
     def beyond(self, batch: float, widths: Floats, contexts: Floats) -> tuple[Floats, Origins]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import Coverage, PassReader, Span
 from traces.latency.table import LatencyTable
 
@@ -23,9 +24,7 @@ class MixedPasses:
     def __init__(self, latency: LatencyTable) -> None:
         own = latency.has("target", "mixed")
         self._added = PassReader(latency, "target", "mixed") if own else None
-        cells = latency.cells
-        forward = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
-        self._launch_s = float(forward["median_s"].min())
+        self._launch_s = lines_of(latency, "target", "forward").quickest_s
         nothing = Span(math.inf, -math.inf)
         self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
 

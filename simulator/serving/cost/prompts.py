@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.cost.work import Chunk
 from traces.latency.table import LatencyTable
@@ -24,7 +24,8 @@ class PromptCost:
         self._prefill = {
             m: PassReader(latency, m, "prefill") for m in models if latency.has(m, "prefill")
         }
-        self._longest = {m: _longest_together(latency, m) for m in self._prefill}
+        # The longest prompts of which several were measured in one pass.
+        self._longest = {m: lines_of(latency, m, "prefill").widest_together for m in self._prefill}
 
     def prices(self, model: str) -> bool:
         """Whether prompts of `model` cost anything."""
@@ -63,10 +64,3 @@ class PromptCost:
             return together_s
         alone_s = sum([prefill(1, length, 0.0) for length in lengths])
         return together_s * alone_s / (count * prefill(1, alike, 0.0))
-
-
-def _longest_together(latency: LatencyTable, model: str) -> float:
-    """Tokens of the longest prompts of which several were measured in one pass."""
-    cells = latency.cells
-    own = cells[(cells["model"] == model) & (cells["phase"] == "prefill") & (cells["batch"] > 1)]
-    return float(own["new_tokens"].max()) if len(own) else math.inf
