@@ -8,7 +8,6 @@ other call by call.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -60,12 +59,13 @@ class CallCounter:
 
     def __init__(self) -> None:
         self.rounds: list[list[Call]] = []
-        self._open: Counter[tuple[bool, int, int]] = Counter()
+        self._open: dict[tuple[bool, int, int], int] = {}
 
     def add(self, kind: int, new_tokens: int, count: int = 1, *, verify: bool = False) -> None:
         """Count `count` calls over `new_tokens` tokens each."""
         if count:
-            self._open[verify, kind, new_tokens] += count
+            key = (verify, kind, new_tokens)
+            self._open[key] = self._open.get(key, 0) + count
 
     def end_round(self) -> None:
         """Close the round: what is counted from now on belongs to the next."""

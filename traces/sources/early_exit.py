@@ -125,6 +125,7 @@ class ExitTape:
                 f"the trace are {trace.sampling.label}: record both in one run"
             )
         self.recording, self.source = recording, source
+        self._raw_unknown = not recording.sampling.plain and recording.raw_log_prob is None
         self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
         choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
         self._choices = choices.tolist()
@@ -148,22 +149,13 @@ class ExitTape:
             return ExitStep(None, len(self._used), self._deepest)
         record = self.recording
         token = int(record.argmax[node, at])
-        # In float32 as the real decoder has them, so that no policy decides otherwise.
-        top1, top2, lse, entropy = (record.signals[s][node, at] for s in
-                                    ("top1", "top2", "logsumexp", "entropy"))  # fmt: skip
         layer = record.exit_layers[at]
-        top = prob = float(np.exp(np.float64(top1 - lse)))
-        if record.log_prob is not None:
-            prob = float(np.exp(np.float64(record.log_prob[node, at])))
-        raw: float | None = prob
-        if not record.sampling.plain:
-            own = record.raw_log_prob
-            raw = None if own is None else float(np.exp(np.float64(own[node, at])))
-        margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
+        prob, entropy, margin, prob_margin, top, raw = record.columns[node, at].tolist()
+        if self._raw_unknown:
+            raw = None
         return ExitStep(
             SourceToken(
-                token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
-                layer, top, raw,
+                token, token in self.eos, prob, entropy, margin, prob_margin, layer, top, raw
             ),
             self._used.index(at) + 1, layer,
         )  # fmt: skip

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
+from traces.sources.columns import Floats, read_columns
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",
@@ -158,6 +159,12 @@ class ExitRecording:
     def sampling(self) -> Sampling:
         """How the outputs it follows were drawn."""
         return Sampling.of(self.meta)
+
+    @cached_property
+    def columns(self) -> Floats:
+        """(nodes, exits, 6): what policies read of each draft (`read_columns`)."""
+        own = None if self.sampling.plain else self.raw_log_prob
+        return read_columns(self.signals, self.log_prob, own)
 
     @cached_property
     def children(self) -> dict[tuple[int, int], int]:

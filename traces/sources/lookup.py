@@ -156,6 +156,14 @@ class Retrieval(Lookup):
         chosen: list[Proposal] = []
         while len(chosen) < self.num_tokens and len(at):
             following = ids[at]
+            if following[0] >= 0 and (following == following[0]).all():
+                # One continuation is the usual case: nothing to count.
+                token = int(following[0])
+                if token in self.eos:
+                    break
+                chosen.append(Proposal(token, 1.0, 0.0, 1.0))
+                at = at + 1
+                continue
             found, counts = np.unique(following[following >= 0], return_counts=True)
             if not len(found):
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
+from traces.sources.columns import Floats, read_columns
 
 START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
 DRAWN = ("log_prob", "raw_log_prob")
@@ -76,6 +78,12 @@ class StartRecording:
                 f"recording of drafts by start: {len(self.token)} rows, expected "
                 f"{self.request_starts[-1]}: record it again"
             )
+
+    @cached_property
+    def columns(self) -> Floats:
+        """(starts, offsets, 6): what policies read of each draft (`read_columns`)."""
+        drawn = self.log_prob, self.raw_log_prob
+        return read_columns(self.signals, *(drawn if all(v is not None for v in drawn) else ()))
 
     @property
     def offsets(self) -> int:
@@ -180,16 +188,9 @@ class StartReplay(SourceReplay):
     def token(self, offset: int) -> SourceToken:
         """The recorded draft at this offset from here."""
         record, at = self.recording, (self.row0 + self.position, offset)
-        top1, top2, lse, entropy = (record.signals[name][at] for name in START_SIGNALS)
         token = int(record.token[at])
-        margin = float(np.exp(np.float64(top1) - lse) - np.exp(np.float64(top2) - lse))
-        top = float(np.exp(np.float64(top1 - lse)))  # of the likeliest token, drawn greedily
-        prob = raw = top
-        if record.log_prob is not None and record.raw_log_prob is not None:
-            prob, raw = (
-                float(np.exp(np.float64(of[at]))) for of in (record.log_prob, record.raw_log_prob)
-            )
+        prob, entropy, margin, prob_margin, top, raw = record.columns[at].tolist()
         return SourceToken(
-            token, token in self.eos, prob, float(entropy), float(top1) - float(top2), margin,
-            top_prob=top, raw_prob=raw,
+            token, token in self.eos, prob, entropy, margin, prob_margin, top_prob=top,
+            raw_prob=raw,
         )  # fmt: skip
