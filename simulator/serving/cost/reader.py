@@ -166,12 +166,14 @@ class PassReader:
             origins = slab.origins(widths, contexts)
         else:
             _, origins = self._lines.beyond(batch, widths, contexts)
-        found = []
+        found: Tally = []
         for origin in np.bincount(origins).nonzero()[0].tolist():
             of = origins == origin
-            least, most = np.minimum.reduce, np.maximum.reduce
-            ends = [float(end(v[of])) for v in (widths, contexts) for end in (least, most)]
-            found.append((origin, int(of.sum()), float(batch), *ends))
+            own, at = widths[of], contexts[of]
+            found.append((
+                origin, len(own), float(batch), float(own.min()), float(own.max()),
+                float(at.min()), float(at.max()),
+            ))  # fmt: skip
         return found
 
     def add(self, counted: Tally) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,11 +52,11 @@ class TogetherCost:
         self._uncounted: list[Reading] = []
         self._readers = target, drafts.along, drafts.first, drafts.later
 
-    def alone(self, works: Works, kept: Kept, key: Hashable) -> Alone | None:
+    def alone(self, works: Callable[[], Works], kept: Kept, key: Hashable) -> Alone | None:
         """As `seconds` of one request by itself, whose `works` are always the same under `key`."""
         found = kept.get(key)
         if found is None:
-            priced = self.seconds(works, 1)
+            priced = self.seconds(works(), 1)
             if priced is None:
                 return None
             tallies = [

@@ -178,15 +178,15 @@ class SpanEngine(BookingEngine):
     def _priced(
         self, columns: Ints, together: int
     ) -> tuple[Floats, Sequence[Reading] | Alone] | None:
-        cost, works = self.cost, works_of(columns)
+        cost = self.cost
         if together > 1:
-            return cost.together.seconds(works, together)
+            return cost.together.seconds(works_of(columns), together)
         [(slot, since)] = self._since.items()
         sequence = slot.decoder
         first = sequence.at + self._ledger.now - since
         part = slot.job.prompt_tokens, first, first + columns.shape[1]
         key = ref(cost.latency), cost.reads, cost.speculates, part
-        alone = cost.together.alone(works, sequence.table.alone, key)
+        alone = cost.together.alone(lambda: works_of(columns), sequence.table.alone, key)
         return None if alone is None else (alone.seconds, alone)
 
     def _wait(self, ends: Floats) -> Generator[simpy.Event, Any, int]:

@@ -15,7 +15,7 @@ import numpy as np
 from policies.batch.base import BatchPolicy, Planned
 from policies.core import DraftPolicy, Round
 from simulator.serving.arrivals import Job
-from simulator.serving.cost.iteration import Chunk
+from simulator.serving.cost.work import Chunk
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from simulator.serving.spans.engine import SpanEngine
 from simulator.serving.spans.rounds import Ints, ReplayedSequence, Rounds
