@@ -184,9 +184,12 @@ def test_batch_policies_draft_with_it_in_lockstep(case: Any) -> None:
         table = drafted_latency(TABLE, source, case.recordings, batch_free=True)
         for name in ("batch-table", "confidence-freeze"):
             policy = parse_serving_policy(name, max_gamma=trace.max_gamma)
-            run, engine = ran(trace, table, policy, Scenario(ClosedLoop(3), Limits(3), requests=9))
-            assert not isinstance(engine, SpanEngine)
+            scenario = Scenario(ClosedLoop(3), Limits(3), requests=9)
+            run, engine = ran(trace, table, policy, scenario)
+            assert isinstance(engine, SpanEngine) == (name == "batch-table")
             assert run.recorder.accepted > 0
+            if name == "batch-table":
+                assert_same(trace, table, policy, scenario)
     # Alone in its batch, a table's length is a fixed length.
     source, trace = both(case, SOURCES[0])
     table = drafted_latency(TABLE, source, case.recordings)
