@@ -16,7 +16,7 @@ It knows nothing of kernels, memory or time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,21 +105,22 @@ def _listed(tensor: torch.Tensor, table: dict[int, StorageWeakRef]) -> bool:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     found: list[torch.Tensor] = []
-    _gather(tree, found)
+    _gather((tree,), found)
     return found
 
 
-def _gather(tree: Any, found: list[torch.Tensor]) -> None:
-    # Asked for every operation: what most arguments are comes first.
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, (tuple, list)):  # a union takes twice as long
-        for branch in tree:
+def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
+    # Asked for every operation: a call for every list, not for every argument.
+    for branch in branches:
+        if isinstance(branch, torch.Tensor):
+            found.append(branch)
+        elif isinstance(branch, (tuple, list)):  # a union takes twice as long
             _gather(branch, found)
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            _gather(branch, found)
+        elif isinstance(branch, dict):
+            _gather(branch.values(), found)
 
 
 def _where() -> str:

@@ -204,6 +204,7 @@ def installed(gpu: PretendedGPU, generator: Any) -> Iterator[None]:
     patches.append(mock.patch.object(torch.cuda.nvtx, "range_pop", return_value=0))
     # A compiler sees none of the pretended device: what it is given runs as it is.
     patches.append(mock.patch.object(torch, "compile", lambda run, **_: run))
+    patches.append(mock.patch.object(torch.compiler, "reset"))
     for patch in patches:
         patch.start()
     try:

@@ -41,6 +41,8 @@ SCALARS = {ATEN.where.self, ATEN.masked_fill.Tensor, ATEN.masked_fill_.Tensor, A
 """Beside pointwise operations, those that take a number in a CPU tensor."""
 BETWEEN = {ATEN.copy_.default, ATEN._has_compatible_shallow_copy_type.default}
 """Operations that are there to bring devices together."""
+WHOLE = {ATEN.linear.default, ATEN.matmul.default}
+"""Made of others, but of arithmetic alone: the rules need not see their parts."""
 
 
 class Rules(TorchDispatchMode):
@@ -49,7 +51,7 @@ class Rules(TorchDispatchMode):
     def __init__(self, gpu: PretendedGPU) -> None:
         super().__init__()
         self.gpu = gpu
-        self._whole: set[Any] = set()
+        self._whole: set[Any] = {*WHOLE}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -64,8 +64,6 @@ def test_layers_compile_once_for_all_widths_contexts_and_layers(
         return graph.forward
 
     def passes(layers: int) -> int:
-        torch.compiler.reset()
-        graphs.clear()
         plain = Runner(model(layers, 1), 700)
         twin = fused(model(layers, 1))
         compile_layers(twin, backend)  # type: ignore[arg-type]
@@ -78,9 +76,10 @@ def test_layers_compile_once_for_all_widths_contexts_and_layers(
             )
         return len(graphs)
 
+    torch.compiler.reset()
     few = passes(2)
     assert 0 < few <= 20  # some pieces of a layer, for one token and for more
-    assert passes(5) == few
+    assert passes(5) == few  # more layers are served by the same
     torch.compiler.reset()
 
 

@@ -60,8 +60,9 @@ def compiled(model: Any) -> Any:
 
 def forget_compiled() -> None:
     """Drop what was compiled: its caches hold on to the models."""
-    if _twins:
-        _twins.clear()
+    on_gpu = any(model.device.type == "cuda" for model in _twins)
+    _twins.clear()
+    if on_gpu:  # elsewhere nothing was, and asking loads the compiler
         torch.compiler.reset()
 
 

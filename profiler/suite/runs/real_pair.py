@@ -33,6 +33,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 """SmolLM2-135M's, but that nothing ends an output."""
 SMALL = {
+    "vocab_size": 2048,  # of the bundled pair's tokenizer
     "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3,
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512,
 }  # fmt: skip
