@@ -65,6 +65,13 @@ def test_turbospec_finds_the_closed_form_optimum(a: float, c: float) -> None:
     assert policy.plan(loads(8)) == int(np.argmax(speedup))
 
 
+def test_turbospec_stops_at_the_first_length_that_does_not_improve() -> None:
+    def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        return (1.0, 9.0, 0.1)[draft_length]  # the best of all lies behind a bad one
+
+    assert TurboSpec(gamma_max=2, acceptance=0.9, cost=cost).plan(loads(2)) == 0
+
+
 def test_turbospec_asks_a_tenth_more_before_it_speculates() -> None:
     """One draft per round gains 1.5 / 1.4 = 7 % or 1.5 / 1.3 = 15 % at acceptance .5."""
     for draft, then in ((0.4, 0), (0.3, 1)):

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from policies.basic import Autoregressive, Fixed
 from policies.core import Round
 from simulator import autoregressive, draft_histogram, price, price_ratios
+from simulator.calls import call_seconds
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.replay.calls import CALL_DTYPE
+from traces.replay.calls import CALL_DTYPE, CALL_KINDS, HEAD, LAYER, PASS
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
@@ -35,6 +36,7 @@ CELLS = {
     for width in widths
     for context in contexts
 }
+LOOKUP = CALL_KINDS.index(("pld", "forward"))
 HOST = {
     ("target", "host_round", 1, 1, 0): 3e-4,
     ("draft", "host_draft", 1, 1, 0): 1e-4,
@@ -126,6 +128,30 @@ def test_drafts_of_no_model_leave_the_targets_cache_alone() -> None:
     assert not taken_out.draft_s.any()
     assert taken_out.passes.passes == len(log) + len(log.requests), "verifications and prompts"
     assert taken_out.prefill_passes.passes == len(log.requests)
+
+
+def test_only_what_attends_to_the_context_is_read_at_it() -> None:
+    """Heads and lookups cost what they cost where they were measured, layers and passes do not."""
+    sizes = (60, 90)
+    cells = {
+        (*CALL_KINDS[kind], 1, 1, context): 1e-3 * context
+        for kind in (LAYER, HEAD, PASS, LOOKUP) for context in sizes
+    }  # fmt: skip
+    log = replace(random_log(3), source="pld")
+    contexts = np.maximum(log.context - 1, 0)
+    assert contexts.min() < min(sizes)
+    assert contexts.max() > max(sizes)
+    for kind, attends in ((LAYER, True), (PASS, True), (HEAD, False), (LOOKUP, False)):
+        calls = np.zeros(len(log), CALL_DTYPE)
+        calls["round"], calls["kind"] = np.arange(len(log)), kind
+        calls["new_tokens"] = calls["count"] = 1
+        seconds, passes = call_seconds(replace(log, calls=calls), table(cells), verify=False)
+        inside = (contexts >= min(sizes)) & (contexts <= max(sizes))
+        np.testing.assert_allclose(seconds[inside], 1e-3 * contexts[inside])
+        assert passes.passes == len(log)
+        assert passes.extrapolated == ((~inside).sum() if attends else 0)
+        if not attends:
+            np.testing.assert_allclose(seconds, 1e-3 * contexts.clip(*sizes))
 
 
 def test_plain_decoding_pays_no_draft() -> None:
