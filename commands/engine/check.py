@@ -11,10 +11,9 @@ from commands.common.drafted import drafted_by
 from commands.common.inputs import load_trace
 from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
-from commands.validate.remeasure import CHECKED
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.store.files import read_latency, write_latency
+from traces.store.files import CHECKED, read_latency, write_latency
 
 if TYPE_CHECKING:
     from profiler.engines.plan import Grid

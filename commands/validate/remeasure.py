@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 SWEEPS = 15
 """Latency sweeps spread over the real runs."""
-CHECKED = "latency-check.parquet"
-"""File of the run folder that keeps the latencies measured so."""
 
 
 class Remeasured:
@@ -70,7 +68,7 @@ class Remeasured:
         from commands.profile.source_runs import with_sources
         from simulator.pricing import price
         from simulator.validation import compare
-        from traces.store.files import write_latency
+        from traces.store.files import CHECKED, write_latency
 
         now = self._profile.table()
         if self._sources is not None:

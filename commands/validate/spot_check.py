@@ -57,7 +57,7 @@ def spot_check(
 
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
     predicted from them, and the column `profile_error` is the error of the run's own table.
-    That second table is kept in the run folder (`commands.validate.remeasure.CHECKED`).
+    That second table is kept in the run folder (`traces.store.files.CHECKED`).
     """
     from commands.validate.remeasure import Remeasured
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms

@@ -26,6 +26,9 @@ from traces.store.parquet import file_error, read_file, write_file
 
 PathLike = str | os.PathLike[str]
 
+CHECKED = "latency-check.parquet"
+"""File of a run folder that keeps latencies measured between real runs."""
+
 
 def write_trace(trace: Trace, path: PathLike) -> None:
     """Write a trace: one row per drafted token, requests and provenance in the header."""
