@@ -18,6 +18,7 @@ from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.single import ModelDecoder
+from profiler.heads import train
 from profiler.heads.train import default_exit_layers, own_text, train_all
 from profiler.latency.table import Grid
 from profiler.models import loading
@@ -152,8 +153,11 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         load_modules(BUNDLED / "exit_heads", model(3, torch.bfloat16))
 
 
-def test_modules_are_trained_on_the_device(case: Case, tmp_path: Path) -> None:
+def test_modules_are_trained_on_the_device(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = case.pair.target
+    monkeypatch.setattr(train, "continuations", partial(train.continuations, new_tokens=24))
     encoded = [list(case.greedy.requests[0].prompt_ids or ()) + [5] * 40]
     text = own_text(target, encoded, rounds=2, batch=2)
     layers = default_exit_layers(LayerRunner(target, 16).layers)

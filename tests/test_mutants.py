@@ -148,7 +148,7 @@ def test_tests_run_in_a_fork_and_are_ended_with_it(
     tree.mkdir()
     (tree / "pytest.ini").write_text("[pytest]\n")
     (tree / "test_it.py").write_text(f"def test_it():\n    {body}\n")
-    ended, output = run_tests(["-q", "-p", "no:cacheprovider"], tree, 3.0 if code is None else 60.0)
+    ended, output = run_tests(["-q", "-p", "no:cacheprovider"], tree, 1.5 if code is None else 60.0)
     assert ended == code
     assert ("1 failed" in output, "1 passed" in output) == (code == 1, code == 0)
 

@@ -92,7 +92,8 @@ def test_a_finished_folder_is_recorded_over_only_with_force(folder: Path, run: R
     assert (folder / "trace.parquet").read_bytes() == before["trace.parquet"]
     find_latency(folder)
     old = read_run(folder).run_id
-    assert run(*SMALL_PROFILE, "--max-gamma", "3", "--out", folder, "--force").code == 0
+    anew = ("--max-gamma", "3", "--limit", "1", "--force")
+    assert run(*SMALL_PROFILE, *anew, "--out", folder).code == 0
     assert read_run(folder).run_id != old
     assert read_trace(folder / "trace.parquet").max_gamma == 3
     assert not list(folder.glob("starts-*"))

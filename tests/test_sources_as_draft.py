@@ -63,7 +63,7 @@ TABLE = LatencyTable(MEASURED)
 
 @pytest.fixture(scope="module")
 def case() -> Any:
-    case = Case()
+    case = Case(("eagle", "eagle3", "mtp", "mtp-several"))
     starts = case.recordings.starts
     # What heads or skipped layers draft matters little here: some other drafter's chains will do.
     chains = starts["eagle.mtp"]

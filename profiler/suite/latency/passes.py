@@ -59,9 +59,9 @@ class Timer:
     repeats:
         Timings of a call.
     enough_s:
-        A timing holds so many calls that it lasts this long, three to MOST of them.  Of a call
-        that takes this long itself there are LONG_REPEATS of LONG_CALLS: its spread is small,
-        and such calls are what the stage's time goes into.
+        A timing holds so many calls that it lasts this long, three to MOST of them; one if
+        it is 0, as in miniatures.  Of a call that takes this long itself there are LONG_REPEATS
+        of LONG_CALLS: its spread is small, and such calls are what the stage's time goes into.
     """
 
     device: torch.device
@@ -76,7 +76,7 @@ class Timer:
         count = int(np.clip(np.ceil(self.enough_s / max(first, 1e-7)), 3, MOST))
         if self._long(first):
             count = LONG_CALLS
-        count = 1 if alone else count
+        count = 1 if alone or not self.enough_s else count
 
         def several() -> None:
             for _ in range(count):

@@ -24,6 +24,7 @@ from profiler.models.graphs import GraphRunner, Shape
 from profiler.models.runner import Runner
 from profiler.suite.account import Account
 from profiler.suite.environment import NoTimeError, Workplace, clocks, write_results
+from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.kernels import KERNELS, span
 from profiler.suite.latency.passes import (
     COMPILED,
@@ -58,7 +59,7 @@ def forced_trace(quick: bool) -> Trace:
     return synthetic_trace(
         Bursty(0.9, 0.4, 20.0, 10.0),
         requests=4 if quick else 16,
-        tokens=12 if quick else 32,
+        tokens=8 if quick else 32,
         prompt_length=16 if quick else 128,
         max_gamma=8 if quick else 24,
         concentration=3.0,
@@ -252,7 +253,7 @@ def _anchors(place: Workplace, target: Runner, draft: Runner, batch: int) -> lis
     """A few cells again, so that a device slower or faster than in stage ``latency`` shows."""
     rows = []
     context = 16 if place.quick else 128
-    timer = Timer(place.device, repeats=3)
+    timer = Timer(place.device, 3, Grids(place.quick).enough_s)
     for name, runner, width in (("target", target, 1), ("target", target, 5), ("draft", draft, 1)):
         run = forward_call(runner, batch, width, context, drafts=name == "draft")
         sample = timer.time(run)
