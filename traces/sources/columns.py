@@ -29,5 +29,5 @@ def read_columns(
     prob = top if log_prob is None else np.exp(log_prob.astype(np.float64))
     raw = prob if raw_log_prob is None else np.exp(raw_log_prob.astype(np.float64))
     margin = np.exp(wide1 - lse) - np.exp(wide2 - lse)
-    found: Floats = np.stack([prob, entropy, wide1 - wide2, margin, top, raw], axis=-1)
-    return found
+    wide = entropy.astype(np.float64)
+    return np.stack([prob, wide, wide1 - wide2, margin, top, raw], axis=-1)
