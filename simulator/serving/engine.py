@@ -219,11 +219,12 @@ class Engine(Replica):
 
     def leave(self, slot: Slot) -> None:
         """A request has emitted its last token."""
+        around_s = self.cost.around_request_s(len(self.scheduler.running))
         self.scheduler.finish(slot)
-        self.recorder.leave(slot, self.env.now)
+        self.recorder.leave(slot, self.env.now, around_s)
         if self.rule is not None:
             self.rule.end_request()
-        self.source.completed()
+        self.source.completed(around_s)
 
 
 def _draw(

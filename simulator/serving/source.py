@@ -54,13 +54,17 @@ class Source:
         for _ in range(self._concurrency):
             self._submit_next()
 
-    def completed(self) -> None:
-        """A request left: a closed loop sends another."""
+    def completed(self, around_s: float = 0.0) -> None:
+        """A request left: a closed loop sends another.
+
+        ``around_s`` is what a server puts around a request: the answer's way to the client and
+        the next request's to the engine.
+        """
         self.advance(1)
         if self._concurrency is None:
             return
-        if self._think_s > 0:
-            self.env.process(self._think())
+        if (wait_s := self._think_s + around_s) > 0:
+            self.env.process(self._think(wait_s))
         else:
             self._submit_next()
 
@@ -81,9 +85,9 @@ class Source:
         self.exhausted = True
         self._server.wake()
 
-    def _think(self) -> Events:
+    def _think(self, wait_s: float) -> Events:
         self._thinking += 1
-        yield self.env.timeout(self._think_s)
+        yield self.env.timeout(wait_s)
         self._thinking -= 1
         self._submit_next()
 

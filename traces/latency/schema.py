@@ -39,6 +39,9 @@ PHASES: dict[str, str] = {
     "judge": "what a lossy rule's verdict takes beyond a lossless one (new_tokens = drafted)",
     "judge_signals": "the same of a rule that also reads the draft's signals",
     "rollback": "taking rejected tokens out of the cache",
+    "request": "what a server (model `server`) puts around a request: from the client to the "
+    "engine's queue, and from an iteration's end to the client (batch = requests that run)",
+    "iteration": "what a server puts around an iteration of its engine: messages, the loop",
 }
 
 

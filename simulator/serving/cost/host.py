@@ -1,4 +1,4 @@
-"""The host's seconds of an iteration, batch size by batch size."""
+"""The host's seconds of an iteration, and a server's around it, batch size by batch size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from simulator.host import host_seconds, scalar_seconds
 from traces.latency.table import LatencyTable
+
+SERVER = "server"
+"""The model of a table's cells of what a server around the engine takes."""
 
 
 class Host(NamedTuple):
@@ -36,14 +39,23 @@ class HostCost:
             host = self._at[batch] = self._read(batch)
         return host
 
+    def around_iteration_s(self, batch: int) -> float:
+        """What a server puts around an iteration over `batch` requests; `at` holds it."""
+        return self._scalar(SERVER, "iteration", batch)
+
+    def around_request_s(self, batch: int) -> float:
+        """What a server puts around a request that ends with `batch` running, itself among them."""
+        return self._scalar(SERVER, "request", batch)
+
     def _read(self, batch: int) -> Host:
         draft_s = host_seconds(self.latency, "host_draft", batch)
         if self.reads:
             draft_s += host_seconds(self.latency, "signal", batch)
-        rollbacks = self._rollback("target", batch), self._rollback("draft", batch)
-        return Host(host_seconds(self.latency, "host_round", batch), draft_s, *rollbacks)
+        rollbacks = (self._scalar(model, "rollback", batch) for model in ("target", "draft"))
+        round_s = host_seconds(self.latency, "host_round", batch) + self.around_iteration_s(batch)
+        return Host(round_s, draft_s, *rollbacks)
 
-    def _rollback(self, model: str, batch: int) -> float:
-        if not self.latency.has(model, "rollback"):
+    def _scalar(self, model: str, phase: str, batch: int) -> float:
+        if not self.latency.has(model, phase):
             return 0.0
-        return scalar_seconds(self.latency, model, "rollback", batch)
+        return scalar_seconds(self.latency, model, phase, batch)

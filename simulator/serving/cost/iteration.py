@@ -113,7 +113,8 @@ class IterationCost:
         """
         if not rounds:
             drafting_s = self._prompts.seconds("draft", self._drafts.later, chunks)
-            return Seconds(drafting_s, self._prompts.seconds("target", self._target, chunks), 0.0)
+            reading_s = self._prompts.seconds("target", self._target, chunks)
+            return Seconds(drafting_s, reading_s, self._hosts.around_iteration_s(len(chunks)))
         if self.always and not self.by_totals:
             rounds = [r._replace(draft_forwards=max(r.draft_forwards, self.always)) for r in rounds]
         work, batch = work_of(slots, rounds), len(rounds)
@@ -150,6 +151,10 @@ class IterationCost:
             draft_s += self._prompts.seconds("draft", self._drafts.later, chunks)
         target_s = self._target_pass(work, batch, chunks)
         return tuple.__new__(Seconds, (draft_s, target_s, host_s))
+
+    def around_request_s(self, batch: int) -> float:
+        """What a server puts around a request that ends with `batch` running, itself among them."""
+        return self._hosts.around_request_s(batch)
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -277,14 +277,19 @@ class Recorder:
         self._changed_s = now
         self.in_system += change
 
-    def leave(self, slot: Slot, now: float) -> None:
-        """A request got its last token."""
+    def leave(self, slot: Slot, now: float, around_s: float = 0.0) -> None:
+        """A request got its last token, of which its client knows `around_s` later.
+
+        That is what a server puts around a request: all of it stands behind the arrival at the
+        engine, where some of it lies before.
+        """
         self.enter(now, -1)
+        self.area_s += around_s
         self.carried -= slot.job.prompt_tokens + slot.tokens
         row = (
             slot.index, slot.job.sequence, slot.job.prompt_tokens, slot.tokens, slot.arrival_s,
-            slot.first_s, now, slot.steps, slot.drafted, slot.accepted, slot.draft_forwards,
-            slot.preemptions, self.replica,
+            slot.first_s + around_s, now + around_s, slot.steps, slot.drafted, slot.accepted,
+            slot.draft_forwards, slot.preemptions, self.replica,
         )  # fmt: skip
         for column, value in zip(self.requests.values(), row, strict=True):
             column.append(value)
