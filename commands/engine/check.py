@@ -32,13 +32,14 @@ SHOWN = (
 def engine_check(
     name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str],
     loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
-    remeasure: bool = False,
+    remeasure: bool = False, http: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy.
 
     What is accepted are the drafts of the trace's draft model, or of a `source` recorded along it.
     With `remeasure` the table is measured once more between the arms, predicts in the place of the
-    run's own, and is kept beside it (`CHECKED`).
+    run's own, and is kept beside it (`CHECKED`).  With `http` the engine is behind its server
+    (`commands.engine.http`).
     """
     from profiler.engines.engine import Engine
     from profiler.engines.measure import BetweenTable
@@ -63,6 +64,12 @@ def engine_check(
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
+    if http:
+        from commands.engine.http import compare_served
+
+        return compare_served(
+            options, latency, trace, chosen, loads, requests, repeats, seed, run
+        )  # fmt: skip
     engine = Engine(options)
     if not remeasure:
         return compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed)

@@ -51,7 +51,7 @@ def compare_loads(
     jobs = {
         load: [
             Job(j.sequence, j.arrival_s, j.output_tokens)
-            for j in scenario.arrivals.jobs(trace, _rng(seed), requests)
+            for j in scenario.arrivals.jobs(trace, generator_of(seed), requests)
         ]
         for load, scenario in scenarios.items()
     }
@@ -78,7 +78,7 @@ def compare_loads(
 
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         return [
-            _row(load, text, measured[load, text], table, trace, policy, scenario)
+            row_of(load, text, measured[load, text], table, trace, policy, scenario)
             for load, scenario in scenarios.items()
             for text, policy in chosen.items()
         ]
@@ -89,22 +89,28 @@ def compare_loads(
         rows = rows_from(between.table())
         for row, before in zip(rows, old, strict=True):
             row |= {f"profile_{key}": before[key] for key in ("error", "busy_error")}
-    off = {row["load"]: row for row in rows if row["policy"] == next(iter(chosen))}
+    return with_speedups(rows, next(iter(chosen)))
+
+
+def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
+    """The rows with speedups over the policy `first` at the same load."""
+    off = {row["load"]: row for row in rows if row["policy"] == first}
     for row in rows:
         for key in ("throughput", "throughput_predicted"):
             row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
     return rows
 
 
-def _rng(seed: int) -> np.random.Generator:
+def generator_of(seed: int) -> np.random.Generator:
     """The generator that `simulator.serving.simulate` draws the first run's requests from."""
     return np.random.default_rng(np.random.SeedSequence([seed, 0]))
 
 
-def _row(
+def row_of(
     load: str, text: str, runs: Sequence[LoadRun], latency: LatencyTable, trace: Trace,
     policy: Any, scenario: Scenario,
 ) -> dict[str, Any]:  # fmt: skip
+    """A load under one policy, measured and predicted."""
     from simulator.serving import simulate
 
     predicted = simulate(trace, latency, policy, scenario, name=text)
@@ -113,10 +119,10 @@ def _row(
     if scenario.arrivals.rate is not None:
         # Queueing magnifies an error of the service time: what latencies it leaves possible.
         off_by = max(abs(row["busy_error"]), LEAST_ERROR)
-        found = [_figures(predicted.requests)]
+        found = [figures_of(predicted.requests)]
         for factor in (1 - off_by, 1 + off_by):
             table = latency.scaled({"target": factor, "draft": factor}, "service-time error")
-            found.append(_figures(simulate(trace, table, policy, scenario).requests))
+            found.append(figures_of(simulate(trace, table, policy, scenario).requests))
         for key in ("ttft_s", "tpot_s"):
             # A faster engine may meet its arrivals in fuller batches: the ends are no bounds alone.
             values = [figures[key] for figures in found]
@@ -125,8 +131,8 @@ def _row(
 
 
 def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) -> dict[str, Any]:
-    expected = _figures(predicted.requests)
-    each = [_figures(r.requests) for r in runs]
+    expected = figures_of(predicted.requests)
+    each = [figures_of(r.requests) for r in runs]
     busy_s = float(np.mean([r.busy_s for r in runs]))
     row: dict[str, Any] = {
         "iterations": int(np.median([len(r.steps) for r in runs])),
@@ -149,7 +155,7 @@ def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) ->
     }  # fmt: skip
 
 
-def _figures(requests: Any) -> dict[str, float]:
+def figures_of(requests: Any) -> dict[str, float]:
     """Throughput, and means and 95 % quantiles of latencies, over a whole run."""
     span = requests["finish_s"].max() - requests["arrival_s"].min()
     later = requests[requests["tokens"] > 1]

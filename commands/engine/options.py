@@ -48,6 +48,14 @@ CheckedEngineOption = Annotated[
         "--run is of `draftsim profile --engine`, in whose environment this runs.",
     ),
 ]
+HttpOption = Annotated[
+    bool,
+    typer.Option(
+        "--http",
+        help="Of --engine: send the requests to the engine's real server instead, and say what "
+        "server, streaming and its loop add.",
+    ),
+]
 AcceptanceOption = Annotated[
     str,
     typer.Option(

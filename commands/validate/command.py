@@ -23,6 +23,7 @@ from commands.engine.options import (
     AcceptanceOption,
     CheckedEngineOption,
     EngineArrivalsOption,
+    HttpOption,
     LoadOption,
     RateOption,
     RequestsOption,
@@ -82,6 +83,7 @@ def validate(
     ] = None,
     trust_remote_code: TrustOption = False,
     engine: CheckedEngineOption = None,
+    http: HttpOption = False,
     trace: AcceptanceOption = DEFAULT_TRACE,
     load: LoadOption = None,
     rate: RateOption = None,
@@ -110,8 +112,14 @@ def validate(
     With --engine rounds and, in closed loops, iterations are to be equal; seconds are compared
     by load and by kind of iteration.  --source says whose recorded drafts decide what is accepted;
     `machine` is how much slower a control load ran than when the engine was measured, and
-    --remeasure measures it again between the arms.
+    --remeasure measures it again between the arms.  With --http the clients are those of a server:
+    `request_s` and `iteration_s` are what it adds around requests and iterations, `share` of the
+    requests' time; they predict from loops of plain decoding that are no row.
     """
+    if http and engine is None:
+        raise DraftsimError("--http is of --engine: add --engine vllm")
+    if http and remeasure:
+        raise DraftsimError("--remeasure steps the engine by hand, which --http does not: drop one")
     if recorded is not None:
         from commands.validate.recorded import recorded_check
 
@@ -128,8 +136,15 @@ def validate(
 
         found = engine_check(
             engine, run, trace, source, policy or ENGINE_ARMS,
-            named_loads(load, rate, arrivals), requests, repeats, limit, seed, remeasure,
+            named_loads(load, rate, arrivals), requests, repeats, limit, seed, remeasure, http,
         )  # fmt: skip
+        if http:
+            from commands.engine import http as over_http
+
+            emit("validate", found, json, show=over_http.SHOWN, out=out)
+            if json is None:
+                over_http.say_shares(found)
+            return
         shown = (*SHOWN, "profile_error") if remeasure else SHOWN
         emit("validate", found, json, show=shown, out=out)
         if json is None:

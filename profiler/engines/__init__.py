@@ -2,6 +2,7 @@
 
 `rounds` is the loop of `policies.core.speculate` taken apart, because an engine verifies
 when it likes; `drafts` is where tokens come from; `proposer` is the class that vLLM loads
-by name; `vllm` steps an engine by hand, and `visits`, `plan` and `table` turn its
-iterations into a latency table.  Only `vllm` and `proposer` know the engine.
+by name; `engine` steps an engine by hand, and `plan`, `bench` and `table` turn its iterations into
+a latency table; `server` has the engine behind its server.  Only `engine`, `start`, `proposer`,
+`watch`, `own_drafter` and `server` know vLLM.
 """

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from policies.core import Load
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
 from traces.replay.decoder import ReplayDecoder
 from traces.sources.base import SourceToken
 from traces.sources.lookup import Lookup
 from traces.sources.lookup_sources import LookupSource, Served, proposed
+from traces.store.files import read_trace, write_trace
+from traces.store.parquet import write_atomically
+
+NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
+"""What vLLM makes of a caller's name: a number behind, and of one sent to a server more."""
+
+
+def caller_name(name: str) -> str:
+    """A request's name as its caller gave it; over HTTP that is the header X-Request-Id."""
+    found = NAMED.fullmatch(name)
+    return name if found is None else found["served"] or found["added"]
 
 
 class Asked(NamedTuple):
@@ -101,6 +116,28 @@ class Forced(DraftSource):
             )
         text = self.texts[int(name)]
         return _ForcedDrafts(self.trace, int(name), text, self.vocabulary, len(output))
+
+    def write(self, folder: Path) -> Path:
+        """Files of itself for another process (`read`); the one to name."""
+        write_trace(self.trace, folder / "forced.parquet")
+        path = folder / "forced.json"
+        kept = {
+            "vocabulary": self.vocabulary,
+            "texts": {str(i): list(t) for i, t in self.texts.items()},
+        }
+        write_atomically(path, json.dumps(kept).encode())
+        return path
+
+    @classmethod
+    @lru_cache(maxsize=1)
+    def read(cls, path: Path) -> Forced:
+        """What `write` wrote.  Raises FileError if that cannot be read."""
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            texts = {int(i): text for i, text in kept["texts"].items()}
+            return cls(read_trace(path.with_suffix(".parquet")), texts, int(kept["vocabulary"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileError(f"{path} holds no forced drafts: {error}") from None
 
 
 class _ForcedDrafts(ReplayDecoder, Drafts):

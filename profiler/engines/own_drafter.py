@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from profiler.engines.drafts import UNKNOWN
+from profiler.engines.server import record
 from profiler.engines.session import Governed
 from profiler.engines.setup import asks_for_engine
 from traces.errors import DraftsimError
@@ -82,10 +83,13 @@ def check_speculative(config: Any, asynchronous: bool) -> None:
 
 
 def register() -> None:
-    """vLLM's plugin: puts an `OwnDrafter` on runners where the environment asks for one.
+    """vLLM's plugin: puts on runners and engines what the environment asks for.
 
-    That is where `profiler.engines.setup.VARIABLE` names the engine as the source of drafts.
+    An `OwnDrafter` where `profiler.engines.setup.VARIABLE` names the engine as the source of
+    drafts, a recorder where `profiler.engines.server.lines.VARIABLE` names a
+    folder.
     """
+    record.install()
     if not asks_for_engine():
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

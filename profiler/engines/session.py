@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from profiler.engines.drafts import Asked
+from profiler.engines.drafts import Asked, caller_name
 from profiler.engines.rounds import Stream, rounds_of
-from profiler.engines.setup import Setup, setup_from
+from profiler.engines.server.lines import lines
+from profiler.engines.setup import Setup, setup_from, version
 
 
 class Session:
@@ -30,16 +31,24 @@ class Session:
         Whether the streams of requests that ended are kept in `finished`.
     booked:
         Whether the engine's records hold what was just sampled.
+    ended:
+        Called with every stream that has ended.
     """
 
     def __init__(
-        self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True
-    ) -> None:
-        self.setup, self.keep, self.booked = setup, keep, booked
+        self, setup: Setup, longest: int, vocabulary: int, keep: bool = False, booked: bool = True,
+        ended: Callable[[Stream], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.setup, self.keep, self.booked, self._ended = setup, keep, booked, ended
         self.finished: dict[str, Stream] = {}
         """Streams that have ended, by the request's own name."""
         self._streams: dict[str, tuple[Stream, Asked, list[int]]] = {}
         self._rounds = rounds_of(setup.policy, longest, setup.source.vocab_size or vocabulary)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is known."""
+        return not self._streams
 
     def advance(
         self, names: Sequence[str], sampled: Sequence[Sequence[int]],
@@ -79,7 +88,7 @@ class Session:
     def _join(self, name: str, state: Any, tokens: Sequence[int]) -> None:
         # vLLM appends a number of its own to the name that the caller gave.
         limit = state.sampling_params.max_tokens
-        asked = Asked(name.rpartition("-")[0], state.prompt_token_ids, limit)
+        asked = Asked(caller_name(name), state.prompt_token_ids, limit)
         output = [*state.output_token_ids, *tokens]
         stream = Stream(asked.id, self.setup.source.open(asked, output))
         self._streams[name] = stream, asked, output
@@ -91,12 +100,14 @@ class Session:
         self.setup.source.close(asked, output)
         if self.keep:
             self.finished.setdefault(asked.id, stream)
+        self._ended(stream)
 
 
 class Governed:
     """A drafter of an engine whose rounds a policy of ours decides.
 
-    Without `use`, the setup is that of the environment (`profiler.engines.setup`).
+    Without `use`, the setup is that of the environment (`profiler.engines.setup`); where that is a
+    file, which was changed, it is read again before a request that finds no other.
 
     Parameters
     ----------
@@ -112,10 +123,11 @@ class Governed:
     def __init__(self, longest: int, vocabulary: int) -> None:
         self.longest, self.vocabulary = longest, vocabulary
         self._session: Session | None = None
+        self._version: tuple[int, int] | None = None
 
     def use(self, setup: Setup) -> None:
         """Draft so from now on, forgetting every request; keep the rounds of those that end."""
-        self._session = self._begun(setup, keep=True)
+        self._session, self._version = self._begun(setup, keep=True), None
 
     @property
     def finished(self) -> Mapping[str, Stream]:
@@ -125,9 +137,18 @@ class Governed:
     @property
     def session(self) -> Session:
         """What `use` began, or the environment says; DraftsimError if it says nothing."""
-        if self._session is None:
-            self._session = self._begun(setup_from(longest=self.longest))
-        return self._session
+        known = self._session
+        watched = known is not None and self._version is not None and known.idle
+        if known is None or (watched and version() not in (None, self._version)):
+            self._version = version()
+            known = self._session = self._begun(setup_from(longest=self.longest))
+        return known
 
     def _begun(self, setup: Setup, keep: bool = False) -> Session:
-        return Session(setup, self.longest, self.vocabulary, keep, self.booked)
+        return Session(setup, self.longest, self.vocabulary, keep, self.booked, _note)
+
+
+def _note(stream: Stream) -> None:
+    """Note the rounds of a request that has ended, where anybody asks for notes."""
+    if (notes := lines()) is not None:
+        notes.put(rounds=stream.name, of=stream.rounds)

@@ -14,7 +14,7 @@ from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.registry import parse_serving_policy
 from policies.spec import parse_spec
-from profiler.engines.drafts import DraftSource, EngineDrafts, LookedUp
+from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookup_sources import LookupSource
@@ -24,6 +24,8 @@ VARIABLE = "DRAFTSIM_PROPOSER"
 """Environment variable that holds the setup as JSON, or the name of a file that does."""
 ENGINE = "engine"
 """The source that is vLLM's own draft model or EAGLE head."""
+FORCED = "forced:"
+"""Before the file of drafts that dictate verdicts (`profiler.engines.drafts.Forced.write`)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
     writes it, or a class of one's own as ``module.Class[:key=value,...]``; the source a lookup,
-    or `ENGINE`.
+    `ENGINE`, or `FORCED` with a file behind.
 
     Raises
     ------
@@ -61,6 +63,18 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
         return Setup(policy_from(policy, longest), _source(source))
     except ValueError as error:
         raise DraftsimError(f"{VARIABLE}: {error}") from None
+
+
+def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Another value for every state of the file that `VARIABLE` names; None where it names none."""
+    text = (os.environ if environment is None else environment).get(VARIABLE, "")
+    if not text or text.lstrip().startswith("{"):
+        return None
+    try:
+        found = os.stat(text)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
@@ -110,6 +124,8 @@ def policy_from(text: str, longest: int | None = None) -> Policy:
 def _source(text: str) -> DraftSource:
     if text == ENGINE:
         return EngineDrafts()
+    if text.startswith(FORCED):
+        return Forced.read(Path(text.removeprefix(FORCED)))
     source = parse_source(text)
     if not isinstance(source, LookupSource):
         raise ValueError(

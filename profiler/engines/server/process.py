@@ -1,0 +1,226 @@
+"""``vllm serve`` as a process of its own, started as an engine in this process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any
+
+from profiler.engines import setup
+from profiler.engines.server import lines
+from profiler.engines.start import EngineOptions
+from profiler.recording.run import model_path
+from traces.errors import DraftsimError
+from traces.store.parquet import write_atomically
+
+NAME = "target"
+"""What the server calls its model."""
+START_S, STOP_S = 600.0, 15.0
+"""Seconds that it may take to come up, and to end, before it is killed."""
+TAIL = 12
+"""Lines of its log that are shown of a server that did not come up."""
+RAISED = re.compile(r"(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception): .*)")
+"""An error in that log, behind who says so."""
+HOST = "127.0.0.1"
+
+
+def check_server() -> None:
+    """DraftsimError unless vLLM is here and will load this project's plugin."""
+    if find_spec("vllm") is None:
+        raise DraftsimError("vLLM is not installed here: `make vllm`, then .venv-vllm/bin/draftsim")
+    plugins = {p.name for p in entry_points(group="vllm.general_plugins")}
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if "draftsim" not in plugins or (chosen is not None and "draftsim" not in chosen.split(",")):
+        raise DraftsimError(
+            "vLLM here does not load draftsim's plugin: install draftsim beside it (`make vllm`), "
+            "and leave VLLM_PLUGINS unset"
+        )
+
+
+class Server:
+    """A server on a free port of this machine; a context, behind which it has ended.
+
+    Parameters
+    ----------
+    options:
+        As of `profiler.engines.engine.Engine`.
+    folder:
+        Where its setup, log and record are kept: empty, and the caller's to remove.
+
+    Raises
+    ------
+    DraftsimError
+        On entry, where vLLM is missing or does not come up; its log's end goes to standard error.
+    """
+
+    def __init__(self, options: EngineOptions, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.notes = folder / "notes"
+        """Where its processes note what they do, see `profiler.engines.server.log`."""
+        self.log = folder / "server.log"
+        self.port = 0
+        self._setup = folder / "setup.json"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def decide(self, policy: str, source: str) -> None:
+        """From now on requests that find nobody else are under this policy, with these drafts."""
+        given = {"policy": policy, "source": source}
+        write_atomically(self._setup, json.dumps(given).encode())
+
+    @property
+    def undrafted(self) -> tuple[str, str]:
+        """Policy and source of an engine that drafts nothing."""
+        return "autoregressive", setup.ENGINE if self.options.own_drafter else "pld"
+
+    def __enter__(self) -> Server:
+        check_server()
+        self.notes.mkdir()
+        self.decide(*self.undrafted)
+        self.port = _free_port()
+        self._end_with_us()
+        try:
+            with self.log.open("wb") as log:
+                self._process = self._started(log)
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server and what it started."""
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                _signal_group(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
+            finally:
+                # The engine is a process of its own, which may outlive the one that started it.
+                _signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def check(self) -> None:
+        """DraftsimError if the server has ended by itself."""
+        if self._process is not None and (code := self._process.poll()) is not None:
+            raise self.failed(f"`vllm serve` ended with code {code}")
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def command(self) -> list[str]:
+        """What is run.
+
+        It is what `vllm serve` runs; that command itself asks for the version of a distribution
+        called vllm, which the wheel for CPUs is not.
+        """
+        module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        return [*module, *arguments(self.options), "--host", HOST, "--port", str(self.port)]
+
+    def _started(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
+            # Else the process that runs the model takes as many threads as there are processors.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
+            "OMP_NUM_THREADS": str(self.options.threads), setup.VARIABLE: str(self._setup),
+            lines.VARIABLE: str(self.notes),
+        }  # fmt: skip
+
+    def _wait(self) -> None:
+        local = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            self.check()
+            try:
+                with local.open(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        raise self.failed(f"`vllm serve` did not answer in {START_S:g} s")
+
+    def failed(self, how: str) -> DraftsimError:
+        """An error that says why, as far as the server's log does; its end is printed."""
+        said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in said[-TAIL:]:
+            print(line, file=sys.stderr)
+        told = next((found for line in said if (found := RAISED.search(line))), None)
+        reason = f": {told[1]}" if told else ""
+        return DraftsimError(f"{how}, with {self.options.target}{reason}")
+
+    def _end_with_us(self) -> None:
+        """Leave through `__exit__` where we are told to end; Ctrl-C does by itself."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def leave(number: int, frame: FrameType | None) -> None:
+            del frame
+            raise SystemExit(128 + number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, leave)
+
+
+def arguments(options: EngineOptions) -> list[str]:
+    """Of ``vllm serve``, for a server with these options."""
+    more: Mapping[str, Any] = {"enforce_eager": True, **options.more}
+    flags: dict[str, Any] = {
+        "served_model_name": NAME, "dtype": options.dtype, "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,
+        "enable_prefix_caching": False, "async_scheduling": False,
+        "speculative_config": options.speculative, **more,
+    }  # fmt: skip
+    found = ["--model", model_path(options.target, "target")]
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            given = isinstance(value, dict | list)
+            found += [f"--{flag}", json.dumps(value) if given else str(value)]
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as own:
+        own.bind((HOST, 0))
+        return int(own.getsockname()[1])
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)

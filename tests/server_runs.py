@@ -1,0 +1,68 @@
+"""Runs a real vLLM server with the miniature model, in the engine's own environment.
+
+.venv-vllm/bin/python -m tests.server_runs FOLDER
+
+Writes what came of it as JSON: rows of `draftsim validate --engine vllm --http`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from commands.engine.check import arms
+from commands.engine.http import compare_served
+from commands.engine.loads import named_loads
+from profiler.engines.start import EngineOptions
+from tests.engine_runs import BATCH, LONGEST, TRACE, miniature
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+
+POLICIES = ("fixed:gamma=3", "gammatune")
+
+
+def with_words(folder: Path) -> Path:
+    """The miniature with a tokenizer, without which no server starts."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(512)}, unk_token="w0 "))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0 ").save_pretrained(folder)
+    return folder
+
+
+def made_up(folder: Path) -> LatencyTable:
+    """Latencies as an engine's profile has them; nothing here depends on their values."""
+    rows = [
+        ("target", "forward", batch, width, 16, 0.003 + 1e-4 * batch * width, 0.0, 3)
+        for batch in (1, BATCH)
+        for width in (1, LONGEST + 1)
+    ]
+    rows += [("target", "prefill", batch, 20, 0, 0.004, 0.0, 3) for batch in (1, BATCH)]
+    rows += [("target", "host_round", 1, 1, 0, 5e-4, 0.0, 3)]
+    free = [("draft", *row[1:5], 0.0, 0.0, 3) for row in rows if row[1] != "host_round"]
+    parts = [{"batch": b, "output_s": 1e-4} for b in (1, BATCH)]
+    meta = {
+        "kind": "engine", "target": str(folder), "device": "cpu", "host_parts": parts,
+        "control_s": {"usual": 0.01}, "engine": {"own_drafter": False},
+    }  # fmt: skip
+    return LatencyTable(pd.DataFrame([*rows, *free], columns=list(CELL_COLUMNS)), meta)
+
+
+def main(folder: Path) -> list[dict[str, Any]]:
+    model = with_words(miniature(folder / "miniature"))
+    options = EngineOptions(
+        str(model), longest=LONGEST, max_batch=BATCH, max_model_len=256, dtype="float32"
+    )
+    chosen = arms(POLICIES, TRACE, LONGEST)
+    loads = named_loads("closed:1,3", "20")
+    return compare_served(options, made_up(model), TRACE, chosen, loads, 8, 1, 0, folder)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    (folder / "rows.json").write_text(json.dumps(main(folder)))
