@@ -76,6 +76,14 @@ def test_prompts_of_unlike_lengths_cost_what_each_costs_less_what_they_share(
     assert found == pytest.approx(shared * sum(map(alone_s, lengths)))
 
 
+def test_prompts_cost_a_drafter_without_a_model_nothing() -> None:
+    free = [("draft", phase, b, n, c, 0.0) for _, phase, b, n, c, _ in FORWARD + PREFILL]
+    cost = IterationCost(table(FORWARD + PREFILL + free))
+    found = cost([], [], [prompt(8), prompt(20)])
+    assert found.draft_s == 0.0
+    assert found.target_s > 0
+
+
 def test_a_pass_takes_no_less_than_its_parts() -> None:
     cheap = table(FORWARD + [("target", "prefill", 1, n, 0, 1e-4 * n) for n in (8, 64)])
     assert seconds(cheap, prompt(8)) == pytest.approx(ALONE_S)

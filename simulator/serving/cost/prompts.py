@@ -62,5 +62,7 @@ class PromptCost:
         together_s = prefill(count, alike, 0.0)
         if all(length == alike for length in lengths):
             return together_s
+        if not together_s:  # a drafter without a model of its own
+            return 0.0
         alone_s = sum([prefill(1, length, 0.0) for length in lengths])
         return together_s * alone_s / (count * prefill(1, alike, 0.0))
