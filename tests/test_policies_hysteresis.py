@@ -111,3 +111,23 @@ def test_served_at_the_threshold() -> None:
     ]
     assert low[0]["throughput_tok_s"] == low[1]["throughput_tok_s"]
     assert low[0]["length_changes"] == low[1]["length_changes"] == 0
+
+
+class Halved(BatchTable):
+    """A user's own: half of the table's length behind long contexts."""
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        length = super().plan(loads)
+        return length // 2 if loads[0].context > 40 else length
+
+
+@pytest.mark.parametrize("policy", [BatchTableHysteresis, Halved])
+def test_a_table_that_plans_otherwise_is_asked_at_every_step(policy: type[BatchTable]) -> None:
+    load = Scenario(Poisson(1.6), Limits(max_batch=32), requests=60, seed=1)
+    table = [[1, 8, 3], [9, 64, 0]]
+    either = [
+        simulate(iid(0.7), batched(2e-3), policy(table), load, by_iteration=by).row()
+        for by in (False, True)
+    ]
+    for key in ("throughput_tok_s", "length_changes", "wasted_drafts", "utilisation"):
+        assert either[0][key] == pytest.approx(either[1][key])

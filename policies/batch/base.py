@@ -93,7 +93,8 @@ class BatchPolicy(ABC):
         """What every iteration of `running` requests drafts, those counted whose prompts share it.
 
         None, whatever their number, where anything else decides: then an engine asks at every
-        step, by the methods below.
+        step, by the methods below.  It counts for the class that defines it alone: one that
+        derives from it may plan otherwise.
         """
         del running
         return None

@@ -203,7 +203,9 @@ class Station:
         if not cost.by_totals or timeline is not None or self.by_iteration:
             return Engine(*parts)
         if isinstance(policy, BatchPolicy):
-            if rule is not None or policy.planned_at(1) is None:
+            # A class that plans otherwise inherits what its parent said of itself.
+            own = "planned_at" in vars(type(policy))
+            if rule is not None or not own or policy.planned_at(1) is None:
                 return Engine(*parts)
             replays = planned_rounds(trace, self.lookahead)
             return PlannedEngine(*parts, policy=policy, replays=replays)
