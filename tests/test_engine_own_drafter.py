@@ -24,8 +24,8 @@ from profiler.engines.table import cells_of
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from tests.pretend_vllm import PretendRunner
+from tests.spans import ALONG, PLAIN
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
-from tests.test_serving_spans import ALONG, PLAIN
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError
 

@@ -12,9 +12,9 @@ from simulator.executors import Cluster
 from simulator.serving import over_rates, parts, read_results, sweep
 from tests.conftest import Run
 from tests.serving import CONSTANT, SMALL
+from tests.spans import same
 from tests.test_capacity import planned
 from tests.test_serving_parts import POLICIES, fleet, timeless
-from tests.test_serving_spans import same
 from tests.test_whatif_cluster import cluster
 from traces.errors import DraftsimError
 

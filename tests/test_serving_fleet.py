@@ -32,7 +32,7 @@ from simulator.serving.fleet.join import joined_runs
 from simulator.serving.fleet.routers import Router, describe_router, parse_router
 from simulator.serving.outcome.report import Run
 from tests.serving import GRID, SMALL
-from tests.test_serving_spans import SIGNALLED, same
+from tests.spans import SIGNALLED, same
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 

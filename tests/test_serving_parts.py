@@ -25,7 +25,7 @@ from simulator.serving import (
 )
 from tests.conftest import Serve
 from tests.serving import CONSTANT, PAIR, SMALL, arrival_file
-from tests.test_serving_spans import same
+from tests.spans import same
 from traces.errors import DraftsimError
 
 POLICIES = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}

@@ -21,7 +21,7 @@ from simulator.whatif import Prices, Sweep
 from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
 from tests.serving import GRID, arrival_file
-from tests.test_serving_spans import ALONG, assert_same, ran
+from tests.spans import ALONG, assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from traces.replay.run import replay
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine, Step
-    from profiler.engines.loads import LoadRun
+    from profiler.engines.loads import Job, LoadRun
     from profiler.engines.measure import BetweenTable
     from simulator.serving import Run, Scenario
     from simulator.serving.arrivals import Arrivals
     from traces.latency.table import LatencyTable
 
-SWEEPS = 2
+SWEEPS = 4
 """Sweeps over the table's cells between the arms, at least; as many as repeats otherwise."""
 LEAST_ERROR = 0.03
 """Error of the service time that intervals of timed loads assume at the least."""
@@ -41,40 +41,29 @@ def compare_loads(
     """
     from profiler.engines.bench import Control
     from profiler.engines.drafts import Forced
-    from profiler.engines.loads import Job, run_load
+    from profiler.engines.loads import run_load
     from profiler.engines.setup import Setup
     from profiler.engines.texts import own_texts, prompts_of
 
     scenarios = {
         load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
     }
-    jobs = {
-        load: [
-            Job(j.sequence, j.arrival_s, j.output_tokens)
-            for j in scenario.arrivals.jobs(trace, generator_of(seed), requests)
-        ]
-        for load, scenario in scenarios.items()
-    }
+    jobs = {load: jobs_of(trace, s, seed, requests) for load, s in scenarios.items()}
     served = {job.sequence for own in jobs.values() for job in own}
     prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
     note(f"the engine's own {len(prompts)} outputs")
     forced = Forced(trace, own_texts(engine, trace, prompts), engine.vocabulary)
     control = Control(engine.meta["device"])
     measured: dict[tuple[str, str], list[LoadRun]] = {}
-    arms, done = repeats * len(scenarios) * len(chosen), 0
-    for repeat in range(repeats):
-        for load, scenario in scenarios.items():
-            first = repeat % len(chosen)
-            for text in [*list(chosen)[first:], *list(chosen)[:first]]:
-                note(f"{load} under {text}, repeat {repeat + 1}")
-                found = run_load(
-                    engine, Setup(chosen[text], forced), jobs[load], prompts,
-                    scenario.arrivals.concurrency, control,
-                )  # fmt: skip
-                measured.setdefault((load, text), []).append(found)
-                done += 1
-                if between is not None:
-                    between.advance(max(repeats, SWEEPS) * done / arms)
+    runs = in_turn(list(scenarios), list(chosen), repeats)
+    for done, (load, text) in enumerate(runs, 1):
+        found = run_load(
+            engine, Setup(chosen[text], forced), jobs[load], prompts,
+            scenarios[load].arrivals.concurrency, control,
+        )  # fmt: skip
+        measured.setdefault((load, text), []).append(found)
+        if between is not None:
+            between.advance(max(repeats, SWEEPS) * done / (repeats * len(scenarios) * len(chosen)))
 
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         return [
@@ -99,6 +88,24 @@ def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]
         for key in ("throughput", "throughput_predicted"):
             row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
     return rows
+
+
+def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[tuple[str, str]]:
+    """Loads and arms in the order they run, said as they begin: arms rotate with the repeat."""
+    for repeat in range(repeats):
+        first = repeat % len(arms)
+        for load in loads:
+            for text in (*arms[first:], *arms[:first]):
+                note(f"{load} under {text}, repeat {repeat + 1}")
+                yield load, text
+
+
+def jobs_of(trace: Trace, scenario: Scenario, seed: int, requests: int) -> list[Job]:
+    """The requests that the simulator draws for this scenario."""
+    from profiler.engines.loads import Job
+
+    drawn = scenario.arrivals.jobs(trace, generator_of(seed), requests)
+    return [Job(j.sequence, j.arrival_s, j.output_tokens) for j in drawn]
 
 
 def generator_of(seed: int) -> np.random.Generator:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commands.common.output import note
-from commands.engine.compare import figures_of, generator_of, row_of, with_speedups
+from commands.engine.compare import figures_of, in_turn, jobs_of, row_of, with_speedups
 from commands.engine.loads import scenario_of
-from traces.errors import DraftsimError, FileError
+from traces.errors import FileError
 from traces.store.files import write_latency
 
 if TYPE_CHECKING:
-    from profiler.engines.loads import Job
-    from profiler.engines.server.client import Answer
-    from profiler.engines.server.log import EngineLog
-    from profiler.engines.server.process import Server
     from profiler.engines.server.share import ServedRun
     from profiler.engines.start import EngineOptions
     from simulator.serving import Scenario
@@ -31,8 +25,8 @@ if TYPE_CHECKING:
 
 SERVED = "latency-http.parquet"
 """File of the run folder with the engine's latencies and the server's share."""
-CONTROL, CONTROL_OPEN = 8, 4
-"""Requests of a control loop, at least; requests kept in the larger one where loads are open."""
+CONTROL_OPEN = 4
+"""Requests that the larger control loop keeps where loads are open."""
 SHOWN = (
     "load", "policy", "rounds_differ", "throughput", "throughput_predicted", "error", "ttft_s",
     "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s", "e2e_s_predicted", "speedup",
@@ -53,6 +47,7 @@ def compare_served(
     Columns ``_bare`` are predictions of the engine alone.  Speedups are over the first policy.
     """
     from profiler.engines.drafts import Forced
+    from profiler.engines.server.loads import Clients
     from profiler.engines.server.process import Server, check_server
     from profiler.engines.server.share import with_server
     from profiler.engines.setup import Setup
@@ -70,14 +65,18 @@ def compare_served(
             load: scenario_of(arrivals, clients.engine, requests, seed)
             for load, arrivals in loads.items()
         }
-        jobs = {load: _jobs(trace, s, seed, requests) for load, s in scenarios.items()}
+        jobs = {load: jobs_of(trace, s, seed, requests) for load, s in scenarios.items()}
         note("the engine's own outputs")
         clients.learn({job.sequence for own in jobs.values() for job in own}, seed)
         controls = {}
         for size in control_sizes(loads, options.max_batch):
             note(f"control: plain decoding, closed:{size}")
             controls[size] = [clients.control(size)]
-        measured = _measured(clients, scenarios, jobs, chosen, repeats)
+        measured: dict[tuple[str, str], list[ServedRun]] = {}
+        for load, text in in_turn(list(scenarios), list(chosen), repeats):
+            clients.decide(text)
+            found = clients.run(jobs[load], scenarios[load].arrivals.concurrency)
+            measured.setdefault((load, text), []).append(found)
     table = with_server(latency, controls)
     try:
         write_latency(table, run / SERVED)
@@ -92,115 +91,11 @@ def compare_served(
     return with_speedups(rows, next(iter(chosen)))
 
 
-class Clients:
-    """Loads that go to a server, its drafts those of a recording.
-
-    Parameters
-    ----------
-    server:
-        One that has started.
-    trace:
-        What is accepted; requests are its prompts.
-    device:
-        The server's, whose speed a control load tells.
-    """
-
-    def __init__(self, server: Server, trace: Trace, device: str) -> None:
-        import torch
-
-        from profiler.engines.bench import Control
-        from profiler.engines.loads import Job
-        from profiler.engines.server.log import LogReader
-
-        torch.set_num_threads(server.options.threads)  # of the control load, as in the engine
-        self.server, self.trace = server, trace
-        self.prompts: dict[int, list[int]] = {0: [3, 3]}
-        self._reader = LogReader(server.notes)
-        self._control = Control(device)
-        self._drafts = ""
-        self.run([Job(0, 0.0, 2)], 1)
-        about = self._reader.engine
-        self.engine: Any = SimpleNamespace(
-            options=server.options, blocks=about["blocks"], block_size=about["block_size"]
-        )
-
-    def learn(self, sequences: set[int], seed: int) -> None:
-        """Let the engine decode these sequences' prompts, and dictate verdicts from now on."""
-        from profiler.engines.drafts import Forced
-        from profiler.engines.loads import Job
-        from profiler.engines.setup import FORCED
-        from profiler.engines.texts import prompts_of
-
-        vocabulary = int(self._reader.engine["vocabulary"])
-        prompts = prompts_of(self.trace, vocabulary, seed)
-        self.prompts = {i: prompt for i, prompt in prompts.items() if i in sequences}
-        jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
-        answers, _ = self._sent(jobs, self.server.options.max_batch)
-        texts = {answer.sequence: answer.tokens for answer in answers}
-        forced = Forced(self.trace, texts, vocabulary)
-        self._drafts = FORCED + str(forced.write(self.server.folder))
-        self.decide("autoregressive")
-        self.run(jobs[:1], 1)  # the recording is read before anything is timed
-
-    def decide(self, policy: str) -> None:
-        """Put the requests to come under this policy."""
-        self.server.decide(policy, self._drafts)
-
-    def run(self, jobs: Sequence[Job], concurrency: int | None) -> ServedRun:
-        """Send `jobs`, and wait for what the engine says of them."""
-        from profiler.engines.server.share import served_run
-
-        before_s = self._control.seconds()
-        answers, log = self._sent(jobs, concurrency)
-        return served_run(answers, log, (before_s + self._control.seconds()) / 2)
-
-    def _sent(self, jobs: Sequence[Job], concurrency: int | None) -> tuple[list[Answer], EngineLog]:
-        from profiler.engines.server.client import send_load
-
-        try:
-            answers = send_load(self.server.url, jobs, self.prompts, concurrency)
-            return answers, self._reader.take([answer.name for answer in answers])
-        except DraftsimError as error:
-            raise self.server.failed(str(error)) from None
-
-    def control(self, size: int) -> ServedRun:
-        """Plain decoding of the known prompts, `size` of them at a time."""
-        from profiler.engines.loads import Job
-
-        self.decide("autoregressive")
-        around = itertools.islice(itertools.cycle(self.prompts), max(CONTROL, 2 * size))
-        return self.run([Job(i, 0.0, self.trace.requests[i].tokens) for i in around], size)
-
-
 def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:
     """Requests that control loops keep: the ends of what the loads do."""
     closed = [a.concurrency for a in loads.values() if a.concurrency is not None]
     opened = [1, min(CONTROL_OPEN, most)] if len(closed) < len(loads) else []
     return sorted({min([*closed, *opened]), max([*closed, *opened])})
-
-
-def _measured(
-    clients: Clients, scenarios: Mapping[str, Scenario], jobs: Mapping[str, Sequence[Job]],
-    chosen: Mapping[str, Any], repeats: int,
-) -> dict[tuple[str, str], list[ServedRun]]:  # fmt: skip
-    """The loads under the policies; arms take turns."""
-    measured: dict[tuple[str, str], list[ServedRun]] = {}
-    for repeat in range(repeats):
-        for load, scenario in scenarios.items():
-            first = repeat % len(chosen)
-            for text in [*list(chosen)[first:], *list(chosen)[:first]]:
-                note(f"{load} under {text}, repeat {repeat + 1}")
-                clients.decide(text)
-                found = clients.run(jobs[load], scenario.arrivals.concurrency)
-                measured.setdefault((load, text), []).append(found)
-    return measured
-
-
-def _jobs(trace: Trace, scenario: Scenario, seed: int, requests: int) -> list[Job]:
-    from profiler.engines.loads import Job
-
-    drawn = scenario.arrivals.jobs(trace, generator_of(seed), requests)
-    return [Job(j.sequence, j.arrival_s, j.output_tokens) for j in drawn]
 
 
 def _row(

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.core import DraftPolicy, Load, Round
-from policies.lanes.base import LanePlan, plan_of
+from policies.lanes.base import LanePlan, own_word, plan_of
 from policies.parameters import flag
 
 B = TypeVar("B", bound="BatchPolicy")
@@ -93,8 +93,7 @@ class BatchPolicy(ABC):
         """What every iteration of `running` requests drafts, those counted whose prompts share it.
 
         None, whatever their number, where anything else decides: then an engine asks at every
-        step, by the methods below.  It counts for the class that defines it alone: one that
-        derives from it may plan otherwise.
+        step, by the methods below.  `planned_of` asks.
         """
         del running
         return None
@@ -132,6 +131,12 @@ class BatchPolicy(ABC):
         """An independent copy for one run; a cost or an estimator is shared, not copied."""
         shared = (vars(self).get("cost"), vars(self).get("estimator"))
         return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
+
+
+def planned_of(policy: BatchPolicy, running: int) -> Planned | None:
+    """What `policy` plans at so many requests where its own class tells; else None."""
+    planned: Planned | None = own_word(policy, "planned_at", running)
+    return planned
 
 
 class KeptInStep(BatchPolicy):

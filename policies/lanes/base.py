@@ -153,11 +153,18 @@ class LanePlan(NamedTuple):
     """Whether that token is not verified."""
 
 
+def own_word(policy: Any, method: str, *args: Any) -> Any:
+    """What a method says of `policy`, where the policy's own class defines it; else None.
+
+    What a subclass changes, an inherited method would not know of.
+    """
+    own = vars(type(policy)).get(method)
+    return None if own is None else own(policy, *args)
+
+
 def plan_of(policy: Any, batch: int = 1) -> LanePlan | None:
     """The plan of `policy` where its own class tells one; None sends it through the loop."""
-    # What a subclass changes, an inherited plan would not know of.
-    laned = vars(type(policy)).get("laned")
-    plan: LanePlan | None = None if laned is None else laned(policy, batch)
+    plan: LanePlan | None = own_word(policy, "laned", batch)
     return plan
 
 

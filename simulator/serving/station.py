@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from policies.batch.base import BatchPolicy
+from policies.batch.base import BatchPolicy, planned_of
 from policies.core import DraftPolicy
 from policies.guard import UndeclaredSignal
 from policies.rules.base import VerifyRule
@@ -203,9 +203,7 @@ class Station:
         if not cost.by_totals or timeline is not None or self.by_iteration:
             return Engine(*parts)
         if isinstance(policy, BatchPolicy):
-            # A class that plans otherwise inherits what its parent said of itself.
-            own = "planned_at" in vars(type(policy))
-            if rule is not None or not own or policy.planned_at(1) is None:
+            if rule is not None or planned_of(policy, 1) is None:
                 return Engine(*parts)
             replays = planned_rounds(trace, self.lookahead)
             return PlannedEngine(*parts, policy=policy, replays=replays)

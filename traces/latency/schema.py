@@ -44,6 +44,9 @@ PHASES: dict[str, str] = {
     "iteration": "what a server puts around an iteration of its engine: messages, the loop",
 }
 
+SERVER = "server"
+"""The model of the cells that say what a server adds to its engine."""
+
 
 def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """`cells` with the columns of `CELL_COLUMNS` alone, in their types.

@@ -19,10 +19,8 @@ from profiler.engines.server.client import Answer
 from profiler.engines.server.log import EngineLog
 from profiler.engines.watch import Step
 from traces.errors import DraftsimError
-from traces.latency.schema import CELL_COLUMNS
+from traces.latency.schema import CELL_COLUMNS, SERVER
 from traces.latency.table import LatencyTable
-
-SERVER = "server"
 
 
 @dataclass(frozen=True)

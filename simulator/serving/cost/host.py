@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from simulator.host import host_seconds, scalar_seconds
+from traces.latency.schema import SERVER
 from traces.latency.table import LatencyTable
-
-SERVER = "server"
-"""The model of a table's cells of what a server around the engine takes."""
 
 
 class Host(NamedTuple):

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from policies.batch.base import BatchPolicy, Planned
+from policies.batch.base import BatchPolicy, Planned, planned_of
 from policies.core import DraftPolicy, Round
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.work import Chunk
@@ -151,7 +151,7 @@ class PlannedSequence(ReplayedSequence):
 
 
 class AsPlanned(Speculation):
-    """A batch policy asked for what it plans at a number of requests (`BatchPolicy.planned_at`)."""
+    """A batch policy asked for what it plans at a number of requests (`planned_of`)."""
 
     def __init__(self, policy: BatchPolicy, state: EngineState) -> None:
         self.policy, self.state = policy, state
@@ -160,7 +160,7 @@ class AsPlanned(Speculation):
 
     def at(self, running: int) -> Planned:
         """What holds for an iteration of so many requests."""
-        planned = self.policy.planned_at(running)
+        planned = planned_of(self.policy, running)
         assert planned is not None, "the policy looks at more than the number of requests"
         return planned
 

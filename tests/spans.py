@@ -1,0 +1,129 @@
+"""Runs by spans held against the same by iteration, and what both are run on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from hypothesis import strategies as st
+
+from policies.batch.tables import BatchTable, DisableByBatchSize
+from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, simulate
+from simulator.serving.outcome.report import Run
+from simulator.serving.spans import SpanEngine
+from simulator.serving.station import Policy
+from tests.serving import CONSTANT, GRID, bernoulli, table
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+from traces.replay.always import drafting_always
+
+SIGNALLED = synthetic_trace(0.7, requests=6, tokens=40, max_gamma=24, concentration=3.0, seed=1)
+PLAIN = bernoulli(0.75, 12, 40, seed=2)
+NARROW = table(
+    [
+        (m, "forward", b, n, c, s * (0.01 + 1e-4 * b * n + 2e-6 * b * c))
+        for m, s in (("target", 1.0), ("draft", 0.15))
+        for b in (1, 2) for n in (1, 2) for c in (30, 60)
+    ]
+)  # fmt: skip
+"""Most sizes lie beyond what it measured."""
+ALONG = LatencyTable(
+    pd.concat([
+        GRID.cells,
+        GRID.cells.query("model == 'draft' and phase == 'forward'").assign(phase="along"),
+    ], ignore_index=True)
+)  # fmt: skip
+"""Of an engine whose drafter runs in every iteration."""
+
+
+TABLES = {
+    "grid": GRID, "narrow": NARROW, "constant": CONSTANT, "along": ALONG,
+    "always": drafting_always(GRID, 4), "both": drafting_always(ALONG, 3),
+}  # fmt: skip
+LENGTHS = [
+    BatchTable([[1, 1, 5], [2, 3, 2], [4, 9, 0]]),
+    BatchTable([[1, 2, 0], [3, 4, 4], [5, 9, 1]], in_step=False),
+    BatchTable([[1, 9, 3]]),
+    DisableByBatchSize(4, threshold=3, forever=False),
+]
+"""Policies that look at the number of requests, and at nothing else."""
+
+ARRIVALS = st.one_of(
+    st.builds(Poisson, st.sampled_from([0.2, 2.0, 20.0, 200.0])),
+    st.builds(ClosedLoop, st.integers(1, 9), st.sampled_from([0.0, 0.3])),
+)
+LIMITS = st.builds(
+    Limits,
+    max_batch=st.integers(1, 9),
+    token_budget=st.sampled_from([30, 70, 200, 8192]),
+    kv_blocks=st.sampled_from([None, 14, 20, 40]),
+    block_size=st.sampled_from([4, 16]),
+    chunked_prefill=st.booleans(),
+)
+SCENARIOS = st.builds(
+    Scenario,
+    ARRIVALS,
+    LIMITS,
+    requests=st.integers(1, 25),
+    mode=st.sampled_from(["continuous", "continuous", "static"]),
+    seed=st.integers(0, 5),
+    max_time_s=st.sampled_from([None, None, 0.7, 3.0]),
+    max_tokens=st.sampled_from([None, None, 100, 333]),
+)
+
+
+def ran(
+    trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario, **options: Any
+) -> tuple[Run, Any]:
+    engines: list[Any] = []
+    run = simulate(trace, latency, policy, scenario, audit=engines.append, **options)
+    return run, engines[0]
+
+
+def assert_same(trace: Trace, latency: LatencyTable, policy: Policy, scenario: Scenario) -> Any:
+    run, engine = ran(trace, latency, policy, scenario)
+    reference, other = ran(trace, latency, policy, scenario, by_iteration=True)
+    assert isinstance(engine, SpanEngine)
+    assert not isinstance(other, SpanEngine)
+    row, expected = run.row(), reference.row()
+    for measured in (row, expected):
+        del measured["elapsed_s"]
+    same(row, expected, "row")
+    pd.testing.assert_frame_equal(run.requests, reference.requests, rtol=1e-9)
+    for name in ("batch", "kv_blocks"):
+        ours, theirs = getattr(run.recorder, name), getattr(reference.recorder, name)
+        np.testing.assert_allclose(ours.integral, theirs.integral, rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(
+            ours.means(run.simulated_s), theirs.means(run.simulated_s), rtol=1e-9, atol=1e-9
+        )
+    assert run.recorder.length_changes == reference.recorder.length_changes
+    assert len(run.coverage) == len(reference.coverage)
+    for entry, wanted in zip(run.coverage, reference.coverage, strict=True):
+        same(list(entry), list(wanted), f"coverage of {wanted.model} {wanted.phase}")
+    slots = [
+        [(s.index, s.context, s.tokens, s.steps, s.drafted, s.accepted, s.prefill_left)
+         for s in (*e.scheduler.running, *e.scheduler.waiting)]
+        for e in (engine, other)
+    ]  # fmt: skip
+    assert slots[0] == slots[1]
+    if run.status == "complete":  # a run cut off in an iteration has reserved blocks for it
+        assert engine.scheduler.pool.used == other.scheduler.pool.used
+    engine.scheduler.pool.audit()
+    return engine
+
+
+def same(value: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, dict):
+        assert value.keys() == expected.keys(), where
+        for key in expected:
+            same(value[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(value) == len(expected), where
+        for i, (one, other) in enumerate(zip(value, expected, strict=True)):
+            same(one, other, f"{where}[{i}]")
+    elif isinstance(expected, float):
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-12, err_msg=where)
+    else:
+        assert value == expected, where
