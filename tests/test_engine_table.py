@@ -98,6 +98,16 @@ def test_a_grid_fits_what_the_engine_was_started_with() -> None:
     assert all(count <= 6 and tokens < 512 for count, tokens in grid.prompts)
 
 
+def test_what_is_compared_is_measured_side_by_side() -> None:
+    """A machine that is slower in another minute is so for every length and context of a batch."""
+    *decoding, alone, mixed = Grid().blocks()
+    sizes = [{(c.width, c.context) for c in block} for block in decoding]
+    assert [{c.batch for c in block} for block in decoding] == [{1}, {2}, {4}, {8}, {16}]
+    assert all(size == {(w, c) for w in Grid().widths for c in Grid().contexts} for size in sizes)
+    assert {c.kind for c in alone} == {"prompt"}
+    assert {c.kind for c in mixed} == {"mixed"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -24,7 +24,7 @@ UNTIMED = 2
 LARGE = 1024
 """Prompt tokens of an iteration from which it is timed once a sweep: seconds, on a CPU."""
 SHORT = 128
-"""Contexts below this one are filled again for every batch size."""
+"""Tokens of a prompt that decodes by itself before others come."""
 
 
 class Sample(NamedTuple):
@@ -133,28 +133,29 @@ class Bench:
         self._running: list[str] = []
 
     def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
-        """Samples of cells of one kind and context; those of more sequences come first.
+        """Samples of the cells; sequences are begun anew for every number of them and context.
 
         The engine drafts as the cells say from then on, whatever it ran before.
         """
         self.engine.proposer.use(self._setup)
         self._running = []
         found: dict[Cell, list[Sample]] = {}
-        for size in sorted({c.batch for c in cells}, reverse=True):
-            own = [c for c in cells if c.batch == size]
-            # Sequences grow while they are measured: short ones are begun anew, at little cost.
-            if size and (not self._running or own[0].context < SHORT):
-                self.clear()
-                self._fill(size, own[0].context)
-            self._keep(size)
+        states = sorted({(c.batch, c.context) for c in cells})
+        for place in self._rng.permutation(len(states)).tolist():
+            batch, context = states[place]
+            own = [c for c in cells if (c.batch, c.context) == states[place]]
+            if batch:
+                self._fill(batch, context)
             for i in self._rng.permutation(len(own)).tolist():
                 found[own[i]] = self._measured(own[i], steps)
-        self.clear()
+            self.clear()
         return found
 
     def clear(self) -> None:
         """Drop every request."""
-        self._keep(0)
+        if self._running:
+            self.engine.abort(self._running)
+        self._running = []
 
     def _measured(self, cell: Cell, steps: int) -> list[Sample]:
         before_s = self.control.seconds()
@@ -221,11 +222,6 @@ class Bench:
         # A prompt that is processed emits its first token: then all decode.
         while (step := self._step()).prompts or len(step.decoded) < batch:
             pass
-
-    def _keep(self, batch: int) -> None:
-        if gone := self._running[batch:]:
-            self.engine.abort(gone)
-            del self._running[batch:]
 
     def _add(self, prompt: int, tokens: int) -> str:
         name = f"{next(self._numbers)}/bench"

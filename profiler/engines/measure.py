@@ -150,15 +150,11 @@ class EngineTable(_Measured):
             self.grid, batches=sorted({*self.grid.batches, *batches}),
             widths=sorted({*self.grid.widths, *widths}), sweeps=2,
         )  # fmt: skip
-        for context in more.contexts if missed else ():
-            lines = [
-                Cell("decode", b, w, context)
-                for b in sorted(more.batches, reverse=True)
-                for w in more.widths
-                if b in batches or w in widths
-            ]
-            for again in range(more.sweeps):
-                self._block(f"added-{context}-{again}", lines)
+        for batch in more.batches if missed else ():
+            added = more.widths if batch in batches else sorted(widths)
+            cells = [Cell("decode", batch, w, c) for c in more.contexts for w in added]
+            for again in range(more.sweeps if cells else 0):
+                self._block(f"added-{batch}-{again}", cells)
         return errors
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:

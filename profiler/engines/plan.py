@@ -60,15 +60,16 @@ class Grid:
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
     beside_prompts: Sequence[int] = (16, 64, 256, 1024)
-    sweeps: int = 3
-    steps: int = 3
+    sweeps: int = 5
+    steps: int = 2
     held_out: float = 0.03
 
     def fitted(self, options: EngineOptions) -> Grid:
         """The grid within what the engine was started with, its ends included."""
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
-        # Sequences grow by a token an iteration while the cells of their context are measured.
-        grown = (len(self.batches) + 3) * (len(self.widths) + 3) * (self.steps + 2)
+        # Sequences grow by a token an iteration while the cells of their state are measured.
+        cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
+        grown = cells * (self.steps + 4)
         room = length - 2 * wide - grown
         contexts = [c for c in self.contexts if c < room] or [max(room // 2, 8)]
         return replace(
@@ -91,16 +92,18 @@ class Grid:
         return self.contexts[len(self.contexts) // 2]
 
     def blocks(self) -> list[list[Cell]]:
-        """Cells by block: those of a context, prompts alone, and mixed ones."""
+        """Cells by block: those of a number of sequences, prompts alone, and mixed ones.
+
+        What is compared with each other is measured in the same seconds: lengths, and contexts.
+        """
         decoding = [
-            [Cell("decode", b, w, c) for b in sorted(self.batches, reverse=True)
-             for w in self.widths]
-            for c in self.contexts
-        ]  # fmt: skip
+            [Cell("decode", b, w, c) for c in self.contexts for w in self.widths]
+            for b in self.batches
+        ]
         alone = [Cell("prompt", prompts=n, tokens=t) for n, t in self.prompts]
         mixed = [
             Cell("mixed", b, w, self.middle, 1, t)
-            for b in sorted(self.beside_batches, reverse=True)
+            for b in self.beside_batches
             for w in self.beside_widths
             for t in self.beside_prompts
         ]
