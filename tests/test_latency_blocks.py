@@ -145,3 +145,9 @@ def test_a_grid_reaches_to_the_longest_prompt_and_its_output() -> None:
     assert grid.contexts == (32, 128, 256, 512, 1024, 2048)
     assert grid.prompts == (32, 64, 128, 256, 1024)
     assert grid.reaching(1700, 128) == grid
+
+
+def test_batches_are_timed_to_the_longest_draft() -> None:
+    assert Grid().drafting(24) == Grid().drafting(40) == Grid()
+    assert Grid().drafting(8).batch_widths == (1, 2, 3, 5, 9)
+    assert Grid().drafting(6).batch_widths == (1, 2, 3, 5, 7)

@@ -177,6 +177,7 @@ def profile(
     from traces.acceptance.sampling import Sampling
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
+    grid = grid.drafting(max_gamma)
     settings = Settings(max_new_tokens, max_gamma, Sampling(temperature, top_p), seed, grid, chat)
     info = RunInfo(
         _kept(target), _kept(draft), device, dtype, threads if device == "cpu" else None,

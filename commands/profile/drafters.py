@@ -138,7 +138,7 @@ def measure_drafters(
     """
     from commands.profile.source_runs import timed_layers, with_sources
     from profiler.sources.feature_latency import measure_drafters as measured
-    from traces.store.files import read_latency, write_latency
+    from traces.store.files import read_latency, read_trace, write_latency
 
     path = out / "latency.parquet"
     table = read_latency(path)
@@ -151,5 +151,8 @@ def measure_drafters(
     if not lacking:
         return
     note(f"measuring the latencies of {', '.join(lacking)}")
-    cells = measured(timed_layers(pair), lacking, repeats, batches=batches)
+    longest = read_trace(out / "trace.parquet").longest
+    cells = measured(
+        timed_layers(pair, longest), lacking, repeats, batches=batches, longest=longest
+    )
     write_latency(with_sources(table, cells), path)

@@ -101,8 +101,7 @@ def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
         raise DraftsimError(f"{out} holds no complete profile: make one without --latency-only")
     note(f"{out} is complete: its latencies are measured again, its recordings are kept")
     pair, requests = info.load(), read_trace(out / "trace.parquet").requests
-    longest = max(r.prompt_length for r in requests), max(r.max_new_tokens for r in requests)
-    settings = replace(settings, grid=settings.grid.reaching(*longest))
+    settings = replace(settings, grid=settings.grid.holding(requests))
     with progress_bar() as progress:
         profile_latency(pair, settings, out, progress)
     if has_sources(out):

@@ -214,17 +214,18 @@ def measure(
     if table.has("exit", "layer") and complete and not again:
         return
     note("measuring the latencies of single layers, heads and lookups")
-    found = measure_sources(timed_layers(pair), modules, trace, repeats=repeats)
+    found = measure_sources(timed_layers(pair, trace.longest), modules, trace, repeats=repeats)
     write_latency(with_sources(table, found), path)
 
 
-def timed_layers(pair: Pair) -> LayerRunner:
-    """A runner with room for what is timed of sources."""
+def timed_layers(pair: Pair, longest: int) -> LayerRunner:
+    """A runner with room for what is timed of sources, of requests up to so many tokens."""
+    from profiler.latency.table import reaching
     from profiler.models.stack import LayerRunner
     from profiler.sources.latency import CONTEXTS, WIDTHS
 
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    return LayerRunner(pair.target, min(limit, max(CONTEXTS) + max(WIDTHS)))
+    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + max(WIDTHS)))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:

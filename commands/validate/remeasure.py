@@ -26,23 +26,24 @@ class Remeasured:
     ----------
     total:
         Steps of real work to come, as fine as possible.
-    modules, trace:
-        Trained modules of the target, and text to look up: the cells of sources are
-        measured too.
+    trace:
+        What is decoded: how long requests get, and text to look up.
+    modules:
+        Trained modules of the target: the cells of sources are measured too.
     """
 
     def __init__(
-        self, pair: Pair, total: int, modules: Modules | None = None, trace: Trace | None = None
+        self, pair: Pair, total: int, trace: Trace, modules: Modules | None = None
     ) -> None:
         from commands.profile.source_runs import timed_layers
         from profiler.latency.table import Grid
         from profiler.profile import LatencyProfile
         from profiler.sources.latency import SourceLatency
 
-        self._profile = LatencyProfile(pair, Grid())
+        self._profile = LatencyProfile(pair, Grid().holding(trace.requests))
         self._sources = None
         if modules is not None:
-            self._sources = SourceLatency(timed_layers(pair), modules, trace)
+            self._sources = SourceLatency(timed_layers(pair, trace.longest), modules, trace)
         self._total, self._done = total, 0
 
     def advance(self) -> None:

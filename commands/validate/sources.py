@@ -88,7 +88,7 @@ def source_check(
     drafters = load_drafters(pair, [a.source for a in every if isinstance(a.source, Eagle)])
     modules = replace(modules_of(pair, info, run), drafters=drafters)
     total = repeats * len(chosen) * len(every)
-    again = Remeasured(pair, total, modules, trace) if remeasure else None
+    again = Remeasured(pair, total, trace, modules) if remeasure else None
     start = _openers(pair, modules, trace, every)
     times, rounds, outputs, state = _run(pair, start, trace, every, chosen, repeats, again)
     shown = [arm.log for arm in every]
@@ -223,7 +223,7 @@ def _openers(
     from profiler.models.runner import Runner
     from profiler.sources.run import SourceRunner
 
-    slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    slots = trace.longest
     target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
     real = SourceRunner(pair.target, trace, modules)
     starts = trace.request_starts

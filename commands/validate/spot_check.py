@@ -86,7 +86,7 @@ def spot_check(
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
     pair = info.load()
     total = repeats * len(trace.requests) * len(chosen)
-    again = Remeasured(pair, total) if remeasure else None
+    again = Remeasured(pair, total, trace) if remeasure else None
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=total)
 

@@ -106,7 +106,7 @@ def run_batches(
     if not forced:
         check_same_models(trace.meta, pair)
     count = len(trace.requests)
-    slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    slots = trace.longest
     verify = "exact" if trace.temperature == 0 else "rejection-sampling"
     rows: list[tuple[Any, ...]] = []
     keys = [(arm.name, batch) for batch in batches for arm in arms]

@@ -99,7 +99,7 @@ def run_arms(
         raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     if not forced:
         check_same_models(trace.meta, pair)
-    slots = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    slots = trace.longest
     target, draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
     generator = torch.Generator(pair.device)
     lossless = "exact" if trace.temperature == 0 else "rejection-sampling"

@@ -26,6 +26,9 @@ from profiler.machine.repeats import Repeats
 from profiler.machine.stopwatch import Timing
 from profiler.models.runner import Runner
 
+MOST_PREFILLED = 4096
+"""Tokens of a batch's prefill at most: more, which take as long each, are read from these."""
+
 
 def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
     """Prefill and decoding passes of both models and the signals' cost, at every batch above 1.
@@ -40,7 +43,7 @@ def batch_blocks(target: Runner, draft: Runner, grid: Grid) -> list[Block]:
         logits = torch.randn(batch, draft.vocab_size, device=draft.device, dtype=draft.model.dtype)
         for name, runner in (("target", target), ("draft", draft)):
             for length in grid.prompts:
-                if length <= runner.cache.slots:
+                if length <= runner.cache.slots and batch * length <= MOST_PREFILLED:
                     run = _pass(runner, batch, length, 0, 1)
                     blocks.append(Block([[Step(name, "prefill", length, 0, run, batch)]]))
         passes = _passes(target, batch, 0), _passes(draft, batch, 1)

@@ -19,6 +19,7 @@ import torch
 from profiler.machine.repeats import Repeats
 from profiler.machine.stopwatch import Stopwatch, Timing
 from profiler.recording.checkpoint import Checkpoint
+from traces.acceptance.schema import Request
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
@@ -46,12 +47,19 @@ class Grid:
     batches: Sequence[int] = (1,)
     batch_widths: Sequence[int] = (1, 2, 3, 5, 9, 17, 25)
     repeats: int = 15
-    warmup: int = 3
+    warmup: int = 1
 
     @property
     def widest(self) -> int:
         """Tokens of the widest pass."""
         return max(*self.widths, *self.batch_widths, *FIRST_WIDTHS)
+
+    def drafting(self, longest: int) -> Grid:
+        """The grid whose batches verify drafts of up to `longest` tokens, and no longer ones."""
+        if max(self.batch_widths) <= longest:
+            return self
+        within = [w for w in self.batch_widths if w <= longest]
+        return replace(self, batch_widths=(*within, longest + 1))
 
     def reaching(self, prompt_tokens: int, new_tokens: int) -> Grid:
         """The grid with points added for prompts of up to `prompt_tokens` and their outputs.
@@ -59,12 +67,24 @@ class Grid:
         Contexts double until they hold the longest prompt with its output; prompts are added four
         times as far apart, since a prefill's seconds bend little and many are long.
         """
-        contexts, prompts = list(self.contexts), list(self.prompts)
-        while contexts[-1] < prompt_tokens + new_tokens:
-            contexts.append(2 * contexts[-1])
+        contexts = reaching(self.contexts, prompt_tokens + new_tokens)
+        prompts = list(self.prompts)
         while 4 * prompts[-1] <= prompt_tokens:
             prompts.append(4 * prompts[-1])
-        return replace(self, contexts=tuple(contexts), prompts=tuple(prompts))
+        return replace(self, contexts=contexts, prompts=tuple(prompts))
+
+    def holding(self, requests: Sequence[Request]) -> Grid:
+        """The grid `reaching` these requests."""
+        new_tokens = max(r.max_new_tokens for r in requests)
+        return self.reaching(max(r.prompt_length for r in requests), new_tokens)
+
+
+def reaching(contexts: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """`contexts`, the last one doubled until it holds a request of so many tokens."""
+    points = list(contexts)
+    while points[-1] < tokens:
+        points.append(2 * points[-1])
+    return tuple(points)
 
 
 @dataclass(frozen=True)

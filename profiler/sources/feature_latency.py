@@ -11,7 +11,7 @@ import torch
 from profiler.features.base import FeatureDrafter
 from profiler.features.runner import DrafterRunner
 from profiler.latency.passes import UNTIMED
-from profiler.latency.table import Block, Step, Sweeps
+from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 
@@ -25,9 +25,13 @@ PROMPTS = (32, 64, 128, 256)
 def measure_drafters(
     target: LayerRunner, drafters: Mapping[str, FeatureDrafter], repeats: int,
     widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
-    batches: Sequence[int] = (1,),
+    batches: Sequence[int] = (1,), longest: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """Cells of the passes of `drafters` alone; columns as in `traces.latency.table`."""
+    """Cells of the passes of `drafters` alone; columns as in `traces.latency.table`.
+
+    ``contexts`` go on to ``longest``, the tokens that a request gets to.
+    """
+    contexts = reaching(contexts, longest)
     with torch.inference_mode():
         blocks = [*drafter_rounds(target, drafters, widths, contexts)]
         if (largest := max(batches)) > 1:

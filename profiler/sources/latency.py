@@ -10,7 +10,7 @@ import torch
 from profiler.heads.adapter import AdapterRunner
 from profiler.heads.numbers import log_confidence
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
-from profiler.latency.table import Block, Step, Sweeps
+from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import head_logits
 from profiler.sources.feature_latency import drafter_rounds
@@ -42,7 +42,7 @@ class SourceLatency:
     target, modules:
         The target and its trained modules.
     trace:
-        Text to look up; None leaves lookups out.
+        Text to look up, and how long its requests get; None leaves lookups out.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class SourceLatency:
         widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
         lookups: Sequence[LookupSource] | None = None,
     ) -> None:  # fmt: skip
+        contexts = reaching(contexts, 0 if trace is None else trace.longest)
         steps = []
         if trace is not None:
             if lookups is None:

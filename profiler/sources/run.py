@@ -67,7 +67,7 @@ class SourceRunner:
         self, target: Any, trace: Trace, modules: Modules | None = None,
         draws: Callable[[int], Draws] | None = None,
     ) -> None:  # fmt: skip
-        longest = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+        longest = trace.longest
         wide = 25 * (1 + (modules.masks.k if modules and modules.masks else 0))
         self.target = LayerRunner(target, longest + wide)
         self.trace, self.modules, self._draws = trace, modules or Modules(), draws

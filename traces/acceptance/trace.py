@@ -125,6 +125,11 @@ class Trace:
         return self.meta.get("vocab_size") if size is None else size
 
     @cached_property
+    def longest(self) -> int:
+        """Tokens that the longest request may get to, its prompt included."""
+        return max(r.prompt_length + r.max_new_tokens for r in self.requests)
+
+    @cached_property
     def first(self) -> int:
         """Output position decoding began at: 1 where prefill emits the first token, as engines
         do; 0 where the first verification includes the prompt (``meta["first"]``; default 1)."""

@@ -118,7 +118,7 @@ class Checks:
         """Target and draft in a mode; captured once, as that takes a good part of the time."""
         if mode in self._made:
             return self._made[mode]
-        slots = max(r.prompt_length + r.max_new_tokens for r in self.trace.requests)
+        slots = self.trace.longest
         target = make_runner(mode, self.pair.target, slots)
         draft = make_runner(mode, self.pair.draft, slots)
         prepare(target, draft, slots, self.trace.max_gamma or 1, self.place.check_time)
@@ -137,7 +137,7 @@ class Checks:
 def sampled_rounds(pair: Pair, trace: Trace, gamma: int = 4) -> dict[str, Any]:
     """Accepted per full round in real rejection sampling and in replay, and how far apart."""
     some = trace.select(range(min(16, len(trace.requests))))
-    slots = max(r.prompt_length + r.max_new_tokens for r in some.requests)
+    slots = some.longest
     target, draft = make_runner(GRAPH, pair.target, slots), make_runner(GRAPH, pair.draft, slots)
     generator = torch.Generator(pair.device).manual_seed(7)
     real: list[Sequence[Round]] = []

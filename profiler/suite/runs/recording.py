@@ -98,7 +98,7 @@ def record_early_exits(
     begin = time.monotonic()
     setting = EarlyExit().setting(8)
     layers = default_exit_layers(int(pair.target.config.num_hidden_layers))
-    longest = max(r.prompt_length + r.max_new_tokens for r in trace.requests)
+    longest = trace.longest
     slots = max(ExitRecorder.slots_needed(longest, 8), text.shape[1])
     runner = LayerRunner(pair.target, slots)
     steps = 5 if place.quick else 120
