@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import typer.main
 
 from commands import app, catalogue
+from docs.engine_tables import engine_checks, server_checks
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
 from policies.core import Round
 from policies.guard import SIGNALS
@@ -210,37 +210,6 @@ def rooms(package: str) -> str:
     return table(("room", "what it is for"), rooms)
 
 
-def engine_checks(name: str) -> str:
-    """What ``validate --engine`` measured and predicted, as kept beside a recording."""
-    found = sorted((ROOT / "traces" / "recorded" / name).glob("engine-*.json"))
-    rows = [row for path in found for row in json.loads(path.read_text())["results"]]
-    if not rows:
-        raise KeyError(name)
-    head = (
-        "load", "policy", "iterations", "rounds that differ", "tokens/s", "predicted", "error",
-        "ms a token", "predicted", "speedup", "predicted", "error",
-    )  # fmt: skip
-    return table(head, [_engine_check(r) for r in sorted(rows, key=_by_load)])
-
-
-def _by_load(row: Mapping[str, Any]) -> int:
-    return int(row["load"].partition(":")[2])
-
-
-def _engine_check(row: Mapping[str, Any]) -> tuple[str, ...]:
-    same = row["iterations"] == row["iterations_predicted"]
-    iterations = f"{row['iterations']}" if same else (
-        f"{row['iterations']}, predicted {row['iterations_predicted']}"
-    )  # fmt: skip
-    of_speedup = row["speedup_predicted"] / row["speedup"] - 1
-    return (
-        row["load"], code(row["policy"]), iterations, f"{row['rounds_differ']}",
-        f"{row['throughput']:.1f}", f"{row['throughput_predicted']:.1f}", f"{row['error']:+.1%}",
-        f"{1000 * row['tpot_s']:.1f}", f"{1000 * row['tpot_s_predicted']:.1f}",
-        f"{row['speedup']:.2f}", f"{row['speedup_predicted']:.2f}", f"{of_speedup:+.1%}",
-    )  # fmt: skip
-
-
 def readme(part: str) -> str:
     """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -294,5 +263,6 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds, "methods": methods,
     "modules": modules, "phases": phases, "readme": readme, "rooms": rooms, "routers": routers,
-    "row_columns": row_columns, "served": served, "signals": signals, "string": string,
+    "row_columns": row_columns, "served": served, "server_checks": server_checks,
+    "signals": signals, "string": string,
 }  # fmt: skip

@@ -1,0 +1,109 @@
+"""Tables of what engines measured and predicted, from the JSON kept beside recordings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from docs.reading import code, table
+
+RECORDED = Path(__file__).resolve().parent.parent / "traces" / "recorded"
+Row = Mapping[str, Any]
+
+
+def _iterations(row: Row) -> str:
+    if row["iterations"] == row["iterations_predicted"]:
+        return f"{row['iterations']}"
+    return f"{row['iterations']}, predicted {row['iterations_predicted']}"
+
+
+MEASURED = (
+    ("load", lambda r: r["load"]),
+    ("policy", lambda r: code(r["policy"])),
+    ("iterations", _iterations),
+    ("rounds that differ", lambda r: f"{r['rounds_differ']}"),
+    ("tokens/s", lambda r: f"{r['throughput']:.1f}"),
+    ("predicted", lambda r: f"{r['throughput_predicted']:.1f}"),
+    ("error", lambda r: f"{r['error']:+.1%}"),
+)  # fmt: skip
+SPEEDUP = (
+    ("speedup", lambda r: f"{r['speedup']:.2f}"),
+    ("predicted", lambda r: f"{r['speedup_predicted']:.2f}"),
+    ("error", lambda r: f"{r['speedup_predicted'] / r['speedup'] - 1:+.1%}"),
+)
+STEPPED = (
+    *MEASURED,
+    ("ms a token", lambda r: f"{1000 * r['tpot_s']:.1f}"),
+    ("predicted", lambda r: f"{1000 * r['tpot_s_predicted']:.1f}"),
+    *SPEEDUP,
+)
+SERVED = (
+    *MEASURED,
+    *SPEEDUP,
+    ("server, ms a request", lambda r: f"{1000 * r['request_s']:.1f}"),
+    ("ms an iteration", lambda r: f"{1000 * r['iteration_s']:.1f}"),
+    ("share of time", lambda r: f"{r['share']:.1%}"),
+    ("predicted", lambda r: f"{r['share_predicted']:.1%}"),
+)  # fmt: skip
+
+
+def engine_checks(name: str) -> str:
+    """What ``validate --engine`` measured and predicted, as kept beside a recording."""
+    return _table(name, "engine-*.json", STEPPED)
+
+
+def server_checks(name: str) -> str:
+    """The same over HTTP, with the time that the server took."""
+    return _table(name, "http-*.json", SERVED)
+
+
+def checks(name: str, files: str) -> list[Row]:
+    """Rows of these files beside a recording, loads in order; KeyError where there are none."""
+    found = sorted((RECORDED / name).glob(files))
+    rows = [row for path in found for row in json.loads(path.read_text())["results"]]
+    if not rows:
+        raise KeyError(name)
+    return sorted(rows, key=lambda row: int(row["load"].partition(":")[2]))
+
+
+def _table(name: str, files: str, shown: tuple[tuple[str, Callable[[Row], str]], ...]) -> str:
+    rows = [tuple(cell(row) for _, cell in shown) for row in checks(name, files)]
+    return table(tuple(head for head, _ in shown), rows)
+
+
+def stepped_in_words(rows: Sequence[Row]) -> str:
+    """How far off predictions of an engine stepped by hand are, plain decoding left out."""
+    speedups = [r["speedup_predicted"] / r["speedup"] - 1 for r in rows if r["speedup"] != 1]
+    sides = [(r["speedup_predicted"] - 1) * (r["speedup"] - 1) < 0 for r in rows]
+    return (
+        f"Speedups err by {_errors(speedups)}, tokens/s by {_errors([r['error'] for r in rows])}, "
+        f"times to the first token by {_errors([_relative(r, 'ttft_s') for r in rows])}; "
+        f"{sum(sides)} of {len(speedups)} are on the wrong side of 1x."
+    )
+
+
+def served_in_words(rows: Sequence[Row]) -> str:
+    """What a server adds to its engine, measured and predicted."""
+    ends = {
+        name: " to ".join(f"{scale * end(r[name] for r in rows):.0f}" for end in (min, max))
+        for name, scale in (
+            ("iteration_s", 1000), ("request_s", 1000), ("share", 100), ("share_predicted", 100),
+        )
+    }  # fmt: skip
+    return (
+        f"the server adds {ends['iteration_s']} ms around an iteration and {ends['request_s']} ms "
+        f"around a request, {ends['share']} % of the requests' time "
+        f"(predicted {ends['share_predicted']} %)"
+    )
+
+
+def _relative(row: Row, name: str) -> float:
+    return float(row[f"{name}_predicted"] / row[name] - 1)
+
+
+def _errors(errors: Sequence[float]) -> str:
+    sizes = sorted(map(abs, errors))
+    return f"{100 * median(sizes):.1f} % (median; worst {100 * sizes[-1]:.0f} %)"
