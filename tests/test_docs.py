@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import typer.main
 
 from commands import app
 from commands.common.drafted import drafted_by
+from docs.engine_tables import checks, served_in_words, stepped_in_words
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 
@@ -49,11 +49,7 @@ def test_readme_names_only_commands_that_exist() -> None:
 
 
 def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
-    folder = ROOT / "traces" / "recorded" / "smollm2-vllm-eagle3-cpu"
-    rows = [
-        row for path in folder.glob("engine-*.json")
-        for row in json.loads(path.read_text())["results"]
-    ]  # fmt: skip
+    rows = checks("smollm2-vllm-eagle3-cpu", "engine-*.json")
     found = {(row["load"], row["policy"]): row for row in rows}
     head, *lines = re.findall(r"^\| (requests \|.*|\d+ \|.*) \|$", _readme("seen"), re.M)
     _, *policies, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", head))
@@ -66,6 +62,9 @@ def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
         assert all(row["rounds_differ"] == 0 for row in own)
         assert all(row["iterations"] == row["iterations_predicted"] for row in own)
         assert differ.replace(",", "").startswith(f"0 of {sum(row['iterations'] for row in own)}")
+    said = " ".join(_readme("seen").split())
+    assert stepped_in_words(rows).removesuffix(".") in said
+    assert served_in_words(checks("smollm2-vllm-eagle3-cpu", "http-*.json")) in said
 
 
 def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
