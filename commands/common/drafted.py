@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.output import note
-from commands.common.sources import load_recordings, load_source
+from commands.common.sources import load_source
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -76,12 +76,13 @@ def drafted_by(
     that can stand for a draft model, or `rule` asks for what is not known of its drafts.
     """
     from traces.sources.as_draft import check_drafts, drafted_trace
+    from traces.sources.found import find_recordings
     from traces.sources.replay import check_rule
 
     source = load_source(text)
     if source is None:
         return None
-    recordings = load_recordings(name, trace)
+    recordings = find_recordings(name, trace)
     check_drafts(source, recordings)
     check_rule(rule, source, trace)
     drafted = drafted_trace(trace, source, recordings)

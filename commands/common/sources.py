@@ -1,9 +1,8 @@
-"""Draft sources and the named systems built on them: finding recordings, replaying, notes."""
+"""Draft sources and the named systems built on them: loading, replaying, notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,53 +42,6 @@ def load_source(text: str | None) -> Source | None:
         return parse_source(text)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
-
-
-def load_recordings(trace_name: str, trace: Trace) -> Recordings:
-    """What was recorded beside a trace.
-
-    Raises
-    ------
-    DraftsimError
-        If it belongs to other outputs than the trace now holds.
-    """
-    from traces.sources.base import Recordings
-    from traces.sources.files import read_recordings
-    from traces.store.recordings import folder_of
-
-    folder = folder_of(trace_name)
-    if folder is None and trace.temperature > 0:
-        folder = Path(trace_name).parent  # sampled outputs are named by their file
-    if folder is None:
-        return Recordings()
-    found = read_recordings(folder, sampled=trace.temperature > 0)
-    metas = [part.meta for part in found.starts.values()]
-    metas += [part.meta for part in (found.exits, found.adapter) if part is not None]
-    stamps = {meta[STAMP] for meta in metas if STAMP in meta}
-    if stamps and stamps != {stamp_of(trace)}:
-        raise DraftsimError(
-            f"the recordings of other draft sources in {folder} belong to other outputs than its "
-            f"trace: record them again with {RECORD}"
-        )
-    return found
-
-
-STAMP = "outputs_sha256"
-"""Field of a recording's provenance that says which outputs it follows."""
-
-
-def stamp_of(trace: Trace) -> str:
-    """A digest of the target's outputs and their prompts."""
-    import hashlib
-
-    import numpy as np
-
-    from traces.sources.base import true_tokens
-
-    digest = hashlib.sha256(np.asarray(true_tokens(trace, sampled=True), dtype=np.int64).tobytes())
-    for request in trace.requests:
-        digest.update(np.asarray(request.prompt_ids or (), dtype=np.int64).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int | None:

@@ -121,8 +121,8 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
     those beside its own.  Raises DraftsimError if a named one holds no sampled outputs, or those
     of another pair.
     """
-    from commands.common.sources import load_recordings
     from simulator.papers import Sampled
+    from traces.sources.found import find_recordings
     from traces.store.files import read_trace
     from traces.store.recordings import SAMPLED, pair_of
 
@@ -146,7 +146,7 @@ def sampled_runs(trace: Trace, folder: Path | None, named: Sequence[Path] | None
                 if asked:
                     raise DraftsimError(f"--sampled {run}: was recorded of another pair: drop it")
                 continue
-            recordings = load_recordings(str(run / SAMPLED), sampled)
+            recordings = find_recordings(str(run / SAMPLED), sampled)
         except DraftsimError as error:
             if asked:
                 raise

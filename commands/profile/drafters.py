@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.common.output import note
-from commands.common.sources import STAMP, load_source, stamp_of
+from commands.common.sources import load_source
 from commands.profile.source_modules import digest
 from traces.errors import DraftsimError
 
@@ -100,6 +100,7 @@ def record_drafters(
     from profiler.sources.modules import record_sources
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings
+    from traces.sources.found import STAMP, stamp_of
     from traces.store.files import read_trace
 
     path = out / ("sampled.parquet" if sampled else "trace.parquet")

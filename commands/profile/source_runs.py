@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
-from commands.common.sources import STAMP, load_source, stamp_of
+from commands.common.sources import load_source
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.profile.source_modules import adapter_digest, heads_digest, modules_of
 from traces.errors import DraftsimError
@@ -65,6 +65,7 @@ def profile_sources(
     from profiler.profile import progress_bar
     from profiler.sources.modules import record_sources
     from traces.sources.files import read_recordings, write_recordings
+    from traces.sources.found import STAMP, stamp_of
     from traces.store.files import read_trace
 
     trace = read_trace(out / "trace.parquet")
@@ -98,6 +99,7 @@ def record_sampled(pair: Pair, out: Path, modules: Modules, sources: Sequence[st
     """
     from profiler.sources.modules import record_sources
     from traces.sources.files import read_recordings, write_recordings
+    from traces.sources.found import STAMP, stamp_of
     from traces.store.files import read_trace
 
     path = out / "sampled.parquet"
@@ -136,7 +138,7 @@ def wanted(
     def follow(source: Source, gamma: int) -> None:
         if isinstance(source, EarlyExit) and not isinstance(source, Kangaroo):
             key = source.setting(1)
-            lengths[key] = max(lengths.get(key, 0), min(gamma, most))
+            lengths[key] = max(lengths.get(key, 0), gamma)
 
     for system in SYSTEMS.values():
         policy = parse_policy(system.policy, max_gamma=most)

@@ -30,7 +30,6 @@ from commands.common.ranking import (
 )
 from commands.common.sources import (
     SourceOption,
-    load_recordings,
     load_source,
     replay_system,
     replay_systems,
@@ -113,6 +112,7 @@ def simulate(
     or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
     from traces.replay.always import drafting_always
+    from traces.sources.found import find_recordings
     from traces.sources.replay import check_rule
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -136,7 +136,7 @@ def simulate(
     drafting, (texts, systems) = load_source(source), split_systems(policy)
     if drafting is not None:
         _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
-        recordings = load_recordings(trace, recorded)
+        recordings = find_recordings(trace, recorded)
         rule = load_rule(verify, recorded, memory)
         check_rule(rule, drafting, recorded)
         table = with_free_lookups(table)
@@ -161,12 +161,12 @@ def simulate(
     table = with_free_lookups(table)
     if systems:
         _refuse_with("--policy", verify=verify, systems=systems)
-        recordings = load_recordings(trace, recorded)
+        recordings = find_recordings(trace, recorded)
         more = [log for name in systems for log in replay_system(name, recorded, recordings)]
     # What the papers call by a name is listed with everything else.
     if verify is None and (texts is None or "all" in texts):
         more += replay_methods(recorded)
-        recordings = load_recordings(trace, recorded)
+        recordings = find_recordings(trace, recorded)
         named = {log.policy for log in more}
         more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
     rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from commands.common.inputs import load_policies, replay_all
 from commands.common.quiet import say_machine, with_machine
 from commands.common.sources import (
-    load_recordings,
     load_source,
     load_source_policies,
     load_system,
@@ -76,12 +75,13 @@ def source_check(
     from simulator.pricing import price
     from simulator.validation import compare
     from traces.sources.feature_source import Eagle
+    from traces.sources.found import find_recordings
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
     info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
-    recordings = load_recordings(str(run), trace)
+    recordings = find_recordings(str(run), trace)
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
     every = arms(trace, recordings, chosen, policy, source)
     pair = info.load()

@@ -14,6 +14,7 @@ from traces.sources.files import (
     write_recordings,
     write_starts,
 )
+from traces.sources.found import find_drafted, find_recordings
 from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.registry import (
     SOURCES,
@@ -59,6 +60,8 @@ __all__ = [
     "Suffix",
     "System",
     "describe_source",
+    "find_drafted",
+    "find_recordings",
     "parse_source",
     "read_exits",
     "read_recordings",
