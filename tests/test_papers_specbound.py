@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 import numpy as np
@@ -9,7 +10,11 @@ import pytest
 
 from simulator.papers import Ours, Row
 from simulator.papers.early_exit import FIGURE_3, FIGURE_4, FULL, early_exit_rows
+from simulator.papers.order import order_rows
+from simulator.papers.quantities import SPECBOUND
+from simulator.papers.rows import EXPERIMENT
 from simulator.papers.specbound_search import START, Replays, Setting, choices, search
+from simulator.papers.specbound_table1 import SPECBOUND_1
 from simulator.papers.systems import system_rows
 from tests.test_cli_sources import tokens_alone
 from tests.test_sources_early_exit import recording
@@ -225,6 +230,34 @@ def test_table_1_has_every_system_that_the_recording_allows() -> None:
     for category, mine in grouped.items():
         row = found[f"our pair, SpecBound, {category}", "CR"]
         assert row.ours == pytest.approx(made.by_hand(START, mine)[0])
+
+
+def test_another_order_is_told_by_tokens_and_by_what_rounds_cost() -> None:
+    told = {
+        "SpecBound": (1.1, 0.9), "Medusa": (1.2, 0.5), "Kangaroo": (1.3, 1.0), "REST": (1.1, None),
+    }  # fmt: skip
+    found = [
+        Row(SPECBOUND, f"our pair, {method}", column, None, value, EXPERIMENT)
+        for method, values in told.items()
+        for column, value in zip(("CR", "SD"), values, strict=True)
+    ]
+    rows = {row.row: row for row in order_rows(found)}
+    assert {name: (row.published, row.ours) for name, row in rows.items()} == {
+        "order, SpecBound": (1, 2), "order, Medusa": (2, 3), "order, Kangaroo": (3, 1),
+    }  # fmt: skip
+    for method, (rate, speed) in told.items():
+        if speed is None:
+            continue
+        line = SPECBOUND_1["Vicuna-7B", method]
+        printed = float(np.mean(line.compression))
+        note = rows[f"order, {method}"].note
+        whole, tokens, cost = (float(x) for x in re.findall(r"(\d\.\d\d) (?:of|by)", note))
+        assert whole == pytest.approx(speed / line.overall, abs=0.006)
+        assert tokens == pytest.approx(rate / printed, abs=0.006)
+        assert tokens * cost == pytest.approx(whole, abs=0.01)
+    assert rows["order, SpecBound"].note.endswith("by tokens")
+    assert rows["order, Kangaroo"].note.endswith("by tokens")
+    assert rows["order, Medusa"].note.endswith("by what a round costs")
 
 
 def test_text_that_repeats_is_found_by_lookups() -> None:
