@@ -30,9 +30,11 @@ from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
 from simulator.serving.spans import (
+    LoopEngine,
     PlannedEngine,
     SpanEngine,
     clock_free,
+    keeps_no_clock,
     planned_rounds,
     replays_of,
 )
@@ -208,7 +210,8 @@ class Station:
             replays = planned_rounds(trace, self.lookahead)
             return PlannedEngine(*parts, policy=policy, replays=replays)
         if type(speculation) is PerRequest and clock_free(policy, rule):
-            return SpanEngine(*parts, replays=replays_of(trace, policy, rule, self.lookahead))
+            spans = LoopEngine if keeps_no_clock(scenario, latency) else SpanEngine
+            return spans(*parts, replays=replays_of(trace, policy, rule, self.lookahead))
         return Engine(*parts)
 
     def _unpriced(self, engines: Sequence[Replica]) -> list[str]:

@@ -16,7 +16,7 @@ from simulator.host import HOSTS
 from simulator.serving.cost.drafts import DraftCost
 from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.mixed import MixedPasses
-from simulator.serving.cost.prompts import PromptCost
+from simulator.serving.cost.prompts import NO_PROMPTS, PromptCost, Prompts
 from simulator.serving.cost.reader import Coverage, PassReader
 from simulator.serving.cost.together import TogetherCost
 from simulator.serving.cost.work import Chunk, Work, drafting_always, work_of
@@ -102,7 +102,9 @@ class IterationCost:
         self._drafts = DraftCost(latency, speculates, self.always, draft_batch, passes)
         self._hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, MODELS if speculates else MODELS[:1])
-        self.together = TogetherCost(self._target, self._drafts, self._hosts, self.always)
+        self.together = TogetherCost(
+            self._target, self._drafts, self._hosts, self._mixed, self.always
+        )
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -112,26 +114,28 @@ class IterationCost:
         Slots must still show their context from before the rounds.
         """
         if not rounds:
-            drafting_s = self._prompts.seconds("draft", self._drafts.later, chunks)
-            reading_s = self._prompts.seconds("target", self._target, chunks)
-            return Seconds(drafting_s, reading_s, self._hosts.around_iteration_s(len(chunks)))
+            return self.prompts_alone(self.prompts(chunks), len(chunks))
         if self.always and not self.by_totals:
             rounds = [r._replace(draft_forwards=max(r.draft_forwards, self.always)) for r in rounds]
         work, batch = work_of(slots, rounds), len(rounds)
         if self.by_totals:
             return self.of_work(work, batch, chunks)
+        prompts = self.prompts(chunks)
         host_s = self._host_seconds(work, batch)
         if self._drafts.idle(work):
             draft_s = self._drafts.idle_s(work, batch)
         else:
             draft_s = self._drafts.by_sequence(work, slots, rounds) if work.longest else 0.0
-        if chunks:
-            draft_s += self._prompts.seconds("draft", self._drafts.later, chunks)
-        if self.passes == "padded" and not (chunks and self._prompts.prices("target")):
+        draft_s += prompts.draft_s
+        if self.passes == "padded" and not prompts.tokens:
             target_s = self._rectangle(slots, rounds)
         else:
-            target_s = self._target_pass(work, batch, chunks)
+            target_s = self._target_pass(work, batch, prompts)
         return tuple.__new__(Seconds, (draft_s, target_s, host_s))  # as in `work_of`
+
+    def prompts_alone(self, prompts: Prompts, count: int) -> Seconds:
+        """Seconds of an iteration over nothing but `count` prompts."""
+        return Seconds(prompts.draft_s, prompts.target_s, self._hosts.around_iteration_s(count))
 
     @property
     def by_totals(self) -> bool:
@@ -140,6 +144,22 @@ class IterationCost:
 
     def of_work(self, work: Work, batch: int, chunks: Sequence[Chunk]) -> Seconds:
         """Seconds of an iteration of `batch` rounds with this work, where `by_totals`."""
+        return self.beside(work, batch, self.prompts(chunks))
+
+    def prompts(self, chunks: Sequence[Chunk]) -> Prompts:
+        """What `chunks` take; to be asked before they have been."""
+        if not chunks:
+            return NO_PROMPTS
+        draft_s = self._prompts.seconds("draft", self._drafts.later, chunks)
+        if not self._prompts.prices("target"):
+            return Prompts(draft_s, 0.0, 0, 0)
+        return Prompts(
+            draft_s, self._prompts.seconds("target", self._target, chunks),
+            sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks]),
+        )  # fmt: skip
+
+    def beside(self, work: Work, batch: int, prompts: Prompts) -> Seconds:
+        """As `of_work`, with `prompts` priced already."""
         if self.always:
             work = drafting_always(work, batch, self.always)
         host_s = self._host_seconds(work, batch)
@@ -147,9 +167,8 @@ class IterationCost:
             draft_s = self._drafts.idle_s(work, batch)
         else:
             draft_s = self._drafts.of_work(work, batch) if work.longest else 0.0
-        if chunks:
-            draft_s += self._prompts.seconds("draft", self._drafts.later, chunks)
-        target_s = self._target_pass(work, batch, chunks)
+        draft_s += prompts.draft_s
+        target_s = self._target_pass(work, batch, prompts)
         return tuple.__new__(Seconds, (draft_s, target_s, host_s))
 
     def around_request_s(self, batch: int) -> float:
@@ -188,15 +207,11 @@ class IterationCost:
         seen = max(s.context + r.drafted for s, r in zip(slots, rounds, strict=True))
         return self._target(len(rounds), width, max(seen - width, 0))
 
-    def _target_pass(self, work: Work, decoding: int, chunks: Sequence[Chunk]) -> float:
-        if chunks and not self._prompts.prices("target"):
-            chunks = ()
+    def _target_pass(self, work: Work, decoding: int, prompts: Prompts) -> float:
         tokens = decoding + work.drafted
         # The last token emitted is in no cache yet: it is the first this pass processes.
         cached = work.context - decoding
         decode_s = self._target(decoding, tokens / decoding, cached / decoding)
-        if not chunks:
+        if not prompts.tokens:
             return decode_s
-        prompt_s = self._prompts.seconds("target", self._target, chunks)
-        prompts = sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks])
-        return self._mixed.seconds(decode_s, tokens, prompt_s, *prompts)
+        return self._mixed.seconds(decode_s, tokens, *prompts[1:])

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
-from simulator.serving.cost.work import Chunk
+from simulator.serving.cost.slab import Floats
+from simulator.serving.cost.work import Chunk, Ints
 from traces.latency.table import LatencyTable
+
+
+class Prompts(NamedTuple):
+    """What the prompt chunks of one iteration take by themselves, and what they are."""
+
+    draft_s: float
+    target_s: float
+    tokens: int
+    """Zero where the target's prompts have no price."""
+    cached: int
+    """Tokens of the same prompts that were processed before."""
+
+
+class PromptsEach(NamedTuple):
+    """The fields of `Prompts` over many iterations, (n,) each."""
+
+    draft_s: Floats
+    target_s: Floats
+    tokens: Ints
+    cached: Ints
+
+
+NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)
 
 
 class PromptCost:
@@ -46,6 +71,10 @@ class PromptCost:
         prefill = self._prefill.get(model)
         if prefill is None or forward is None or not chunks:
             return 0.0
+        if len(chunks) == 1:  # as mostly, and then it is worth while to be quick
+            [(slot, tokens)] = chunks
+            if not slot.prefilled and slot.prefill_left == tokens:
+                return prefill(1, float(tokens), 0.0)
         lengths = [c.tokens for c in chunks]
         cached = sum([c.slot.prefilled for c in chunks])
         if not cached and all(c.slot.prefill_left == c.tokens for c in chunks):
@@ -55,8 +84,6 @@ class PromptCost:
     @staticmethod
     def _whole(prefill: PassReader, lengths: Sequence[int], longest: float) -> float:
         count, mean = len(lengths), sum(lengths) / len(lengths)
-        if count == 1:
-            return prefill(1, mean, 0.0)
         # Beyond the longest that were measured together, prompts share as much as those.
         alike = min(mean, longest)
         together_s = prefill(count, alike, 0.0)

@@ -9,6 +9,8 @@ import numpy as np
 
 from simulator.serving.cost.drafts import DraftCost
 from simulator.serving.cost.host import HostCost
+from simulator.serving.cost.mixed import MixedPasses
+from simulator.serving.cost.prompts import PromptsEach
 from simulator.serving.cost.reader import PassReader, Tally
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.work import Ints, Works, drafting_always_each
@@ -41,14 +43,18 @@ Kept = dict[Hashable, Alone]
 
 
 class TogetherCost:
-    """Prices iterations without prompts whose totals say all, many at a time.
+    """Prices iterations whose totals say all, many at a time.
 
     ``target`` reads the target's passes; ``always`` is as in `DraftCost`.  What was read is counted
     when the iterations have happened, for a span may be cut off.
     """
 
-    def __init__(self, target: PassReader, drafts: DraftCost, hosts: HostCost, always: int) -> None:
+    def __init__(
+        self, target: PassReader, drafts: DraftCost, hosts: HostCost, mixed: MixedPasses,
+        always: int,
+    ) -> None:  # fmt: skip
         self._target, self._drafts, self._hosts, self._always = target, drafts, hosts, always
+        self._mixed = mixed
         self._uncounted: list[Reading] = []
         self._readers = target, drafts.along, drafts.first, drafts.later
 
@@ -135,6 +141,21 @@ class TogetherCost:
         drafts += np.take(settled, np.minimum(steps, len(settled) - 1))
         seconds[at] += drafts + host.draft_s * longest
         return seconds, readings
+
+    def beside(
+        self, works: Works, batch: int, prompts: PromptsEach
+    ) -> tuple[Floats, list[Reading]] | None:
+        """As `seconds`, with `prompts` in each of the iterations, which all happen."""
+        priced = self.seconds(works, batch)
+        if priced is None:
+            return None
+        seconds, readings = priced
+        if prompts.tokens.any():
+            # Read again: a pass of the target is what prompts change.
+            own = self._target.many(batch, readings[0].widths, readings[0].contexts)
+            assert own is not None
+            seconds += self._mixed.each(own, works.drafted + batch, prompts) - own
+        return seconds + prompts.draft_s, readings
 
     def count(self, readings: Sequence[Reading], iterations: int | None = None) -> None:
         """Count what `seconds` read; of the first `iterations` alone where so many happened."""

@@ -16,8 +16,8 @@ from simulator.serving.cost.work import Chunk
 from simulator.serving.engine import Engine
 from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Slot
-from simulator.serving.spans.ledger import BLOCKS, Ledger, works_of
-from simulator.serving.spans.rounds import ACCEPTED, DRAFTED, EMITTED, FORWARDS, Ints
+from simulator.serving.spans.ledger import Ledger, works_of
+from simulator.serving.spans.rounds import ACCEPTED, BLOCKS, DRAFTED, EMITTED, FORWARDS, Ints
 
 
 class Span(NamedTuple):
@@ -191,24 +191,32 @@ class BookingEngine(Engine):
         return counted
 
     def _advance(self, count: int) -> None:
-        ledger, ends = self._ledger, self._ends
-        ledger.advance(count)
-        ended = []
-        while ends and ends[0][0] == ledger.now:
+        self._ledger.advance(count)
+        for slot in self.ended(self._ledger.now):
+            self._finish(slot)
+
+    def ended(self, iteration: int) -> list[Slot]:
+        """Those whose last iteration was the one before `iteration`, in order of admission."""
+        ends, ended = self._ends, []
+        while ends and ends[0][0] == iteration:
             ended.append(heapq.heappop(ends)[2])
         if len(ended) > 1:
             ended.sort(key=self.scheduler.running.index)
-        for slot in ended:
-            self._finish(slot)
+        return ended
 
     def _finish(self, slot: Slot) -> None:
-        _count(slot, slot.decoder.count - slot.decoder.at)
-        slot.tokens = slot.job.output_tokens
-        slot.context = slot.job.prompt_tokens + slot.tokens
-        slot.last_s = self.env.now
+        count_to_end(slot, self.env.now)
         del self._since[slot]
         self._counted -= slot.index >= self.recorder.skip
         self.leave(slot)
+
+
+def count_to_end(slot: Slot, now: float) -> None:
+    """All rounds of the request have been."""
+    _count(slot, slot.decoder.count - slot.decoder.at)
+    slot.tokens = slot.job.output_tokens
+    slot.context = slot.job.prompt_tokens + slot.tokens
+    slot.last_s = now
 
 
 def _count(slot: Slot, passed: int) -> None:

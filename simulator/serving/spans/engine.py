@@ -18,11 +18,12 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.together import Alone, Reading
 from simulator.serving.cost.work import Chunk
+from simulator.serving.scheduler import Continuous
 from simulator.serving.sequence import Sequenced, Slot
 from simulator.serving.source import Events
 from simulator.serving.spans.books import BookingEngine, Span
-from simulator.serving.spans.ledger import BLOCKS, work_of_column, works_of
-from simulator.serving.spans.rounds import EMITTED, Ints, Replayed
+from simulator.serving.spans.ledger import work_of_column, works_of
+from simulator.serving.spans.rounds import BLOCKS, EMITTED, Ints, Replayed
 
 FEW, MANY = 6, 512
 """Iterations that are quicker priced one by one, and those priced at a time."""
@@ -52,17 +53,25 @@ class SpanEngine(BookingEngine):
     def run(self) -> Events:
         """As the engine that goes iteration by iteration, in fewer events."""
         while not self.full:
-            chunks = self._plan()
-            if chunks is None:
-                going = yield from self._steps()
-            elif chunks:
-                going = yield from self._mixed(chunks)
-            elif self._since:
-                going = yield from self._span()
-            elif going := not self.idle_for_good():
-                yield self.sleep()
-            if not going:
+            if not (yield from self.turn()):
                 return
+
+    def turn(self) -> Wait:
+        """Whatever comes next: a span, an iteration with prompts, or the wait for a request.
+
+        False once no request will come.
+        """
+        chunks = self._plan()
+        if chunks is None:
+            return (yield from self._steps())
+        if chunks:
+            return (yield from self._mixed(chunks))
+        if self._since:
+            return (yield from self._span())
+        if self.idle_for_good():
+            return False
+        yield self.sleep()
+        return True
 
     def wake(self) -> None:
         """Look at the queue again: after this iteration of a span, if that lets anybody in."""
@@ -87,21 +96,28 @@ class SpanEngine(BookingEngine):
         if scheduler is None:
             static = self.scheduler
             return [] if self._since else static.next(self.source.more_to_come).chunks
-        limits, pool = scheduler.limits, scheduler.pool
-        prompts = self._prompts
-        budget = limits.token_budget - (scheduler.lookahead + 1) * len(self._since)
-        budget -= sum([slot.prefill_left for slot in prompts])
+        pool, prompts = scheduler.pool, self._prompts
+        budget = self.budget(scheduler)
         if budget < 0:
             return None
         blocks = int(self._ledger.coming(1)[BLOCKS, 0]) if self._since else 0
-        if limits.kv_blocks is not None:
+        if scheduler.limits.kv_blocks is not None:
             growth = [pool.growth(slot, slot.prefilled + slot.prefill_left) for slot in prompts]
             if not pool.room_for(self, blocks, sum(growth)):
                 return None
         pool.hold(self, blocks)
+        return self.chunks(scheduler, budget)
+
+    def budget(self, scheduler: Continuous) -> int:
+        """Tokens of the next iteration that its decoding requests and begun prompts leave."""
+        budget = scheduler.limits.token_budget - (scheduler.lookahead + 1) * len(self._since)
+        return budget - sum([slot.prefill_left for slot in self._prompts])
+
+    def chunks(self, scheduler: Continuous, budget: int) -> list[Chunk]:
+        """What is left of begun prompts, and of those that `budget` lets in."""
         chunks = []
-        for slot in prompts:
-            slot.capacity = pool.grow(slot, slot.prefilled + slot.prefill_left)
+        for slot in self._prompts:
+            slot.capacity = scheduler.pool.grow(slot, slot.prefilled + slot.prefill_left)
             chunks.append(Chunk(slot, slot.prefill_left))
         scheduler.admit(budget, chunks)
         return chunks
@@ -178,16 +194,19 @@ class SpanEngine(BookingEngine):
     def _priced(
         self, columns: Ints, together: int
     ) -> tuple[Floats, Sequence[Reading] | Alone] | None:
-        cost = self.cost
         if together > 1:
-            return cost.together.seconds(works_of(columns), together)
+            return self.cost.together.seconds(works_of(columns), together)
         [(slot, since)] = self._since.items()
-        sequence = slot.decoder
-        first = sequence.at + self._ledger.now - since
+        alone = self.alone(slot, self._ledger.now - since, columns)
+        return None if alone is None else (alone.seconds, alone)
+
+    def alone(self, slot: Slot, passed: int, columns: Ints) -> Alone | None:
+        """Prices iterations of one entered request by itself, after `passed` of its rounds."""
+        cost, sequence = self.cost, slot.decoder
+        first = sequence.at + passed
         part = slot.job.prompt_tokens, first, first + columns.shape[1]
         key = ref(cost.latency), cost.reads, cost.speculates, part
-        alone = cost.together.alone(lambda: works_of(columns), sequence.table.alone, key)
-        return None if alone is None else (alone.seconds, alone)
+        return cost.together.alone(lambda: works_of(columns), sequence.table.alone, key)
 
     def _wait(self, ends: Floats) -> Generator[simpy.Event, Any, int]:
         """Until the iterations have ended, or the one in which `wake` cut them off.

@@ -25,8 +25,8 @@ from simulator.serving.spans.rounds import (
     ReplayedSequence,
 )
 
-BLOCKS, LONGEST_DRAFT = ROWS, ROWS + 1
-"""Two rows more: cache blocks held, and draft passes of the request that drafts most."""
+LONGEST_DRAFT = ROWS + 1
+"""A row more, behind the blocks: draft passes of the request that drafts most."""
 WORK = [CONTEXT, DRAFTED, LONGEST_DRAFT, DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD]
 """Rows of the ledger in the order of the fields of `Work`."""
 
@@ -48,22 +48,21 @@ class Ledger:
         self._work: Ints = np.zeros((ROWS + 2, 1024), np.int64)
         self._at = self._end = 0
 
-    def add(self, sequence: ReplayedSequence, prompt_tokens: int) -> int:
-        """Enter the rounds still to come of a request; returns the iteration that ends it."""
+    def add(self, sequence: ReplayedSequence, prompt_tokens: int, after: int = 0) -> int:
+        """Enter the rounds still to come of a request, the first `after` so many iterations.
+
+        Returns the iteration that ends it.
+        """
         table, first, last = sequence.table, sequence.at, sequence.count
-        count = last - first
-        self._make_room(count)
-        start, stop = self._at, self._at + count
-        own = table.added[:, first:last]
+        count = after + last - first
+        self.make_room(count)
+        start, stop = self._at + after, self._at + count
+        own = table.entered(prompt_tokens, self._ahead, self._block)[:, first:last]
         work = self._work
-        work[:ROWS, start:stop] += own
-        work[CONTEXT, start:stop] += prompt_tokens
-        work[DRAFT_CONTEXT, start:stop] += own[DRAFTING] * prompt_tokens
+        work[: ROWS + 1, start:stop] += own
+        longest = work[LONGEST_DRAFT, start:stop]
+        np.maximum(longest, own[FORWARDS], out=longest)
         work[EMITTED, stop - 1] -= sequence.over
-        work[BLOCKS, start:stop] += (own[CONTEXT] + (prompt_tokens + self._ahead)) // self._block
-        np.maximum(
-            work[LONGEST_DRAFT, start:stop], own[FORWARDS], out=work[LONGEST_DRAFT, start:stop]
-        )
         self._end = max(self._end, stop)
         return self.now + count
 
@@ -81,7 +80,8 @@ class Ledger:
         """Forget what was to come."""
         self._work[:, self._at : self._end] = 0
 
-    def _make_room(self, count: int) -> None:
+    def make_room(self, count: int) -> None:
+        """Let `coming` show so many iterations."""
         needed = self._at + count
         size = self._work.shape[1]
         if needed <= size:

@@ -25,7 +25,8 @@ CONTEXT, DRAFTED, ACCEPTED, EMITTED, FORWARDS = range(5)
 DRAFTING, CATCH_UP, DRAFT_CONTEXT, REJECTED, UNREAD = range(5, 10)
 """Rows of what a round adds to its iteration (`simulator.serving.cost.work.Work`); contexts
 count output tokens alone, to which a request adds its prompt."""
-ROWS = 10
+BLOCKS = ROWS = 10
+"""A row more in a ledger: the cache blocks that a request holds."""
 KEPT = 16
 """Policies of a trace whose rounds are kept: a study of many would hold them all."""
 
@@ -87,6 +88,24 @@ class Rounds:
         np.cumsum(rounds[[1, 2, 3, 4]], axis=1, out=self.totals[:, 1:])
         self.reached: Ints = begin + self.totals[2]
         self.alone: Kept = {}
+        self._entered: tuple[tuple[int, int, int], Ints] | None = None
+
+    def entered(self, prompt_tokens: int, ahead: int, block: int) -> Ints:
+        """(ROWS + 1, rounds): `added` behind such a prompt, and the cache blocks held.
+
+        Those are of `block` tokens, for the context and `ahead` tokens more, rounded down.
+        """
+        key = prompt_tokens, ahead, block
+        # A recorded sequence mostly comes with the same prompt.
+        if self._entered is None or self._entered[0] != key:
+            added = self.added
+            whole = np.concatenate(
+                [added, (added[CONTEXT : CONTEXT + 1] + prompt_tokens + ahead) // block]
+            )
+            whole[CONTEXT] += prompt_tokens
+            whole[DRAFT_CONTEXT] += added[DRAFTING] * prompt_tokens
+            self._entered = key, whole
+        return self._entered[1]
 
     def needed(self, tokens: int) -> int:
         """Rounds until `tokens` output tokens have been emitted, the prompt's own included."""
