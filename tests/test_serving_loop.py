@@ -16,9 +16,9 @@ from policies.basic import Fixed
 from policies.registry import parse_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
 from simulator.serving.arrivals import Job
-from simulator.serving.spans import LoopEngine, SpanEngine, loop
+from simulator.serving.spans import LoopEngine, PlannedLoopEngine, SpanEngine, loop
 from tests.serving import GRID, SMALL, table
-from tests.spans import SIGNALLED, TABLES, assert_same, ran
+from tests.spans import LENGTHS, SIGNALLED, TABLES, assert_same, ran
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
@@ -68,6 +68,19 @@ def test_a_loop_planned_ahead_is_its_iterations(scenario, policy, cells, ahead, 
     with patch.object(loop, "AHEAD", ahead), patch.object(loop, "FEW", few):
         engine = assert_same(SIGNALLED, CELLS[cells], parse_policy(policy), scenario)
     assert isinstance(engine, LoopEngine)
+
+
+@pytest.mark.invariant(3)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    SCENARIOS, st.sampled_from(LENGTHS), st.sampled_from([*CELLS]), st.sampled_from([1, 7, 4096]),
+)  # fmt: skip
+def test_a_loop_of_lengths_by_number_planned_ahead_is_its_iterations(
+    scenario, policy, cells, ahead
+):
+    with patch.object(loop, "AHEAD", ahead):
+        engine = assert_same(SIGNALLED, CELLS[cells], policy, scenario)
+    assert isinstance(engine, PlannedLoopEngine)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from simulator.serving.source import Source
 from simulator.serving.spans import (
     LoopEngine,
     PlannedEngine,
+    PlannedLoopEngine,
     SpanEngine,
     clock_free,
     keeps_no_clock,
@@ -204,13 +205,15 @@ class Station:
         )  # fmt: skip
         if not cost.by_totals or timeline is not None or self.by_iteration:
             return Engine(*parts)
+        clockless = keeps_no_clock(scenario, latency)
         if isinstance(policy, BatchPolicy):
             if rule is not None or planned_of(policy, 1) is None:
                 return Engine(*parts)
             replays = planned_rounds(trace, self.lookahead)
-            return PlannedEngine(*parts, policy=policy, replays=replays)
+            planned = PlannedLoopEngine if clockless else PlannedEngine
+            return planned(*parts, policy=policy, replays=replays)
         if type(speculation) is PerRequest and clock_free(policy, rule):
-            spans = LoopEngine if keeps_no_clock(scenario, latency) else SpanEngine
+            spans = LoopEngine if clockless else SpanEngine
             return spans(*parts, replays=replays_of(trace, policy, rule, self.lookahead))
         return Engine(*parts)
 

@@ -192,11 +192,11 @@ class Series:
         """Where the intervals up to `until_s` start, and the quantity's mean in each."""
         self._close()
         self._fold()
-        count = min(self.points, max(math.ceil(until_s / self.interval_s), 1))
+        # A sliver of an interval would hold nothing but rounding.
+        count = min(self.points, max(math.ceil(until_s / self.interval_s - 1e-9), 1))
         starts = np.asarray(np.arange(count) * self.interval_s, float)
         widths = np.minimum(until_s - starts, self.interval_s)
-        means: Floats = self._sums[:count] / np.where(widths > 0, widths, 1)
-        return starts, means
+        return starts, self._sums[:count] / np.where(widths > 0, widths, 1)
 
 
 REQUEST_COLUMNS: Mapping[str, str] = {

@@ -10,11 +10,11 @@ engine that goes iteration by iteration (`simulator.serving.engine`), which is t
 """
 
 from simulator.serving.spans.engine import SpanEngine
-from simulator.serving.spans.loop import LoopEngine, keeps_no_clock
+from simulator.serving.spans.loop import LoopEngine, PlannedLoopEngine, keeps_no_clock
 from simulator.serving.spans.planned import PlannedEngine, planned_rounds
 from simulator.serving.spans.rounds import clock_free, replays_of
 
 __all__ = [
-    "LoopEngine", "PlannedEngine", "SpanEngine", "clock_free", "keeps_no_clock", "planned_rounds",
-    "replays_of",
+    "LoopEngine", "PlannedEngine", "PlannedLoopEngine", "SpanEngine", "clock_free",
+    "keeps_no_clock", "planned_rounds", "replays_of",
 ]  # fmt: skip

@@ -102,15 +102,19 @@ class BookingEngine(Engine):
         if self._by_steps:
             slot.rounds = slot.decoder.rounds(None)
             return
-        end = self._ledger.add(slot.decoder, slot.job.prompt_tokens)
-        self._entered += 1
-        heapq.heappush(self._ends, (end, self._entered, slot))
-        self._since[slot] = self._ledger.now
+        self.add(slot)
         self._counted += slot.index >= self.recorder.skip
         if slot.last_s != self.env.now:
             self._late.append(slot)
         if self._continuous is not None:
             self.scheduler.pool.release(slot)
+
+    def add(self, slot: Slot, after: int = 0) -> None:
+        """Add the rounds of a request to the ledger, the first `after` so many iterations."""
+        end = self._ledger.add(slot.decoder, slot.job.prompt_tokens, after)
+        self._entered += 1
+        heapq.heappush(self._ends, (end, self._entered, slot))
+        self._since[slot] = self._ledger.now + after
 
     def _passed(self, start: float, column: list[int] | None) -> None:
         """One iteration, of the entered requests and perhaps of prompts, ended now."""

@@ -122,6 +122,14 @@ class SpanEngine(BookingEngine):
         scheduler.admit(budget, chunks)
         return chunks
 
+    def lengths_change(self, running: int) -> bool:
+        """Whether so many requests decode otherwise than entered; `change_lengths` sees to it."""
+        del running
+        return False
+
+    def change_lengths(self) -> None:
+        """Enter all requests anew, at the lengths that were last asked for."""
+
     # --- running it --------------------------------------------------------------------
 
     def _steps(self) -> Wait:

@@ -7,7 +7,6 @@ requests that come and go between them, and priced together.
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
@@ -22,6 +21,7 @@ from simulator.serving.spans.books import count_to_end
 from simulator.serving.spans.engine import FEW, MANY, SpanEngine, Wait
 from simulator.serving.spans.ledger import work_of_column, works_of
 from simulator.serving.spans.plan import Gone, Part, Plan, PromptsOf, each
+from simulator.serving.spans.planned import PlannedEngine
 from simulator.serving.spans.rounds import ACCEPTED, BLOCKS, DRAFTED, EMITTED, FORWARDS, Ints
 from traces.latency.schema import SERVER
 from traces.latency.table import LatencyTable
@@ -49,18 +49,18 @@ class LoopEngine(SpanEngine):
         """As far as can be planned, or else what comes next."""
         scheduler = self._continuous
         if scheduler is not None and not self._late and self.env.peek() == math.inf:
-            plan = self._planned(scheduler)
-            if plan.length:
-                self._run_through(plan)
+            before = self._ledger.now
+            self._run_ahead(scheduler)
+            if self._ledger.now > before:
                 return True
         return (yield from super().turn())
 
     # --- what will be ------------------------------------------------------------------
 
-    def _planned(self, scheduler: Continuous) -> Plan:
+    def _run_ahead(self, scheduler: Continuous) -> None:
         """As many iterations as may be, in each of which every entered request decodes."""
-        plan, ends, now = Plan(len(self._since), self._counted), self._ends, self._ledger.now
         scheduler.pool.hold(self, 0)
+        plan = Plan(len(self._since), self._counted)
         while plan.length < AHEAD:
             chunks: list[Chunk] = []
             if self._prompts or scheduler.waiting:
@@ -68,20 +68,20 @@ class LoopEngine(SpanEngine):
                 if budget < 0:
                     break
                 chunks = self.chunks(scheduler, budget)
+            if not chunks and not self._ends:
+                break
+            if self.lengths_change(len(self._since) + len(chunks)):
+                self._run_through(plan)
+                self.change_lengths()
+                plan = Plan(len(self._since), self._counted)
             if chunks:
                 prompts, blocks = self.cost.prompts(chunks), scheduler.pool.used
                 plan.prompts.append(PromptsOf(plan.length, prompts, len(chunks), blocks))
                 self._prompts = [slot for slot, tokens in chunks if tokens < slot.prefill_left]
                 plan.length += 1
-            elif ends:
-                count = min(ends[0][0] - now - plan.length, MANY)
-                if len(self._since) == 1:
-                    [(slot, since)] = self._since.items()
-                    plan.alone.append(Part(plan.length, count, slot, now + plan.length - since))
-                plan.length += count
             else:
-                break
-            for slot in self.ended(now + plan.length):
+                self._decodes(plan)
+            for slot in self.ended(self._ledger.now + plan.length):
                 del self._since[slot]
                 plan.decoding(-1, slot.index >= self.recorder.skip)
                 self._goes(plan, slot)
@@ -90,7 +90,16 @@ class LoopEngine(SpanEngine):
                 slot.prefill_left -= tokens
                 if not slot.prefill_left:
                     self._begins(plan, slot)
-        return plan
+        self._run_through(plan)
+
+    def _decodes(self, plan: Plan) -> None:
+        """Until the next request ends."""
+        at = self._ledger.now + plan.length
+        count = min(self._ends[0][0] - at, MANY)
+        if len(self._since) == 1:
+            [(slot, since)] = self._since.items()
+            plan.alone.append(Part(plan.length, count, slot, at - since))
+        plan.length += count
 
     def _begins(self, plan: Plan, slot: Slot) -> None:
         slot.tokens = 1
@@ -101,10 +110,7 @@ class LoopEngine(SpanEngine):
             return
         self.scheduler.pool.release(slot)
         plan.decoding(1, slot.index >= self.recorder.skip)
-        end = self._ledger.add(slot.decoder, slot.job.prompt_tokens, plan.length)
-        self._entered += 1
-        heapq.heappush(self._ends, (end, self._entered, slot))
-        self._since[slot] = self._ledger.now + plan.length
+        self.add(slot, plan.length)
 
     def _goes(self, plan: Plan, slot: Slot) -> None:
         self.scheduler.finish(slot)
@@ -118,6 +124,8 @@ class LoopEngine(SpanEngine):
 
     def _run_through(self, plan: Plan) -> None:
         """Let it happen."""
+        if not plan.length:
+            return
         recorder, start, length = self.recorder, self.env.now, plan.length
         self._ledger.make_room(length)
         columns, together, counted = self._ledger.coming(length), plan.together, plan.counted
@@ -208,3 +216,7 @@ class LoopEngine(SpanEngine):
                 return priced[0]
         pairs = zip(columns.T.tolist(), prompts, strict=True)
         return [cost.beside(work_of_column(c), size, p.prompts).total_s for c, p in pairs]
+
+
+class PlannedLoopEngine(LoopEngine, PlannedEngine):
+    """The same where the number of requests decides a length for all of them."""

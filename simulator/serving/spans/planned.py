@@ -191,25 +191,29 @@ class PlannedEngine(SpanEngine):
         self._followed: Planned | None = None
         """By all that are in the ledger."""
 
-    def _enter(self, slot: Slot) -> None:
+    def add(self, slot: Slot, after: int = 0) -> None:
+        """Whatever is followed, that request's rounds are entered by."""
         if self._followed is None:
             self._followed = self._asked.at(len(self.scheduler.running))
         slot.decoder.plan(self._followed)
-        super()._enter(slot)
+        super().add(slot, after)
 
     def _plan(self) -> list[Chunk] | None:
         chunks = super()._plan()
-        if chunks is not None and self._since:
-            planned = self._asked.decide(len(self._since) + len(chunks))
-            if planned != self._followed:
-                self._follow(planned)
+        if chunks is not None and self.lengths_change(len(self._since) + len(chunks)):
+            self.change_lengths()
         return chunks
 
-    def _follow(self, planned: Planned) -> None:
+    def lengths_change(self, running: int) -> bool:
+        """Whether another length is planned at so many requests."""
+        return bool(self._since) and self._asked.decide(running) != self._followed
+
+    def change_lengths(self) -> None:
+        """Enter the requests anew."""
         slots, pool = list(self._since), self.scheduler.pool
         held = pool.held(self)
         self.settle()
-        self._followed = planned
+        self._followed = self._asked.planned
         for slot in slots:
             self._enter(slot)
         pool.hold(self, held)
