@@ -62,11 +62,11 @@ class LoopEngine(SpanEngine):
         scheduler.pool.hold(self, 0)
         plan = Plan(len(self._since), self._counted)
         while plan.length < AHEAD:
+            budget = self.budget(scheduler)
+            if budget < 0:
+                break
             chunks: list[Chunk] = []
             if self._prompts or scheduler.waiting:
-                budget = self.budget(scheduler)
-                if budget < 0:
-                    break
                 chunks = self.chunks(scheduler, budget)
             if not chunks and not self._ends:
                 break
