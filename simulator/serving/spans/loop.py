@@ -208,7 +208,7 @@ class LoopEngine(SpanEngine):
     def _mixed_s(self, columns: Ints, size: int, prompts: list[PromptsOf]) -> Floats | list[float]:
         cost = self.cost
         if not size:
-            return [cost.prompts_alone(p.prompts, p.count).total_s for p in prompts]
+            return [cost.prompts_alone(p.prompts, p.number).total_s for p in prompts]
         if len(prompts) > FEW:
             priced = cost.together.beside(works_of(columns), size, each(prompts))
             if priced is not None:

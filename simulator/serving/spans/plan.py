@@ -26,7 +26,7 @@ class PromptsOf(NamedTuple):
 
     iteration: int
     prompts: Prompts
-    count: int
+    number: int
     blocks: int
     """Of the cache, that they hold."""
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """Iterations of one request by itself."""
 
     first: int
-    count: int
+    length: int
     slot: Slot
     passed: int
     """Rounds of the request before the first, of those in the ledger."""
