@@ -21,8 +21,6 @@ DEFAULT_TRACE = "smollm2-cpu"
 """The recording used where none is named: a real pair, one stream in transformers."""
 SERVED_TRACE = "smollm2-vllm-draft-cpu"
 """That of commands that serve many requests: the same outputs, at the costs of a serving engine."""
-EVERY_SOURCE = "bundled"
-"""That of commands about all draft sources, which no other recording has."""
 TRACE_VARIABLE = "DRAFTSIM_TRACE"
 """The environment variable that names another."""
 

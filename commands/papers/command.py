@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commands.common.inputs import (
-    EVERY_SOURCE,
+    DEFAULT_TRACE,
     LatencyOption,
     TraceOption,
     load_latency,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def papers(
-    trace: TraceOption = EVERY_SOURCE,
+    trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
     rounds: Annotated[
         list[Path] | None,

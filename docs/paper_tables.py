@@ -1,0 +1,23 @@
+"""Tables of what `draftsim papers` finds on the real pair, for the page about the papers."""
+
+from __future__ import annotations
+
+from docs.reading import table
+from simulator.papers import Ours
+from simulator.papers.order import order_rows
+from simulator.papers.systems import system_rows
+from traces import find_latency, find_trace
+from traces.sources import find_recordings
+
+
+def order_of_systems(name: str) -> str:
+    """Where SpecBound's Table 1 and this recording put its systems, and why they differ."""
+    trace = find_trace(name)
+    ours = Ours(trace, find_latency(name), recordings=find_recordings(name, trace))
+    rows = [
+        (row.row.removeprefix("order, "), f"{row.published:.0f}", f"{row.ours:.0f}", row.note)
+        for row in order_rows(system_rows(ours))
+    ]
+    if not rows:
+        raise KeyError(name)
+    return table(("system", "place in the paper", "here", "why"), rows)
