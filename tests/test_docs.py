@@ -103,6 +103,12 @@ def test_the_readmes_ladder_is_what_simulate_prints(
     assert line.endswith(f"| {best:.2f}x | {drafting:.2f}x | {oracle:.2f}x |")
 
 
+def test_the_readmes_lookup_is_what_simulate_prints(run: Run) -> None:
+    [_, own] = run("simulate", "--trace", "smollm2-cpu", "--policy", "ngram", "--json", "-").rows
+    text = f"{own['speedup']:.2f}x ({own['speedup_lo']:.2f} to {own['speedup_hi']:.2f})"
+    assert f"`ngram` {text}" in _readme("seen")
+
+
 def test_the_readmes_category_is_what_simulate_prints(run: Run) -> None:
     source = ("--source", "eagle:model=smollm2-eagle3", "--policy", "fixed:gamma=3")
     found = run("simulate", "--trace", "smollm2-cpu", *source, "--by-category", "--json", "-").rows
