@@ -8,7 +8,7 @@ other call by call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -45,6 +45,8 @@ CALL_DTYPE = np.dtype(
 
 Call = tuple[bool, int, int, int]
 """(verify, kind, new_tokens, count): verify tells the verification from the drafting."""
+CallKey = tuple[bool, int, int]
+"""A call without its count."""
 
 LAYER, HEAD, EXIT_HEAD = (
     CALL_KINDS.index(k) for k in (("target", "layer"), ("target", "head"), ("exit", "head"))
@@ -60,13 +62,23 @@ class CallCounter:
 
     def __init__(self) -> None:
         self.rounds: list[list[Call]] = []
-        self._open: dict[tuple[bool, int, int], int] = {}
+        self._open: dict[CallKey, int] = {}
 
     def add(self, kind: int, new_tokens: int, count: int = 1, *, verify: bool = False) -> None:
         """Count `count` calls over `new_tokens` tokens each."""
         if count:
             key = (verify, kind, new_tokens)
             self._open[key] = self._open.get(key, 0) + count
+
+    def add_all(self, counted: Mapping[CallKey, int]) -> None:
+        """Count what another counter counted in its `open` round."""
+        for key, count in counted.items():
+            self._open[key] = self._open.get(key, 0) + count
+
+    @property
+    def open(self) -> Mapping[CallKey, int]:
+        """What was counted since the last round ended."""
+        return dict(self._open)
 
     def end_round(self) -> None:
         """Close the round: what is counted from now on belongs to the next."""

@@ -52,15 +52,14 @@ class KangarooReplay(EarlyExitReplay):
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """The adapter's proposal behind the last token."""
         step = self._step(so_far)
-        self._ledger.enter()
-        self._ledger.deepen(step.deepest)
+        self._depths.append(step.deepest)
         self.calls.add(ADAPTER, self._pending + 1)
         self._pending = 0
         return step.token
 
     def charge(self, submitted: int) -> int:
         """The layers that the processed positions still lack."""
-        entered = len(self._ledger.depths)
+        entered = len(self._depths)
         positions = super().charge(submitted)
         self._pending += max(0, positions - entered)
         return positions

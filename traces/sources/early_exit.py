@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from policies.core import SIGNALS
 from policies.parameters import flag, whole, within
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.replay.calls import EXIT_HEAD, LayerLedger
+from traces.replay.calls import EXIT_HEAD, CallCounter, CallKey, LayerLedger
 from traces.replay.rounds import Fidelity
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken, true_tokens
 from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
@@ -132,6 +132,7 @@ class ExitTape:
         self._deepest = depth_layers(source.depth, recording.layers)
         self._used = usable_exits(recording.exit_layers, self._deepest, source.layers)
         self._steps: list[ExitStep | None] = [None] * len(choices)
+        self._calls: dict[tuple[int, ...], Mapping[CallKey, int]] = {}
         true = np.asarray(true_tokens(trace, sampled=True))
         path = np.arange(recording.path_starts[-1])
         drafts = recording.argmax[path, choices[path]]
@@ -142,6 +143,20 @@ class ExitTape:
         if (step := self._steps[node]) is None:
             step = self._steps[node] = self._make(node)
         return step
+
+    def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
+        """Calls of a round that drafted down to these layers and verified so many positions."""
+        key = positions, *depths
+        # There are few layers to exit at: most rounds are like one before.
+        if (found := self._calls.get(key)) is None:
+            counter = CallCounter()
+            ledger = LayerLedger(self.recording.layers, counter)
+            for depth in depths:
+                ledger.enter()
+                ledger.deepen(depth)
+            ledger.finish(positions)
+            found = self._calls[key] = counter.open
+        return found
 
     def _make(self, node: int) -> ExitStep:
         at = self._choices[node]
@@ -171,7 +186,8 @@ class EarlyExitReplay(SourceReplay):
         self._tape = tape
         self._path = tape.recording.path_starts[request]
         self._children = tape.recording.children
-        self._ledger = LayerLedger(tape.recording.layers, self.calls)
+        self._depths: list[int] = []
+        """Of the round's drafts, the layers that they got to."""
         self._node = 0
         self._on_path = True
 
@@ -187,8 +203,7 @@ class EarlyExitReplay(SourceReplay):
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
         step = self._step(so_far)
-        self._ledger.enter()
-        self._ledger.deepen(step.deepest)
+        self._depths.append(step.deepest)
         self.calls.add(EXIT_HEAD, 1, step.heads)
         return step.token
 
@@ -218,8 +233,9 @@ class EarlyExitReplay(SourceReplay):
 
     def charge(self, submitted: int) -> int:
         """The layers that the processed positions still lack."""
-        positions = verified(len(self._ledger.depths), submitted, self._tape.source.bonus)
-        self._ledger.finish(positions)
+        positions = verified(len(self._depths), submitted, self._tape.source.bonus)
+        self.calls.add_all(self._tape.calls(self._depths, positions))
+        self._depths.clear()
         return positions
 
 
