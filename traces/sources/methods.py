@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from policies.core import DraftPolicy
-from policies.registry import parse_policy
+from policies.registry import describe, parse_policy
 from policies.rules.base import VerifyRule
 from policies.rules.registry import parse_rule
 from policies.rules.threshold import CMASDVerification
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.run import replay
+from traces.replay.lanes import replay_many
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 
 
@@ -141,7 +141,8 @@ def resolved(chosen: Method, trace: Trace) -> Method:
 
 def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
     """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`."""
-    rule = replay(trace, policy, _Thresholds()).rule
+    [log] = replay_many(trace, [(describe(policy), policy)], rule=_Thresholds())
+    rule = log.rule
     assert isinstance(rule, _Thresholds)
     return rule.total / rule.judged if rule.judged else rule.tau_base
 
