@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Ran, Run
-from tests.test_importers import bench_record, written
+from tests.logs import bench_record, written
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options

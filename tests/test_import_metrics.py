@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Run
-from tests.test_importers import AIPERF, DETAILED, ITERATION, counts, written
+from tests.logs import AIPERF, DETAILED, ITERATION, written
+from tests.test_importers import counts
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Options
