@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,15 @@ from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
 from profiler.decoding.single import ModelDecoder
 from tests import bundled
+from tests.outputs import trace_of
+from tests.test_sources_early_exit import recording
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.lanes import replay_many
 from traces.replay.run import replay
+from traces.sources import EarlyExit, Recordings, replay_source
 
 SAMPLED = [Sampling(0.7), Sampling(1.0, 0.9), Sampling(0.7, 0.9)]
 
@@ -203,3 +207,29 @@ def test_a_recording_without_it_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.split("\n")[0] == (
         "left out: draft-and-verify; not recorded: raw_prob (record again with `draftsim profile`)"
     )
+
+
+def test_exits_recorded_without_it_lack_that_signal_alone() -> None:
+    """Along draws that were tempered or cut; elsewhere it is what was recorded anyhow."""
+    output = [10, 11, 12]
+    greedy = recording([output], [[t] for t in output], [[1.0]] * 3, 8, (4,))
+    drawn = np.zeros((3, 1), np.float32)
+    every = EarlyExit().signals
+    assert "raw_prob" in every
+    for sampling, raw, lacks in (
+        (GREEDY, None, set()), (Sampling(1.0), None, set()), (Sampling(0.7), drawn, set()),
+        (Sampling(0.7), None, {"raw_prob"}), (Sampling(1.0, 0.9), None, {"raw_prob"}),
+    ):  # fmt: skip
+        prob = None if sampling.greedy else drawn
+        exits = replace(greedy, meta=sampling.meta, log_prob=prob, raw_log_prob=raw)
+        held = Recordings(exits=exits)
+        assert every - EarlyExit().held(held) == lacks, sampling.label
+        plain = trace_of([output], 3)
+        trace = Trace(plain.columns, plain.requests, None, {**plain.meta, "sampling": sampling.meta})
+        source = EarlyExit(tau=0.5, omega=0)
+        if lacks:
+            with pytest.raises(SignalError, match="raw_prob"):
+                replay_source(trace, source, DraftAndVerify(), recordings=held)
+        else:
+            assert len(replay_source(trace, source, DraftAndVerify(), recordings=held))
+    assert EarlyExit().held(Recordings()) == every

@@ -187,10 +187,27 @@ def test_suffix_drafts_are_arctics(depth: int, factor: float, least: float, toke
 
 
 def test_nothing_is_proposed_behind_the_end() -> None:
-    for lookup in (NGramLookup(5, 2, 3, frozenset({9})), SuffixLookup(None, eos=frozenset({9}))):
+    end = frozenset({9})
+    for lookup in (NGramLookup(5, 2, 3, end), Suffix().begin(None, end)):
         lookup.extend([1, 2, 3, 9, 4, 1, 2, 3, 9, 4, 1])
         lookup.extend([2])
         assert [p.token_id for p in lookup.propose()] == [3, 9]
+
+
+def test_what_is_not_said_is_as_vllm_has_it() -> None:
+    """``suffix_decoding_max_tree_depth`` and its fellows of `vllm.config.SpeculativeConfig`."""
+    plain = Suffix()
+    assert (plain.num_tokens, plain.depth) == (24, 24)
+    assert (plain.factor, plain.min_prob) == (1.0, 0.1)
+    lookup = plain.begin(None, frozenset())
+    # One token of two behind a pair that occurred twice: a match of one allows one.
+    for tokens, wanted in (([1, 2, 3, 1], [2]), ([2], [3, 1]), ([4, 5, 6], [])):
+        lookup.extend(tokens)
+        assert [p.token_id for p in lookup.propose()] == wanted
+    # Behind 0 ten others followed, and one of eleven is less likely than a tenth.
+    rare = plain.begin(None, frozenset())
+    rare.extend([t for other in range(1, 12) for t in (0, other)] + [0])
+    assert rare.propose() == []
 
 
 def test_bad_parameters_are_named() -> None:

@@ -196,8 +196,8 @@ class SuffixLookup(Lookup):
     """
 
     def __init__(
-        self, served: SuffixTree | None, num_tokens: int = 24, depth: int = 24,
-        factor: float = 1.0, min_prob: float = 0.1, eos: frozenset[int] = frozenset(),
+        self, served: SuffixTree | None, num_tokens: int, depth: int, factor: float,
+        min_prob: float, eos: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         whole("num_tokens", num_tokens, 1)
         whole("depth", depth, 1)

@@ -1,0 +1,96 @@
+"""Which cells the calls of a round are read from, and which pass verifies it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.calls import call_seconds, verify_phase
+from simulator.pricing import price
+from tests.test_pricing import CELLS, LOOKUP, random_log, table
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.calls import (
+    ADAPTER,
+    CALL_DTYPE,
+    CALL_KINDS,
+    EXIT_HEAD,
+    HEAD,
+    LAYER,
+    PASS,
+)
+from traces.replay.rounds import RoundLog
+
+
+def calling(*kinds: int) -> RoundLog:
+    """Rounds with one call a round of each kind, one token wide, in drafting and verification."""
+    log = random_log(3)
+    calls = np.zeros(2 * len(kinds) * len(log), CALL_DTYPE)
+    calls["round"] = np.arange(len(calls)) % len(log)
+    calls["kind"] = np.repeat(kinds, 2 * len(log))
+    calls["verify"] = np.tile(np.repeat([False, True], len(log)), len(kinds))
+    calls["new_tokens"] = calls["count"] = 1
+    return replace(log, source="early-exit", calls=calls)
+
+
+def costing(**seconds: float) -> LatencyTable:
+    """One cell each of ``model_phase``, the same at every context that rounds meet."""
+    return table({
+        (*name.split("_"), 1, 1, context): value  # type: ignore[misc]
+        for name, value in seconds.items() for context in (0, 200)
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "first", "then"),
+    [
+        (LAYER, {"exit_layer": 0.2, "target_layer": 0.3}, 0.2, 0.3),
+        (EXIT_HEAD, {"exit_head": 0.4, "target_head": 0.5}, 0.4, 0.5),
+        (PASS, {"target_pass": 0.6, "target_forward": 0.7}, 0.6, 0.7),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_what_was_not_measured_by_itself_is_read_where_the_nearest_was(
+    kind: int, seconds: dict[str, float], first: float, then: float
+) -> None:
+    log, (own, nearest) = calling(kind), seconds
+    for verify in (False, True):
+        for names, wanted in (((own, nearest), first), ((nearest,), then), ((own,), first)):
+            latency = costing(**{name: seconds[name] for name in names})
+            found, passes = call_seconds(log, latency, verify=verify)
+            np.testing.assert_allclose(found, wanted)
+            assert passes.passes == len(log)
+
+
+def test_a_call_that_nothing_stands_for_is_named() -> None:
+    for kind, has in ((LAYER, "target_head"), (HEAD, "exit_head"), (LOOKUP, "target_forward")):
+        model, phase = CALL_KINDS[kind]
+        with pytest.raises(DraftsimError, match=f"no '{phase}' cells of '{model}'"):
+            call_seconds(calling(kind), costing(**{has: 1.0}), verify=True)
+
+
+def test_calls_are_those_of_their_side_and_kind() -> None:
+    log, latency = calling(LAYER, HEAD), costing(target_layer=0.25, target_head=1.0)
+    assert log.calls is not None
+    log.calls["count"] = 1 + 2 * log.calls["verify"] + (log.calls["kind"] == HEAD)
+    drafting, verifying = (call_seconds(log, latency, verify=v)[0] for v in (False, True))
+    np.testing.assert_allclose(drafting, 1 * 0.25 + 2 * 1.0)
+    np.testing.assert_allclose(verifying, 3 * 0.25 + 4 * 1.0)
+
+
+def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart() -> None:
+    """Heads and lookups leave the target's weights in the caches; layers and adapters do not."""
+    forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}
+    light = {("target", "pass", *key[2:]): value / 2 for key, value in forward.items()}
+    both, bare = table(forward | light), table(forward)
+    by_model = replace(random_log(3), calls=None)
+    for log, phase in (
+        (by_model, "forward"), (calling(LOOKUP), "pass"), (calling(EXIT_HEAD), "pass"),
+        (calling(LAYER), "forward"), (calling(ADAPTER), "forward"),
+        (calling(LOOKUP, LAYER), "forward"),
+    ):  # fmt: skip
+        assert verify_phase(log, both) == phase
+        assert verify_phase(log, bare) == "forward"
+    np.testing.assert_array_equal(price(by_model, both).verify_s, price(by_model, bare).verify_s)
