@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from profiler.models.runner import Runner
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED
 from profiler.recording.trace import Recorder
+from tests.shared import made_once
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
+from traces.store.files import read_trace, write_trace
 
 MAX_NEW = 40
 MAX_GAMMA = 24
@@ -36,6 +39,7 @@ def prompts(count: int = 6) -> list[Prompt]:
     return read_prompts(BUNDLED / "prompts.jsonl", count)
 
 
+@cache
 def record(
     count: int,
     sampling: Sampling = GREEDY,
@@ -44,7 +48,18 @@ def record(
     eos: bool = True,
     seed: int = 0,
 ) -> Trace:
-    """A trace of the first prompts of each category, recorded by the real recorder."""
+    """A trace of the first prompts of each category, recorded by the real recorder: once."""
+    sampled = f"{sampling.temperature:g}-{sampling.top_p:g}-{seed}"
+    name = f"recorded-{count}-{max_new}-{sampled}{'' if eos else '-on'}"
+
+    def make(folder: Path) -> None:
+        trace = _recorded(count, sampling, max_new, eos=eos, seed=seed)
+        write_trace(trace, folder / "trace.parquet")
+
+    return read_trace(made_once(name, make) / "trace.parquet")
+
+
+def _recorded(count: int, sampling: Sampling, max_new: int, *, eos: bool, seed: int) -> Trace:
     generator = torch.Generator().manual_seed(seed)
     stop = pair().eos if eos else frozenset[int]()
     recorder = Recorder(

@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from tests.few_cells import few_cells  # noqa: E402
+from tests.shared import SHARED, made_once  # noqa: E402
 
 if TYPE_CHECKING:
     from profiler.suite.environment import Workplace
@@ -49,11 +50,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True)
-def _nothing_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that other work on the machine disturbs are kept: no test is about their seconds."""
+def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run to warm up, or again where it was disturbed: no test is about seconds."""
     repeats = sys.modules.get("profiler.machine.repeats")
     if repeats is not None:
         monkeypatch.setattr(repeats, "MOST", 0)
+        monkeypatch.setattr(repeats, "WARMING", 0)
 
 
 LONG = (
@@ -118,21 +120,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return call
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """The folder `name`, which `make` fills: once for all workers that share the tests."""
-    from filelock import FileLock
-
-    base = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    folder, made = base / name, base / f"{name}.made"
-    with FileLock(base / f"{name}.lock"):
-        if not made.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            make(folder)
-            made.touch()
-    return folder
+@pytest.fixture(scope="session", autouse=True)
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    os.environ[SHARED] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
 
 
 def beside(name: str, what: str) -> Path:
@@ -156,7 +147,7 @@ def shared_tables() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _profiled(_shared_folder: None) -> Path:
     pytest.importorskip("torch")
     import draftsim
 
@@ -168,7 +159,7 @@ def _profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 draftsim.main()
         assert not stop.value.code
 
-    return made_once(tmp_path_factory, "profiled", make)
+    return made_once("profiled", make)
 
 
 @pytest.fixture(scope="module")

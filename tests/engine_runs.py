@@ -1,14 +1,18 @@
 """Runs a real vLLM with a miniature model, in the engine's own environment; JSON of what came.
 
-.venv-vllm/bin/python -m tests.engine_runs FOLDER [own]
+.venv-vllm/bin/python -m tests.engine_runs FOLDER
 
-With ``own`` vLLM drafts by itself, with the first of the model's layers.
+Once with drafts of ours (FOLDER/ours), and once with vLLM drafting by itself, with the first of the
+model's layers (FOLDER/own).
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +166,23 @@ def own(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    made = own if sys.argv[2:] == ["own"] else main
+def run(made: Callable[[Path], dict[str, Any]], folder: Path) -> None:
+    folder.mkdir()
     (folder / "runs.json").write_text(json.dumps(made(folder)))
+
+
+if __name__ == "__main__":
+    # A process holds one engine, and a fork of this one begins with vLLM imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM  # noqa: F401
+
+    for name, made in (("ours", main), ("own", own)):
+        fork = multiprocessing.get_context("fork").Process(
+            target=run, args=(made, Path(sys.argv[1]) / name)
+        )
+        fork.start()
+        fork.join()
+        if fork.exitcode:
+            sys.exit(1)

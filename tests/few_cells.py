@@ -30,20 +30,23 @@ def few_cells() -> Iterator[None]:
         contexts: Sequence[int] = CONTEXTS
         prompts: Sequence[int] = PROMPTS
         batch_widths: Sequence[int] = WIDTHS
-        warmup: int = 1
+        warmup: int = 0
 
     few: dict[str, Any] = {"widths": WIDTHS, "contexts": CONTEXTS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
         patch.setattr(feature_latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
-        for module in (passes, latency):
-            patch.setattr(module, "UNTIMED_PLAIN", 1)
+        patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
+        for module in (passes, latency, feature_latency):
+            for name in {"UNTIMED", "UNTIMED_PLAIN"} & {*vars(module)}:
+                patch.setattr(module, name, 0)
         for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
             (feature_latency, "measure_drafters", few), (profile, "measure_host", {"repeats": 2}),
-            (profile, "measure_rules", {"repeats": 3}),
+            (profile, "measure_rules", {"repeats": 2}),
         ):  # fmt: skip
             patch.setattr(owner, name, partial(getattr(owner, name), **less))
-        patch.setattr("profiler.machine.repeats.MOST", 0)
+        for name in ("MOST", "WARMING"):
+            patch.setattr(f"profiler.machine.repeats.{name}", 0)
         yield

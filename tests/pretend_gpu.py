@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,20 @@ class PretendedGPU:
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device."""
         return _listed(tensor, self._here)
+
+    def touched(self, branches: Iterable[Any]) -> bool:
+        """Whether any tensor in nested lists, tuples and mappings lies on the device."""
+        # Asked at every call: it stops at the first.
+        for branch in branches:
+            if isinstance(branch, torch.Tensor):
+                if _listed(branch, self._here):
+                    return True
+            elif isinstance(branch, (tuple, list)):
+                if branch and self.touched(branch):
+                    return True
+            elif isinstance(branch, dict) and branch and self.touched(branch.values()):
+                return True
+        return False
 
     def mark(self, tensors: Any, pinned: bool = False) -> Any:
         """Say that all tensors lie on the device (or in pinned memory); returns them."""
@@ -126,11 +141,18 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
 def _where() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT / "profiler"):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        name = _module(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"
+
+
+@cache
+def _module(file: str) -> str:
+    """The profiler's module that a file holds, "" for any other file."""
+    path = Path(file)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT / "profiler") else ""
 
 
 class Generator(torch.Generator):

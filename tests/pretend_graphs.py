@@ -100,6 +100,8 @@ class CUDAGraph:
     def __init__(self) -> None:
         self._steps: list[Any] = []
         self._made: list[torch.Tensor] = []
+        self._holds = True
+        """Whether what it made is what it last computed."""
         self.pool: Any = None
 
     def close(self, tape: list[Any], pool: Any) -> None:
@@ -114,7 +116,10 @@ class CUDAGraph:
         self.spoil()
 
     def spoil(self) -> None:
-        """Fill every tensor made inside with nonsense."""
+        """Fill every tensor made inside with nonsense, where it is none already."""
+        if not self._holds:
+            return
+        self._holds = False
         with _bare():
             for tensor in self._made:
                 if tensor.is_floating_point() and tensor.numel():
@@ -132,6 +137,7 @@ class CUDAGraph:
                 for old, new in zip(tensors_of(out), tensors_of(again), strict=True):
                     if _key(old) != _key(new):
                         old.copy_(new)
+        self._holds = True
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ class Rules(TorchDispatchMode):
         super().__init__()
         self.gpu = gpu
         self._whole: set[Any] = {*WHOLE}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled where these rules hold, and hiding each call from it takes time."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,20 +139,19 @@ class Calls(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._own:
-            return self._own[func](*args, **kwargs)
-        if getattr(func, "__name__", "") == "__get__":  # every other call asks for a shape or type
-            return func(*args, **kwargs)
-        gpu = self.gpu
-        given = tensors_of((args, kwargs))
-        here = any(gpu.has(t) for t in given)
+        own = self._own.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        # Every other call asks for a shape or type.
+        if type(func) is MethodWrapperType and func.__name__ == "__get__":
+            return func(*args)
+        gpu, kwargs = self.gpu, dict(kwargs or {})
         if isinstance(kwargs.get("device"), str | int | torch.device):
             here = _device(kwargs["device"]).type == "cuda"
             if here:
                 kwargs["device"] = CPU
-        elif not given:
-            here = False
+        else:
+            here = gpu.touched((args, kwargs))
         if func is torch.nn.functional.scaled_dot_product_attention and here:
             self._attend(*args, **kwargs)
         generator = kwargs.get("generator")

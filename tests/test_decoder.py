@@ -13,11 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 from policies import parse_policy
 from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
+from policies.huggingface import HFHeuristic
 from profiler.checks.assisted import assisted_generation
+from profiler.checks.batch_runs import BatchArm, run_batches
 from profiler.checks.outputs import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
+from profiler.machine import repeats
 from profiler.models.runner import Runner
 from tests import bundled
 from tests.replayed import assert_decoded_as_replayed
@@ -43,6 +46,30 @@ def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
 def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
     trace = bundled.greedy_trace().select(range(2))
     assert_decoded_as_replayed(bundled.pair(), trace, named(POLICIES, trace))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
+def test_what_warms_up_is_run_and_not_kept(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a policy that would go on from what it learnt."""
+    trace, learner = bundled.greedy_trace().select(range(2)), HFHeuristic(3, persist="persistent")
+    begun: list[int] = []
+    plain = type(learner).fresh
+    monkeypatch.setattr(HFHeuristic, "fresh", lambda self: begun.append(1) or plain(self))
+    found = []
+    for warming in (0, 1):
+        monkeypatch.setattr(repeats, "WARMING", warming)
+        begun.clear()
+        if batched:
+            arms = [BatchArm("it", learner)]
+            made = run_batches(bundled.pair(), trace, arms, batches=(1,), repeats=1)
+            log = made.logs["it", 1]
+        else:
+            alone = run_arms(bundled.pair(), trace, [Arm("it", learner)], repeats=1)
+            made, log = alone, alone.logs["it"]
+        assert len(made.times) == 2
+        found.append((log.rounds.tolist(), len(begun)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] < found[1][1]
 
 
 def test_rounds_that_differ_are_counted() -> None:

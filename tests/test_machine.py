@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _made_again(_nothing_made_again: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def _made_again(_nothing_run_twice: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As outside the tests."""
     monkeypatch.setattr("profiler.machine.repeats.MOST", MOST)
 

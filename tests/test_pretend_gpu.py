@@ -67,3 +67,19 @@ def test_a_capture_may_not_wait_and_replays_its_own_buffers(gpu: PretendedGPU) -
     for wrong in (made.tolist, made.cpu, torch.cuda.synchronize, lambda: given[made > 0]):
         with pytest.raises(PretendedError, match="capturing"), torch.cuda.graph(graph):
             wrong()
+
+
+def test_graphs_of_one_pool_lose_what_they_computed_to_each_other(gpu: PretendedGPU) -> None:
+    given = torch.ones(2, device="cuda")
+    pool, graphs, made = torch.cuda.graph_pool_handle(), [], []
+    for factor in (2, 3, 5):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool if factor != 5 else None):
+            made.append(given * factor)
+        graphs.append(graph)
+    for number in (0, 1, 1, 0, 1):
+        graphs[2].replay()
+        graphs[number].replay()
+        assert made[number].tolist() == [(2, 3)[number]] * 2
+        assert made[1 - number].isnan().all()
+        assert made[2].tolist() == [5, 5]

@@ -225,7 +225,9 @@ def test_exits_recorded_without_it_lack_that_signal_alone() -> None:
         held = Recordings(exits=exits)
         assert every - EarlyExit().held(held) == lacks, sampling.label
         plain = trace_of([output], 3)
-        trace = Trace(plain.columns, plain.requests, None, {**plain.meta, "sampling": sampling.meta})
+        trace = Trace(
+            plain.columns, plain.requests, None, {**plain.meta, "sampling": sampling.meta}
+        )
         source = EarlyExit(tau=0.5, omega=0)
         if lacks:
             with pytest.raises(SignalError, match="raw_prob"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -85,14 +84,12 @@ def test_tails_stop_at_the_limit_at_max_gamma_and_at_a_drafted_eos() -> None:
 
 
 HOT, CUT = Sampling(1.0), Sampling(1.0, 0.9)
-sampled = cache(bundled.record)
-"""Sampled recordings shared by the tests that only read them."""
 
 
 @pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
 def test_sampled_matches_are_coins_of_the_recorded_ratio(sampling: Sampling) -> None:
     """Leviathan et al., Alg. 1: accepted with min(1, draft(x) / target(x)) given x."""
-    trace = sampled(6, sampling)
+    trace = bundled.record(6, sampling)
     rows = trace.on_path
     gap = trace.columns["draft_path_logprob"][rows] - trace.columns["target_path_logprob"][rows]
     chance = np.minimum(1.0, np.exp(gap.astype(float)))
@@ -108,7 +105,7 @@ def test_sampled_matches_are_coins_of_the_recorded_ratio(sampling: Sampling) -> 
 @pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
 def test_overlap_is_the_chance_of_acceptance_on_average(sampling: Sampling) -> None:
     """E over x ~ target of min(1, draft/target) is the sum of the smaller probability."""
-    trace = sampled(6, sampling, seed=3)
+    trace = bundled.record(6, sampling, seed=3)
     rows = trace.on_path
     gap = trace.columns["draft_path_logprob"][rows] - trace.columns["target_path_logprob"][rows]
     chance = np.minimum(1.0, np.exp(gap.astype(float)))
@@ -119,7 +116,7 @@ def test_overlap_is_the_chance_of_acceptance_on_average(sampling: Sampling) -> N
 
 def test_under_top_p_everything_drawn_lies_in_its_own_cut(tmp_path: Path) -> None:
     """Output and proposals, against transformers' warper on logits of other passes."""
-    trace = sampled(6, CUT)
+    trace = bundled.record(6, CUT)
     write_trace(trace, tmp_path / "sampled.parquet")
     trace = read_trace(tmp_path / "sampled.parquet")
     assert trace.sampling == CUT

@@ -1,4 +1,4 @@
-"""A bare machine with a GPU: its tests are collected without the other dependencies."""
+"""A bare machine with a GPU: the suite and the GPU's tests do without the other dependencies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ HIDDEN = (
 )  # fmt: skip
 
 
-def test_gpu_tests_are_collected_on_a_bare_machine() -> None:
+def test_stages_and_gpu_tests_need_nothing_but_the_libraries_named() -> None:
     code = (
         f"import sys, pytest; sys.modules.update(dict.fromkeys({HIDDEN!r}))\n"
-        "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider']))"
+        "from profiler.suite import unpack, __main__\n"
+        "from profiler.suite.latency import stage\n"
+        "from profiler.suite.runs import forced_stage, trained_stage\n"
+        "print('stages imported')\n"
+        "left = pytest.main(['-m', 'gpu', '--collect-only', '-q', '-p', 'no:cacheprovider'])\n"
+        f"loaded = [m for m in {HIDDEN!r} if sys.modules[m] is not None]\n"
+        "assert not loaded, loaded\n"
+        "sys.exit(left)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
                           check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "stages imported" in done.stdout
     assert "tests/test_graphs.py::" in done.stdout
     assert "error" not in done.stdout.lower()

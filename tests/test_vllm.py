@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from commands.engine.compare import SWEEPS
 from policies import parse_policy
 from tests.conftest import ROOT
 from tests.engine_runs import BATCH, LONGEST, OWN, TRACE, names, policy
@@ -23,25 +24,27 @@ PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return engine_runs(tmp_path_factory.mktemp("vllm"))
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return engine_runs(tmp_path_factory.mktemp("vllm"), "own")
-
-
-def engine_runs(folder: Path, *arguments: str) -> Any:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.is_file():
         pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
+    folder = tmp_path_factory.mktemp("vllm")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [str(PYTHON), "-m", "tests.engine_runs", str(folder), *arguments]
+    command = [str(PYTHON), "-m", "tests.engine_runs", str(folder)]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return {**json.loads((folder / "runs.json").read_text()), "folder": folder}
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(runs: Path) -> Any:
+    return {**json.loads((runs / "ours" / "runs.json").read_text()), "folder": runs / "ours"}
+
+
+@pytest.fixture(scope="module")
+def own(runs: Path) -> Any:
+    return {**json.loads((runs / "own" / "runs.json").read_text()), "folder": runs / "own"}
 
 
 def test_the_command_line_starts_in_the_engines_environment(ran: Any) -> None:
@@ -210,7 +213,7 @@ def test_a_table_measured_between_the_arms_predicts_in_the_place_of_the_first(ow
     target = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]
     sizes = set(zip(target["batch"], target["new_tokens"], strict=True))
     assert sizes == {(b, w) for b in (1, 4) for w in (1, 2, 4)}
-    assert own["sweeps"] == 2
+    assert own["sweeps"] == SWEEPS
     for row in own["rows"]:
         assert row["profile_error"] != row["error"]
         assert row["throughput_predicted"] / row["throughput"] - 1 == pytest.approx(row["error"])

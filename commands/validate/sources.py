@@ -157,7 +157,7 @@ def _run(
     import pandas as pd
 
     from policies.core import speculate
-    from profiler.machine.repeats import Repeats
+    from profiler.machine.repeats import Repeats, sweeps
     from profiler.machine.state import Machine
     from profiler.machine.stopwatch import timed
     from profiler.profile import progress_bar
@@ -170,7 +170,7 @@ def _run(
     machine, counted = Machine(pair.target, pair.device), {a.name: Repeats() for a in every}
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=repeats * len(chosen))
-        for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
+        for repeat in sweeps(repeats):  # what warms up does so on one request
             shared = {arm.name: own_policy(trace, arm.policy) for arm in every}
             for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
                 if repeat >= 0:

@@ -23,7 +23,7 @@ from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
 from profiler.decoding.batch_styles import Policy, Style, Synchronise, style_of
-from profiler.machine.repeats import Repeats
+from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.state import Machine
 from profiler.machine.stopwatch import Timing, timed
 from profiler.models.loading import Pair, check_same_models
@@ -114,13 +114,13 @@ def run_batches(
     outputs: dict[tuple[str, int], list[list[int]]] = {k: [[] for _ in range(count)] for k in keys}
     runners = {b: (Runner(pair.target, slots, b), Runner(pair.draft, slots, b)) for b in batches}
     machine, counted = Machine(pair.target, pair.device), {key: Repeats() for key in keys}
-    for repeat, batch in product(range(-1, repeats), batches):
+    for repeat, batch in product(sweeps(repeats), batches):
         decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
         # Policies that learn across requests start each sweep anew.
         vocab = decoder.target.vocab_size
         styles = [style_of(arm.policy, arm.synchronise, vocab) for arm in arms]
         groups = groups_of(count, batch)
-        # The sweep before the first warms up, on one group.
+        # What warms up does so on one group.
         for g, group in enumerate(groups if repeat >= 0 else groups[:1]):
             if repeat >= 0:
                 machine.pulse()

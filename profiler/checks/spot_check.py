@@ -21,7 +21,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
-from profiler.machine.repeats import Repeats
+from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.state import Machine
 from profiler.machine.stopwatch import Timing, timed
 from profiler.models.loading import Pair, check_same_models
@@ -109,7 +109,7 @@ def run_arms(
     ended: dict[str, list[ModelDecoder]] = {arm.label: [] for arm in arms}
     rules: dict[str, VerifyRule | None] = {}
     machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
-    for repeat in range(-1, repeats):  # the sweep before the first warms up, on one request
+    for repeat in sweeps(repeats):  # what warms up does so on one request
         # Policies that learn across requests start each sweep anew.
         shared = {arm.label: own_copy(arm.policy, target.vocab_size) for arm in arms}
         used = {arm.label: _prepared(arm, target, trace.sampling) for arm in arms}

@@ -22,7 +22,7 @@ from profiler.decoding.batch_styles import PerRequest
 from profiler.latency.host import HOST_GAMMAS
 from profiler.latency.passes import Pass, decoding_blocks, signal_block
 from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
-from profiler.machine.repeats import Repeats
+from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.stopwatch import Timing
 from profiler.models.runner import Runner
 
@@ -113,7 +113,7 @@ def measure_batch_host(
         ("target", phase, b, 1, 0) for b in batches for phase in ("host_round", "host_draft")
     ]
     fits = np.empty((repeats, len(batches), 2))
-    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+    for repeat in sweeps(repeats):  # what warms up is overwritten
         for b, batch in enumerate(batches):
             samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
             for i, gamma in enumerate(HOST_GAMMAS):

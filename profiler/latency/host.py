@@ -15,7 +15,7 @@ from policies.core import Round, speculate
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.passes import random_ids
 from profiler.latency.table import Stopwatch, rows_of
-from profiler.machine.repeats import Repeats
+from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.stopwatch import Timing
 from profiler.models.runner import Runner
 
@@ -72,7 +72,7 @@ def measure_host(
     """
     prompt, watch, again = random_ids(draft, 4), Stopwatch(target.device), Repeats()
     fits = np.empty((repeats, 2))
-    for repeat in range(-1, repeats):  # the first sweep warms up and is overwritten
+    for repeat in sweeps(repeats):  # what warms up is overwritten
         samples, counts = np.empty(len(HOST_GAMMAS)), np.empty((len(HOST_GAMMAS), 2))
         for i, gamma in enumerate(HOST_GAMMAS):
 

@@ -23,7 +23,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.threshold import CMASDVerification, SpecVerification
 from profiler.decoding.single import ModelDecoder, ModelToken
 from profiler.latency.table import Stopwatch
-from profiler.machine.repeats import Repeats
+from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.stopwatch import Timing
 from profiler.models.runner import Runner
 from traces.acceptance.sampling import GREEDY
@@ -98,7 +98,7 @@ def measure_rules(
     # An encoder-decoder needs a source before any pass.
     prompts = target.begin(ids[:1]), draft.begin(ids[:1])
     samples = {phase: np.empty((repeats, len(counts))) for phase in prepared}
-    for repeat in range(-2, repeats):  # the first sweeps warm up
+    for repeat in sweeps(repeats, 2):
         for i in rng.permutation(len(counts)):
             for phase in rng.permutation(list(prepared)).tolist():
                 parts = given, (target, draft), prompts, ids[: counts[i]], prepared[phase]

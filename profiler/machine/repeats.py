@@ -12,6 +12,13 @@ Run = TypeVar("Run")
 
 MOST = 3
 """Times a run is made again."""
+WARMING = 1
+"""Sweeps that warm up before those that count."""
+
+
+def sweeps(repeats: int, times: int = 1) -> range:
+    """Numbers of the sweeps of a measurement: those below 0 warm up, `times` as many as usual."""
+    return range(-WARMING * times, repeats)
 
 
 @dataclass
