@@ -10,13 +10,14 @@ import numpy.typing as npt
 from simulator.passes import PassCount
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, LAYER
+from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, DRAFTER_TREE, LAYER
 from traces.replay.rounds import RoundLog
 
 FALLBACKS = {
     ("exit", "head"): ("target", "head"),
     ("exit", "layer"): ("target", "layer"),
     ("target", "pass"): ("target", "forward"),
+    ("target", "tree"): ("target", "pass"),
 }
 """Where a part was not measured by itself, the nearest that was."""
 
@@ -42,11 +43,12 @@ def call_seconds(
     for kind in np.unique(calls["kind"]).tolist():
         mine = calls[calls["kind"] == kind]
         model, phase = CALL_KINDS[kind]
-        if kind == DRAFTER:
+        if kind in (DRAFTER, DRAFTER_TREE):
             model = latency.drafter(log.drafter)
         model, phase = _cells(latency, model, phase)
         at = context[mine["round"]]
-        attends = kind == DRAFTER or phase == "layer" or (model == "target" and phase != "head")
+        attends = kind in (DRAFTER, DRAFTER_TREE) or phase == "layer"
+        attends |= model == "target" and phase != "head"
         if not attends:
             # Nothing else attends to the context: it is read where it was measured.
             own = latency.cells[
@@ -75,10 +77,14 @@ def verify_phase(log: RoundLog, latency: LatencyTable) -> str:
 
 
 def _cells(latency: LatencyTable, model: str, phase: str) -> tuple[str, str]:
+    key: tuple[str, str] | None
     key = ("exit", "layer") if (model, phase) == ("target", "layer") else (model, phase)
-    for choice in (key, FALLBACKS.get(key), (model, phase)):
-        if choice and latency.has(*choice):
-            return choice
+    if latency.is_constant and phase == "tree":  # a pass costs what a pass costs
+        key = model, "forward"
+    while key is not None:
+        if latency.has(*key):
+            return key
+        key = FALLBACKS.get(key)
     raise DraftsimError(
         f"latency table has no {phase!r} cells of {model!r}, which these rounds ran: profile the "
         "target with its sources"

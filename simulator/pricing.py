@@ -100,8 +100,7 @@ class Priced:
 
     def unpriced(self, latency: LatencyTable, prefill: bool = False) -> list[str]:
         """What ran at no cost because `latency` lacks its cells, as served rows name it."""
-        drafts = self.log.calls is None and self.log.rounds["draft_forwards"].any()
-        models = ("target", self.log.drafter) if drafts else ("target",)
+        models = _readers(self.log, self.log.drafter)
         phases = ["host_round", *(["signal"] if self.log.reads else [])]
         missing = [p for p in phases if not any(latency.has(m, p) for m in HOSTS)]
         if prefill:
@@ -173,7 +172,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
     prefill_s, passes = np.zeros(len(prompts)), NO_PASSES
     calls = log.calls
-    for model in ("target", drafter) if forwards.any() and calls is None else ("target",):
+    for model in _readers(log, drafter):
         if latency.has(model, "prefill"):
             seconds, count = prefill_seconds(latency, model, batch, prompts)
             prefill_s, passes = prefill_s + seconds, passes + count
@@ -227,6 +226,12 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     return Priced(
         log, draft_s, verify_s, signal_s, host_s, prefill_s, passes, left_out, prompts_read
     )
+
+
+def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
+    """The models that read the prompts: the target, and a drafter that is not part of it."""
+    own = log.calls is None or log.drafter != "draft"
+    return ("target", drafter) if own and log.rounds["draft_forwards"].any() else ("target",)
 
 
 def judging_phase(log: RoundLog) -> str:

@@ -72,7 +72,7 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
     # The bundled recording has no drafters on features, and its latencies not every lookup.
     note = next(line for line in ran.err.splitlines() if "not listed" in line)
     lacking = {name for name in SYSTEMS if name in note.replace("profile --source eagle:", "")}
-    assert lacking <= {"eagle", "eagle3", "mtp", "ngram", "suffix"}
+    assert lacking <= {"eagle", "eagle2", "eagle3", "eagle3-tree", "mtp", "ngram", "suffix"}
     assert set(found) == set(SYSTEMS) - lacking
     assert "`draftsim profile --source eagle:model=DIR` records them" in note
     tokens = ran.rows[0]["tokens"]

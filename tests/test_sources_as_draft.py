@@ -243,7 +243,8 @@ def test_estimates_are_fitted_to_every_starts_own_draft(case: Any) -> None:
 def test_what_cannot_stand_for_a_draft_model_says_why(case: Any) -> None:
     for text, why in (
         ("eagle:model=mtp-several", "run in turn"), ("space", "wider than its draft"),
-        ("medusa-tree", "wider than its draft"), ("pld", "not recorded by start"),
+        ("medusa-tree", "wider than its draft"), ("eagle2", "wider than its draft"),
+        ("pld", "not recorded by start"),
         ("early-exit", "not recorded by start"), ("kangaroo", "not recorded by start"),
     ):  # fmt: skip
         with pytest.raises(DraftsimError, match=rf"{why}.*simulate --source. prices one stream"):

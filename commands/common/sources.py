@@ -58,9 +58,12 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     from traces.sources.registry import describe_source
     from traces.sources.start_sources import LayerSkip
     from traces.sources.starts import StartSource
+    from traces.sources.tree_source import Eagle2
 
     if isinstance(source, Eagle):
         return source.recording(recordings).offsets
+    if isinstance(source, Eagle2):
+        return source.depth or source.recording(recordings).layers
     if isinstance(source, StartSource) and source.key not in recordings.starts:
         raise DraftsimError(f"{source.name!r} drafts were not recorded: {RECORD} records them")
     if isinstance(source, LayerSkip):
@@ -144,13 +147,13 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
     Raises DraftsimError where its source was not recorded.
     """
-    from traces.sources.feature_source import Eagle, of_kind
+    from traces.sources.feature_source import OnFeatures
     from traces.sources.registry import SYSTEMS, parse_source
 
     source = parse_source(SYSTEMS[name].source)
     every: list[Source] = [source]
-    if isinstance(source, Eagle):
-        every = [*of_kind(str(source.model), recordings)] or every
+    if isinstance(source, OnFeatures):
+        every = [*source.with_each(recordings)] or every
     found = [load_system(name, trace, recordings, own) for own in every]
     return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
 
@@ -159,6 +162,8 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
     """Every named system that can be replayed and priced; a note names the others and why."""
     from traces.sources.feature_source import RECORD as DRAFTERS
     from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.tree_source import RECORD_TREES as TREES
+    from traces.sources.tree_source import Eagle2
 
     logs: list[RoundLog] = []
     missing: dict[str, list[str]] = {}
@@ -173,11 +178,14 @@ def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) 
             found = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
-            reason = next((f"{by} records them" for by in (RECORD, DRAFTERS) if by in text), text)
+            ways = (RECORD, DRAFTERS, TREES)
+            reason = next((f"{by} records them" for by in ways if by in text), text)
             missing.setdefault(reason, []).append(name)
             continue
         if not all(is_measured(log, latency) for log in found):
-            by = DRAFTERS if found[0].drafter != "draft" else RECORD
+            by = RECORD if found[0].drafter == "draft" else DRAFTERS
+            if isinstance(source, Eagle2):
+                by = TREES
             missing.setdefault(f"{by} measures their latencies", []).append(name)
         logs += [log for log in found if is_measured(log, latency)]
     if missing:
@@ -190,12 +198,16 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     """Whether the table has cells for all that the rounds ran."""
     import numpy as np
 
-    from traces.replay.calls import CALL_KINDS, DRAFTER
+    from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE
 
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
     ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
-    kinds = {CALL_KINDS[kind] for kind in ran if kind != DRAFTER}
+    kinds = {CALL_KINDS[kind] for kind in ran if kind not in (DRAFTER, DRAFTER_TREE)}
+    if DRAFTER_TREE in ran:
+        kinds.add((log.drafter, "tree"))
+    if latency.is_constant:
+        kinds = {kind for kind in kinds if kind[1] != "tree"}  # passes like any other
     # The cells of a pass taken apart by hooks leave out half of what a layer by itself costs;
     # a pass costs much the same whatever preceded it.
     named = {("target", "layer"): ("exit", "layer"), ("target", "pass"): ("target", "forward")}

@@ -31,6 +31,7 @@ from commands.profile.recording import (
     run_profile,
 )
 from commands.profile.redecode import decode_again, jobs
+from commands.profile.trees import profile_trees, trees_among
 from traces.errors import DraftsimError
 
 
@@ -101,7 +102,8 @@ def profile(
         typer.Option(
             metavar="S",
             help="Also record a drafter on the target's features, eagle:model=DIR (EAGLE, EAGLE-3, "
-            "MTP); of --exit-layers: also follow a setting, like early-exit:tau=0.7; repeatable.",
+            "MTP), or its trees, eagle2:model=DIR; of --exit-layers: also follow a setting, like "
+            "early-exit:tau=0.7; repeatable.",
         ),
     ] = None,
     heads_text: Annotated[
@@ -175,6 +177,7 @@ def profile(
     from profiler.profile import Settings
     from profiler.recording.run import RunInfo
     from traces.acceptance.sampling import Sampling
+    from traces.sources.feature_source import Eagle
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     grid = grid.drafting(max_gamma)
@@ -191,9 +194,11 @@ def profile(
     if memory and split is not None:
         raise DraftsimError("--memory and --split both give the rule a memory: choose one")
     drafters, others = split_drafters(source or [])
+    trees = trees_among(drafters, temperature)
     if (others or heads_text) and not exit_layers:
         raise DraftsimError(
-            "--source (but eagle:model=DIR) and --heads-text belong to --exit-layers: add it"
+            "--source (but eagle and eagle2:model=DIR) and --heads-text belong to --exit-layers: "
+            "add it"
         )
     if latency_only and (again or exit_layers or drafters or force):
         raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
@@ -221,8 +226,10 @@ def profile(
             from commands.profile.source_runs import profile_sources
 
             profile_sources(pair, info, out, sources=others, text=heads_text, repeats=repeats)
-        if pair is not None and drafters:
-            profile_drafters(pair, out, drafters, repeats=repeats)
+        if pair is not None and (chains := [s for s in drafters if isinstance(s, Eagle)]):
+            profile_drafters(pair, out, chains, repeats=repeats)
+        if pair is not None and trees:
+            profile_trees(pair, out, trees, repeats=repeats)
         if again:
             decode_again(info, out, again, memory, not settings.sampling.greedy)
 

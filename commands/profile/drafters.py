@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
     from traces.sources.base import Recordings
-    from traces.sources.feature_source import Eagle
+    from traces.sources.feature_source import Eagle, OnFeatures
 
 OFFSETS = 8
 """Longest draft recorded of a drafter that one layer drafts with."""
 
 
-def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
+def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
     """The drafters on features among sources given as text, and the others.
 
     A folder is named in full from here on, so that the run can be used from anywhere.
@@ -30,21 +30,21 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
     """
     import os
 
-    from traces.sources.feature_source import Eagle
+    from traces.sources.feature_source import OnFeatures
 
-    found: list[Eagle] = []
+    found: list[OnFeatures] = []
     others = []
     for text in texts:
         source = load_source(text)
-        if not isinstance(source, Eagle):
+        if not isinstance(source, OnFeatures):
             others.append(text)
             continue
         if source.model is None:
             raise DraftsimError(
-                f"--source {text} names no drafter: give its folder, eagle:model=DIR"
+                f"--source {text} names no drafter: give its folder, {source.name}:model=DIR"
             )
         if Path(source.model).is_dir():
-            source = Eagle(os.path.abspath(source.model))
+            source = source.of(os.path.abspath(source.model))
         if any(source.key == other.key for other in found):
             raise DraftsimError(
                 f"two drafters are called {Path(str(source.model)).name}, by which tables tell "
@@ -54,7 +54,7 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[Eagle], list[str]]:
     return found, others
 
 
-def load_drafters(pair: Pair, sources: Iterable[Eagle]) -> dict[str, FeatureDrafter]:
+def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, FeatureDrafter]:
     """The drafters in the folders that `sources` name, by the name of their recording."""
     from profiler.features import read_drafter
     from profiler.recording.run import model_path

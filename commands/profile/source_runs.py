@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from commands.common.output import note
 from commands.common.sources import load_source
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.profile.source_modules import adapter_digest, heads_digest, modules_of
+from commands.profile.trees import load_trees, measure_trees, recorded_trees
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from profiler.models.stack import LayerRunner
     from profiler.recording.run import RunInfo
     from profiler.sources.modules import Modules
+    from profiler.sources.tree_latency import GrownTrees
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.sources.base import Recordings, Source
@@ -38,7 +40,7 @@ def check_layers(pair: Pair) -> None:
 
 def has_sources(folder: Path) -> bool:
     """Whether a run folder holds recordings of other sources than the draft model."""
-    return any(any(folder.glob(f"{name}*.parquet")) for name in ("exits", "starts-"))
+    return any(any(folder.glob(f"{name}*.parquet")) for name in ("exits", "starts-", "trees-"))
 
 
 def profile_sources(
@@ -220,14 +222,21 @@ def measure(
     write_latency(with_sources(table, found), path)
 
 
-def timed_layers(pair: Pair, longest: int) -> LayerRunner:
-    """A runner with room for what is timed of sources, of requests up to so many tokens."""
+def timed_layers(
+    pair: Pair, longest: int, trees: Mapping[str, GrownTrees] | None = None
+) -> LayerRunner:
+    """A runner with room for what is timed of sources, of requests up to so many tokens.
+
+    ``trees``: those that are timed among them.
+    """
     from profiler.latency.table import reaching
     from profiler.models.stack import LayerRunner
     from profiler.sources.latency import CONTEXTS, WIDTHS
+    from profiler.sources.tree_latency import widest_tree
 
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + max(WIDTHS)))
+    widest = max(max(WIDTHS), widest_tree(trees) if trees else 0)
+    return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
 
 
 def with_sources(table: LatencyTable, found: pd.DataFrame) -> LatencyTable:
@@ -251,6 +260,8 @@ def remeasure(pair: Pair, info: RunInfo, out: Path, *, repeats: int) -> None:
     drafters = load_drafters(pair, recorded_sources(recordings))
     if drafters:
         measure_drafters(pair, out, drafters, repeats=repeats, again=drafters)
+    if trees := load_trees(pair, recorded_trees(recordings)):
+        measure_trees(pair, out, trees, repeats=repeats, again=trees)
     if recordings.exits is not None or len(recordings.starts) > len(drafters):
         modules = modules_of(pair, info, out)
         measure(pair, out, read_trace(out / "trace.parquet"), modules, repeats=repeats, again=True)

@@ -43,7 +43,8 @@ class Remeasured:
         self._profile = LatencyProfile(pair, Grid().holding(trace.requests))
         self._sources = None
         if modules is not None:
-            self._sources = SourceLatency(timed_layers(pair, trace.longest), modules, trace)
+            layers = timed_layers(pair, trace.longest, modules.trees)
+            self._sources = SourceLatency(layers, modules, trace)
         self._total, self._done = total, 0
 
     def advance(self) -> None:

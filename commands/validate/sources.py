@@ -67,6 +67,7 @@ def source_check(
 
     from commands.profile.drafters import load_drafters
     from commands.profile.source_modules import modules_of
+    from commands.profile.trees import load_trees
     from commands.validate.remeasure import Remeasured
     from commands.validate.spot_check import REMEDY, spread_over_categories
     from profiler.checks.outputs import output_of
@@ -76,6 +77,7 @@ def source_check(
     from simulator.validation import compare
     from traces.sources.feature_source import Eagle
     from traces.sources.found import find_recordings
+    from traces.sources.tree_source import Eagle2
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
@@ -86,7 +88,8 @@ def source_check(
     every = arms(trace, recordings, chosen, policy, source)
     pair = info.load()
     drafters = load_drafters(pair, [a.source for a in every if isinstance(a.source, Eagle)])
-    modules = replace(modules_of(pair, info, run), drafters=drafters)
+    trees = load_trees(pair, [a.source for a in every if isinstance(a.source, Eagle2)])
+    modules = replace(modules_of(pair, info, run), drafters=drafters, trees=trees)
     total = repeats * len(chosen) * len(every)
     again = Remeasured(pair, total, trace, modules) if remeasure else None
     start = _openers(pair, modules, trace, every)
@@ -245,12 +248,17 @@ def _openers(
 
 
 def as_recorded(source: Source, recordings: Recordings) -> Source:
-    """`source` with what only its recording knows: skipped layers, a drafter's folder."""
-    from traces.sources.feature_source import Eagle
+    """`source` with what only its recording knows: skipped layers, a drafter's folder, a tree's
+    shape."""
+    from traces.sources.feature_source import OnFeatures
     from traces.sources.start_sources import LayerSkip
+    from traces.sources.tree_source import Eagle2
 
-    if isinstance(source, Eagle) and not Path(source.model or "").is_dir():
-        return Eagle(str(source.recording(recordings).meta["model"]))
+    if isinstance(source, Eagle2):
+        found = source.recording(recordings)
+        source = source.grown(source.depth or found.layers, found.topk)
+    if isinstance(source, OnFeatures) and not Path(source.model or "").is_dir():
+        source = source.of(str(source.recording(recordings).meta["model"]))
     if isinstance(source, LayerSkip) and source.skip is None:
         return LayerSkip(recordings.starts[source.key].meta["skip"])
     return source

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from profiler.features.base import FeatureDrafter
 from profiler.features.runner import DrafterRunner
+from profiler.features.tree import Trees
 
 
 class DrafterChain:
     """A drafter that follows one sequence.
 
-    ``slots``: tokens it has room for, drafts included.
+    ``slots``: tokens it has room for, drafts and branches of trees included.
     """
 
     def __init__(self, drafter: FeatureDrafter, slots: int) -> None:
@@ -51,6 +52,15 @@ class DrafterChain:
         states = self._run(offset, entries)
         self._done[offset] = max(0, entries - offset)
         return self.drafter.logits(states[-1:]), entries - begin
+
+    @torch.inference_mode()
+    def tree(self, topk: int) -> tuple[Trees, int]:
+        """A tree behind what is known, one layer deep, and the width of the pass that took."""
+        logits, width = self.draft(0, None)
+        entries = self._known - 1
+        sees = torch.ones(1, entries, dtype=torch.bool, device=logits.device)
+        at = self._tokens.new_full((1,), entries - 1)
+        return Trees(self._runner, topk, logits, self._fed_back, at, sees), width
 
     @torch.inference_mode()
     def learn(self, tokens: Tensor, features: Tensor | None = None) -> None:

@@ -58,6 +58,14 @@ class SlotLayer(CacheLayerMixin):
             if buffer is not None:
                 buffer[destination] = buffer[source]
 
+    def move(self, slots: Tensor, start: int) -> None:
+        """Make the slots from `start` on hold what `slots` (tokens,) of the first sequence hold."""
+        stop = start + slots.shape[0]
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                # What is read is copied before anything is written.
+                buffer[:1, :, start:stop] = buffer[:1, :, slots]
+
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
         """(key length, offset); only asked for when no 4-D mask is given."""
         return self._cache.start + query_length, 0
@@ -113,3 +121,12 @@ class SlotCache(Cache):
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
                 layer.copy_row(source, destination)
+
+    def move(self, slots: Tensor, start: int) -> None:
+        """Keep of a tree the tokens in `slots` (tokens,), in the slots from `start` on.
+
+        Their positions are those of the path: keys were turned by them, wherever they lay.
+        """
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.move(slots, start)

@@ -84,12 +84,14 @@ class LayerRunner(Runner):
 
     @torch.inference_mode()
     def forward_with_states(
-        self, tokens: Tensor, start: int, depths: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
+        self, tokens: Tensor, start: int, depths: Sequence[int] = (), *,
+        mask: Tensor | None = None, positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One ordinary pass: logits (tokens, vocab), and states of the tokens.
 
         These are what the head reads, (tokens, hidden), or with ``depths`` those behind so many
-        layers each, fewer than there are, (tokens, hidden x depths).
+        layers each, fewer than there are, (tokens, hidden x depths).  ``mask`` and ``positions``
+        as in `Runner.forward`.
         """
         seen: list[Tensor] = []
         watched = [self._layers[depth] for depth in depths] or [self._head]
@@ -98,7 +100,7 @@ class LayerRunner(Runner):
             for module in watched
         ]
         try:
-            logits = self.forward(tokens, start)
+            logits = self.forward(tokens, start, mask=mask, positions=positions)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -24,8 +24,8 @@ from traces.store.parquet import write_atomically
 LOCK, HOLDER = ".lock", ".writer.json"
 RECORDINGS = (
     "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
-    "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "rounds", "exit_heads",
-    ".trace", ".sampled", ".latency",
+    "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "trees-*.parquet", "rounds",
+    "exit_heads", ".trace", ".sampled", ".latency",
 )  # fmt: skip
 """What a run leaves in its folder."""
 DONE_WITH = "recorded_with"

@@ -15,6 +15,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.drafters import head_logits
 from profiler.sources.feature_latency import drafter_rounds
 from profiler.sources.modules import Modules
+from profiler.sources.tree_latency import tree_rounds
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.lookup_sources import LookupSource, served_before
@@ -33,6 +34,8 @@ class SourceLatency:
     * ``target``/``head``: final norm, output projection and argmax, over widths;
     * ``heads``/``forward``: all parallel heads in one go;
     * ``eagle.NAME``/``forward``, ``prefill``: passes of a drafter on features, over both;
+    * ``eagle2.NAME``/``forward``, ``tree``, ``prefill``, and ``target``/``tree``: passes of a
+      drafter over what was verified and over nodes of its tree, the target's over the best of them;
     * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
     * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``suffix``/``forward``: one lookup, at a
       long context.
@@ -61,6 +64,7 @@ class SourceLatency:
             blocks = [*_rounds(target, modules, self._depth, widths, contexts)]
             blocks += _passes(target, modules, widths, contexts)
             blocks += drafter_rounds(target, modules.drafters, widths, contexts)
+            blocks += tree_rounds(target, modules.trees, contexts)
             self._sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
 
     def sweep(self) -> None:

@@ -25,13 +25,15 @@ from profiler.sources.start_record import (
     StartRecorder,
     record_starts,
 )
+from profiler.sources.tree_latency import GrownTrees
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings
 from traces.sources.exits import ExitSetting
-from traces.sources.feature_source import Eagle
+from traces.sources.feature_source import OnFeatures
 from traces.sources.starts import StartRecording
+from traces.sources.tree_source import Eagle2
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,8 @@ class Modules:
     adapter: Adapter | None = None
     drafters: Mapping[str, FeatureDrafter] = field(default_factory=dict)
     """On the target's features, by the name of their recording."""
+    trees: Mapping[str, GrownTrees] = field(default_factory=dict)
+    """Those that grow trees, likewise."""
 
     def heads(self, kind: str) -> ParallelHeads:
         """Parallel heads of a kind; DraftsimError if there are none."""
@@ -51,15 +55,18 @@ class Modules:
             raise DraftsimError(f"no {kind!r} heads for this target: train some first")
         return self.parallel[kind]
 
-    def drafter(self, source: Eagle) -> FeatureDrafter:
+    def drafter(self, source: OnFeatures) -> FeatureDrafter:
         """The drafter that `source` names; DraftsimError if it was not loaded."""
-        if source.key in self.drafters:
-            return self.drafters[source.key]
-        fitting = [d for d in self.drafters.values() if source.model in (None, d.kind)]
+        mine = self.drafters
+        if isinstance(source, Eagle2):
+            mine = {name: grown.drafter for name, grown in self.trees.items()}
+        if source.key in mine:
+            return mine[source.key]
+        fitting = [d for d in mine.values() if source.model in (None, d.kind)]
         if len(fitting) != 1:
             raise DraftsimError(
                 f"no drafter {source.model or ''!r} for this target: name its folder, "
-                "eagle:model=DIR"
+                f"{source.name}:model=DIR"
             )
         return fitting[0]
 

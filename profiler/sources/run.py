@@ -25,6 +25,7 @@ from profiler.sources.start_decoders import (
     LookupDecoder,
     SpaceDecoder,
 )
+from profiler.sources.tree_decoder import TreeDecoder
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, Call, pack_calls
@@ -36,6 +37,7 @@ from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import LookupSource, served_before
 from traces.sources.replay import check_signals
 from traces.sources.start_sources import Heads, LayerSkip, Space
+from traces.sources.tree_source import Eagle2
 
 
 class SourceRun(NamedTuple):
@@ -67,9 +69,8 @@ class SourceRunner:
         self, target: Any, trace: Trace, modules: Modules | None = None,
         draws: Callable[[int], Draws] | None = None,
     ) -> None:  # fmt: skip
-        longest = trace.longest
         wide = 25 * (1 + (modules.masks.k if modules and modules.masks else 0))
-        self.target = LayerRunner(target, longest + wide)
+        self.target = LayerRunner(target, trace.longest + wide)
         self.trace, self.modules, self._draws = trace, modules or Modules(), draws
         self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
 
@@ -115,9 +116,27 @@ class SourceRunner:
         if isinstance(source, LayerSkip):
             skip = default_skip(self.target.layers) if source.skip is None else source.skip
             return LayerSkipDecoder(self.target, skip, *begin)
+        if isinstance(source, Eagle2):
+            return self._tree(source, *begin)
         if isinstance(source, Eagle):
             return FeatureDecoder(self.target, self.modules.drafter(source), *begin, draws)
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
+
+    def _tree(
+        self, source: Eagle2, prompt: torch.Tensor, limit: int, eos: frozenset[int]
+    ) -> SourceDecoder:
+        """Grows the target's cache where the tree needs more room than other sources."""
+        if source.depth is None or source.topk is None:
+            raise DraftsimError(
+                "a tree is really grown to a depth, by so many nodes: name them, or its recording, "
+                "as in eagle2:depth=6,topk=10"
+            )
+        if (slots := self.trace.longest + source.budget + 1) > self.target.cache.slots:
+            self.target = LayerRunner(self.target.model, slots)
+        return TreeDecoder(
+            self.target, self.modules.drafter(source), prompt, limit, eos, budget=source.budget,
+            topk=source.topk, depth=source.depth,
+        )  # fmt: skip
 
     def run(
         self, source: Source, policy: DraftPolicy, requests: Sequence[int] | None = None

@@ -31,6 +31,8 @@ PHASES: dict[str, str] = {
     "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
     "settling": "a draft pass soon behind a round's first, while the processor's caches still turn "
     "from the target's weights to the draft's (new_tokens = its place behind the first)",
+    "tree": "a pass over nodes of a draft tree, choosing them included: a drafter's that expands "
+    "them, or the target's that verifies them (new_tokens = nodes, the target's root included)",
     "layer": "one transformer layer of that pass",
     "head": "final norm, output projection and argmax",
     "signal": "computing one drafted token's signals and bringing them to the host",

@@ -182,7 +182,7 @@ class LatencyTable:
             return "draft"
         raise DraftsimError(
             f"latency table has no passes of the drafter {model!r}: `draftsim profile --source "
-            "eagle:model=DIR` measures them"
+            f"{model.partition('.')[0]}:model=DIR` measures them"
         )
 
     def first_draft_phase(self, model: str) -> str:

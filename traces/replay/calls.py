@@ -28,6 +28,8 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("ngram", "forward"),
     ("suffix", "forward"),
     ("drafter", "forward"),
+    ("drafter", "tree"),
+    ("target", "tree"),
 )
 """(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
 the log's own (`traces.replay.rounds.RoundLog.drafter`)."""
@@ -55,6 +57,8 @@ ADAPTER = CALL_KINDS.index(("adapter", "forward"))
 PASS = CALL_KINDS.index(("target", "pass"))
 DRAFTER = CALL_KINDS.index(("drafter", "forward"))
 """A pass of a drafter on the target's features."""
+DRAFTER_TREE, TREE = (CALL_KINDS.index((model, "tree")) for model in ("drafter", "target"))
+"""A pass of such a drafter over nodes of a tree, and the target's over those it verifies."""
 
 
 class CallCounter:

@@ -10,9 +10,11 @@ from traces.sources.files import (
     read_exits,
     read_recordings,
     read_starts,
+    read_trees,
     write_exits,
     write_recordings,
     write_starts,
+    write_trees,
 )
 from traces.sources.found import find_drafted, find_recordings
 from traces.sources.lookup_sources import PLD, REST, Lookahead
@@ -34,6 +36,8 @@ from traces.sources.start_sources import (
     SpecDec,
 )
 from traces.sources.starts import StartRecording
+from traces.sources.tree_source import Eagle2
+from traces.sources.trees import TreeRecording
 
 __all__ = [
     "PLD",
@@ -42,6 +46,7 @@ __all__ = [
     "SYSTEMS",
     "Blockwise",
     "Eagle",
+    "Eagle2",
     "EarlyExit",
     "ExitRecording",
     "ExitSetting",
@@ -59,6 +64,7 @@ __all__ = [
     "StartRecording",
     "Suffix",
     "System",
+    "TreeRecording",
     "describe_source",
     "find_drafted",
     "find_recordings",
@@ -66,9 +72,11 @@ __all__ = [
     "read_exits",
     "read_recordings",
     "read_starts",
+    "read_trees",
     "replay_source",
     "source_names",
     "write_exits",
     "write_recordings",
     "write_starts",
+    "write_trees",
 ]

@@ -23,11 +23,13 @@ from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.feature_source import Eagle
 from traces.sources.start_sources import Heads, LayerSkip
 from traces.sources.starts import DRAWN, StartRecording, StartSource
+from traces.sources.tree_source import Eagle2
 
 Ints = npt.NDArray[np.int64]
 
 PASSES = ("forward", "catch_up", "settling", "prefill", "layer", "rollback")
 """Phases of a draft model that a source in its place does not have."""
+WIDER = "its verification is wider than its draft"
 ANY = 1 << 20
 """A width or context beyond any: cells at both ends hold for all sizes between."""
 
@@ -35,7 +37,9 @@ ANY = 1 << 20
 def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
     """The recording of `source`; DraftsimError saying why it cannot stand for a draft model."""
     why = None
-    if not isinstance(source, StartSource):
+    if isinstance(source, Eagle2):
+        why = WIDER
+    elif not isinstance(source, StartSource):
         why = "its drafts are not recorded by start, and requests of a batch share no pass for them"
     elif isinstance(source, Eagle):
         recording = source.recording(recordings)
@@ -43,7 +47,7 @@ def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
             return recording
         why = "its modules run in turn, each over tokens that the others have seen"
     elif not isinstance(source, Heads | LayerSkip):
-        why = "its verification is wider than its draft"
+        why = WIDER
     if why is not None:
         raise DraftsimError(
             f"{source.name!r} is not replayed in the place of a draft model: {why}; `draftsim "

@@ -19,6 +19,7 @@ from traces.replay.rounds import Fidelity
 if TYPE_CHECKING:
     from traces.sources.exits import ExitRecording
     from traces.sources.starts import StartRecording
+    from traces.sources.trees import TreeRecording
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class Recordings:
     """By the name of the source that drafted."""
     adapter: ExitRecording | None = None
     """Of Kangaroo's adapter: one exit."""
+    trees: dict[str, TreeRecording] = field(default_factory=dict)
+    """By the name of the source that grew them."""
 
 
 class Drafter(NamedTuple):

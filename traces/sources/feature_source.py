@@ -1,65 +1,103 @@
-"""Drafters on the target's features: EAGLE, EAGLE-3 and MTP modules, drafting a chain."""
+"""Drafters on the target's features: EAGLE, EAGLE-3 and MTP modules; here, drafting a chain."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER
-from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken
-from traces.sources.starts import StartRecording, StartReplay, StartSource
+from traces.sources.base import Drafter, Recordings, Source, SourceReplay, SourceToken
+from traces.sources.starts import ByStart, StartRecording, StartReplay, StartSource
 
-PREFIX = "eagle."
 RECORD = "`draftsim profile --source eagle:model=DIR`"
 
 
-class Eagle(StartSource):
+class OnFeatures(Source):
+    """A source whose drafter reads the target's features (arXiv:2401.15077, sec. 3.1).
+
+    ``model`` is the drafter's folder, or names a recorded one: by its folder's own name, or its
+    kind (eagle, eagle3, mtp) where that is the only one.  None: the only one recorded.
+    """
+
+    prefix: ClassVar[str]
+    """What the names of its recordings begin with."""
+    record: ClassVar[str]
+    """What records it, for messages."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self.model = model
+
+    @abstractmethod
+    def found(self, recordings: Recordings) -> Mapping[str, ByStart]:
+        """What was recorded of such sources, by name."""
+
+    @property
+    def key(self) -> str:
+        """Name of the recording of the drafter in the folder ``model``."""
+        return self.prefix + PurePath(self.model or "").name
+
+    @abstractmethod
+    def recording(self, recordings: Recordings) -> ByStart:
+        """The one that ``model`` names; DraftsimError if there is none, or more than one."""
+
+    def recorded(self, recordings: Recordings) -> str:
+        """Name of the recording that ``model`` names; DraftsimError if none or several fit."""
+        mine = self.found(recordings)
+        if self.model is not None and self.key in mine:
+            return self.key
+        fitting = [k for k, r in mine.items() if self.model in (None, r.meta["kind"])]
+        if len(fitting) == 1:
+            return fitting[0]
+        have = (f"{k.removeprefix(self.prefix)} ({r.meta['kind']})" for k, r in mine.items())
+        raise DraftsimError(
+            f"{len(fitting)} recorded drafters are what {self.model or 'no model'} names "
+            f"(there are: {', '.join(have) or 'none'}): name one, {self.name}:model=NAME, or "
+            f"record it with {self.record}"
+        )
+
+    def label(self, recordings: Recordings) -> str:
+        """As it is named on the command line: by its folder's own name."""
+        return f"{self.name}:model={self.recorded(recordings).removeprefix(self.prefix)}"
+
+    def of(self, model: str) -> Self:
+        """The same source with another drafter."""
+        other = copy(self)
+        other.model = model
+        return other
+
+    def with_each(self, recordings: Recordings) -> list[Self]:
+        """The same source with each recorded drafter of the kind ``model``, by name."""
+        mine = self.found(recordings).items()
+        return [self.of(k.removeprefix(self.prefix)) for k, r in mine
+                if r.meta["kind"] == self.model]  # fmt: skip
+
+
+class Eagle(OnFeatures, StartSource):
     """A drafter that continues the target's features (arXiv:2401.15077, 2503.01840, 2412.19437).
 
     Its keys and values of this round's tokens come from its own outputs in the place of
     features, so a draft depends on where its round began.  The first pass of a round takes in
     what was verified since the one before; the others one token each, or, with several MTP
     modules, which run in turn, the same tokens over again.
-
-    ``model`` is the drafter's folder, or names a recorded one: by its folder's own name, or its
-    kind (eagle, eagle3, mtp) where that is the only one.  None: the only one recorded.
     """
 
     name = "eagle"
+    prefix = "eagle."
+    record = RECORD
     what = "EAGLE, EAGLE-3 or MTP drafter on the target's features, as a chain; exact"
 
-    def __init__(self, model: str | None = None) -> None:
-        self.model = model
-
-    @property
-    def key(self) -> str:
-        """Name of the recording of the drafter in the folder ``model``."""
-        return PREFIX + PurePath(self.model or "").name
-
-    def recorded(self, recordings: Recordings) -> str:
-        """Name of the recording that ``model`` names; DraftsimError if none or several fit."""
-        mine = recorded_drafters(recordings)
-        if self.model is not None and self.key in mine:
-            return self.key
-        fitting = [k for k, r in mine.items() if self.model in (None, r.meta["kind"])]
-        if len(fitting) == 1:
-            return fitting[0]
-        have = ", ".join(f"{k.removeprefix(PREFIX)} ({r.meta['kind']})" for k, r in mine.items())
-        raise DraftsimError(
-            f"{len(fitting)} recorded drafters are what {self.model or 'no model'} names "
-            f"(there are: {have or 'none'}): name one, eagle:model=NAME, or record it with {RECORD}"
-        )
+    def found(self, recordings: Recordings) -> Mapping[str, StartRecording]:
+        """The recorded chains."""
+        return recorded_drafters(recordings)
 
     def recording(self, recordings: Recordings) -> StartRecording:
         """The one that ``model`` names; DraftsimError if there is none, or more than one."""
         return recordings.starts[self.recorded(recordings)]
-
-    def label(self, recordings: Recordings) -> str:
-        """As it is named on the command line: by its folder's own name."""
-        return f"{self.name}:model={self.recorded(recordings).removeprefix(PREFIX)}"
 
     def drafter(self, recordings: Recordings) -> Drafter:
         """Its passes are timed under the name of its recording."""
@@ -74,14 +112,8 @@ class Eagle(StartSource):
 
 
 def recorded_drafters(recordings: Recordings) -> dict[str, StartRecording]:
-    """The recordings of drafters on features, by name."""
-    return {k: r for k, r in recordings.starts.items() if k.startswith(PREFIX)}
-
-
-def of_kind(kind: str, recordings: Recordings) -> list[Eagle]:
-    """The recorded drafters of a kind, by name."""
-    mine = recorded_drafters(recordings)
-    return [Eagle(k.removeprefix(PREFIX)) for k, r in mine.items() if r.meta["kind"] == kind]
+    """The recorded chains of drafters on features, by name."""
+    return {k: r for k, r in recordings.starts.items() if k.startswith(Eagle.prefix)}
 
 
 class EagleReplay(StartReplay):

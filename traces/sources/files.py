@@ -14,13 +14,15 @@ from traces.sources.base import Recordings
 from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits import SIGNALS as EXIT_SIGNALS
 from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
+from traces.sources.trees import TREE_SIGNALS, TreeRecording
 from traces.store.files import PathLike
 from traces.store.parquet import file_error, read_file, write_file
 
-EXITS, STARTS = "exits", "starts"
+EXITS, STARTS, TREES = "exits", "starts", "trees"
 ADAPTER_FILE = "exits-kangaroo.parquet"
 STARTS_FILE = "starts-{}.parquet"
 SAMPLED_STARTS_FILE = "sampled-starts-{}.parquet"
+TREES_FILE = "trees-{}.parquet"
 
 
 def write_exits(recording: ExitRecording, path: PathLike) -> None:
@@ -94,13 +96,44 @@ def read_starts(path: PathLike) -> StartRecording:
         raise _contradiction(path, error) from error
 
 
+def write_trees(recording: TreeRecording, path: PathLike) -> None:
+    """Write a recording of draft trees: one row per start, a list per layer.
+
+    ``rank`` lists, for the true token of every layer in turn, its rank in the trees that reach so
+    deep.
+    """
+    own, within = np.triu_indices(recording.layers)
+    columns = {"rank": _lists(recording.rank[:, own, within])}
+    columns |= {name: _lists(recording.signals[name]) for name in TREE_SIGNALS}
+    header = {
+        "layers": recording.layers, "request_starts": recording.request_starts,
+        "meta": dict(recording.meta),
+    }  # fmt: skip
+    write_file(path, TREES, pa.table(columns), header)
+
+
+def read_trees(path: PathLike) -> TreeRecording:
+    """The recording of draft trees at `path`; FileError if it is missing or damaged."""
+    header, table = _read(path, TREES)
+    try:
+        rows, layers = table.num_rows, int(header["layers"])
+        own, within = np.triu_indices(layers)
+        rank = np.full((rows, layers, layers), -1, np.int32)
+        rank[:, own, within] = _matrix(table, "rank", (rows, len(own)), "int32")
+        signals = {n: _matrix(table, n, (rows, layers), "float32") for n in TREE_SIGNALS}
+        meta = {**header["meta"], "topk": int(header["meta"]["topk"])}
+        return TreeRecording(rank, signals, tuple(header["request_starts"]), meta)
+    except (KeyError, TypeError, ValueError, DraftsimError) as error:
+        raise _contradiction(path, error) from error
+
+
 def exits_file(sampled: bool) -> str:
     """Name of the early-exit recording along greedy or sampled outputs in a run folder."""
     return "exits-sampled.parquet" if sampled else "exits.parquet"
 
 
 def write_recordings(recordings: Recordings, folder: Path) -> None:
-    """Write what was recorded to ``exits*.parquet`` and ``[sampled-]starts-<source>.parquet``."""
+    """Write what was recorded: ``exits*``, ``[sampled-]starts-<source>`` and ``trees-<source>``."""
     if recordings.exits is not None:
         sampled = not recordings.exits.sampling.greedy
         write_exits(recordings.exits, folder / exits_file(sampled))
@@ -109,6 +142,8 @@ def write_recordings(recordings: Recordings, folder: Path) -> None:
     for name, recording in recordings.starts.items():
         named = STARTS_FILE if recording.sampling.greedy else SAMPLED_STARTS_FILE
         write_starts(recording, folder / named.format(name))
+    for name, trees in recordings.trees.items():
+        write_trees(trees, folder / TREES_FILE.format(name))
 
 
 def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
@@ -117,14 +152,21 @@ def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
     ``sampled``: what follows sampled outputs instead: early exits, and drafters on features.
     """
     exits, adapter = folder / exits_file(sampled), folder / ADAPTER_FILE
-    named = SAMPLED_STARTS_FILE if sampled else STARTS_FILE
-    before, after = named.split("{}")
-    paths = sorted(folder.glob(named.format("*")))
+    starts = _named(folder, SAMPLED_STARTS_FILE if sampled else STARTS_FILE)
+    trees = {} if sampled else _named(folder, TREES_FILE)
     return Recordings(
         read_exits(exits) if exits.exists() else None,
-        {p.name.removeprefix(before).removesuffix(after): read_starts(p) for p in paths},
+        {name: read_starts(path) for name, path in starts.items()},
         read_exits(adapter) if adapter.exists() and not sampled else None,
+        {name: read_trees(path) for name, path in trees.items()},
     )
+
+
+def _named(folder: Path, pattern: str) -> dict[str, Path]:
+    """Files of a kind in `folder`, by the name of their source."""
+    before, after = pattern.split("{}")
+    paths = sorted(folder.glob(pattern.format("*")))
+    return {p.name.removeprefix(before).removesuffix(after): p for p in paths}
 
 
 def _read(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:

@@ -13,6 +13,7 @@ from traces.sources.engine_lookups import NGram, Suffix
 from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
+from traces.sources.tree_source import Eagle2
 
 DRAFT_MODEL = "draft-model"
 """The source of `traces.replay.decoder`, which is no `Source`: its drafts are the trace's own."""
@@ -21,7 +22,7 @@ SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
         PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
-        Space, SpecDec, Eagle, NGram, Suffix,
+        Space, SpecDec, Eagle, Eagle2, NGram, Suffix,
     )
 }  # fmt: skip
 
@@ -89,6 +90,14 @@ SYSTEMS: Mapping[str, System] = {
     "space": System("space", "fixed:gamma=4", "SPACE (arXiv:2402.11809), frozen target"),
     "eagle": System("eagle:model=eagle", "fixed:gamma=4", "EAGLE (arXiv:2401.15077) as a chain"),
     "eagle3": System("eagle:model=eagle3", "fixed:gamma=4", "EAGLE-3 (arXiv:2503.01840), a chain"),
+    "eagle2": System(
+        "eagle2:model=eagle,budget=59", "fixed:gamma=6",
+        "EAGLE-2 (arXiv:2406.16858): its dynamic tree, 60 tokens verified, 6 layers",
+    ),
+    "eagle3-tree": System(
+        "eagle2:model=eagle3,budget=59", "fixed:gamma=8",
+        "EAGLE-3 (arXiv:2503.01840) with its tree, 60 tokens verified, 8 layers",
+    ),
     "mtp": System("eagle:model=mtp", "fixed:gamma=2", "MTP modules (arXiv:2412.19437)"),
     "specdec": System("specdec", "fixed:gamma=4", "SpecDec(k) (arXiv:2203.16487), one pass"),
 }  # fmt: skip

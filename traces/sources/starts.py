@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -122,19 +122,7 @@ class StartSource(Source):
     ) -> Callable[[int], SourceReplay]:
         """Needs the source's own recording of the same requests."""
         recording = self.recording(recordings)
-        if first < 1:
-            raise DraftsimError(f"{self.name} is recorded behind the prefill: replay with first=1")
-        if np.diff(recording.request_starts).tolist() != [r.tokens for r in trace.requests]:
-            raise DraftsimError(
-                f"the recording of {self.key!r} drafts is of other requests than the trace: "
-                "record both in one run"
-            )
-        if recording.sampling != trace.sampling:
-            raise DraftsimError(
-                f"the recording of {self.key!r} drafts is of outputs decoded "
-                f"{recording.sampling.label}, and the trace's were {trace.sampling.label}: record "
-                "both in one run"
-            )
+        check_follows(self.key, recording, trace, first)
         return lambda request: self.replay(trace, request, recording, first)
 
     def replay(
@@ -142,6 +130,41 @@ class StartSource(Source):
     ) -> SourceReplay:
         """The decoder of one request."""
         raise NotImplementedError
+
+
+class ByStart(Protocol):
+    """A recording of what was drafted from every start of the requests of one trace."""
+
+    @property
+    def request_starts(self) -> tuple[int, ...]:
+        """First row of each request, and the number of rows at the end."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the outputs that it follows were drawn."""
+        ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Provenance, and what the replay needs to know."""
+        ...
+
+
+def check_follows(key: str, recording: ByStart, trace: Trace, first: int) -> None:
+    """Raise DraftsimError unless the recording named `key` can be replayed along `trace`."""
+    if first < 1:
+        raise DraftsimError(f"{key} is recorded behind the prefill: replay with first=1")
+    if np.diff(recording.request_starts).tolist() != [r.tokens for r in trace.requests]:
+        raise DraftsimError(
+            f"the recording of {key!r} drafts is of other requests than the trace: record both "
+            "in one run"
+        )
+    if recording.sampling != trace.sampling:
+        raise DraftsimError(
+            f"the recording of {key!r} drafts is of outputs decoded {recording.sampling.label}, "
+            f"and the trace's were {trace.sampling.label}: record both in one run"
+        )
 
 
 class StartReplay(SourceReplay):

@@ -33,6 +33,7 @@ KINDS = {
     "rounds": "a round log",
     "exits": "a recording of early exits",
     "starts": "a recording of drafts by start",
+    "trees": "a recording of draft trees",
     "measured": "times of measured runs",
 }
 

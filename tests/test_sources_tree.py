@@ -1,0 +1,265 @@
+"""EAGLE-2's draft tree: recorded once, cut to any budget and depth, and grown for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from policies.basic import Fixed, Oracle
+from policies.core import DraftPolicy, speculate
+from policies.huggingface import Confidence
+from profiler.features import DrafterRunner, FeatureDrafter, target_features
+from profiler.sources.modules import Modules, record_sources
+from profiler.sources.run import SourceRunner
+from profiler.sources.tree_record import record_trees
+from tests.outputs import trace_of
+from tests.test_sources_eagle import OFFSETS, Case, Moody
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, TailError
+from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
+from traces.sources import (
+    Eagle,
+    Eagle2,
+    Recordings,
+    parse_source,
+    read_recordings,
+    replay_source,
+    write_recordings,
+)
+from traces.sources.trees import TreeRecording, candidates
+
+KINDS = ("eagle", "eagle3")
+TOPK, LAYERS = 4, 5
+
+
+class Grown(Case):
+    """The miniature with trees of its drafters recorded once each."""
+
+    def __init__(self) -> None:
+        super().__init__((*KINDS, "mtp-several"))
+        self.trees = {
+            f"eagle2.{kind}": record_trees(self.target, self.trace, self.made(kind), TOPK, LAYERS)
+            for kind in KINDS
+        }
+        self.grown = Recordings(trees=self.trees)
+        modules = Modules(drafters={f"eagle2.{kind}": self.made(kind) for kind in KINDS})
+        self.runner = SourceRunner(self.target, self.trace, modules)
+
+    def made(self, kind: str) -> FeatureDrafter:
+        return self.modules.drafters[f"eagle.{kind}"]
+
+
+@pytest.fixture(scope="module")
+def case() -> Grown:
+    return Grown()
+
+
+CUTS: list[tuple[int, int, DraftPolicy]] = [
+    (1, 5, Fixed(3)), (3, 2, Fixed(5)), (7, 5, Moody()), (12, 4, Confidence(5, 0.3)),
+    (30, 5, Fixed(5)), (1000, 3, Moody()), (1000, 5, Fixed(4)),
+]  # fmt: skip
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.parametrize(("budget", "depth", "policy"), CUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounds_cut_from_one_recording_are_the_real_ones(
+    case: Grown, kind: str, budget: int, depth: int, policy: DraftPolicy
+) -> None:
+    source = Eagle2(kind, budget, depth, TOPK)
+    log = replay_source(case.trace, source, policy, recordings=case.grown)
+    real = case.runner.run(source, policy)
+    assert real.outputs == case.outputs
+    np.testing.assert_array_equal(real.log.rounds, log.rounds)
+    np.testing.assert_array_equal(real.log.calls, log.calls)
+    assert log.rounds["accepted"].sum() > 0
+    assert log.fidelity == "exact"
+    assert log.source == f"eagle2:model={kind},budget={budget},depth={depth}"
+
+
+def built(case: Grown, drafter: FeatureDrafter, request: int, start: int) -> list[list[Any]]:
+    """Layers of (score, path) of the tree behind one start, node by node, as the paper has it."""
+    prompt = torch.tensor(case.trace.requests[request].prompt_ids)
+    text = torch.cat([prompt, torch.tensor(case.outputs[request][:start])])
+    fused = drafter.fuse(target_features(case.target, text[None], drafter.feature_layers)[0, :-1])
+
+    @torch.inference_mode()
+    def children(path: tuple[int, ...]) -> list[tuple[float, int]]:
+        """The likeliest tokens behind a path, each pass anew."""
+        runner = DrafterRunner(drafter, 96)
+        states, out = runner.run(text[1:], fused, 0)
+        for depth, token in enumerate(path):
+            states, out = runner.run(torch.tensor([token]), out[-1:], len(text) - 1 + depth)
+        best = drafter.logits(states[-1]).log_softmax(-1).topk(TOPK)
+        ids = drafter.target_ids(best.indices).tolist()
+        return list(zip(best.values.tolist(), ids, strict=True))
+
+    layers: list[list[Any]] = [[(score, (token,)) for score, token in children(())]]
+    for _ in range(LAYERS - 1):
+        chosen = sorted(layers[-1], key=lambda n: -n[0])[:TOPK]
+        layers.append([
+            (score + more, (*path, token)) for score, path in chosen
+            for more, token in children(path)
+        ])  # fmt: skip
+    return layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_are_those_in_the_tree_itself(case: Grown, kind: str) -> None:
+    recording, followed = case.trees[f"eagle2.{kind}"], 0
+    for request, start in ((0, 1), (0, 2), (1, 4), (2, 11), (3, 3), (0, len(case.outputs[0]) - 1)):
+        layers = built(case, case.made(kind), request, start)
+        row = recording.request_starts[request] + start
+        true = tuple(case.outputs[request][start:])
+        for depth in range(1, LAYERS + 1):
+            ordered = [n for layer in layers[:depth] for n in layer]
+            assert len(ordered) == candidates(TOPK, depth)
+            ordered = [path for _, path in sorted(ordered, key=lambda n: -n[0])]
+            for layer in range(1, depth + 1):
+                path = true[:layer]
+                place = ordered.index(path) if len(path) == layer and path in ordered else -1
+                assert recording.rank[row, layer - 1, depth - 1] == place
+                followed += place >= 0
+            for budget in (1, 2, 5, 9, 100):
+                kept = set(ordered[:budget])
+                right = sum(true[:n] in kept for n in range(1, min(depth, len(true)) + 1))
+                assert recording.accepted(row, depth, budget) == right
+        first = max(layers[1], key=lambda n: n[0])
+        assert recording.columns[row, 1, 0] == pytest.approx(np.exp(first[0]), rel=1e-5)
+    assert followed > 20
+
+
+@pytest.mark.parametrize("policy", [Fixed(4), Moody()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_of_one_child_each_is_the_chain(case: Grown, kind: str, policy: DraftPolicy) -> None:
+    # Where no token ends a draft: a tree does not stop for one.
+    prompts = [list(r.prompt_ids or ()) for r in case.trace.requests]
+    trace = trace_of(case.outputs, max(map(len, case.outputs)), prompts, [])
+    chains = record_sources(
+        case.target, trace, case.modules, draft_offsets=OFFSETS, only=[f"eagle.{kind}"]
+    )
+    trees = {"eagle2.one": record_trees(case.target, trace, case.made(kind), 1, OFFSETS)}
+    chain = replay_source(trace, Eagle(kind), policy, recordings=chains)
+    tree = replay_source(trace, Eagle2(budget=999), policy, recordings=Recordings(trees=trees))
+    np.testing.assert_array_equal(tree.rounds, chain.rounds)
+    assert chain.rounds["accepted"].sum() > 0
+    # Passes as wide as the chain's: one first pass over what was verified, others over a token.
+    calls = tree.calls
+    assert calls is not None
+    first, rest, verified = (calls[calls["kind"] == k] for k in (DRAFTER, DRAFTER_TREE, TREE))
+    assert set(rest["new_tokens"]) == {1}
+    drafted = chain.rounds["drafted"]
+    np.testing.assert_array_equal(verified["new_tokens"], drafted + 1)
+    np.testing.assert_array_equal(first["new_tokens"], chain.rounds["catch_up"][drafted > 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_budget_never_accepts_less(case: Grown, kind: str) -> None:
+    recording = case.trees[f"eagle2.{kind}"]
+    for depth in range(1, LAYERS + 1):
+        found = np.array([
+            [recording.accepted(row, depth, budget) for budget in range(1, 90)]
+            for row in range(len(recording.rank))
+        ])  # fmt: skip
+        assert (np.diff(found) >= 0).all()
+        assert found[:, 0].max() <= 1
+        assert (found[:, -1] > found[:, 0]).any()
+    # A node's place falls back as the tree grows, and it precedes those below it.
+    rank = np.where(recording.rank < 0, 10**6, recording.rank)
+    for layer in range(LAYERS):
+        assert (np.diff(rank[:, layer, layer:], axis=1) >= 0).all()
+    for depth in range(1, LAYERS):
+        own = recording.rank[:, : depth + 1, depth]
+        below = own[:, 1:] >= 0
+        assert (own[:, :-1][below] < own[:, 1:][below]).all()
+        assert (own[:, :-1][below] >= 0).all()
+
+
+def test_the_oracle_accepts_as_many_as_any_depth(case: Grown) -> None:
+    source = Eagle2("eagle", 6)
+    decoder = source.open(case.trace, case.grown, 1)(0)
+    recording = case.trees["eagle2.eagle"]
+    best = max(recording.accepted(1, depth, 6) for depth in range(1, LAYERS + 1))
+    assert decoder.load.run_length == best
+    rounds = list(speculate(decoder, Oracle(gamma_max=LAYERS)))
+    assert [r.accepted for r in rounds] == [r.drafted for r in rounds]
+
+
+def test_equal_scores_are_taken_from_the_upper_layer_first() -> None:
+    """All tokens are as likely as each other: certain ones, and ties within and across layers."""
+    from profiler.features.tree import Layer, Trees
+    from profiler.sources.tree_record import ranks
+
+    trees = Trees.__new__(Trees)
+    trees.topk, trees._at, trees._own = 2, torch.zeros(1), torch.ones(2, 2, dtype=torch.bool)
+    zeros = torch.zeros(1, 4)
+    first = Layer(zeros[:, :2], torch.tensor([[7, 8]]), torch.zeros(1, 2, dtype=torch.long),
+                  torch.tensor([[0, 1]]), zeros)  # fmt: skip
+    second = Layer(zeros, torch.tensor([[7, 8, 7, 8]]), torch.tensor([[0, 0, 1, 1]]),
+                   torch.tensor([[0, 1]]), zeros)  # fmt: skip
+    trees.layers = [first, second]
+    rank = ranks(trees, torch.tensor([[8, 7]]))[0]
+    assert rank.tolist() == [[1, 1], [-1, 4]]
+    cut = trees.cut(5, 2)
+    assert cut.tokens.tolist() == [7, 8, 7, 8, 7]
+    assert cut.parent.tolist() == [0, 0, 1, 1, 2]
+    assert cut.depth.tolist() == [0, 1, 1, 2, 2, 2]
+    assert cut.sees.int().tolist()[5] == [1, 0, 1, 0, 0, 1]
+
+
+def test_recordings_survive_their_files(case: Grown, tmp_path: Path) -> None:
+    write_recordings(case.grown, tmp_path)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [
+        f"trees-eagle2.{kind}.parquet" for kind in KINDS
+    ]
+    again = read_recordings(tmp_path)
+    assert read_recordings(tmp_path, sampled=True).trees == {}
+    for name, ours in case.trees.items():
+        theirs = again.trees[name]
+        np.testing.assert_array_equal(ours.rank, theirs.rank)
+        np.testing.assert_array_equal(ours.columns, theirs.columns)
+        assert (theirs.topk, theirs.layers) == (TOPK, LAYERS)
+    with pytest.raises(DraftsimError, match="expected"):
+        TreeRecording(ours.rank[1:], ours.signals, ours.request_starts, ours.meta)
+
+
+@pytest.mark.invariant(12)
+def test_what_was_not_recorded_is_refused(case: Grown) -> None:
+    def replayed(text: str, policy: DraftPolicy, recordings: Recordings = case.grown) -> Any:
+        return replay_source(case.trace, parse_source(text), policy, recordings=recordings)
+
+    with pytest.raises(TailError, match=f"{LAYERS} were recorded"):
+        replayed("eagle2:model=eagle", Fixed(LAYERS + 1))
+    log = replayed(f"eagle2:model=eagle,depth={LAYERS}", Fixed(LAYERS + 1))
+    assert log.rounds["drafted"].max() == LAYERS
+    for text, message in (
+        ("eagle2:model=eagle,topk=3", "were recorded with topk=4, not 3"),
+        ("eagle2:model=eagle,depth=6", "5 layers deep, not 6"),
+        ("eagle2", "2 recorded drafters are what no model names"),
+        ("eagle2:model=mtp", "0 recorded drafters .*draftsim profile --source eagle2:model=DIR"),
+    ):  # fmt: skip
+        with pytest.raises(DraftsimError, match=message):
+            replayed(text, Fixed(2))
+    with pytest.raises(ValueError, match="budget is 0"):
+        parse_source("eagle2:budget=0")
+    other = case.trees["eagle2.eagle"]
+    fewer = TreeRecording(
+        other.rank[: other.request_starts[1]],
+        {n: v[: other.request_starts[1]] for n, v in other.signals.items()},
+        other.request_starts[:2], other.meta,
+    )  # fmt: skip
+    with pytest.raises(DraftsimError, match="of other requests than the trace"):
+        replayed("eagle2", Fixed(2), Recordings(trees={"eagle2.eagle": fewer}))
+    with pytest.raises(DraftsimError, match="3 modules that run in turn"):
+        record_trees(case.target, case.trace, case.made("mtp-several"), TOPK, LAYERS)
+    with pytest.raises(DraftsimError, match="topk is 97, and the drafter knows 96"):
+        record_trees(case.target, case.trace, case.made("eagle"), 97, 2)
+    with pytest.raises(DraftsimError, match="grown to a depth"):
+        case.runner.decoder(Eagle2("eagle"), 0)
+    drawn = Trace(case.trace.columns, case.trace.requests, None, {"sampling": {"temperature": 1.0}})
+    with pytest.raises(DraftsimError, match="replayed along greedy output"):
+        record_trees(case.target, drawn, case.made("eagle"), TOPK, LAYERS)
