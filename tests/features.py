@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from profiler.features import Eagle, Eagle3, FeatureDrafter, Mtp, layer_config
+from profiler.features import Eagle, Eagle3, FeatureDrafter, Mtp, layer_config, write_drafter
+from tests.conftest import ROOT
 
 DRAFTED = [i for i in range(96) if i % 3]
 """Target ids that the miniature's EAGLE-3 drafter can draft."""
@@ -45,3 +47,13 @@ def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
             torch.nn.init.normal_(parameter, std=0.2)
         drafter.attach(target).eval()
     return made
+
+
+def write_random(folder: Path) -> Path:
+    """Random drafters for the bundled target: ``one`` and ``another`` (EAGLE), ``three``."""
+    torch.manual_seed(0)
+    layer = layer_config(AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target"))
+    write_drafter(Eagle(layer), folder / "one")
+    write_drafter(Eagle(layer), folder / "another")
+    write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "three")
+    return folder

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.conftest import ROOT, Run
 from tests.conftest import SMALL_PROFILE as USUAL
+from tests.conftest import Run
 from traces.sources import read_recordings
 from traces.store.files import read_latency, write_latency
 
@@ -18,18 +18,10 @@ SMALL_PROFILE = (*USUAL, "--limit", "1")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random drafters for the bundled target."""
-    torch = pytest.importorskip("torch")
-    from transformers import AutoConfig
+    pytest.importorskip("torch")
+    from tests.features import write_random
 
-    from profiler.features import Eagle, Eagle3, layer_config, write_drafter
-
-    out = tmp_path_factory.mktemp("drafters")
-    torch.manual_seed(0)
-    layer = layer_config(AutoConfig.from_pretrained(ROOT / "profiler" / "bundled" / "target"))
-    write_drafter(Eagle(layer), out / "one")
-    write_drafter(Eagle(layer), out / "another")
-    write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), out / "three")
-    return out
+    return write_random(tmp_path_factory.mktemp("drafters"))
 
 
 def test_a_profiled_drafter_replays_as_it_really_decodes(

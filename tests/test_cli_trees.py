@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 
-from tests.conftest import Run
 from tests.conftest import SMALL_PROFILE as USUAL
-from tests.test_cli_eagle import folder as folder
+from tests.conftest import Run
 from traces.sources import read_recordings
 from traces.store.files import read_latency
 
 SMALL_PROFILE = (*USUAL, "--limit", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random drafters for the bundled target."""
+    pytest.importorskip("torch")
+    from tests.features import write_random
+
+    return write_random(tmp_path_factory.mktemp("drafters"))
 
 
 def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(

@@ -235,7 +235,7 @@ def timed_layers(
     from profiler.sources.tree_latency import widest_tree
 
     limit = int(pair.target.config.get_text_config().max_position_embeddings)
-    widest = max(max(WIDTHS), widest_tree(trees) if trees else 0)
+    widest = max(*WIDTHS, widest_tree(trees) if trees else 0)
     return LayerRunner(pair.target, min(limit, max(reaching(CONTEXTS, longest)) + widest))
 
 
