@@ -62,8 +62,8 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
     assert accepted == sorted(accepted)
 
     rows = run("validate", "--run", out, "--source", "eagle2:model=three,budget=6", "--policy",
-               "fixed:gamma=3", "--policy", "confidence:gamma=4", "--repeats", 1, "--remeasure",
-               "--json", "-").rows  # fmt: skip
+               "fixed:gamma=3", "--policy", "confidence:gamma=4", "--repeats", 1, "--json",
+               "-").rows  # fmt: skip
     assert len(rows) == 3
     for row in rows:
         assert row["rounds_differ"] == row["outputs_differ"] == 0, row
@@ -71,7 +71,7 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
     assert rows[1]["source"] == "eagle2:model=three,budget=6,depth=4"
 
     drafted = ("--trace", out, "--source", "eagle2:model=three")
-    for command in (("serve",), ("sweep",), ("capacity",), ("tune", "--engine", "vllm")):
+    for command in (("serve",), ("sweep",), ("tune", "--engine", "vllm")):
         refused = run(*command, *drafted)
         assert refused.code == 2, command
         assert "verification is wider than its draft" in refused.err

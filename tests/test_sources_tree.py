@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -13,13 +14,18 @@ from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, speculate
 from policies.huggingface import Confidence
 from profiler.features import DrafterRunner, FeatureDrafter, target_features
+from profiler.models.stack import LayerRunner
+from profiler.sources.latency import measure_sources
 from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
+from profiler.sources.tree_latency import GrownTrees
 from profiler.sources.tree_record import record_trees
+from simulator.pricing import price
 from tests.outputs import trace_of
-from tests.test_sources_eagle import OFFSETS, Case, Moody
+from tests.test_sources_eagle import OFFSETS, TARGET, Case, Moody
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
+from traces.latency.table import LatencyTable
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
 from traces.sources import (
     Eagle,
@@ -46,8 +52,11 @@ class Grown(Case):
             for kind in KINDS
         }
         self.grown = Recordings(trees=self.trees)
-        modules = Modules(drafters={f"eagle2.{kind}": self.made(kind) for kind in KINDS})
-        self.runner = SourceRunner(self.target, self.trace, modules)
+        shape = {"topk": TOPK, "layers": LAYERS, "budget": 12}
+        self.growing = Modules(
+            trees={f"eagle2.{kind}": GrownTrees(self.made(kind), **shape) for kind in KINDS}
+        )
+        self.runner = SourceRunner(self.target, self.trace, self.growing)
 
     def made(self, kind: str) -> FeatureDrafter:
         return self.modules.drafters[f"eagle.{kind}"]
@@ -111,7 +120,8 @@ def built(case: Grown, drafter: FeatureDrafter, request: int, start: int) -> lis
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_are_those_in_the_tree_itself(case: Grown, kind: str) -> None:
     recording, followed = case.trees[f"eagle2.{kind}"], 0
-    for request, start in ((0, 1), (0, 2), (1, 4), (2, 11), (3, 3), (0, len(case.outputs[0]) - 1)):
+    last = len(case.outputs[0]) - 1
+    for request, start in ((0, 1), (0, 2), (1, 4), (2, 11), (3, 2), (0, last)):
         layers = built(case, case.made(kind), request, start)
         row = recording.request_starts[request] + start
         true = tuple(case.outputs[request][start:])
@@ -225,6 +235,35 @@ def test_recordings_survive_their_files(case: Grown, tmp_path: Path) -> None:
         assert (theirs.topk, theirs.layers) == (TOPK, LAYERS)
     with pytest.raises(DraftsimError, match="expected"):
         TreeRecording(ours.rank[1:], ours.signals, ours.request_starts, ours.meta)
+
+
+def test_every_pass_has_a_measured_cell_and_a_price(case: Grown) -> None:
+    runner = LayerRunner(case.target, 128)
+    cells = measure_sources(
+        runner, case.growing, widths=(1, 2), contexts=(8, 32), repeats=2, lookups=[]
+    )
+    table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})
+    verified = cells[(cells["model"] == "target") & (cells["phase"] == "tree")]
+    assert set(verified["new_tokens"]) == {1, 2, 6, 11, 13, 21, 40}  # of 52 candidates
+    for kind in KINDS:
+        source = Eagle2(kind, 12)
+        log = replay_source(case.trace, source, Moody(), recordings=case.grown)
+        own = cells[(cells["model"] == f"eagle2.{kind}") & (cells["phase"] == "tree")]
+        assert set(own["new_tokens"]) == {TOPK}
+        priced = price(log, table)
+        drafting = log.rounds["drafted"] > 0
+        assert (priced.draft_s[drafting] > 0).all()
+        assert (priced.draft_s[~drafting] == 0).all()
+        assert (priced.verify_s > 0).all()
+        assert priced.prefill_passes.passes == len(case.outputs)
+        with pytest.raises(
+            DraftsimError, match=rf"no passes of the drafter 'eagle2.{kind}'.*eagle2:"
+        ):
+            price(log, LatencyTable(TARGET, {}))
+    # The textbook's passes cost alike, whatever they carry.
+    plain = price(log, LatencyTable.constant(0.01, 0.002))
+    assert plain.draft_s.sum() == pytest.approx(0.002 * log.rounds["draft_forwards"].sum())
+    assert plain.verify_s.sum() == pytest.approx(0.01 * len(log))
 
 
 @pytest.mark.invariant(12)
