@@ -57,7 +57,7 @@ class TreeRecording:
 
     def __post_init__(self) -> None:
         starts, layers = self.request_starts[-1], self.layers
-        expected = {"rank": (starts, layers, layers)}
+        expected: dict[str, tuple[int, ...]] = {"rank": (starts, layers, layers)}
         expected |= dict.fromkeys(TREE_SIGNALS, (starts, layers))
         for name, shape in expected.items():
             found = (self.rank if name == "rank" else self.signals[name]).shape
