@@ -39,8 +39,9 @@ def find_recordings(name: str, trace: Trace) -> Recordings:
     if folder is None:
         return Recordings()
     found = read_recordings(folder, sampled=trace.temperature > 0)
-    metas = [part.meta for part in (*found.starts.values(), *found.trees.values())]
-    metas += [part.meta for part in (found.exits, found.adapter) if part is not None]
+    metas = [part.meta for part in (found.exits, found.adapter) if part is not None]
+    metas += [part.meta for part in found.starts.values()]
+    metas += [part.meta for part in found.trees.values()]
     stamps = {meta[STAMP] for meta in metas if STAMP in meta}
     if stamps and stamps != {stamp_of(trace)}:
         raise DraftsimError(
