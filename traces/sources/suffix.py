@@ -114,11 +114,6 @@ class SuffixTree:
             return None
         return self._text[place]
 
-    def along(self, place: int, length: int, most: int) -> list[int]:
-        """Up to `most` tokens that follow the one occurrence of a string of `length`."""
-        found = self._text[place : place + max(min(most, self.depth - length), 0)]
-        return found[: found.index(BETWEEN)] if BETWEEN in found else found
-
     def find(self, tokens: Sequence[int]) -> Node | int | None:
         """The node behind a string, the place where its one occurrence goes on, or None."""
         count, text = len(tokens), self._text
@@ -152,30 +147,22 @@ def speculate(
     before, as long as the product of their shares is at least `least`.  In float32, as there.
     """
     best, score = Draft([], [], 0.0), np.float32(0)
-    ratio, floor = np.float32(factor), np.float32(least)
     for matched in range(1, len(context)):
         node = tree.find(context[len(context) - matched :])
         # What nothing follows, nothing follows in longer strings either.
         if node is None or _next(tree, node, matched) is None:
             break
-        allowed = max(min(most, int(float(np.float32(matched) * ratio) + 1e-6)), 0)
+        allowed = max(min(most, int(float(np.float32(matched) * np.float32(factor)) + 1e-6)), 0)
         tokens: list[int] = []
         probs: list[float] = []
         prob, total = np.float32(1), np.float32(0)
         while len(tokens) < allowed:
-            if isinstance(node, int):
-                # What occurred once goes on as it did: with certainty, given that it came so far.
-                rest = tree.along(node, matched + len(tokens), allowed - len(tokens))
-                tokens += rest
-                probs += [float(prob)] * len(rest)
-                total = sum([prob] * len(rest), total)
-                break
             token = _next(tree, node, matched + len(tokens))
             if token is None:
                 break
-            child = node.children[token]
-            prob = prob * (np.float32(_count(child)) / np.float32(node.count))
-            if prob < floor:
+            child = node.children[token] if isinstance(node, Node) else node + 1
+            prob = prob * (np.float32(_count(child)) / np.float32(_count(node)))
+            if prob < np.float32(least):
                 break
             tokens.append(token)
             probs.append(float(prob))
