@@ -29,6 +29,7 @@ from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE
 from traces.sources.exits import NODE_COLUMNS
 from traces.sources.methods import METHODS
+from traces.store.outputs import Output
 from traces.store.parquet import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,11 +52,12 @@ def columns(kind: str) -> str:
         )
     if kind == "nodes":
         return table(("column", "type"), [(code(n), t) for n, t in NODE_COLUMNS.items()])
-    if kind == "requests":
-        said = attribute_docs(Request)
+    if kind in ("requests", "outputs"):
+        row: Any = Request if kind == "requests" else Output
+        said = attribute_docs(row)
         return table(
             ("field", "type", "meaning"),
-            [(code(f.name), f.type, said.get(f.name, "")) for f in fields(Request)],
+            [(code(f.name), f.type, said.get(f.name, "")) for f in fields(row)],
         )
     raise KeyError(kind)
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
 from profiler.latency.batch import batch_blocks, measure_batch_host
 from profiler.latency.host import measure_host
 from profiler.latency.layers import measure_layers
@@ -214,7 +215,10 @@ def _assemble(
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
         "recording_s": {"plain": float(seconds[:, 0].sum()), "all": float(seconds[:, 1].sum())},
     }
-    return Trace(columns, requests, settings.max_gamma, meta)
+    trace = Trace(columns, requests, settings.max_gamma, meta)
+    answers = answers_to(trace, prompts)
+    scored = {ANSWERS: answers, SOLVED: solved_by(pair, trace, answers)} if answers else {}
+    return replace(trace, meta={**meta, **scored})
 
 
 def _context_limit(pair: Pair, wanted: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from traces.errors import DraftsimError
+from traces.replay.exact_match import reference_number
 
 
 @dataclass(frozen=True)
@@ -17,13 +19,29 @@ class Prompt:
     id: str
     category: str
     text: str
+    answer: str | None = None
+    """The number that solves it, in digits; None where it asks for no number."""
 
 
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+class _Sorted(Protocol):
+    @property
+    def category(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=_Sorted)
+
+
+def read_prompts(
+    path: str | Path, limit: int | None = None, categories: Collection[str] = ()
+) -> list[Prompt]:
     """Prompts from JSON lines (``prompt``, ``text`` or ``turns``; ``category``) or plain lines.
 
-    With ``limit`` prompts are taken in turn from each category, so that none is left out.
-    Raises DraftsimError naming file and line.
+    Of a ``reference`` (of the first turn, where there is a list of them) or an ``answer`` only
+    the number is kept that solves the prompt, if it names one: ``#### 72`` at its end as in GSM8K
+    and Spec-Bench's math_reasoning, or nothing but a number.
+
+    With ``categories`` only their prompts; with ``limit`` prompts are taken in turn from each
+    category, so that none is left out.  Raises DraftsimError naming file and line.
     """
     path = Path(path)
     try:
@@ -41,7 +59,31 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         )
     if not prompts:
         raise DraftsimError(f"{path} holds no prompts: give one JSON object or one text a line")
-    return prompts if limit is None else _round_robin(prompts, limit)
+    return chosen_of(prompts, str(path), limit, categories)
+
+
+def chosen_of(
+    items: Iterable[Item], where: str, limit: int | None, categories: Collection[str]
+) -> list[Item]:
+    """The items of the categories, if any are named, and `limit` of them, in turn from each.
+
+    Raises DraftsimError for a category that is not `where` they are from.
+    """
+    groups: dict[str, list[Item]] = {}
+    kept = list(items)
+    for item in kept:
+        groups.setdefault(item.category, []).append(item)
+    if unknown := [name for name in categories if name not in groups]:
+        raise DraftsimError(
+            f"--category {unknown[0]!r}: {where} has the categories {', '.join(groups)}"
+        )
+    if categories:
+        groups = {name: group for name, group in groups.items() if name in categories}
+        kept = [item for item in kept if item.category in groups]
+    if limit is None:
+        return kept
+    depth = range(max(map(len, groups.values()), default=0))
+    return [group[i] for i in depth for group in groups.values() if i < len(group)][:limit]
 
 
 def _prompt(line: str, where: str, number: int) -> Prompt:
@@ -55,16 +97,23 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
     if not isinstance(text, str) or not text:
         raise DraftsimError(f"{where} has no text under 'prompt', 'text' or 'turns'")
     name = row.get("id", row.get("question_id", number))
-    return Prompt(str(name), str(row.get("category", "all")), text)
+    answers = [_answer(row, key, where) for key in ("reference", "answer")]
+    answer = next((found for found in answers if found is not None), None)
+    return Prompt(str(name), str(row.get("category", "all")), text, answer)
 
 
-def _round_robin(prompts: Iterable[Prompt], limit: int) -> list[Prompt]:
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(prompt.category, []).append(prompt)
-    chosen: list[Prompt] = []
-    depth = 0
-    while len(chosen) < limit and any(len(g) > depth for g in groups.values()):
-        chosen += [g[depth] for g in groups.values() if len(g) > depth]
-        depth += 1
-    return chosen[:limit]
+def _answer(row: dict[str, Any], key: str, where: str) -> str | None:
+    """The number that the field `key` names as what solves the prompt; None if it names none."""
+    given = row.get(key)
+    if isinstance(given, list):
+        given = given[0] if given else None
+        if isinstance(given, list):
+            return None  # several texts, any of which will do
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        kind = type(given).__name__
+        raise DraftsimError(
+            f"{where}: {key!r} holds a {kind}: give a text, a number, or a list of one a turn"
+        )
+    return reference_number(str(given))

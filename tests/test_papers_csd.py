@@ -10,14 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from policies.registry import describe
 from policies.rules.memory import OnlineCorrectionMemory
 from simulator.papers import Ours, Row
-from simulator.papers.csd import CALIBRATED, CSD_ROWS, csd_rows
+from simulator.papers.csd import CALIBRATED, CSD_ROWS, TRAINING_SHARE, csd_rows
 from simulator.papers.csd_thresholds import Rejections, Rescues, pattern_rows
+from simulator.papers.rows import EXPERIMENT
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import split_requests
+from traces.replay.run import replay
+from traces.sources.methods import METHODS, build
+from traces.store.outputs import Output, RealRun
 
 GAMMA = 6
 Rejection = tuple[tuple[int, int], float]
@@ -168,3 +173,21 @@ def test_nothing_rejected_is_nothing_to_calibrate_on(ours: Ours) -> None:
     trace = Trace(columns, ours.trace.requests, ours.trace.max_gamma, ours.trace.meta)
     with pytest.raises(SignalError, match="no draft was rejected"):
         csd_rows(replace(ours, trace=trace))
+
+
+def test_accuracy_is_of_the_prompts_that_real_runs_were_scored_on(ours: Ours) -> None:
+    likely = np.full(len(ours.trace), -1, np.float32)
+    columns = {**ours.trace.columns, "target_path_logprob": likely}
+    trace = replace(ours.trace, columns=columns)
+    _, rest = split_requests(trace, TRAINING_SHARE)
+    policy, rule = build(METHODS["csd-scg"], trace)
+    log = replay(trace.select(rest), policy, rule, name=describe(policy))
+    outputs = [
+        Output(r.id, [1] * r.tokens, "a", "a", -1.0, (True, False, None)[min(i, 2)], i < 2 or None)
+        for i, r in enumerate(log.requests)
+    ]
+    rows = csd_rows(replace(ours, trace=trace, runs=[RealRun(log, outputs, {})]))
+    found = [r for r in rows if (r.column, r.kind) == ("MATH500_Acc", EXPERIMENT)]
+    [row] = [r for r in found if r.ours is not None]
+    assert (row.row, row.published, row.ours) == ("SD + SCG only", 43.6, 50)
+    assert "solved 1 of 2 (greedy 2 of 2)" in row.note

@@ -77,6 +77,10 @@ def profile(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Use so many prompts, in turn from each category.")
     ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Use only the prompts of this category; repeatable."),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Timed sweeps over all latency cells.")] = 15,
     batch: Annotated[
         str,
@@ -215,7 +219,7 @@ def profile(
 
             pair = info.load()
             check_layers(pair)
-        recording = Recording(info, prompts, out, settings, limit, pair)
+        recording = Recording(info, prompts, out, settings, limit, pair, category or [])
         if force or not ((again or pair is not None) and is_complete(out)):
             run_profile(recording, force)
         else:
@@ -231,7 +235,7 @@ def profile(
         if pair is not None and trees:
             profile_trees(pair, out, trees, repeats=repeats)
         if again:
-            decode_again(info, out, again, memory, not settings.sampling.greedy)
+            decode_again(recording, again, memory, not settings.sampling.greedy)
 
 
 def _kept(name: str) -> str:

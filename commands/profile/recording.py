@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class Recording:
     """What to record of the pair of `info`, and the run folder it goes to.
 
-    ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all.
+    ``pair`` is that pair where it is loaded already; ``limit`` prompts are used, or all, of the
+    ``categories`` if any are named.
     """
 
     info: RunInfo
@@ -29,12 +31,13 @@ class Recording:
     settings: Settings
     limit: int | None = None
     pair: Pair | None = None
+    categories: Sequence[str] = ()
 
     def texts(self) -> list[Prompt]:
         """The prompts, read from their file."""
         from profiler.prompts import read_prompts
 
-        return read_prompts(self.prompts, self.limit)
+        return read_prompts(self.prompts, self.limit, self.categories)
 
     def load(self) -> Pair:
         """The pair, loaded unless it is."""
@@ -43,6 +46,7 @@ class Recording:
 
 def run_profile(recording: Recording, force: bool = False) -> None:
     """Profile the pair into its run folder; what is finished of it is kept, unless `force`."""
+    from profiler.checks.score import answers_to, score
     from profiler.models.seq2seq_settings import is_seq2seq
     from profiler.profile import (
         latency_options,
@@ -83,12 +87,14 @@ def run_profile(recording: Recording, force: bool = False) -> None:
     trace = read_trace(out / "trace.parquet")
     if timed and len(kept) == len(stages):
         note(f"{out} is finished and kept as it is: --force records it anew")
-        return
-    spent = trace.meta["recording_s"]
-    note(
-        f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
-        f"recording took {spent['all'] / spent['plain']:.2f} times plain decoding"
-    )
+    else:
+        spent = trace.meta["recording_s"]
+        note(
+            f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
+            f"recording took {spent['all'] / spent['plain']:.2f} times plain decoding"
+        )
+    if answers := answers_to(trace, texts):
+        note(f"the target {score(pair, trace, answers)}")
 
 
 def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ from commands.common.output import note
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
+    from commands.profile.recording import Recording
     from profiler.checks.spot_check import Arm
-    from profiler.recording.run import RunInfo
     from traces.acceptance.trace import Trace
 
 
@@ -55,31 +55,39 @@ def jobs(
 
 
 def decode_again(
-    info: RunInfo,
-    out: Path,
+    recording: Recording,
     wanted: Sequence[Job],
     memory: Path | None = None,
     sampled: bool = False,
 ) -> None:
-    """Decode the prompts of the run folder `out` under every job; keep rounds and outputs.
+    """Decode the recorded prompts under every job; keep rounds and outputs.
 
-    What the folder holds of that is kept, so that a stopped run goes on where it stopped; under
-    a `memory`, which may have changed since, everything is decoded.
+    Decoded are those that the recording's limit and categories leave.  What the folder holds
+    of that is kept, so that a stopped run goes on where it stopped; under a `memory`, which may
+    have changed since, everything is decoded.
+
+    Outputs are scored where a prompt asks for a number: in the prompts file, which need not be
+    there any more, or when the run was recorded.
     """
     from profiler.checks.outputs import real_run
+    from profiler.checks.score import answers_to
     from profiler.checks.spot_check import run_arms
     from profiler.profile import progress_bar
+    from profiler.prompts import read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
 
+    out, prompts = recording.out, recording.prompts
     greedy = read_trace(out / "trace.parquet")
     everything = read_trace(out / "sampled.parquet") if sampled else greedy
-    planned = [_arm(job, everything, memory) for job in wanted]
+    chosen, part = part_of(everything, recording.limit, recording.categories)
+    answers = answers_to(greedy, read_prompts(prompts) if prompts.is_file() else ())
+    planned = [_arm(job, chosen, memory) for job in wanted]
     if memory is None:
         planned = [job for job in planned if not _is_kept(out, *job[:2])]
     if not planned:
         return
-    pair = info.load()
+    pair = recording.load()
     with progress_bar() as progress:
         for arm, trace, calibrated_on in planned:
             task = progress.add_task(f"decoding {arm.label}", total=len(trace.requests))
@@ -89,9 +97,24 @@ def decode_again(
                 "run": out.name, "memory_file": memory.name if memory else None,
                 "calibrated_on": calibrated_on, "sampling": trace.sampling.meta,
             }  # fmt: skip
-            run = real_run(pair, greedy, arm, measured, provenance)
+            provenance |= {"part": part} if part else {}
+            run = real_run(pair, greedy, arm, measured, provenance, answers)
             note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
+
+
+def part_of(
+    trace: Trace, limit: int | None, categories: Collection[str]
+) -> tuple[Trace, str | None]:
+    """The requests that are chosen, in the trace's order, and what they are; None if all are."""
+    from profiler.prompts import chosen_of
+
+    chosen = {r.id for r in chosen_of(trace.requests, "the recording", limit, categories)}
+    keep = [i for i, request in enumerate(trace.requests) if request.id in chosen]
+    if len(keep) == len(trace.requests):
+        return trace, None
+    limited = [] if limit is None else [f"{len(keep)}-prompts"]
+    return trace.select(keep), "+".join([*categories, *limited])
 
 
 def _is_kept(out: Path, arm: Arm, trace: Trace) -> bool:

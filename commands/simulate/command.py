@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +36,7 @@ from commands.common.sources import (
     with_free_lookups,
 )
 from commands.simulate.runs import (
+    decoded_part,
     rank_source,
     recorded_rounds,
     replay_methods,
@@ -118,15 +118,14 @@ def simulate(
     from traces.store.recordings import folder_of
 
     if rounds is not None:
-        logs, table = recorded_rounds(rounds, latency, trace)
+        logs, table, recorded = recorded_rounds(rounds, latency, trace)
         table = drafting_always(table, always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
-        ranking, told = Ranking([]), partial(with_quality, runs=runs, trace=load_trace(trace))
-        rows = [
-            row for group in same_requests(logs)
-            for row in _rows(ranking, group, table, against, resamples, prefill, by_category)
-        ]  # fmt: skip
-        _emit(told(rows), json, prefill, out)
+        found = []
+        for group in same_requests(logs):
+            rows = _rows(Ranking([]), group, table, against, resamples, prefill, by_category)
+            found += with_quality(rows, runs, decoded_part(recorded, group[0]))
+        _emit(found, json, prefill, out)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.inputs import load_latency, load_method, replay_all
+from commands.common.inputs import load_latency, load_method, load_trace, replay_all
 from commands.common.ranking import (
     Ranking,
     is_unfitted,
@@ -66,8 +66,11 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
 
 def recorded_rounds(
     path: Path, latency: str | None, trace: str
-) -> tuple[list[RoundLog], LatencyTable]:
-    """The recorded round logs at `path`, and by default the latencies of their run folder."""
+) -> tuple[list[RoundLog], LatencyTable, Trace]:
+    """The recorded round logs at `path`, their run folder's latencies by default, and its trace.
+
+    Where they lie in no run folder, `trace` names the trace.
+    """
     from traces.store.files import read_rounds
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs
@@ -81,7 +84,16 @@ def recorded_rounds(
     if own is not None:
         check_folder(own, files)
     table = load_latency(latency, trace if own is None else str(own))
-    return [read_rounds(file) for file in files], table
+    recorded = own is not None and (own / "trace.parquet").is_file()
+    return [read_rounds(file) for file in files], table, load_trace(str(own) if recorded else trace)
+
+
+def decoded_part(trace: Trace, log: RoundLog) -> Trace:
+    """The requests of `trace` that `log` decoded, in its order; all where one is not there."""
+    places = {request.id: i for i, request in enumerate(trace.requests)}
+    if any(request.id not in places for request in log.requests):
+        return trace
+    return trace.select([places[request.id] for request in log.requests])
 
 
 def same_requests(logs: Sequence[RoundLog]) -> list[list[RoundLog]]:

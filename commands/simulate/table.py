@@ -21,6 +21,8 @@ Row = dict[str, Any]
 WIDTH = 80
 """Columns that a table fits where nobody's terminal says otherwise."""
 LOSSLESS = ("exact", "rejection-sampling")
+QUALITY = ("agreement", "relative_bleu", "scored", "solved", "solved_greedy")
+"""What rows have of the quality of texts really decoded; None where none were."""
 
 
 def compared(
@@ -71,11 +73,15 @@ def compared(
 
 
 def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> list[Row]:
-    """The rows with the quality of texts really decoded under the same policy and rule."""
+    """The rows with the quality of texts really decoded under the same policy and rule.
+
+    The row of a category is of its prompts alone.
+    """
     from policies.registry import parse_policy
     from policies.rules.registry import parse_rule
     from traces.store.outputs import find_run, quality
 
+    category = {request.id: request.category for request in trace.requests}
     found = []
     for row in rows:
         seen: Quality | None = None
@@ -85,11 +91,11 @@ def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> 
             except ValueError:
                 names = None  # a system's name, or a policy of the user's own
             run = None if names is None else find_run(runs, *names, trace)
-            seen = None if run is None else quality(run.outputs, trace)
-        found.append({
-            **row, "agreement": seen.agreement if seen else None,
-            "relative_bleu": seen.relative_bleu if seen else None,
-        })  # fmt: skip
+            if run is not None:
+                kind = row.get("category")
+                of_row = [o for o in run.outputs if kind in (None, category[o.id])]
+                seen = quality(of_row, trace)
+        found.append({**row, **{name: seen and getattr(seen, name) for name in QUALITY}})
     return found
 
 
@@ -220,6 +226,18 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
         found.append(
             "wrong: mismatches let stand, of those judged; like greedy and BLEU: of texts really "
             "decoded under the rule, against greedy ones (-: none was recorded)"
+        )
+    scored = [r for r in over_all(rows) if r.get("scored")]
+    if scored:
+        found.append(
+            "solved: of the prompts that have a number for an answer, those whose text ends in "
+            "it before its token limit"
+        )
+    for row in scored:
+        count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
+        found.append(
+            f"{row['policy']} / {row['verify']}: solved {own} of {count} "
+            f"(greedy {greedy} of {count})"
         )
     return found
 

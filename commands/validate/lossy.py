@@ -40,6 +40,7 @@ def lossy_check(
     """
     from commands.validate.spot_check import spread_over_categories
     from profiler.checks.outputs import real_run
+    from profiler.checks.score import answers_to
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.profile import progress_bar
     from profiler.recording.run import read_run
@@ -77,8 +78,9 @@ def lossy_check(
     meta = {**pair.meta, "machine": measured.machine}
     write_measured(MeasuredRuns(measured.times, meta), run / "measured-lossy.parquet")
     extra: list[dict[str, Any]] = [{}]
+    answers = answers_to(greedy)
     for arm, theirs in zip(arms[1:], replayed, strict=True):
-        real = real_run(pair, greedy, arm, measured, {"run": run.name})
+        real = real_run(pair, greedy, arm, measured, {"run": run.name}, answers)
         mine = real.log
         extra.append(
             {

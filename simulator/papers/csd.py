@@ -93,6 +93,12 @@ def compared(arms: Mapping[str, Outcome]) -> str:
     return f"{text}, both {both:.0%}: {'each' if each else 'not each'} of them takes some away"
 
 
+def accuracy(found: Outcome) -> float | None:
+    """Percent of the prompts with a number for an answer that a real run solved."""
+    seen = found.quality
+    return 100 * seen.solved / seen.scored if seen and seen.scored else None
+
+
 def _outcome(
     ours: Ours, chosen: Method, rule: str, shown: Trace, memory: OnlineCorrectionMemory
 ) -> Outcome:
@@ -123,8 +129,13 @@ def _rows(
             ),
             "mismatches let stand, percent": (None, None if stood is None else 100 * stood),
             "token agreement": (None, mine.quality.agreement if mine.quality else None),
+            "MATH500_Acc": (
+                CSD_ABLATION.value(label, "MATH500_Acc") if known else None,
+                accuracy(mine),
+            ),
         }
-        note = "; ".join(part for part in (mine.how, notes.get(name)) if part)
+        score = mine.quality.score if mine.quality else ""
+        note = "; ".join(part for part in (mine.how, notes.get(name), score) if part)
         rows += [
             Row(TABLE, label, column, paper, value, EXPERIMENT, note, mark)
             for column, (paper, value) in values.items()

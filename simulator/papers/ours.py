@@ -148,10 +148,11 @@ def method_outcome(
 
 def quality_note(seen: Quality) -> str:
     """How far outputs are from the target's own, in words."""
-    return (
+    said = (
         f"{seen.agreement:.0%} of tokens agree with greedy output; log-likelihood "
         f"{seen.log_likelihood:.2f} nats a token, greedy {seen.reference_log_likelihood:.2f}"
     )
+    return f"{said}; {seen.score}" if seen.score else said
 
 
 def _outcome(how: str, log: RoundLog, ours: Ours, found: Quality | None = None) -> Outcome:

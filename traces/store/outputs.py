@@ -47,6 +47,11 @@ class Output:
     """Text of the target's own greedy output."""
     log_likelihood: float
     """Sum over the tokens of the target's log-probability at T = 1, nats."""
+    solved: bool | None = None
+    """Whether it ends in the number that the prompt asks for, before its token limit; None where
+    the prompt asks for none, or none was known."""
+    greedy_solved: bool | None = None
+    """The same of the target's own greedy output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +62,8 @@ class RealRun:
     outputs: Sequence[Output]
     meta: Mapping[str, Any]
     """Provenance; ``memory`` holds what is known of a learning rule's memory, ``sampling`` how
-    outputs were drawn (greedily where it is missing)."""
+    outputs were drawn (greedily where it is missing), ``part`` which of the run's prompts were
+    decoded (all where it is missing)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,20 @@ class Quality:
     """And of its own greedy output."""
     relative_bleu: float | None
     """BLEU against that output, 0..100 (CM-ASD, Table V); None without sacrebleu."""
+    scored: int = 0
+    """Prompts that have a number for an answer."""
+    solved: int = 0
+    """Those of them that the output solves (see `Output.solved`)."""
+    solved_greedy: int = 0
+    """And that the target's own greedy output solves."""
+
+    @property
+    def score(self) -> str:
+        """How many prompts were solved, in words; empty where none could be."""
+        if not self.scored:
+            return ""
+        greedy = f"greedy {self.solved_greedy} of {self.scored}"
+        return f"solved {self.solved} of {self.scored} ({greedy})"
 
 
 def find_run(
@@ -126,11 +146,15 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
     bleu = None
     if find_spec("sacrebleu") is not None:
         bleu = relative_bleu([o.text for o in outputs], [o.reference for o in outputs])
+    scored = [o for o in outputs if o.solved is not None]
     return Quality(
         token_agreement([o.tokens for o in outputs], references),
         sum(o.log_likelihood for o in outputs) / emitted,
         output_log_likelihood(own),
         bleu,
+        len(scored),
+        sum(o.solved is True for o in scored),
+        sum(o.greedy_solved is True for o in scored),
     )
 
 
@@ -138,7 +162,7 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
     """Write `run` into the run folder; the path of its rounds."""
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{file_name(run.log, Sampling.of(run.meta.get('sampling')))}.parquet"
+    path = place / f"{_name(run)}.parquet"
     document = {
         "schema": SCHEMA,
         "meta": dict(run.meta),
@@ -188,8 +212,13 @@ def find_runs(path: str | os.PathLike[str]) -> list[Path]:
     return sorted((path / FOLDER).glob("*.parquet"))
 
 
-def file_name(log: RoundLog, sampling: Sampling = GREEDY) -> str:
-    """A name for the log's file, from its policy and rule, and how outputs were drawn.
+def _name(run: RealRun) -> str:
+    sampling, part = Sampling.of(run.meta.get("sampling")), run.meta.get("part")
+    return file_name(run.log, sampling, part or "")
+
+
+def file_name(log: RoundLog, sampling: Sampling = GREEDY, part: str = "") -> str:
+    """A name for the log's file: policy, rule, how outputs were drawn, and of which prompts.
 
     >>> from traces.replay.rounds import RoundLog
     >>> import numpy as np
@@ -197,5 +226,6 @@ def file_name(log: RoundLog, sampling: Sampling = GREEDY) -> str:
     'fixed_gamma-6+csd_tau-0.3'
     """
     drawn = "" if sampling.greedy else f"+{sampling.label}"
-    text = f"{log.policy}+{log.verify}{drawn}".replace("=", "-")
+    some = f"+{part}" if part else ""
+    text = f"{log.policy}+{log.verify}{drawn}{some}".replace("=", "-")
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_")
