@@ -63,6 +63,8 @@ def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
         assert all(row["iterations"] == row["iterations_predicted"] for row in own)
         assert differ.replace(",", "").startswith(f"0 of {sum(row['iterations'] for row in own)}")
     said = " ".join(_readme("seen").split())
+    stopping = [f"{found[f'closed:{n}', 'svip']['speedup']:.2f}" for n in (4, 8)]
+    assert f"(`svip` {', '.join(stopping)})" in said
     assert stepped_in_words(rows).removesuffix(".") in said
     assert served_in_words(checks("smollm2-vllm-eagle3-cpu", "http-*.json")) in said
 
@@ -107,6 +109,12 @@ def test_the_readmes_lookup_is_what_simulate_prints(run: Run) -> None:
     [_, own] = run("simulate", "--trace", "smollm2-cpu", "--policy", "ngram", "--json", "-").rows
     text = f"{own['speedup']:.2f}x ({own['speedup_lo']:.2f} to {own['speedup_hi']:.2f})"
     assert f"`ngram` {text}" in _readme("seen")
+    by = run(
+        "simulate", "--trace", "smollm2-cpu", "--policy", "ngram", "--by-category", "--json", "-"
+    ).rows
+    ends = [r["speedup_lo"] for r in by if r["policy"] == "ngram" and r["category"]]
+    assert f"in all {len(ends)} categories" in " ".join(_readme("seen").split())
+    assert min(ends) > 1
 
 
 def test_the_readmes_category_is_what_simulate_prints(run: Run) -> None:

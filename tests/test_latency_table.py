@@ -7,13 +7,9 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import nnls
 
 from traces.errors import DraftsimError
-from traces.latency import interpolate
-from traces.latency.nonnegative import nonnegative
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, MEASURED, LatencyTable
-from traces.store.recordings import find_latency
 
 QUIET = settings(max_examples=60, deadline=None)
 Cells = dict[tuple[int, int, int], float]
@@ -189,34 +185,3 @@ def test_missing_columns_models_and_repeats_are_named() -> None:
         LatencyTable(pd.concat([cells, cells.iloc[:1]]))
     with pytest.raises(DraftsimError, match=r"no 'forward' cells of 'draft' .* of target"):
         table(GRID).seconds("draft", "forward")
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 30), st.sampled_from([0.0, 0.01, 1.0]))
-def test_weights_that_may_not_be_negative_are_those_that_scipy_finds(seed, rows, noise):
-    rng = np.random.default_rng(seed)
-    features = rng.random((rows, 5))
-    values = features @ rng.normal(0.3, 1.0, 5) + noise * rng.normal(size=rows)
-    weights, missed = nonnegative(features, values), nnls(features, values)[1]
-    assert (weights >= 0).all()
-    np.testing.assert_allclose(
-        np.linalg.norm(features @ weights - values), missed, rtol=1e-9, atol=1e-9
-    )
-
-
-@pytest.mark.parametrize("name", ["bundled", "smollm2-cpu", "smollm2-vllm-draft-cpu"])
-def test_recorded_tables_are_fitted_as_scipy_fits_them(name, monkeypatch):
-    latency = find_latency(name)
-    kinds = latency.cells[["model", "phase"]].drop_duplicates().itertuples(index=False)
-    for model, phase in kinds:
-        grid = latency.grid(model, phase)
-        own = grid.fit
-        del grid.fit
-        with monkeypatch.context() as patched:
-            patched.setattr(interpolate, "nonnegative", lambda a, b: nnls(a, b)[0])
-            np.testing.assert_allclose(own, grid.fit, rtol=1e-9, err_msg=f"{model} {phase}")
-
-
-def test_of_features_that_say_the_same_the_first_counts():
-    same = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    np.testing.assert_allclose(nonnegative(same, np.array([2.0, 3.0])), [2.5, 0.0, 0.0])

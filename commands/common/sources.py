@@ -160,32 +160,27 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
     """Every named system that can be replayed and priced; a note names the others and why."""
-    from traces.sources.feature_source import RECORD as DRAFTERS
+    from traces.sources.feature_source import OnFeatures
     from traces.sources.registry import SYSTEMS, parse_source
-    from traces.sources.tree_source import RECORD_TREES as TREES
-    from traces.sources.tree_source import Eagle2
 
     logs: list[RoundLog] = []
     missing: dict[str, list[str]] = {}
     for name in SYSTEMS:
         source = parse_source(SYSTEMS[name].source)
+        by = source.record if isinstance(source, OnFeatures) else RECORD
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
                 source.open(trace, recordings, trace.first)(0)
-                missing.setdefault(f"{RECORD} measures their latencies", []).append(name)
+                missing.setdefault(f"{by} measures their latencies", []).append(name)
                 continue
             found = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
-            ways = (RECORD, DRAFTERS, TREES)
-            reason = next((f"{by} records them" for by in ways if by in text), text)
+            reason = f"{by} records them" if by in text else text
             missing.setdefault(reason, []).append(name)
             continue
         if not all(is_measured(log, latency) for log in found):
-            by = RECORD if found[0].drafter == "draft" else DRAFTERS
-            if isinstance(source, Eagle2):
-                by = TREES
             missing.setdefault(f"{by} measures their latencies", []).append(name)
         logs += [log for log in found if is_measured(log, latency)]
     if missing:
