@@ -85,8 +85,9 @@ class Load(NamedTuple):
     """Tokens in this sequence's target cache (prompt + output so far)."""
     run_length: int | None = None
     """Drafts that would be accepted from here: only a recording knows, only `Oracle` asks."""
-    prefilling: int = 0
-    """Other requests whose prompts share this iteration; an engine that mixes them counts."""
+    scheduled: int | None = None
+    """Requests of the iteration before, prompts counted: at its end vLLM's scheduler has drafts
+    made for this one, knowing neither who leaves then nor who comes.  None: `batch` are all."""
 
 
 class Round(NamedTuple):

@@ -41,6 +41,12 @@ TRACE = synthetic_trace(
 )
 BY_START = random_trace("by start", 1, LONGEST)
 """Each start has drafts of its own, as a drafter on the target's features makes them."""
+BY_BATCH = (
+    "batch-table:table=[[1,2,3],[3,3,1],[4,64,0]]",
+    "batch-table-hysteresis:table=[[1,2,3],[3,64,0]],patience=2",
+    "turbospec:interval=2",
+)
+"""Batches that come and go cross the ends of these rows, with drafts before and after."""
 OWN = "tests.own_policy.StopWhenUnsure"
 
 
@@ -119,11 +125,11 @@ def main(folder: Path) -> dict[str, Any]:
     measured = EngineTable(engine, small, folder / "checkpoint")
     latency = measured.run()
     write_latency(latency, folder / "latency.parquet")
-    chosen = arms(["gammatune"], TRACE, LONGEST)
+    chosen = arms(["gammatune", *BY_BATCH], TRACE, LONGEST)
     arrivals = folder / "arrivals.csv"
     sent = [f"{0.02 * i},100,100" for i in range(6)]
     arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sent]) + "\n")
-    loads = named_loads("closed:1,3", "50", arrivals)
+    loads = named_loads("closed:1,3,4", "50", arrivals)
     rows = compare_loads(engine, latency, TRACE, chosen, loads, 8, 1)
     tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
     trial = tried(engine, latency, TRACE, tuned, 8, 1)

@@ -181,7 +181,7 @@ def test_turbospec_switches_off_as_its_fork_does(seed: int) -> None:
             born += 1
         prefilling = int(rng.integers(0, 2))
         theirs, runs = worker.step(active, len(active) + prefilling)
-        load = [Load(len(active), 50, None, prefilling)] * len(active)
+        load = [Load(len(active), 50, None, len(active) + prefilling)] * len(active)
         caps = policy.plan_each(active, load)
         lengths = policy.allot([[None] * c for c in caps])
         assert list(lengths) == theirs

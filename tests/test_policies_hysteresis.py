@@ -19,11 +19,9 @@ from tests.tuning import batched, iid
 TABLE = [[1, 4, 3], [5, 16, 1], [17, 64, 0]]
 
 
-def lengths(policy: BatchTable, batches: Sequence[int], prefilling: int = 0) -> list[int]:
+def lengths(policy: BatchTable, batches: Sequence[int]) -> list[int]:
     """K of each iteration, at so many decoding requests."""
-    return [
-        policy.plan([Load(batch=b, context=9, prefilling=prefilling)] * b) for b in batches
-    ]  # fmt: skip
+    return [policy.plan([Load(batch=b, context=9)] * b) for b in batches]
 
 
 def test_a_request_that_comes_and_goes_changes_nothing() -> None:
@@ -37,7 +35,7 @@ def test_a_request_that_comes_and_goes_changes_nothing() -> None:
 
 def test_one_prompt_does_not_end_speculation() -> None:
     policy = BatchTableHysteresis([[1, 4, 3], [5, 64, 0]])
-    loads = [Load(batch=4, context=9, prefilling=n) for n in (0, 2, 0, 2, 0)]
+    loads = [Load(batch=4, context=9, scheduled=n) for n in (4, 6, 4, 6, 4)]
     assert [policy.plan([load] * 4) for load in loads] == [3] * 5
     assert [BatchTable([[1, 4, 3], [5, 64, 0]]).plan([load] * 4) for load in loads] == [
         3, 0, 3, 0, 3,

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.batch.tables import BatchTable, DisableByBatchSize
-from simulator.serving import ClosedLoop, Limits, Scenario, simulate
+from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, Timeline, simulate
 from simulator.serving.spans import PlannedEngine, SpanEngine
 from tests.serving import GRID
 from tests.spans import LENGTHS, PLAIN, SCENARIOS, SIGNALLED, TABLES, assert_same, ran
@@ -34,6 +34,21 @@ RECORDED = {
 def test_lengths_by_number_of_requests_are_served_by_spans(scenario, policy, cells, recorded):
     engine = assert_same(RECORDED[recorded], TABLES[cells], policy, scenario)
     assert isinstance(engine, PlannedEngine)
+
+
+def test_drafts_are_as_many_as_requests_of_the_iteration_that_makes_them_ask_for(tmp_path):
+    class Drawn(Timeline):
+        def round(self, index, start_s, seconds, outcome, wasted):
+            drafted[index].append(outcome.drafted)
+
+    file = tmp_path / "two.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,20,5\n0,20,40\n")
+    drafted: dict[int, list[int]] = {0: [], 1: []}
+    scenario = Scenario(ArrivalFile(file), Limits(2))
+    simulate(PLAIN, GRID, BatchTable([[1, 1, 3], [2, 2, 0]]), scenario, timeline=Drawn("unopened"))
+    assert drafted[0] == [0] * 4
+    # The fifth round's were made, or not, as the other request left.
+    assert drafted[1][:6] == [0] * 5 + [3]
 
 
 def test_a_length_past_the_recorded_tail_is_refused_alike():

@@ -47,10 +47,10 @@ def dear_prompts(draft_s: float) -> LatencyTable:
     return LatencyTable(pd.concat([kept, pd.DataFrame(cells, columns=list(kept.columns))]))
 
 
-def test_a_prompt_beside_it_counts_as_a_running_request() -> None:
+def test_a_prompt_in_the_iteration_before_counts_as_a_running_request() -> None:
     table = BatchTable([[1, 1, 5], [2, 2, 1]])
     assert table.plan([Load(1, 40)]) == 5
-    assert table.plan([Load(1, 40, None, 1)]) == 1
+    assert table.plan([Load(1, 40, None, 2)]) == 1
 
 
 @pytest.mark.parametrize("batch", [2, 5])

@@ -11,9 +11,9 @@ import numpy as np
 
 from commands.common.output import note
 from commands.engine.loads import scenario_of
-from policies.core import DraftPolicy, Round
+from commands.engine.rounds import rounds_differ
+from policies.core import Round
 from traces.acceptance.trace import Trace
-from traces.replay.run import replay
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine, Step
@@ -122,7 +122,7 @@ def row_of(
 
     predicted = simulate(trace, latency, policy, scenario, name=text)
     row = {"load": load, "policy": text, **_compared(runs, predicted, latency)}
-    row["rounds_differ"] = max(_rounds_differ(r, predicted, trace, policy) for r in runs)
+    row["rounds_differ"] = rounds_differ(runs, predicted, trace, latency, policy, scenario)
     if scenario.arrivals.rate is not None:
         # Queueing magnifies an error of the service time: what latencies it leaves possible.
         off_by = max(abs(row["busy_error"]), LEAST_ERROR)
@@ -207,30 +207,6 @@ def priced_s(step: Step, cost: Any) -> float:
         for p in step.prompts
     ]
     return float(cost(slots, rounds, chunks).total_s)
-
-
-def _rounds_differ(run: LoadRun, predicted: Run, trace: Trace, policy: Any) -> int:
-    """Rounds that are not the replay's; of policies for batches or that learn, by their number."""
-    if isinstance(policy, DraftPolicy) and not policy.learns_across_requests:
-        log = replay(trace, policy)
-        fields: tuple[str, ...] = (
-            "position", "drafted", "accepted", "emitted", "draft_forwards", "catch_up",
-        )  # fmt: skip
-        if trace.takes_verified:  # then the engine's records count another drafter's catching up
-            fields = fields[:-1]
-        own: dict[int, list[tuple[int, ...]]] = {}
-        for row in log.rounds:
-            own.setdefault(int(row["request"]), []).append(tuple(int(row[f]) for f in fields))
-        pairs = [(own.get(int(n.partition("/")[0]), []), [tuple(r[: len(fields)]) for r in found])
-                 for n, found in run.rounds.items()]  # fmt: skip
-        missing: int = len(set(run.requests["name"][run.requests["tokens"] > 1]) - set(run.rounds))
-        differ = [a != b for mine, found in pairs for a, b in itertools.zip_longest(mine, found)]
-        return missing + int(sum(differ))
-    expected = dict(zip(predicted.requests["index"], predicted.requests["rounds"], strict=True))
-    return sum(
-        abs(len(found) - int(expected[int(name.rpartition("/")[2])]))
-        for name, found in run.rounds.items()
-    )
 
 
 def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -89,13 +89,13 @@ class BatchPolicy(ABC):
         """Draft length in force for all sequences since the last plan; None: there is no such."""
         return None
 
-    def planned_at(self, running: int) -> Planned | None:
-        """What every iteration of `running` requests drafts, those counted whose prompts share it.
+    def planned_at(self, scheduled: int) -> Planned | None:
+        """What is drafted after every iteration of `scheduled` requests (`policies.core.Load`).
 
         None, whatever their number, where anything else decides: then an engine asks at every
         step, by the methods below.  `planned_of` asks.
         """
-        del running
+        del scheduled
         return None
 
     @abstractmethod
@@ -133,9 +133,9 @@ class BatchPolicy(ABC):
         return copy.deepcopy(self, {id(s): s for s in shared if s is not None})
 
 
-def planned_of(policy: BatchPolicy, running: int) -> Planned | None:
+def planned_of(policy: BatchPolicy, scheduled: int) -> Planned | None:
     """What `policy` plans at so many requests where its own class tells; else None."""
-    planned: Planned | None = own_word(policy, "planned_at", running)
+    planned: Planned | None = own_word(policy, "planned_at", scheduled)
     return planned
 
 

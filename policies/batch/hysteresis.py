@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.batch.tables import DEFAULT_TABLE, BatchTable, running
+from policies.batch.tables import DEFAULT_TABLE, BatchTable, counted
 from policies.core import Load
 from policies.parameters import whole
 
@@ -44,7 +44,7 @@ class BatchTableHysteresis(BatchTable):
         self._agreed = 0
 
     def row(self, loads: Sequence[Load]) -> int:
-        batch = running(loads)
+        batch = counted(loads)
         if self._row is None:
             self._row = self.row_of(batch)
         low, high = self.row_of(batch - self.margin), self.row_of(batch + self.margin)

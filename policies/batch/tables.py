@@ -21,8 +21,10 @@ class BatchTable(KeptInStep):
 
     Rows are ``[lo, hi, K]``, batch sizes lo to hi inclusive.  The first row must start at
     1; a batch size in a gap has the K of the row before it, and one past the last row
-    that row's.  A request whose prompt shares the iteration counts as one that decodes does,
-    as in vLLM's scheduler (``dynamic_sd_lookup[len(num_scheduled_tokens)]``).  Reads no signal.
+    that row's.  Counted are the requests of the iteration before (`policies.core.Load`), those
+    whose prompts were in it too, as in vLLM's scheduler, which looks up
+    ``dynamic_sd_lookup[len(num_scheduled_tokens)]`` for the drafts that the iteration ends with.
+    Reads no signal.
 
     Rows may instead be ``[lo, hi, context_lo, context_hi, K]`` (mean cached tokens per
     sequence, inclusive), read in the same way: among rows of the batch range, the last
@@ -51,13 +53,13 @@ class BatchTable(KeptInStep):
         return max(bisect_right(self._starts, batch) - 1, 0)
 
     def row(self, loads: Sequence[Load]) -> int:
-        """Index of the batch range whose K is in force this iteration."""
-        return self.row_of(running(loads))
+        """Index of the batch range whose K is in force now."""
+        return self.row_of(counted(loads))
 
-    def planned_at(self, running: int) -> Planned | None:
+    def planned_at(self, scheduled: int) -> Planned | None:
         if any(len(rows) > 1 for _, rows in self._ranges):
             return None
-        [(_, length)] = self._ranges[self.row_of(running)][1]
+        [(_, length)] = self._ranges[self.row_of(scheduled)][1]
         return Planned(max(length, int(self.in_step)), length)
 
     def plan(self, loads: Sequence[Load]) -> int:
@@ -164,7 +166,7 @@ class SwitchedOff(KeptInStep):
         """Called where `plan` gave 0, with the requests that were running."""
 
     def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
-        queue = running(loads)
+        queue = counted(loads)
         self._verified = 0
         if not self.forever:
             self._verified = self.plan(loads)
@@ -180,9 +182,10 @@ class SwitchedOff(KeptInStep):
         return [0 if request in self._off else self._verified for request in requests]
 
 
-def running(loads: Sequence[Load]) -> int:
-    """Requests of an iteration: those that decode, and those whose prompts share it."""
-    return loads[0].batch + loads[0].prefilling
+def counted(loads: Sequence[Load]) -> int:
+    """Requests by whose number an engine looks up what to draft."""
+    load = loads[0]
+    return load.batch if load.scheduled is None else load.scheduled
 
 
 class DisableByBatchSize(SwitchedOff):
@@ -215,10 +218,10 @@ class DisableByBatchSize(SwitchedOff):
     def resting(self, queue: int) -> bool:
         return queue >= self.threshold
 
-    def planned_at(self, running: int) -> Planned | None:
+    def planned_at(self, scheduled: int) -> Planned | None:
         # Requests that were switched off for good differ from those that were not.
-        length = 0 if self.resting(running) else self.gamma
+        length = 0 if self.resting(scheduled) else self.gamma
         return None if self.forever else Planned(length, length)
 
     def plan(self, loads: Sequence[Load]) -> int:
-        return 0 if self.resting(running(loads)) else self.gamma
+        return 0 if self.resting(counted(loads)) else self.gamma

@@ -57,13 +57,15 @@ class Rounds(ABC):
     policy: Policy
     """The run's copy of the prototype."""
 
-    def draft(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+    def draft(self, streams: Sequence[Stream], scheduled: int) -> list[list[int]]:
         """Token ids for every stream that decodes in the next iteration.
 
+        ``scheduled``: requests of this one, those included that end with it or whose prompts it
+        processed.
         Raises UndeclaredSignal if the policy reads a signal that it does not declare.
         """
         try:
-            return self._drafts(streams, prefilling)
+            return self._drafts(streams, scheduled)
         except UndeclaredSignal as error:
             raise error.by(self.policy) from None
 
@@ -78,7 +80,7 @@ class Rounds(ABC):
             raise error.by(self.policy) from None
 
     @abstractmethod
-    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]: ...
+    def _drafts(self, streams: Sequence[Stream], scheduled: int) -> list[list[int]]: ...
 
     @abstractmethod
     def _observe(
@@ -118,13 +120,13 @@ class PerRequest(Rounds):
         if stream.seat >= 0:
             self._seats[stream.seat] = self._seats[stream.seat][0], False
 
-    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
-        return [self._draft(s, len(streams), prefilling) for s in streams]
+    def _drafts(self, streams: Sequence[Stream], scheduled: int) -> list[list[int]]:
+        return [self._draft(s, len(streams), scheduled) for s in streams]
 
-    def _draft(self, stream: Stream, batch: int, prefilling: int) -> list[int]:
+    def _draft(self, stream: Stream, batch: int, scheduled: int) -> list[int]:
         policy, drafts = stream.policy, stream.drafts
         assert policy is not None
-        policy.begin_round(drafts.load._replace(batch=batch, prefilling=prefilling))
+        policy.begin_round(drafts.load._replace(batch=batch, scheduled=scheduled))
         draft: list[Any] = []
         seen: list[Any] = []
         limit = min(drafts.remaining - 1, self.longest)
@@ -155,9 +157,9 @@ class Jointly(Rounds):
     def __init__(self, policy: BatchPolicy, longest: int) -> None:
         self.policy, self.longest = policy.fresh(), longest
 
-    def _drafts(self, streams: Sequence[Stream], prefilling: int) -> list[list[int]]:
+    def _drafts(self, streams: Sequence[Stream], scheduled: int) -> list[list[int]]:
         policy = self.policy
-        loads = [s.drafts.load._replace(batch=len(streams), prefilling=prefilling) for s in streams]
+        loads = [s.drafts.load._replace(batch=len(streams), scheduled=scheduled) for s in streams]
         caps = policy.plan_each([s.name for s in streams], loads)
         limits = [
             min(cap, s.drafts.remaining - 1, self.longest)

@@ -15,9 +15,9 @@ class Session:
     """A policy's prototype at work on the rows of an engine's batch.
 
     The prototype is copied for each request, told the load before every round, and told what
-    came of it.  What it sees as the batch are the requests that decode in the next iteration;
-    prompts that join them are not known when drafts are asked for, only those that are being
-    processed in chunks.
+    came of it.  What it sees as the batch are the requests that decode in the next iteration, and
+    beside them how many were in this one (`policies.core.Load.scheduled`); prompts that join are
+    not known when drafts are asked for.
 
     Parameters
     ----------
@@ -79,9 +79,8 @@ class Session:
                 going_on.append(name)
             elif tokens:
                 self._leave(name)
-        waiting = sum(not tokens for tokens in sampled)
         streams_on = [self._streams[n][0] for n in going_on]
-        drafts = self._rounds.draft(streams_on, waiting) if going_on else []
+        drafts = self._rounds.draft(streams_on, len(sampled)) if going_on else []
         by_name = dict(zip(going_on, drafts, strict=True))
         return [by_name.get(name, []) for name in names[: len(sampled)]]
 

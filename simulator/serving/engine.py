@@ -98,8 +98,8 @@ class Engine(Replica):
             yield self.sleep()
             return True
         state.batch = len(decode) or 1
-        state.prefilling = len(chunks)
         rounds = self.speculation.step(decode) if decode else []
+        self.runs(len(decode) + len(chunks))
         cost = self.cost(decode, rounds, chunks)
         start = env.now
         seconds = cost.total_s
@@ -112,6 +112,11 @@ class Engine(Replica):
         for chunk in chunks:
             self.prefilled(chunk)
         return True
+
+    def runs(self, requests: int) -> None:
+        """An iteration of so many requests, prompts counted, has drafted and runs."""
+        if self.scheduler.drafts_ahead:
+            self.state.scheduled = requests
 
     def catch_up(self) -> None:
         """Book what has happened by now, where that is done later."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from simulator.serving.cost.work import Chunk
 from simulator.serving.kv import BlockPool
@@ -78,6 +78,9 @@ class Iteration(NamedTuple):
 class Scheduler(ABC):
     """Holds the waiting and the running; `next` plans an iteration."""
 
+    drafts_ahead: ClassVar[bool] = False
+    """Whether an iteration ends with the drafts of the next (`policies.core.Load.scheduled`)."""
+
     def __init__(self, limits: Limits, lookahead: int) -> None:
         if limits.token_budget < lookahead + 1:
             raise DraftsimError(
@@ -133,6 +136,8 @@ class Scheduler(ABC):
 
 class Continuous(Scheduler):
     """Iteration-level continuous batching, first come first served."""
+
+    drafts_ahead = True
 
     def next(self, more_to_come: bool) -> Iteration:
         """Running requests in order of admission, then waiting ones, within the budget."""

@@ -36,15 +36,15 @@ class Sequenced(Protocol):
 
 
 class EngineState:
-    """What every sequence of an engine may see of it: who shares the iteration."""
+    """What every sequence of an engine may see of it."""
 
-    __slots__ = ("batch", "prefilling")
+    __slots__ = ("batch", "scheduled")
 
     def __init__(self) -> None:
         self.batch = 1
         """Requests that decode."""
-        self.prefilling = 0
-        """Requests whose prompts are processed beside them."""
+        self.scheduled: int | None = None
+        """Of `Load`."""
 
 
 class ServedSequence(ReplayDecoder):
@@ -103,7 +103,7 @@ class ServedSequence(ReplayDecoder):
         if start in self._tape.unknown:
             length = None
         engine = self._engine
-        return Load(engine.batch, self.prompt + self.position, length, engine.prefilling)
+        return Load(engine.batch, self.prompt + self.position, length, engine.scheduled)
 
     @property
     def limit_left(self) -> int:

@@ -122,10 +122,13 @@ class SpanEngine(BookingEngine):
         scheduler.admit(budget, chunks)
         return chunks
 
-    def lengths_change(self, running: int) -> bool:
-        """Whether so many requests decode otherwise than entered; `change_lengths` sees to it."""
-        del running
+    def lengths_change(self) -> bool:
+        """Whether requests now decode otherwise than entered; `change_lengths` sees to it."""
         return False
+
+    def lengths_last(self) -> bool:
+        """Whether they do not, after an iteration of those that decode now and nobody else."""
+        return True
 
     def change_lengths(self) -> None:
         """Enter all requests anew, at the lengths that were last asked for."""
@@ -154,6 +157,7 @@ class SpanEngine(BookingEngine):
     def _mixed(self, chunks: list[Chunk]) -> Wait:
         """One iteration with prompts in it."""
         env, together = self.env, len(self._since)
+        self.runs(together + len(chunks))
         column = self._ledger.coming(1)[:, 0].tolist() if together else None
         if column is None:
             cost = self.cost((), (), chunks)
@@ -171,7 +175,8 @@ class SpanEngine(BookingEngine):
     def _span(self) -> Wait:
         """Iterations until the batch may change, or anything happens beside it."""
         env, ledger, together = self.env, self._ledger, len(self._since)
-        count = min(self._ends[0][0] - ledger.now, MANY)
+        count = min(self._ends[0][0] - ledger.now, MANY) if self.lengths_last() else 1
+        self.runs(together)
         columns = ledger.coming(count)
         if self.max_tokens is not None or self.scheduler.limits.kv_blocks is not None:
             count = self._allowed(columns)

@@ -70,10 +70,11 @@ class LoopEngine(SpanEngine):
                 chunks = self.chunks(scheduler, budget)
             if not chunks and not self._ends:
                 break
-            if self.lengths_change(len(self._since) + len(chunks)):
+            if self.lengths_change():
                 self._run_through(plan)
                 self.change_lengths()
                 plan = Plan(len(self._since), self._counted)
+            together = len(self._since)
             if chunks:
                 prompts, blocks = self.cost.prompts(chunks), scheduler.pool.used
                 plan.prompts.append(PromptsOf(plan.length, prompts, len(chunks), blocks))
@@ -81,6 +82,7 @@ class LoopEngine(SpanEngine):
                 plan.length += 1
             else:
                 self._decodes(plan)
+            self.runs(together + len(chunks))
             for slot in self.ended(self._ledger.now + plan.length):
                 del self._since[slot]
                 plan.decoding(-1, slot.index >= self.recorder.skip)
@@ -95,7 +97,7 @@ class LoopEngine(SpanEngine):
     def _decodes(self, plan: Plan) -> None:
         """Until the next request ends."""
         at = self._ledger.now + plan.length
-        count = min(self._ends[0][0] - at, MANY)
+        count = min(self._ends[0][0] - at, MANY) if self.lengths_last() else 1
         if len(self._since) == 1:
             [(slot, since)] = self._since.items()
             plan.alone.append(Part(plan.length, count, slot, at - since))

@@ -158,15 +158,15 @@ class AsPlanned(Speculation):
         self.reads = policy.reads
         self.planned: Planned | None = None
 
-    def at(self, running: int) -> Planned:
-        """What holds for an iteration of so many requests."""
-        planned = planned_of(self.policy, running)
+    def at(self, scheduled: int) -> Planned:
+        """What holds after an iteration of so many requests."""
+        planned = planned_of(self.policy, scheduled)
         assert planned is not None, "the policy looks at more than the number of requests"
         return planned
 
-    def decide(self, running: int) -> Planned:
-        """The same, of the iteration that now begins."""
-        before, planned = self.planned, self.at(running)
+    def decide(self, together: int) -> Planned:
+        """What holds for the iteration that now begins, in which so many decode."""
+        before, planned = self.planned, self.at(self.state.scheduled or together)
         self.changes += before is not None and planned.verified != before.verified
         self.planned = planned
         return planned
@@ -176,7 +176,7 @@ class AsPlanned(Speculation):
 
     def step(self, slots: Sequence[Slot]) -> list[Round]:
         """Each request's next round."""
-        planned = self.decide(self.state.batch + self.state.prefilling)
+        planned = self.decide(len(slots))
         for slot in slots:
             slot.decoder.plan(planned)
         return [next(slot.rounds) for slot in slots]
@@ -194,19 +194,24 @@ class PlannedEngine(SpanEngine):
     def add(self, slot: Slot, after: int = 0) -> None:
         """Whatever is followed, that request's rounds are entered by."""
         if self._followed is None:
-            self._followed = self._asked.at(len(self.scheduler.running))
+            self._followed = self._asked.at(self.state.scheduled or len(self.scheduler.running))
         slot.decoder.plan(self._followed)
         super().add(slot, after)
 
     def _plan(self) -> list[Chunk] | None:
         chunks = super()._plan()
-        if chunks is not None and self.lengths_change(len(self._since) + len(chunks)):
+        if chunks is not None and self.lengths_change():
             self.change_lengths()
         return chunks
 
-    def lengths_change(self, running: int) -> bool:
-        """Whether another length is planned at so many requests."""
-        return bool(self._since) and self._asked.decide(running) != self._followed
+    def lengths_change(self) -> bool:
+        """Whether another length is planned than is followed."""
+        together = len(self._since)
+        return bool(together) and self._asked.decide(together) != self._followed
+
+    def lengths_last(self) -> bool:
+        """Whether none will be, as long as nobody comes or goes."""
+        return self._asked.at(len(self._since)) == self._followed
 
     def change_lengths(self) -> None:
         """Enter the requests anew."""
