@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,7 @@ CALL_DTYPE = np.dtype(
 )
 """One row: `count` calls of ``CALL_KINDS[kind]`` over `new_tokens` tokens in round `round`."""
 
+Ints = npt.NDArray[np.int64]
 Call = tuple[bool, int, int, int]
 """(verify, kind, new_tokens, count): verify tells the verification from the drafting."""
 CallKey = tuple[bool, int, int]
@@ -102,6 +104,43 @@ def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.
     for name, column in zip(("verify", "kind", "new_tokens", "count"), columns, strict=True):
         packed[name] = column
     return packed
+
+
+class Counted(NamedTuple):
+    """Calls of one kind in many rounds, equally many entries each, by ascending round."""
+
+    verify: bool
+    kind: int
+    round: Ints
+    new_tokens: Ints
+    times: Ints
+
+
+def pack_counted(parts: Sequence[Counted], rounds: int) -> npt.NDArray[np.void]:
+    """What `pack_calls` makes of the same calls, counted one by one, in so many rounds."""
+    slots = sorted({part[:2] for part in parts})
+    width = 1 + max((int(part.new_tokens.max(initial=0)) for part in parts), default=0)
+    block = max(1, CELLS // (width * max(len(slots), 1)))
+    packed = []
+    for begin in range(0, rounds, block):
+        many = min(block, rounds - begin)
+        table = np.zeros((many, len(slots), width), dtype=np.int64)
+        for part in parts:
+            some = slice(*np.searchsorted(part.round, [begin, begin + many]))
+            cell = (part.round[some] - begin) * width + part.new_tokens[some]
+            found = np.bincount(cell, part.times[some], many * width)
+            table[:, slots.index(part[:2])] += found.reshape(many, width).astype(np.int64)
+        at, slot, tokens = table.nonzero()
+        rows = np.empty(len(at), dtype=CALL_DTYPE)
+        rows["round"], rows["new_tokens"] = at + begin, tokens
+        rows["verify"], rows["kind"] = np.array(slots).reshape(-1, 2)[slot].T
+        rows["count"] = table[at, slot, tokens]
+        packed.append(rows)
+    return np.concatenate(packed) if packed else np.empty(0, dtype=CALL_DTYPE)
+
+
+CELLS = 1 << 20
+"""Rounds, times kinds and widths of their calls, that are counted together."""
 
 
 class LayerLedger:

@@ -111,7 +111,7 @@ def _judged(
     drafts = None if plan is None else walk.drafts(plan)
     if drafts is None or own is None:
         return None
-    (forwards, sent), recorded = drafts, walk.recorded.tolist()
+    (forwards, sent), recorded = (d.tolist() for d in drafts), walk.recorded.tolist()
     starts: list[int] = []
     accepted: list[int] = []
     mismatched: list[int] = []

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from policies.lanes.base import UNBOUNDED, Floats, Ints, Watch
+from policies.lanes.base import UNBOUNDED, Bools, Floats, Ints, Watch
 from traces.acceptance.tape import ends_drafts
 from traces.acceptance.trace import Trace
 
 
-class Layout:
-    """The starts of a trace (`policies.lanes.base.Starts`), on-path positions in their order.
+class Places(ABC):
+    """Every output position of a trace, as one where a round may begin.
 
     Attributes
     ----------
     rows, most, context, run_lengths:
-        As of the protocol.
+        As of `policies.lanes.base.Starts`.
     runs:
         Drafts that were accepted in a row from each start.
     recorded:
@@ -27,32 +28,70 @@ class Layout:
         Whether more than `runs` might have been accepted.
     position, request:
         Of each start: output tokens before it, and the index of its request.
-    ends:
-        One past the last start of each start's request.
+    begins, ends:
+        The first start of each request; one past the last of each start's own.
+    left:
+        Tokens that may be drafted: verification emits the last of a request's limit.
     """
 
+    rows: Ints
+    most: Ints
+    runs: Ints
+    run_lengths: Ints
+    recorded: Ints
+    open_ended: Bools
+
     def __init__(self, trace: Trace) -> None:
-        # Not the trace itself: what is kept beside it must not keep it.
-        self._trace = ref(trace)
         starts = np.asarray(trace.request_starts, dtype=np.int64)
         tokens = np.diff(starts)
-        count = int(starts[-1])
+
+        def each(field: str) -> Ints:
+            values = [getattr(r, field) for r in trace.requests]
+            return np.repeat(np.array(values, dtype=np.int64), tokens)
+
         self.begins = starts[:-1]
         self.ends: Ints = np.repeat(starts[1:], tokens)
-        self.position: Ints = np.arange(count) - np.repeat(starts[:-1], tokens)
+        self.position: Ints = np.arange(int(starts[-1])) - np.repeat(starts[:-1], tokens)
         self.request: Ints = np.repeat(np.arange(len(tokens)), tokens)
-        self.runs: Ints = np.asarray(trace.run_lengths, dtype=np.int64)
-        self.open_ended = np.asarray(trace.open_ended)
-        self.context: Ints = self.position + self._each("prompt_length")
-        left = self._each("max_new_tokens") - self.position - 1
-        self.run_lengths: Ints = np.minimum(self.runs, left)
-        if not trace.by_start:
-            self.run_lengths[self.open_ended] = -1
+        self.context: Ints = self.position + each("prompt_length")
+        self.left: Ints = each("max_new_tokens") - self.position - 1
         self._signals: dict[str, Floats] = {}
         self._watched: dict[Hashable, Floats] = {}
-        self.recorded: Ints = np.full(count, UNBOUNDED - 1, dtype=np.int64)
+
+    @abstractmethod
+    def read(self, name: str) -> Floats:
+        """A draft signal of every row."""
+
+    def signal(self, name: str) -> Floats:
+        if name not in self._signals:
+            self._signals[name] = self.read(name)
+        return self._signals[name]
+
+    def watched(self, watch: Watch) -> Floats:
+        if watch not in self._watched:
+            while len(self._watched) >= KEPT:
+                del self._watched[next(iter(self._watched))]
+            self._watched[watch] = watch.values(self)
+        return self._watched[watch]
+
+
+class Layout(Places):
+    """The starts of a trace that a draft model drafted (`policies.lanes.base.Starts`)."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        # Not the trace itself: what is kept beside it must not keep it.
+        self._trace = ref(trace)
+        count = len(self.position)
+        left = self.left
+        self.runs = np.asarray(trace.run_lengths, dtype=np.int64)
+        self.open_ended = np.asarray(trace.open_ended)
+        self.run_lengths = np.minimum(self.runs, left)
+        if not trace.by_start:
+            self.run_lengths[self.open_ended] = -1
+        self.recorded = np.full(count, UNBOUNDED - 1, dtype=np.int64)
         if trace.signals:
-            self.rows: Ints = np.asarray(trace.on_path, dtype=np.int64)
+            self.rows = np.asarray(trace.on_path, dtype=np.int64)
             bounds = np.append(self.rows, len(trace))
             index = np.arange(count)
             # A draft walks on through matches and the tail of the next mismatch.
@@ -69,25 +108,10 @@ class Layout:
             eos = ended[self.request] & (self.runs >= until)
             self.most = np.where(eos, np.minimum(left, until), left)
 
-    def signal(self, name: str) -> Floats:
-        if name not in self._signals:
-            trace = self._trace()
-            assert trace is not None
-            self._signals[name] = trace.signal(name)
-        return self._signals[name]
-
-    def watched(self, watch: Watch) -> Floats:
-        if watch not in self._watched:
-            while len(self._watched) >= KEPT:
-                del self._watched[next(iter(self._watched))]
-            self._watched[watch] = watch.values(self)
-        return self._watched[watch]
-
-    def _each(self, field: str) -> Ints:
+    def read(self, name: str) -> Floats:
         trace = self._trace()
         assert trace is not None
-        values = [getattr(r, field) for r in trace.requests]
-        return np.array(values, dtype=np.int64)[self.request]
+        return trace.signal(name)
 
 
 KEPT = 8

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lanes.base import Bools, Floats, Ints, LanePlan, LaneState, Lengths
-from traces.replay.layout import Layout
+from traces.replay.layout import Places
 from traces.replay.rounds import ROUND_DTYPE
 
 Rounds = npt.NDArray[np.void]
@@ -42,7 +42,7 @@ class Walk:
         Whether the drafter takes in all that was verified (`traces.acceptance.trace.Trace`).
     """
 
-    def __init__(self, layout: Layout, first: int, anew: bool) -> None:
+    def __init__(self, layout: Places, first: int, anew: bool) -> None:
         self.layout = layout
         self.first = first
         self.anew = anew
@@ -75,15 +75,19 @@ class Walk:
         offset = np.arange(count)[:, None] * self.width
         after = np.where(emitted < self.room, np.arange(self.width) + emitted, self.starts)
         after += offset
-        jump, visited = after.ravel(), np.zeros(count * self.width, dtype=bool)
-        going = np.tile(np.arange(self.width) < self.starts, count)
-        at = (self.entries + offset).ravel()
+        visited = self.visited(after.ravel(), (self.entries + offset).ravel())
+        return Tried(visited, forwards.ravel(), sent.ravel())
+
+    def visited(self, after: Ints, at: Ints) -> Bools:
+        """Where rounds begin that begin at `at`, and behind each round where `after` says."""
+        visited = np.zeros(len(after), dtype=bool)
+        going = np.tile(np.arange(self.width) < self.starts, len(after) // self.width)
         while len(at):
             for _ in range(_JUMPS):
                 visited[at] = True
-                at = jump.take(at)
+                at = after.take(at)
             at = at[going.take(at)]
-        return Tried(visited, forwards.ravel(), sent.ravel())
+        return visited
 
     def adaptive(self, plans: Sequence[LanePlan], learns: bool) -> Tried:
         """The rounds of plans with states of one kind, all of which watch or none.
@@ -125,12 +129,12 @@ class Walk:
                     watch.keep(going)
         return Tried(forwards >= 0, forwards, given)
 
-    def drafts(self, plan: LanePlan) -> tuple[list[int], list[int]] | None:
+    def drafts(self, plan: LanePlan) -> tuple[Lengths32, Lengths32] | None:
         """(drafted, sent) from every start of a plan without a state; None for one with."""
         if plan.state is not None:
             return None
         forwards, sent = self._matrix([plan])
-        return forwards[0].tolist(), sent[0].tolist()
+        return forwards[0], sent[0]
 
     def rounds(self, tried: Tried) -> list[Rounds | None]:
         """The rounds of each setting; None where one left what was recorded."""
@@ -163,13 +167,18 @@ class Walk:
         ]
 
     def told(
-        self, start: Ints, forwards: Lengths32, sent: Lengths32, accepted: Lengths32
-    ) -> Rounds:
-        """The rounds that began at `start`, in the order of requests and positions."""
+        self, start: Ints, forwards: Lengths32, sent: Lengths32, accepted: Lengths32,
+        positions: Lengths32 | None = None,
+    ) -> Rounds:  # fmt: skip
+        """The rounds that began at `start`, in the order of requests and positions.
+
+        ``positions``: those that a verification gives true tokens for; None: one more than sent.
+        """
         rounds = self.blank.take(start)
         rounds["drafted"] = sent
         rounds["accepted"] = accepted
-        rounds["emitted"] = np.minimum(accepted + 1, self.room.take(start))
+        given = accepted + 1 if positions is None else np.minimum(accepted + 1, positions)
+        rounds["emitted"] = np.minimum(given, self.room.take(start))
         rounds["draft_forwards"] = forwards
         begins = self.enters.take(start)
         rounds["catch_up"] = caught_up(begins, forwards, accepted, self.anew)
@@ -204,7 +213,16 @@ def caught_up(
     left = accepted + 1
     if not anew:
         left = left - np.minimum(accepted, forwards - 1)
-    # A request begins one token behind, and every round without a draft adds one.
+    return carried(begins, forwards, left, first)
+
+
+def carried(
+    begins: Bools, forwards: Lengths32 | Ints, left: Lengths32 | Ints, first: int
+) -> npt.NDArray[np.integer]:
+    """What waits as each round begins for the next to draft: what the one before it `left`.
+
+    A request begins with `first`, and every round without a draft adds one.
+    """
     behind = np.full_like(left, first)
     np.copyto(behind[1:], left[:-1], where=~begins[1:])
     anchors = begins.copy()

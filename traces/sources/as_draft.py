@@ -21,7 +21,7 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.feature_source import Eagle
-from traces.sources.start_sources import Heads, LayerSkip
+from traces.sources.start_sources import Heads, LayerSkip, Space
 from traces.sources.starts import DRAWN, StartRecording, StartSource
 from traces.sources.tree_source import Eagle2
 
@@ -66,11 +66,17 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     Raises DraftsimError if the source was not recorded along this trace, or is none that takes
     the place of a draft model (`check_drafts`).
     """
-    recording = check_drafts(source, recordings)
+    check_drafts(source, recordings)
     assert isinstance(source, StartSource)
+    return chained_trace(trace, source, recordings)
+
+
+def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> Trace:
+    """`drafted_trace` of any source whose drafts are chains, whatever its verification costs."""
+    recording = source.recording(recordings)
     source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
     most = recording.offsets
-    if isinstance(source, Heads) and source.k is not None:
+    if isinstance(source, Heads | Space) and source.k is not None:
         source.open(trace, recordings, 1)(0)  # refuses more heads than there are
         most = source.k
     true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
@@ -106,7 +112,8 @@ def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace
     }
     meta = {
         **trace.meta, "drafts": source.label(recordings), "drafter": _model(source, recordings),
-        "takes_verified": isinstance(source, Eagle), "drafts_end": isinstance(source, Heads),
+        "takes_verified": isinstance(source, Eagle),
+        "drafts_end": isinstance(source, Heads | Space),
     }  # fmt: skip
     return Trace(columns, trace.requests, most, meta)
 

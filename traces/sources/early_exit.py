@@ -127,16 +127,16 @@ class ExitTape:
         self.recording, self.source = recording, source
         self._raw_unknown = not recording.sampling.plain and recording.raw_log_prob is None
         self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
-        choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
-        self._choices = choices.tolist()
-        self._deepest = depth_layers(source.depth, recording.layers)
-        self._used = usable_exits(recording.exit_layers, self._deepest, source.layers)
-        self._steps: list[ExitStep | None] = [None] * len(choices)
+        self.choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
+        self.deepest = depth_layers(source.depth, recording.layers)
+        self.used = usable_exits(recording.exit_layers, self.deepest, source.layers)
+        self._steps: list[ExitStep | None] = [None] * len(self.choices)
         self._calls: dict[tuple[int, ...], Mapping[CallKey, int]] = {}
         true = np.asarray(true_tokens(trace, sampled=True))
         path = np.arange(recording.path_starts[-1])
-        drafts = recording.argmax[path, choices[path]]
-        self.right: list[bool] = ((choices[path] >= 0) & (drafts == true)).tolist()
+        exited = self.choices[path]
+        self.right = (exited >= 0) & (recording.argmax[path, exited] == true)
+        """Of every position on the path, whether the exit's token is the target's."""
 
     def step(self, node: int) -> ExitStep:
         """The step at a node."""
@@ -159,9 +159,9 @@ class ExitTape:
         return found
 
     def _make(self, node: int) -> ExitStep:
-        at = self._choices[node]
+        at = int(self.choices[node])
         if at < 0:
-            return ExitStep(None, len(self._used), self._deepest)
+            return ExitStep(None, len(self.used), self.deepest)
         record = self.recording
         token = int(record.argmax[node, at])
         layer = record.exit_layers[at]
@@ -172,7 +172,7 @@ class ExitTape:
             SourceToken(
                 token, token in self.eos, prob, entropy, margin, prob_margin, layer, top, raw
             ),
-            self._used.index(at) + 1, layer,
+            self.used.index(at) + 1, layer,
         )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ class EarlyExitReplay(SourceReplay):
 
     def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
         super().__init__(trace, request, first)
-        self._tape = tape
+        self.tape = tape
         self._path = tape.recording.path_starts[request]
         self._children = tape.recording.children
         self._depths: list[int] = []
@@ -194,11 +194,8 @@ class EarlyExitReplay(SourceReplay):
     def run_length(self) -> int:
         """Positions from here whose exit is right."""
         at, end = self._path + self.position, self._path + self.length
-        right = self._tape.right
-        run = 0
-        while at + run < end and right[at + run]:
-            run += 1
-        return run
+        wrong = np.flatnonzero(~self.tape.right[at:end])
+        return int(wrong[0]) if len(wrong) else end - at
 
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """Run the last token up to its exit; None if it reaches the depth bound."""
@@ -212,7 +209,7 @@ class EarlyExitReplay(SourceReplay):
             self._node, self._on_path = self._path + self.position, True
         else:
             self._walk(so_far)
-        return self._tape.step(self._node)
+        return self.tape.step(self._node)
 
     def _walk(self, so_far: Sequence[Any]) -> None:
         token = so_far[-1].token_id
@@ -233,8 +230,8 @@ class EarlyExitReplay(SourceReplay):
 
     def charge(self, submitted: int) -> int:
         """The layers that the processed positions still lack."""
-        positions = verified(len(self._depths), submitted, self._tape.source.bonus)
-        self.calls.add_all(self._tape.calls(self._depths, positions))
+        positions = verified(len(self._depths), submitted, self.tape.source.bonus)
+        self.calls.add_all(self.tape.calls(self._depths, positions))
         self._depths.clear()
         return positions
 

@@ -175,6 +175,25 @@ class ExitRecording:
         )
         return dict(zip(pairs, branch.tolist(), strict=True))
 
+    @cached_property
+    def branches(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`children` as sorted keys (`branch_keys`) and their nodes."""
+        branch = np.flatnonzero(self.nodes["parent"] >= 0)
+        keys = branch_keys(self.nodes["parent"][branch], self.nodes["token"][branch])
+        order = np.argsort(keys, kind="stable")
+        return keys[order], branch[order]
+
+    def behind(
+        self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.int64]:
+        """The nodes behind wrong `tokens` fed at `nodes`, equally many; -1 where there is none."""
+        keys, children = self.branches
+        if not len(keys):
+            return np.full(len(nodes), -1)
+        wanted = branch_keys(nodes, tokens)
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, children[at], -1)
+
     def choices(
         self, tau: float, omega: float, depth: float, layers: Sequence[int] | None
     ) -> npt.NDArray[np.int64]:
@@ -199,6 +218,13 @@ class ExitRecording:
             f"omega={omega:g} was not recorded (recorded: "
             f"{', '.join(f'{o:g}' for o in self.omegas)}): choose one of these, or record it"
         )
+
+
+def branch_keys(
+    nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """One number for each node and token fed."""
+    return (nodes.astype(np.int64) << 32) + tokens
 
 
 def usable_exits(recorded: Sequence[int], deepest: int, layers: Sequence[int] | None) -> list[int]:

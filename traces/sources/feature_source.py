@@ -129,6 +129,11 @@ class EagleReplay(StartReplay):
         # Output tokens known when a module last ran; the prefill runs them all.
         self._ran = [0] * self._turns
 
+    @property
+    def by_passes(self) -> bool:
+        """Whether a drafted token is a pass (`traces.sources.base.Drafter`)."""
+        return self._turns == 1
+
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
         """The next token of the chain from here; None when the modules are used up."""
         offset = len(so_far)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from policies.core import SIGNALS
+from policies.core import SIGNALS, Round
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS
@@ -71,6 +71,28 @@ class LookupReplay(SourceReplay):
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
+
+    def rounds(self, longest: int) -> Iterator[Round]:
+        """The rounds of a policy that drafts `longest` tokens, or what is proposed if less.
+
+        As `policies.core.speculate` makes them, without a question before every token.
+        """
+        catch_up = 1
+        while (remaining := self.remaining) > 0:
+            at, drafted, accepted = self.position, 0, 0
+            if most := min(longest, remaining - 1):
+                self.calls.add(self._kind, 1)
+                proposals = self._proposals()
+                drafted = min(most, len(proposals))
+                true = self.output[at : at + drafted]
+                for proposal, token in zip(proposals, true, strict=False):
+                    if proposal.token_id != token:
+                        break
+                    accepted += 1
+            self.calls.end_round()
+            self.position = min(at + accepted + 1, self.length)
+            yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)
+            catch_up = catch_up + 1 if not drafted else 1 + (accepted == drafted)
 
 
 class LookupSource(Source):

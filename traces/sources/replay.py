@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from policies.core import DraftPolicy, Round, speculate
-from policies.lanes.base import plan_of
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.replay.calls import Call, pack_calls
-from traces.replay.lanes import replay_many
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy
 from traces.replay.scores import prepared_rule
-from traces.sources.as_draft import drafted_trace
-from traces.sources.base import Recordings, Source
+from traces.sources.base import Recordings, Source, SourceReplay
+from traces.sources.walked.rounds import Walked, rounds_at_once
 
 
 def replay_source(
@@ -57,43 +54,28 @@ def replay_source(
     drafter = source.drafter(recordings)
     # Some of them may look up what others said: the trace itself is not cut.
     chosen = range(len(trace.requests)) if requests is None else requests
-    if requests is None and (known := _as_draft_model(trace, source, policy, recordings, first)):
-        return replace(
-            known, policy=name or describe(policy), verify=lossless,
-            fidelity=fidelity_of(source, trace),
-        )  # fmt: skip
-    shared = own_policy(trace, policy)
-    rounds: list[list[Round]] = []
-    calls: list[list[list[Call]]] = []
-    for i in chosen:
-        decoder = decoder_of(i)
-        rounds.append(list(speculate(decoder, shared.fresh())))
-        calls.append(decoder.calls.rounds)
+    known = rounds_at_once(trace, source, decoder_of, policy, recordings, first, chosen)
+    rounds, calls = known or _asked(decoder_of, own_policy(trace, policy), chosen)
     return RoundLog(
-        RoundLog.pack(rounds), [trace.requests[i] for i in chosen], name or describe(policy),
+        rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
         reads=policy.reads, first=first,
-        calls=None if drafter is not None and drafter.by_passes else pack_calls(calls),
+        calls=None if drafter is not None and drafter.by_passes else calls,
         drafter="draft" if drafter is None else drafter.model,
     )  # fmt: skip
 
 
-def _as_draft_model(
-    trace: Trace, source: Source, policy: DraftPolicy, recordings: Recordings, first: int
-) -> RoundLog | None:
-    """The log of a drafter that can take a draft model's place, all its requests at once.
-
-    None for any other, under a policy that has to be asked, and where the recording does not
-    reach: then the loop says what is missing.
-    """
-    drafter = source.drafter(recordings)
-    if drafter is None or not drafter.by_passes or plan_of(policy) is None:
-        return None
-    try:
-        [log] = replay_many(drafted_trace(trace, source, recordings), [("", policy)], first=first)
-    except DraftsimError:
-        return None
-    return log
+def _asked(
+    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
+) -> Walked:
+    """Rounds and calls by the loop: the policy is asked before every token."""
+    rounds: list[list[Round]] = []
+    calls: list[list[list[Call]]] = []
+    for i in chosen:
+        decoder = decoder_of(i)
+        rounds.append(list(speculate(decoder, policy.fresh())))
+        calls.append(decoder.calls.rounds)
+    return RoundLog.pack(rounds), pack_calls(calls)
 
 
 def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:

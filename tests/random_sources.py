@@ -1,0 +1,112 @@
+"""Small recordings of other draft sources drawn at random, of every shape a replay can meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.outputs import trace_of
+from traces.acceptance.trace import Trace
+from traces.sources.base import Recordings
+from traces.sources.exits import SIGNALS, ExitRecording, ExitSetting
+from traces.sources.starts import StartRecording
+
+EOS = 0
+VOCABULARY = 5
+LAYERS = 7
+OMEGAS = (0.0, 0.3)
+OFFSETS = 3
+
+
+def random_outputs(seed: int, limit: int = 24) -> Trace:
+    """Prompts and outputs over a small vocabulary, some of which end with EOS."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = [], []
+    for _ in range(4):
+        prompts.append(rng.integers(1, VOCABULARY, rng.integers(1, 9)).tolist())
+        tokens = limit if rng.random() < 0.5 else int(rng.integers(1, limit))
+        output = rng.integers(1, VOCABULARY, tokens).tolist()
+        if tokens < limit:
+            output[-1] = EOS
+        outputs.append(output)
+    return trace_of(outputs, limit, prompts, [EOS])
+
+
+def _signals(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
+    top2 = rng.normal(size=shape)
+    top1 = top2 + rng.exponential(2.0, shape)
+    rest = np.logaddexp(top1, top2) + rng.exponential(0.3, shape)
+    values = (top1, top2, rest, rng.exponential(1.5, shape))
+    return {n: v.astype(np.float32) for n, v in zip(SIGNALS, values, strict=True)}
+
+
+def random_exits(
+    trace: Trace, seed: int, exits: tuple[int, ...], gamma_max: int, missing: float
+) -> ExitRecording:
+    """What exits say along the outputs, and behind wrong ones, but for a share that is missing."""
+    rng = np.random.default_rng(seed)
+    right = float(rng.random())
+    true = np.asarray(trace.columns["token"])
+    nodes: list[tuple[int, int, int, int]] = []
+    starts = trace.request_starts
+    for i, one in enumerate(trace.requests):
+        nodes += [(i, -1, t, 0) for t in range(one.tokens)]
+    argmax = [
+        [int(t) if rng.random() < right else int(rng.integers(0, VOCABULARY)) for _ in exits]
+        for t in true
+    ]
+    newest = [(node, {t for t in argmax[node] if t != true[node]}) for node in range(len(true))]
+    for _ in range(gamma_max - 1):
+        grown = []
+        for parent, wrong in newest:
+            request, _, position, _ = nodes[parent]
+            for token in sorted(wrong - {EOS}):
+                if rng.random() < missing:
+                    continue
+                drafted = rng.integers(0, VOCABULARY, len(exits)).tolist()
+                grown.append((len(nodes), set(drafted)))
+                nodes.append((request, parent, position + 1, token))
+                argmax.append(drafted)
+        newest = grown
+    columns = zip(("request", "parent", "position", "token"), np.array(nodes).T, strict=True)
+    shape = (len(nodes), len(exits))
+    log_confidence = np.log(rng.random((*shape, len(OMEGAS))))
+    return ExitRecording(
+        {name: values.astype(np.int32) for name, values in columns},
+        np.array(argmax, np.int32), log_confidence.astype(np.float32), _signals(rng, shape),
+        exits, LAYERS, OMEGAS, (ExitSetting(0.5, 0.3, 0.5, None, gamma_max),),
+        tuple(int(s) for s in starts),
+    )  # fmt: skip
+
+
+def random_starts(trace: Trace, seed: int, meta: dict[str, Any]) -> StartRecording:
+    """Chains of `OFFSETS` tokens from every start, some cut by EOS."""
+    rng = np.random.default_rng(seed)
+    right = float(rng.random())
+    true, shape = np.asarray(trace.columns["token"]), (len(trace.columns["token"]), OFFSETS)
+    ahead = np.minimum(np.arange(len(true))[:, None] + np.arange(OFFSETS), len(true) - 1)
+    drafted = np.where(rng.random(shape) < right, true[ahead], rng.integers(0, VOCABULARY, shape))
+    over = np.cumsum(drafted == EOS, axis=1) - (drafted == EOS) > 0
+    token = np.where(over, -1, drafted).astype(np.int32)
+    starts = tuple(int(s) for s in trace.request_starts)
+    rank = np.zeros(shape, np.int32)
+    return StartRecording(token, _signals(rng, shape), rank, starts, meta)
+
+
+def random_recordings(
+    trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02
+) -> Recordings:
+    """Of all sources that are recorded."""
+    heads = {n: random_starts(trace, seed + i, {}) for i, n in enumerate(("medusa", "space"))}
+    skipping = random_starts(trace, seed + 2, {"layers": 4, "skip": [2]})
+    drafter = {"kind": "eagle", "modules": 1, "model": "eagle"}
+    several = {"kind": "mtp", "modules": OFFSETS, "model": "mtp"}
+    starts = {
+        **heads, "layer-skip": skipping, "eagle.eagle": random_starts(trace, seed + 3, drafter),
+        "eagle.mtp": random_starts(trace, seed + 4, several),
+    }  # fmt: skip
+    return Recordings(
+        random_exits(trace, seed + 5, (2, 4), gamma_max, missing), starts,
+        random_exits(trace, seed + 6, (2,), gamma_max, missing),
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""Other sources without the loop: its rounds and calls, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.basic import Fixed
+from policies.core import DraftPolicy
+from policies.registry import parse_policy
+from tests.random_sources import random_outputs, random_recordings
+from traces import find_trace
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, TailError
+from traces.replay.rounds import RoundLog
+from traces.sources import EarlyExit, Recordings, Source, parse_source, replay_source
+from traces.sources import replay as by_source
+from traces.sources.early_exit import StandInExit
+from traces.sources.found import find_recordings
+from traces.sources.registry import SYSTEMS
+
+FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
+STOPS = (
+    "confidence:confidence_threshold=0.4", "svip", "oracle", "oracle:convention=run+1", "disco",
+    "llama-cpp:p_min=0.5,gamma_min=0", "rate-optimal", "specdec-pp", "autoregressive",
+)  # fmt: skip
+LEARN = ("draft-and-verify", "gammatune", "hf-heuristic", "adaedl:keep_trigger_token=false", "ucb")
+RECORDED = (
+    "early-exit:tau=0.5,omega=0.3,depth=0.5", "early-exit:tau=0.3,omega=0,depth=1",
+    "early-exit:tau=0,omega=0,depth=1,bonus=true", "early-exit:tau=0.9,omega=0,layers=[4]",
+    "kangaroo", "medusa", "medusa:k=2", "space", "space:k=1", "layer-skip", "eagle:model=eagle",
+    "eagle:model=mtp",
+)  # fmt: skip
+LOOKUPS = (
+    "pld", "pld:num_tokens=3,max_ngram=3", "ngram:k=4,min_n=1,max_n=3", "suffix",
+    "suffix:depth=4,factor=2.0,min_prob=0.3", "suffix:cached=false", "rest",
+    "rest:num_tokens=3,max_suffix=3,min_suffix=2", "lookahead", "lookahead:ngram=3,guesses=1",
+)  # fmt: skip
+
+
+def looped(*given: Any, **named: Any) -> RoundLog:
+    with patch.object(by_source, "rounds_at_once", lambda *_: None):
+        return replay_source(*given, **named)
+
+
+def outcome(run: Callable[..., RoundLog], *given: Any, **named: Any) -> RoundLog | DraftsimError:
+    """The log, or how asking for it failed."""
+    try:
+        return run(*given, **named)
+    except DraftsimError as error:
+        return error
+
+
+def assert_alike(log: RoundLog, want: RoundLog) -> None:
+    np.testing.assert_array_equal(log.rounds, want.rounds)
+    for name in FIELDS:
+        assert getattr(log, name) == getattr(want, name), name
+    assert log.requests == want.requests
+    assert (log.calls is None) == (want.calls is None)
+    if want.calls is not None:
+        np.testing.assert_array_equal(log.calls, want.calls)
+
+
+def check(
+    trace: Trace, source: Source, policy: DraftPolicy, recordings: Recordings, first: int = 1,
+    requests: Sequence[int] | None = None,
+) -> bool:  # fmt: skip
+    """Whether there were rounds to compare, and not one refusal instead of the other."""
+    given = trace, source, policy
+    named: dict[str, Any] = {"recordings": recordings, "first": first, "requests": requests}
+    want, log = (outcome(run, *given, **named) for run in (looped, replay_source))
+    if isinstance(want, RoundLog) and isinstance(log, RoundLog):
+        assert_alike(log, want)
+        return True
+    assert (type(log), str(log)) == (type(want), str(want))
+    return False
+
+
+POLICIES = st.one_of(
+    st.integers(0, 6).map(Fixed),
+    st.sampled_from([*STOPS, *LEARN]).map(lambda text: parse_policy(text, max_gamma=4)),
+)
+SUBSETS = st.sampled_from([None, None, [0, 2], [1, 2, 3], [3, 1], []])
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("text", RECORDED)
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), gamma_max=st.integers(1, 7), policy=POLICIES,
+    first=st.sampled_from([1, 1, 3]), requests=SUBSETS,
+)  # fmt: skip
+def test_recorded_sources(
+    text: str, seed: int, gamma_max: int, policy: DraftPolicy, first: int,
+    requests: list[int] | None,
+) -> None:  # fmt: skip
+    trace = random_outputs(seed)
+    recordings = random_recordings(trace, seed, gamma_max)
+    check(trace, parse_source(text), policy, recordings, first, requests)
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("text", LOOKUPS)
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), policy=POLICIES, first=st.sampled_from([0, 1, 3]),
+    requests=SUBSETS,
+)  # fmt: skip
+def test_lookups(
+    text: str, seed: int, policy: DraftPolicy, first: int, requests: list[int] | None
+) -> None:
+    check(random_outputs(seed), parse_source(text), policy, Recordings(), first, requests)
+
+
+@pytest.mark.invariant(9)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), tau=st.sampled_from([0.0, 0.3, 0.6]), gamma=st.integers(0, 12),
+    requests=SUBSETS,
+)  # fmt: skip
+def test_settings_that_no_recording_followed(
+    seed: int, tau: float, gamma: int, requests: list[int] | None
+) -> None:
+    trace = random_outputs(seed)
+    recordings = random_recordings(trace, seed, 2)
+    assert check(trace, StandInExit(tau, 0.0, 1.0), Fixed(gamma), recordings, 1, requests)
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_of_the_bundled_pair(name: str) -> None:
+    trace = find_trace("bundled")
+    recordings = find_recordings("bundled", trace)
+    source = parse_source(SYSTEMS[name].source)
+    policy = parse_policy(SYSTEMS[name].policy, max_gamma=trace.max_gamma)
+    recorded = check(trace, source, policy, recordings)
+    assert recorded == (source.name not in ("eagle", "eagle2"))
+
+
+def test_what_goes_without_the_loop_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above compare the loop with itself."""
+    trace = random_outputs(1)
+    recordings = random_recordings(trace, 1, missing=0.0)
+
+    def asked(*_: Any) -> Any:
+        raise AssertionError("asked before every token")
+
+    def run(text: str, policy: DraftPolicy) -> None:
+        replay_source(trace, parse_source(text), policy, recordings=recordings)
+
+    monkeypatch.setattr(by_source, "speculate", asked)
+    for text in (*RECORDED[:-1], *LOOKUPS):
+        run(text, Fixed(2))
+    for text in (*RECORDED[:-1], "pld"):
+        if text == "pld":
+            with pytest.raises(AssertionError, match="asked"):
+                run("pld", parse_policy("oracle"))
+        else:
+            run(text, parse_policy("oracle:gamma_max=2"))
+    for text, policy in (("eagle:model=mtp", Fixed(2)), ("kangaroo", parse_policy("ucb"))):
+        with pytest.raises(AssertionError, match="asked"):
+            run(text, policy)
+
+
+def test_a_draft_that_leaves_the_recording_is_refused_where_it_does() -> None:
+    trace = random_outputs(3)
+    with pytest.raises(TailError, match="past what was recorded behind its wrong exit"):
+        replay_source(
+            trace, EarlyExit(0.0, 0.0, 1.0), Fixed(9), recordings=random_recordings(trace, 3, 2)
+        )

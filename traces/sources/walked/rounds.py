@@ -1,0 +1,100 @@
+"""Which sources and policies go without the loop, and their rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.core import DraftPolicy, Round
+from policies.lanes.base import plan_of
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.calls import HEAD, LAYER, PASS, Call, Counted, pack_calls, pack_counted
+from traces.replay.lanes import replay_many
+from traces.replay.rounds import RoundLog
+from traces.replay.run import own_policy
+from traces.sources.as_draft import chained_trace
+from traces.sources.base import Recordings, Source, SourceReplay
+from traces.sources.early_exit import EarlyExitReplay
+from traces.sources.feature_source import EagleReplay
+from traces.sources.lookup_sources import LookupReplay
+from traces.sources.start_sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
+from traces.sources.starts import StartReplay, StartSource
+from traces.sources.walked.exits import KINDS, exit_rounds
+
+Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
+"""Rounds, and the calls that they ran."""
+CHAINS = (HeadsReplay, SpaceReplay, LayerSkipReplay, EagleReplay)
+"""Decoders of sources recorded by start, whose draft from there is one chain."""
+
+
+def rounds_at_once(
+    trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
+    recordings: Recordings, first: int, chosen: Sequence[int],
+) -> Walked | None:  # fmt: skip
+    """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
+
+    None where the policy has to be asked before every token, where a decoder is of a class of
+    the caller's own, and where a draft leaves what was recorded: there the loop says what is
+    missing.
+    """
+    if not len(chosen) or any(one >= other for one, other in pairwise(chosen)):
+        return None
+    try:
+        plan = plan_of(own_policy(trace, policy))
+    except DraftsimError:
+        return None
+    if plan is None:
+        return None
+    decoder = decoder_of(chosen[0])
+    kind = type(decoder)
+    if kind is LookupReplay and plan.stop is None and plan.state is None:
+        return _looked_up(decoder_of, plan.cap, chosen)
+    if kind in KINDS and isinstance(decoder, EarlyExitReplay):
+        return exit_rounds(trace, decoder, plan, first, chosen)
+    if kind in CHAINS and isinstance(source, StartSource) and len(chosen) == len(trace.requests):
+        assert isinstance(decoder, StartReplay)
+        if isinstance(decoder, EagleReplay) and not decoder.by_passes:
+            return None
+        try:
+            drafted = chained_trace(trace, source, recordings)
+            [log] = replay_many(drafted, [("", policy)], first=first)
+        except DraftsimError:
+            return None
+        return log.rounds, _calls(decoder, log)
+    return None
+
+
+def _looked_up(
+    decoder_of: Callable[[int], SourceReplay], longest: int, chosen: Sequence[int]
+) -> Walked:
+    """The rounds of a policy that drafts so many tokens, whatever they are."""
+    calls: list[list[list[Call]]] = []
+
+    def decoded(request: int) -> list[Round]:
+        decoder = decoder_of(request)
+        assert isinstance(decoder, LookupReplay)
+        rounds = list(decoder.rounds(longest))
+        calls.append(decoder.calls.rounds)
+        return rounds
+
+    return RoundLog.pack(map(decoded, chosen)), pack_calls(calls)
+
+
+def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
+    """What the rounds of a source recorded by start ran besides passes of a drafter."""
+    drafted, forwards = (log.rounds[n].astype(np.int64) for n in ("drafted", "draft_forwards"))
+    each, ones = np.arange(len(forwards)), np.ones_like(forwards)
+    parts: list[Counted] = []
+    if isinstance(decoder, HeadsReplay):
+        parts.append(Counted(False, HEADS, each, ones, np.minimum(forwards, 1)))
+    elif isinstance(decoder, SpaceReplay):
+        parts.append(Counted(True, PASS, each, (drafted + 1) * (decoder.width + 1), ones))
+    elif isinstance(decoder, LayerSkipReplay):
+        layers = int(decoder.recording.meta["layers"])
+        parts.append(Counted(False, LAYER, each, ones, forwards * layers))
+        parts.append(Counted(False, HEAD, each, ones, forwards))
+    return pack_counted(parts, len(forwards))
