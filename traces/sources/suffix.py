@@ -8,10 +8,9 @@ text alone; which strings its nodes stand for, and their counts and order, are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from policies.parameters import whole, within
 from traces.sources.lookup import Lookup, Proposal
@@ -114,11 +113,36 @@ class SuffixTree:
             return None
         return self._text[place]
 
-    def find(self, tokens: Sequence[int]) -> Node | int | None:
-        """The node behind a string, the place where its one occurrence goes on, or None."""
-        count, text = len(tokens), self._text
-        if count <= len(self._ends) and text[len(text) - count :] == tokens:
-            return self._ends[count - 1]
+    def matches(self, context: Sequence[int]) -> Iterator[tuple[int, Node | int]]:
+        """Ever longer ends of a context, short of all of it, that something follows.
+
+        Each with its length and the node behind it, or the place where its one occurrence goes on.
+        """
+        text, ends = self._text, self._ends
+        same, most = 0, len(context) - 1
+        if text[-most:] == context[-most:]:
+            same = most
+        while same < min(most, len(text)) and text[-1 - same] == context[-1 - same]:
+            same += 1
+        for matched in range(1, most + 1):
+            if matched <= same:
+                # Of what the text itself ends with, nothing follows what did not occur before.
+                if matched > len(ends):
+                    return
+                node: Node | int | None = ends[matched - 1]
+            else:
+                node = self._find(context[len(context) - matched :])
+            if node is None or self.next(node, matched) is None:
+                return
+            yield matched, node
+
+    def next(self, at: Node | int, length: int) -> int | None:
+        """The token most frequent behind a string of `length`; None where nothing follows."""
+        if isinstance(at, int):
+            return self.after(at, length)
+        return at.order[0] if at.order else None
+
+    def _find(self, tokens: Sequence[int]) -> Node | int | None:
         at: Node | int | None = self._root
         for length, token in enumerate(tokens):
             if isinstance(at, Node):
@@ -146,38 +170,37 @@ def speculate(
     A match of n tokens allows ``n factor`` drafted ones; each is the most frequent behind those
     before, as long as the product of their shares is at least `least`.  In float32, as there.
     """
-    best, score = Draft([], [], 0.0), np.float32(0)
-    for matched in range(1, len(context)):
-        node = tree.find(context[len(context) - matched :])
-        # What nothing follows, nothing follows in longer strings either.
-        if node is None or _next(tree, node, matched) is None:
-            break
-        allowed = max(min(most, int(float(np.float32(matched) * np.float32(factor)) + 1e-6)), 0)
+    best = Draft([], [], 0.0)
+    # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
+    single = array("f", (factor, least))
+    factor, least = single
+    for matched, node in tree.matches(context):
+        single[0] = matched * factor
+        allowed = max(min(most, int(single[0] + 1e-6)), 0)
         tokens: list[int] = []
         probs: list[float] = []
-        prob, total = np.float32(1), np.float32(0)
+        prob, total = 1.0, 0.0
         while len(tokens) < allowed:
-            token = _next(tree, node, matched + len(tokens))
+            token = tree.next(node, matched + len(tokens))
             if token is None:
                 break
-            child = node.children[token] if isinstance(node, Node) else node + 1
-            prob = prob * (np.float32(_count(child)) / np.float32(_count(node)))
-            if prob < np.float32(least):
+            # What occurred once is followed by what occurred once.
+            if isinstance(node, int):
+                node += 1
+            else:
+                child = node.children[token]
+                single[0] = _count(child) / node.count
+                single[0] = prob * single[0]
+                prob, node = single[0], child
+            if prob < least:
                 break
             tokens.append(token)
-            probs.append(float(prob))
-            total = total + prob
-            node = child
-        if total >= score:
-            best, score = Draft(tokens, probs, float(total)), total
+            probs.append(prob)
+            single[0] = total + prob
+            total = single[0]
+        if total >= best.score:
+            best = Draft(tokens, probs, total)
     return best
-
-
-def _next(tree: SuffixTree, at: Node | int, length: int) -> int | None:
-    """The token most frequent behind a string of `length`; None where nothing follows."""
-    if isinstance(at, int):
-        return tree.after(at, length)
-    return at.order[0] if at.order else None
 
 
 class SuffixLookup(Lookup):
