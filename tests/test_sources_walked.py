@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,16 +15,17 @@ from hypothesis import strategies as st
 from policies.basic import Fixed
 from policies.core import DraftPolicy
 from policies.registry import parse_policy
-from tests.random_sources import random_outputs, random_recordings
+from tests.random_sources import VOCABULARY, random_outputs, random_recordings
 from traces import find_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.rounds import RoundLog
-from traces.sources import EarlyExit, Recordings, Source, parse_source, replay_source
+from traces.sources import REST, EarlyExit, Recordings, Source, parse_source, replay_source
 from traces.sources import replay as by_source
 from traces.sources.early_exit import StandInExit
 from traces.sources.found import find_recordings
 from traces.sources.registry import SYSTEMS
+from traces.sources.walked import retrieval
 
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 STOPS = (
@@ -116,6 +118,19 @@ def test_lookups(
     text: str, seed: int, policy: DraftPolicy, first: int, requests: list[int] | None
 ) -> None:
     check(random_outputs(seed), parse_source(text), policy, Recordings(), first, requests)
+
+
+@pytest.mark.invariant(9)
+def test_retrieval_from_a_file(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        served = (rng.integers(0, VOCABULARY, rng.integers(0, 20)).tolist() for _ in range(seed))
+        corpus.write_text("".join(f"{ids}\n" for ids in served), encoding="utf-8")
+        for held in (1, 1 << 20):
+            with patch.object(retrieval, "HELD", held):
+                source = REST(str(corpus), num_tokens=4, max_suffix=3, min_suffix=1 + seed % 3)
+                check(random_outputs(seed), source, Fixed(3), Recordings())
 
 
 @pytest.mark.invariant(9)

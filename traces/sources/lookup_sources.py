@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from policies.core import SIGNALS, Round
 from traces.acceptance.trace import Trace
@@ -21,6 +24,7 @@ from traces.sources.base import (
     true_tokens,
 )
 from traces.sources.lookup import Datastore, Lookup, NGramPool, PromptLookup, Proposal, Retrieval
+from traces.sources.walked.retrieval import BETWEEN, retrieved
 
 EARLIER = "earlier"
 
@@ -72,21 +76,21 @@ class LookupReplay(SourceReplay):
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
 
-    def rounds(self, longest: int) -> Iterator[Round]:
+    def rounds(self, longest: int, known: Sequence[Sequence[int]] | None = None) -> Iterator[Round]:
         """The rounds of a policy that drafts `longest` tokens, or what is proposed if less.
 
-        As `policies.core.speculate` makes them, without a question before every token.
+        As `policies.core.speculate` makes them, without a question before every token.  ``known``:
+        the tokens proposed at every position, where they were looked up beforehand.
         """
         catch_up = 1
         while (remaining := self.remaining) > 0:
             at, drafted, accepted = self.position, 0, 0
             if most := min(longest, remaining - 1):
                 self.calls.add(self._kind, 1)
-                proposals = self._proposals()
-                drafted = min(most, len(proposals))
-                true = self.output[at : at + drafted]
-                for proposal, token in zip(proposals, true, strict=False):
-                    if proposal.token_id != token:
+                tokens = [p.token_id for p in self._proposals()] if known is None else known[at]
+                drafted = min(most, len(tokens))
+                for token, true in zip(tokens, self.output[at : at + drafted], strict=False):
+                    if token != true:
                         break
                     accepted += 1
             self.calls.end_round()
@@ -106,6 +110,14 @@ class LookupSource(Source):
     def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
         """A lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError
+
+    def drafted(self, trace: Trace) -> Sequence[Sequence[Sequence[int]]] | None:
+        """Tokens proposed at every position of every request, where all can be found at once.
+
+        None asks the lookup wherever a round begins.  Of a subclass, its own method alone counts.
+        """
+        del trace
+        return None
 
     def open(
         self, trace: Trace, recordings: Recordings, first: int
@@ -175,10 +187,33 @@ class REST(LookupSource):
         if self.corpus == EARLIER:
             store = Datastore([served.prompt + served.output for served in corpus()])
         else:
-            if self._store is None:
-                self._store = Datastore(read_corpus(self.corpus))
-            store = self._store
+            store = self._read()
         return Retrieval(store, self.num_tokens, self.max_suffix, self.min_suffix, eos)
+
+    def _read(self) -> Datastore:
+        if self._store is None:
+            self._store = Datastore(read_corpus(self.corpus))
+        return self._store
+
+    def drafted(self, trace: Trace) -> Sequence[Sequence[Sequence[int]]]:
+        """All requests in one text, of which each searches what stands before it."""
+        earlier = self.corpus == EARLIER
+        text = [BETWEEN] if earlier else self._read().ids.tolist()
+        searched, begins = len(text), []
+        for request in served_before(trace, len(trace.requests)):
+            begins.append((len(text), len(text) + len(request.prompt)))
+            text += [*request.prompt, *request.output, BETWEEN]
+        tokens = [request.tokens for request in trace.requests]
+        places = [np.arange(n) + output - 1 for n, (_, output) in zip(tokens, begins, strict=True)]
+        until = [begin if earlier else searched for begin, _ in begins]
+        found = retrieved(
+            np.array(text), np.concatenate(places), np.repeat(until, tokens), self.num_tokens,
+            self.max_suffix, self.min_suffix, sorted(trace.meta.get("eos_token_ids") or ()),
+        )  # fmt: skip
+        length = np.cumprod(found >= 0, axis=1).sum(axis=1)
+        every = [row[:n] for row, n in zip(found.tolist(), length.tolist(), strict=True)]
+        bounds = np.cumsum([0, *tokens]).tolist()
+        return [every[begin:end] for begin, end in pairwise(bounds)]
 
 
 class Lookahead(LookupSource):

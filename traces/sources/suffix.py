@@ -174,7 +174,8 @@ def speculate(
     # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
     single = array("f", (factor, least))
     factor, least = single
-    for matched, node in tree.matches(context):
+    for matched, behind in tree.matches(context):
+        node = behind
         single[0] = matched * factor
         allowed = max(min(most, int(single[0] + 1e-6)), 0)
         tokens: list[int] = []

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import DraftPolicy, Round
-from policies.lanes.base import plan_of
+from policies.lanes.base import own_word, plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import HEAD, LAYER, PASS, Call, Counted, pack_calls, pack_counted
@@ -20,7 +20,7 @@ from traces.sources.as_draft import chained_trace
 from traces.sources.base import Recordings, Source, SourceReplay
 from traces.sources.early_exit import EarlyExitReplay
 from traces.sources.feature_source import EagleReplay
-from traces.sources.lookup_sources import LookupReplay
+from traces.sources.lookup_sources import LookupReplay, LookupSource
 from traces.sources.start_sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
 from traces.sources.starts import StartReplay, StartSource
 from traces.sources.walked.exits import KINDS, exit_rounds
@@ -52,7 +52,8 @@ def rounds_at_once(
     decoder = decoder_of(chosen[0])
     kind = type(decoder)
     if kind is LookupReplay and plan.stop is None and plan.state is None:
-        return _looked_up(decoder_of, plan.cap, chosen)
+        assert isinstance(source, LookupSource)
+        return _looked_up(trace, source, decoder_of, plan.cap, chosen)
     if kind in KINDS and isinstance(decoder, EarlyExitReplay):
         return exit_rounds(trace, decoder, plan, first, chosen)
     if kind in CHAINS and isinstance(source, StartSource) and len(chosen) == len(trace.requests):
@@ -69,15 +70,20 @@ def rounds_at_once(
 
 
 def _looked_up(
-    decoder_of: Callable[[int], SourceReplay], longest: int, chosen: Sequence[int]
-) -> Walked:
+    trace: Trace, source: LookupSource, decoder_of: Callable[[int], SourceReplay], longest: int,
+    chosen: Sequence[int],
+) -> Walked | None:  # fmt: skip
     """The rounds of a policy that drafts so many tokens, whatever they are."""
+    try:
+        known = own_word(source, "drafted", trace)
+    except DraftsimError:
+        return None
     calls: list[list[list[Call]]] = []
 
     def decoded(request: int) -> list[Round]:
         decoder = decoder_of(request)
         assert isinstance(decoder, LookupReplay)
-        rounds = list(decoder.rounds(longest))
+        rounds = list(decoder.rounds(longest, known and known[request]))
         calls.append(decoder.calls.rounds)
         return rounds
 

@@ -1,0 +1,103 @@
+"""What retrieval drafts at many places of a text at once (`traces.sources.lookup.Retrieval`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from policies.lanes.base import Ints
+
+BETWEEN = -1
+"""Stands in a text before, between and behind its sequences."""
+
+
+def retrieved(
+    text: Ints, places: Ints, until: Ints, num_tokens: int, max_suffix: int, min_suffix: int,
+    eos: Sequence[int],
+) -> Ints:  # fmt: skip
+    """The heaviest chains behind some places of a text, (places, num_tokens); -1 where they end.
+
+    ``places`` are indices of the last tokens known; what stands before ``until`` is searched,
+    (places,) each.
+    """
+    chosen = np.full((len(places), num_tokens), BETWEEN)
+    width = int(text.max(initial=0)) + 1
+    for which, behind in _matches(text, places, until, max_suffix, min_suffix):
+        owner, at = which, behind
+        for step in range(num_tokens):
+            if not len(at):
+                break
+            following = text[at]
+            going = following >= 0
+            owner, at, following = owner[going], at[going], following[going]
+            key, counts = np.unique(owner * width + following, return_counts=True)
+            of, token = np.divmod(key, width)
+            # Of equals the smallest token comes first.
+            order = np.lexsort((token, -counts, of))
+            heaviest = order[np.unique(of[order], return_index=True)[1]]
+            best = np.full(len(places), BETWEEN)
+            best[of[heaviest]] = token[heaviest]
+            best[np.isin(best, eos)] = BETWEEN
+            chosen[of[heaviest], step] = best[of[heaviest]]
+            same = following == best[owner]
+            owner, at = owner[same], at[same] + 1
+    return chosen
+
+
+def _matches(
+    text: Ints, places: Ints, until: Ints, longest: int, shortest: int
+) -> Iterator[tuple[Ints, Ints]]:
+    """Indices of places, and those behind each occurrence of the longest string they end with.
+
+    Some places at a time, each with all of its occurrences.
+    """
+    size = len(text)
+    # Strings of one length that end alike have one number, those that occur once none.
+    number = np.full(size, BETWEEN)
+    ends = np.flatnonzero(text >= 0)
+    key, width = text[ends], int(text.max(initial=0)) + 1
+    waiting = np.arange(len(places))
+    low = high = order = np.empty(0, dtype=np.int64)
+    for length in range(1, longest + 1):
+        _, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
+        repeated = counts[inverse] > 1
+        ends, inverse = ends[repeated], inverse[repeated]
+        number = np.full(size, BETWEEN)
+        number[ends] = inverse
+        # By number, then by place: what stands before a place is a range.
+        ranked = np.sort(inverse * size + ends)
+        own = number[places[waiting]]
+        begin = np.searchsorted(ranked, own * size)
+        end = np.searchsorted(ranked, own * size + until[waiting])
+        found = (own >= 0) & (end > begin)
+        if length > shortest:
+            lost = ~found
+            yield from _parts(waiting[lost], low[lost], high[lost], order)
+        waiting, low, high = waiting[found], begin[found], end[found]
+        order = ranked % size
+        ends = ends[number[ends - 1] >= 0]
+        key = number[ends - 1] * width + text[ends]
+    if longest >= shortest:
+        yield from _parts(waiting, low, high, order)
+
+
+def _parts(which: Ints, low: Ints, high: Ints, order: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """The ranges of `order` of some places, a block of about `HELD` entries at a time."""
+    many = high - low
+    total = np.cumsum(many)
+    begin = 0
+    while begin < len(which):
+        before = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, before + HELD, side="right")))
+        each = many[begin:end]
+        offset = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
+        yield (
+            np.repeat(which[begin:end], each),
+            order[np.repeat(low[begin:end], each) + offset] + 1,
+        )
+        begin = end
+
+
+HELD = 1 << 20
+"""Occurrences that are followed at a time."""
