@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
+TREES = {"FIRST": (1, 2), "WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
+"""What is timed of rounds with trees."""
 
 
 @contextmanager
@@ -22,7 +24,7 @@ def few_cells() -> Iterator[None]:
         return
     from profiler import profile
     from profiler.latency import passes, table
-    from profiler.sources import feature_latency, latency
+    from profiler.sources import feature_latency, latency, tree_latency
 
     @dataclass(frozen=True)
     class Few(table.Grid):
@@ -38,13 +40,16 @@ def few_cells() -> Iterator[None]:
         patch.setattr(feature_latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
         patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
-        for module in (passes, latency, feature_latency):
+        for name, thinned in TREES.items():
+            patch.setattr(tree_latency, name, thinned)
+        for module in (passes, latency, feature_latency, tree_latency):
             for name in {"UNTIMED", "UNTIMED_PLAIN"} & {*vars(module)}:
                 patch.setattr(module, name, 0)
         for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
-            (feature_latency, "measure_drafters", few), (profile, "measure_host", {"repeats": 2}),
-            (profile, "measure_rules", {"repeats": 2}),
+            (feature_latency, "measure_drafters", few),
+            (tree_latency, "measure_trees", {"contexts": CONTEXTS}),
+            (profile, "measure_host", {"repeats": 2}), (profile, "measure_rules", {"repeats": 2}),
         ):  # fmt: skip
             patch.setattr(owner, name, partial(getattr(owner, name), **less))
         for name in ("MOST", "WARMING"):
