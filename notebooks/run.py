@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbclient
 import nbformat
@@ -19,8 +20,10 @@ LIMIT_S = 600
 """Against a hang, not a measure of speed: each takes seconds on an idle core."""
 
 
-def executed(path: Path, first: str = "") -> nbformat.NotebookNode:
+def executed(path: Path, first: str = "", kernel: Any = None) -> nbformat.NotebookNode:
     """The notebook at `path` with the outputs of a clean kernel, in which `first` ran before.
+
+    ``kernel`` is the manager of one that runs already, and goes on running; else it is a new one.
 
     Raises nbclient's CellExecutionError where a cell does.
     """
@@ -29,6 +32,7 @@ def executed(path: Path, first: str = "") -> nbformat.NotebookNode:
     notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(
         notebook,
+        km=kernel,
         timeout=LIMIT_S,
         kernel_name="python3",
         record_timing=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,18 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
+from jupyter_client.manager import KernelManager  # noqa: E402
+
 from notebooks.run import NOTEBOOKS, executed  # noqa: E402
 
+CLEAN = """
+%reset -f
+import builtins, warnings
+builtins.kept_filters = getattr(builtins, "kept_filters", None) or warnings.filters[:]
+warnings.filters[:] = builtins.kept_filters
+%reset -f
+"""
+"""A new kernel would import the same libraries again: of what ran before it keeps nothing else."""
 FEWER = "from tests.few_cells import few_cells; fewer = few_cells(); fewer.__enter__()"
 """Notebooks 1 and 5 measure: what they show does not depend on how often."""
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -46,13 +57,23 @@ def test_they_are_modest() -> None:
     assert sum(p.stat().st_size for p in NOTEBOOKS) < 1.5e6
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    manager = KernelManager(kernel_name="python3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        manager.start_kernel(cwd=str(ROOT))
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @by_name
-def test_it_runs_from_a_clean_kernel(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_from_a_clean_kernel(path: Path, kernel: KernelManager) -> None:
     if not any(r.name == "bundled" for r in recordings()):
         pytest.skip("needs the bundled recording in traces/recorded/bundled")
     pytest.importorskip("torch", reason="notebooks 1 and 5 run real models")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    complete(executed(path, FEWER if path.stem[0] in "15" else ""), path)
+    fewer = FEWER if path.stem[0] in "15" else ""
+    complete(executed(path, CLEAN + fewer, kernel), path)
 
 
 def complete(notebook: Any, path: Path) -> None:
