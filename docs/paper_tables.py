@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from docs.reading import table
 from simulator.papers import Ours
 from simulator.papers.order import order_rows
@@ -10,6 +12,7 @@ from traces import find_latency, find_trace
 from traces.sources import find_recordings
 
 
+@cache
 def order_of_systems(name: str) -> str:
     """Where SpecBound's Table 1 and this recording put its systems, and why they differ."""
     trace = find_trace(name)
