@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -59,10 +60,23 @@ def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LONG = (
-    "test_vllm.py", "test_notebooks.py", "test_suite_gpu.py", "test_suite_failures.py",
-    "test_suite_drafters.py", "test_device_sources.py", "test_serving_cluster.py",
+    "test_vllm.py", "test_vllm_server.py", "test_notebooks.py", "test_suite_gpu.py",
+    "test_suite_failures.py", "test_suite_drafters.py", "test_device_sources.py",
+    "test_serving_cluster.py",
 )  # fmt: skip
 """Files that take a good part of a minute."""
+
+
+def pytest_collection_finish() -> None:
+    """What the files imported is never collected: collections need not walk through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_logfinish(location: tuple[str, int | None, str]) -> None:
+    """A stage of the GPU suite has thawed it."""
+    if "test_suite" in location[0]:
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
