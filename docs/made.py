@@ -214,12 +214,15 @@ def rooms(package: str) -> str:
 
 
 def readme(part: str) -> str:
-    """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``."""
+    """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``.
+
+    Its links to pages are those of a page beside them.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- {part} -->\n(.*?)<!-- end of {part} -->", text, re.DOTALL)
     if found is None:
         raise KeyError(part)
-    return found[1].strip()
+    return found[1].strip().replace("](docs/", "](")
 
 
 def api(where: str) -> str:
