@@ -47,7 +47,7 @@ notebooks: install
 	$(BIN)/python notebooks/run.py
 
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # An hour on a machine that does nothing else: a file per command that the pages name.
 FIGURES := busy_machine recording_cost sources_cost latency_order bench_serving import_errors
