@@ -86,8 +86,8 @@ def tune_llamacpp(
     more = ["one setting serves every load: with more slots (--parallel) drafts pay less"]
     if found.document is not None and found.document[LLAMACPP_KEYS[2]]:
         more.append(
-            "the server's probability is over its ten likeliest tokens, at least as large as the "
-            "recorded one: it stops a little later than predicted"
+            "the server's probability is over its ten likeliest tokens, larger than the recorded "
+            "one: it drafts more than predicted, and far more where the draft is unsure"
         )
     return replace(found, warnings=[*found.warnings, *more])
 

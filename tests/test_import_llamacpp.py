@@ -1,0 +1,75 @@
+"""What llama.cpp's server really answered: it is read, and replay predicts what it drafted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from docs.llamacpp_tables import COUNTS, SERVED, answers, asked, same_text, settings
+from tests.logs import written
+from tests.test_importers import counts
+from traces.errors import FileError
+from traces.replay.run import replay
+
+RUNS = sorted(settings())
+SURE = sorted(run for run, setting in settings().items() if not setting.p_min)
+"""Runs whose drafts end at no probability."""
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_answers_and_metrics_tell_the_same(run: str) -> None:
+    said = counts("llamacpp", SERVED / f"{run}.jsonl")
+    scraped = counts("prometheus", SERVED / f"{run}.txt")
+    assert said.requests == len(answers(run))
+    assert (said.drafted, said.accepted) == (scraped.drafted, scraped.accepted)
+    assert scraped.per_position is not None
+    assert scraped.fixed_length is False  # the last rounds of a request draft less
+    # Of rounds without a draft the answers' tokens tell, not the metrics.
+    assert said.rounds is not None
+    assert scraped.rounds is not None
+    assert said.rounds >= scraped.rounds
+
+
+@pytest.mark.parametrize("run", SURE)
+def test_the_server_drafts_and_accepts_as_replayed(run: str) -> None:
+    """Request by request; its draft goes on behind an end of the text, which ends ours."""
+    given, setting = answers(run), settings()[run]
+    trace = asked(given)
+    assert all(same_text(given, trace))
+    rounds = replay(trace, setting.policy(), first=1).rounds
+    for i, (answer, request) in enumerate(zip(given, trace.requests, strict=True)):
+        own = rounds[rounds["request"] == i]
+        drafted = np.minimum(setting.tokens, request.max_new_tokens - 1 - own["position"])
+        assert (drafted >= own["drafted"]).all()
+        # An accepted end inside the server's draft is counted as the target's own token.
+        last = own[-1]
+        inside = last["emitted"] == last["accepted"] and last["accepted"] < drafted[-1]
+        assert (request.ended == "eos") or not inside
+        said = tuple(answer["timings"][name] for name in COUNTS)
+        assert said == (drafted.sum(), own["accepted"].sum() - inside), request.id
+    assert counts("llamacpp", SERVED / f"{run}.jsonl").rounds == len(rounds)
+
+
+@pytest.mark.parametrize("run", SURE)
+def test_its_metrics_are_those_of_the_replayed_rounds(run: str) -> None:
+    given, setting = answers(run), settings()[run]
+    rounds = replay(asked(given), setting.policy(), first=1).rounds
+    scraped = counts("prometheus", SERVED / f"{run}.txt")
+    assert scraped.rounds == (rounds["drafted"] > 0).sum()
+    accepted = [(rounds["accepted"] > k).sum() for k in range(setting.tokens)]
+    ended = sum(a["stop_type"] == "eos" for a in given)
+    assert scraped.per_position is not None
+    assert 0 <= sum(accepted) - sum(scraped.per_position) <= ended
+    assert np.abs(np.subtract(accepted, scraped.per_position)).sum() <= ended
+
+
+def test_a_text_that_ends_in_its_first_draft_has_one_round(tmp_path: Path) -> None:
+    timings = {"predicted_n": 3, "predicted_ms": 9.0, "draft_n": 8, "draft_n_accepted": 8}
+    line = json.dumps({"timings": timings})
+    assert counts("llamacpp", written(tmp_path, line)).rounds == 1
+    timings["draft_n"] = 7
+    with pytest.raises(FileError, match="draft_n_accepted=8 of draft_n=7: they do not belong"):
+        counts("llamacpp", written(tmp_path, json.dumps({"timings": timings})))
