@@ -20,9 +20,9 @@ class LlamaCppDraft(DraftPolicy):
     That token was paid for and is dropped, and so is a draft of fewer than `gamma_min`
     tokens.  Source of the behaviour: ggml-org/llama.cpp, ``common/speculative.cpp`` (2026),
     and what its server counted.  Two things differ there: the probability is normalised over
-    the ten likeliest tokens, here over all, so that a draft stops later there under the same
-    threshold, where the draft is unsure much later; and a proposed end of the text does not
-    end the draft.
+    the ten likeliest tokens, here over all, so that the same threshold stops a draft later
+    there (much later where the draft is unsure); and a proposed end of the text does not end
+    the draft.
 
     Parameters
     ----------
