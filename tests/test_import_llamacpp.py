@@ -14,7 +14,7 @@ from tests.test_importers import counts
 from traces.errors import FileError
 from traces.replay.run import replay
 
-RUNS = sorted(settings())
+RUNS = sorted(path.stem for path in SERVED.glob("*.jsonl"))
 SURE = sorted(run for run, setting in settings().items() if not setting.p_min)
 """Runs whose drafts end at no probability."""
 
@@ -64,6 +64,14 @@ def test_its_metrics_are_those_of_the_replayed_rounds(run: str) -> None:
     assert scraped.per_position is not None
     assert 0 <= sum(accepted) - sum(scraped.per_position) <= ended
     assert np.abs(np.subtract(accepted, scraped.per_position)).sum() <= ended
+
+
+def test_over_its_ten_likeliest_tokens_more_is_probable() -> None:
+    for run in settings().keys() - SURE:
+        given, setting = answers(run), settings()[run]
+        assert setting.p_min
+        rounds = replay(asked(given), setting.policy(), first=1).rounds
+        assert sum(a["timings"].get("draft_n", 0) for a in given) > rounds["drafted"].sum()
 
 
 def test_a_text_that_ends_in_its_first_draft_has_one_round(tmp_path: Path) -> None:
