@@ -183,7 +183,11 @@ class SwitchedOff(KeptInStep):
 
 
 def counted(loads: Sequence[Load]) -> int:
-    """Requests by whose number an engine looks up what to draft."""
+    """Requests by whose number an engine looks up what to draft.
+
+    vLLM v0 asked in the step that drafted and verified, about that step; whatever policy it is, a
+    present engine asks when the iteration before ends (`policies.core.Load.scheduled`).
+    """
     load = loads[0]
     return load.batch if load.scheduled is None else load.scheduled
 
