@@ -74,16 +74,19 @@ def _rounds(
     features = torch.zeros(batch, longest, drafter.feature_width, device=target.device)
     features = features.to(target.model.dtype)
     one = isinstance(target, LayerRunner)
+    own = drafter.fuse(features[:, :1])
 
-    def states(width: int, context: int, module: int = 0) -> torch.Tensor:
-        fed = tokens[:, :width], drafter.fuse(features[:, :width])
+    def states(
+        width: int, context: int, module: int = 0, fused: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        fed = tokens[:, :width], drafter.fuse(features[:, :width]) if fused is None else fused
         if one:
             return runner.run(fed[0][0], fed[1][0], context, module=module)[0][None]
         return runner.run_batch(*fed, context, module=module)[0]
 
-    def draft(width: int, context: int) -> Step:
+    def draft(width: int, context: int, fused: torch.Tensor | None = None) -> Step:
         def run() -> object:
-            logits = drafter.logits(states(width, context)[:, -1])
+            logits = drafter.logits(states(width, context, fused=fused)[:, -1])
             return drafter.target_ids(logits.argmax(-1))
 
         return Step(name, "forward", width, context, run, batch)
@@ -100,7 +103,8 @@ def _rounds(
                 "target", "pass", LATER + 1, context, _verify(target, drafter, context, batch),
                 batch,
             )  # fmt: skip
-            round_ = [draft(width, context), *[draft(1, context)] * LATER, verify]
+            # Later passes are fed the drafter's own output: nothing of the target's is fused.
+            round_ = [draft(width, context), *[draft(1, context, own)] * LATER, verify]
             yield Block([round_] * (UNTIMED + 3), UNTIMED)
     for width in [w for w in PROMPTS if w <= room]:
         yield Block([[prompt(width)]])
