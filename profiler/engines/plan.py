@@ -60,7 +60,7 @@ class Grid:
     beside_batches: Sequence[int] = (1, 4, 15)
     beside_widths: Sequence[int] = (1, 5)
     beside_prompts: Sequence[int] = (16, 64, 256, 1024)
-    sweeps: int = 4
+    sweeps: int = 3
     steps: int = 2
     held_out: float = 0.03
 
