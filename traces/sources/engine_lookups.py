@@ -74,7 +74,9 @@ class Suffix(LookupSource):
             self._found = weakref.ref(trace), _Proposals(self, trace)
         proposals = self._found[1]
         kind = CALL_KINDS.index((self.name, "forward"))
-        return lambda request: LookupReplay(trace, request, proposals.of(request), kind, first)
+        return lambda request: LookupReplay(
+            trace, request, lambda: proposals.of(request), kind, first
+        )
 
 
 class _Proposals:

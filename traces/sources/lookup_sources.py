@@ -37,16 +37,25 @@ class Served(NamedTuple):
 
 
 class LookupReplay(SourceReplay):
-    """Decodes one recorded request with a lookup over its own true tokens."""
+    """Decodes one recorded request with a lookup over its own true tokens.
 
-    def __init__(self, trace: Trace, request: int, lookup: Lookup, kind: int, first: int) -> None:
+    ``begin`` gives the lookup, when it is first asked.
+    """
+
+    def __init__(
+        self, trace: Trace, request: int, begin: Callable[[], Lookup], kind: int, first: int
+    ) -> None:
         super().__init__(trace, request, first)
-        self._lookup, self._kind = lookup, kind
+        self._begin, self._kind = begin, kind
+        self._lookup: Lookup | None = None
+        self._prompt = prompt_tokens(trace, request)
         self._seen = 0
-        lookup.extend(prompt_tokens(trace, request))
         self._proposed: tuple[int, list[Proposal]] = (-1, [])
 
     def _proposals(self) -> list[Proposal]:
+        if self._lookup is None:
+            self._lookup = self._begin()
+            self._lookup.extend(self._prompt)
         if self._proposed[0] != self.position:
             self._lookup.extend(self.output[self._seen : self.position])
             self._seen = self.position
@@ -128,8 +137,10 @@ class LookupSource(Source):
         eos = frozenset(trace.meta.get("eos_token_ids") or ())
 
         def decoder(request: int) -> LookupReplay:
-            lookup = self.lookup(eos, lambda: served_before(trace, request))
-            return LookupReplay(trace, request, lookup, kind, first)
+            def begin() -> Lookup:
+                return self.lookup(eos, lambda: served_before(trace, request))
+
+            return LookupReplay(trace, request, begin, kind, first)
 
         return decoder
 
