@@ -18,7 +18,8 @@ from profiler.sources.drafters import default_skip, head_logits, kept_layers, ma
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
+from traces.sources.columns import DRAWN
+from traces.sources.starts import START_SIGNALS, StartRecording
 
 Rows = dict[str, "npt.NDArray[Any]"]
 CHUNK = 64

@@ -20,9 +20,10 @@ from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
+from traces.sources.columns import DRAWN
 from traces.sources.feature_source import Eagle
 from traces.sources.start_sources import Heads, LayerSkip, Space
-from traces.sources.starts import DRAWN, StartRecording, StartSource
+from traces.sources.starts import StartRecording, StartSource
 from traces.sources.tree_source import Eagle2
 
 Ints = npt.NDArray[np.int64]

@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+DRAWN = ("log_prob", "raw_log_prob")
+"""What recordings along sampled outputs hold besides."""
+
 
 def read_columns(
     signals: Mapping[str, npt.NDArray[np.float32]],

@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from traces.acceptance.sampling import Sampling
 from traces.errors import DraftsimError
-from traces.sources.columns import Floats, read_columns
+from traces.sources.columns import DRAWN, Floats, read_columns
+from traces.sources.shapes import check_shapes
 
 NODE_COLUMNS: dict[str, str] = {
     "request": "int32",
@@ -129,15 +130,9 @@ class ExitRecording:
             "log_confidence": (self.log_confidence, (count, exits, len(self.omegas))),
             **{name: (values, (count, exits)) for name, values in self.signals.items()},
         }
-        for name in ("log_prob", "raw_log_prob"):
-            if (drawn := getattr(self, name)) is not None:
-                shapes[name] = (drawn, (count, exits))
-        for name, (values, shape) in shapes.items():
-            if values.shape != shape:
-                raise DraftsimError(
-                    f"early-exit recording: {name} has shape {values.shape}, expected {shape}: "
-                    "record it again"
-                )
+        drawn = {name: getattr(self, name) for name in DRAWN}
+        shapes |= {name: (values, (count, exits)) for name, values in drawn.items()}
+        check_shapes("early-exit recording", shapes)
         if (self.log_prob is None) != self.sampling.greedy:
             raise DraftsimError(
                 f"early-exit recording: outputs that are {self.sampling.label} and the "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.sources.base import Recordings
+from traces.sources.columns import DRAWN
 from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits import SIGNALS as EXIT_SIGNALS
-from traces.sources.starts import DRAWN, START_SIGNALS, StartRecording
+from traces.sources.starts import START_SIGNALS, StartRecording
 from traces.sources.trees import TREE_SIGNALS, TreeRecording
 from traces.store.files import PathLike
 from traces.store.parquet import file_error, read_file, write_file
@@ -31,9 +34,7 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
     columns["argmax"] = _lists(recording.argmax)
     columns["log_confidence"] = _lists(recording.log_confidence.reshape(len(recording.argmax), -1))
     columns |= {name: _lists(recording.signals[name]) for name in EXIT_SIGNALS}
-    for name in DRAWN:
-        if (values := getattr(recording, name)) is not None:
-            columns[name] = _lists(values)
+    columns |= _drawn_lists(recording)
     header = {
         "exit_layers": recording.exit_layers, "layers": recording.layers,
         "omegas": recording.omegas, "settings": recording.settings,
@@ -44,8 +45,7 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
 
 def read_exits(path: PathLike) -> ExitRecording:
     """The early-exit recording at `path`; FileError if it is missing or damaged."""
-    header, table = _read(path, EXITS)
-    try:
+    with _read(path, EXITS) as (header, table):
         exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
         settings = tuple(
             ExitSetting(tau, omega, depth, None if layers is None else tuple(layers), gamma_max)
@@ -60,19 +60,15 @@ def read_exits(path: PathLike) -> ExitRecording:
             {name: _matrix(table, name, shape, "float32") for name in EXIT_SIGNALS},
             exits, int(header["layers"]), omegas, settings, tuple(header["path_starts"]),
             header["meta"],
-            **{n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names},
+            **_drawn(table, shape),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, DraftsimError) as error:
-        raise _contradiction(path, error) from error
 
 
 def write_starts(recording: StartRecording, path: PathLike) -> None:
     """Write a recording of drafts by start: one row per start, a list per offset."""
     columns = {"token": _lists(recording.token), "rank": _lists(recording.rank)}
     columns |= {name: _lists(recording.signals[name]) for name in START_SIGNALS}
-    for name in DRAWN:
-        if (values := getattr(recording, name)) is not None:
-            columns[name] = _lists(values)
+    columns |= _drawn_lists(recording)
     header = {
         "offsets": recording.offsets, "request_starts": recording.request_starts,
         "meta": dict(recording.meta),
@@ -82,18 +78,15 @@ def write_starts(recording: StartRecording, path: PathLike) -> None:
 
 def read_starts(path: PathLike) -> StartRecording:
     """The recording of drafts by start at `path`; FileError if it is missing or damaged."""
-    header, table = _read(path, STARTS)
-    try:
+    with _read(path, STARTS) as (header, table):
         shape = (table.num_rows, int(header["offsets"]))
         return StartRecording(
             _matrix(table, "token", shape, "int32"),
             {name: _matrix(table, name, shape, "float32") for name in START_SIGNALS},
             _matrix(table, "rank", shape, "int32"),
             tuple(header["request_starts"]), header["meta"],
-            **{n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names},
+            **_drawn(table, shape),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, DraftsimError) as error:
-        raise _contradiction(path, error) from error
 
 
 def write_trees(recording: TreeRecording, path: PathLike) -> None:
@@ -114,8 +107,7 @@ def write_trees(recording: TreeRecording, path: PathLike) -> None:
 
 def read_trees(path: PathLike) -> TreeRecording:
     """The recording of draft trees at `path`; FileError if it is missing or damaged."""
-    header, table = _read(path, TREES)
-    try:
+    with _read(path, TREES) as (header, table):
         rows, layers = table.num_rows, int(header["layers"])
         own, within = np.triu_indices(layers)
         rank = np.full((rows, layers, layers), -1, np.int32)
@@ -123,8 +115,6 @@ def read_trees(path: PathLike) -> TreeRecording:
         signals = {n: _matrix(table, n, (rows, layers), "float32") for n in TREE_SIGNALS}
         meta = {**header["meta"], "topk": int(header["meta"]["topk"])}
         return TreeRecording(rank, signals, tuple(header["request_starts"]), meta)
-    except (KeyError, TypeError, ValueError, DraftsimError) as error:
-        raise _contradiction(path, error) from error
 
 
 def exits_file(sampled: bool) -> str:
@@ -169,15 +159,25 @@ def _named(folder: Path, pattern: str) -> dict[str, Path]:
     return {p.name.removeprefix(before).removesuffix(after): p for p in paths}
 
 
-def _read(path: PathLike, kind: str) -> tuple[dict[str, Any], pa.Table]:
+@contextmanager
+def _read(path: PathLike, kind: str) -> Iterator[tuple[dict[str, Any], pa.Table]]:
+    """Header and table of a file; FileError also if no recording can be made of them."""
+    header, table = read_file(path, kind)
     try:
-        return read_file(path, kind)
-    except KeyError:
-        raise file_error(path, "is of another kind", "name the other file") from None
+        yield header, table
+    except (KeyError, TypeError, ValueError, DraftsimError) as error:
+        raise file_error(path, f"header and columns do not fit together ({error})") from error
 
 
-def _contradiction(path: PathLike, error: Exception) -> FileError:
-    return file_error(path, f"header and columns do not fit together ({error})")
+def _drawn_lists(recording: ExitRecording | StartRecording) -> dict[str, pa.Array]:
+    """The columns that it has along sampled outputs."""
+    drawn = {name: getattr(recording, name) for name in DRAWN}
+    return {name: _lists(values) for name, values in drawn.items() if values is not None}
+
+
+def _drawn(table: pa.Table, shape: tuple[int, int]) -> dict[str, npt.NDArray[np.float32]]:
+    """What `_drawn_lists` made."""
+    return {n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names}
 
 
 def _lists(values: npt.NDArray[Any]) -> pa.Array:

@@ -20,11 +20,10 @@ from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
-from traces.sources.columns import Floats, read_columns
+from traces.sources.columns import DRAWN, Floats, read_columns
+from traces.sources.shapes import check_shapes
 
 START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
-DRAWN = ("log_prob", "raw_log_prob")
-"""What recordings along sampled outputs hold besides."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,17 +66,9 @@ class StartRecording:
 
     def __post_init__(self) -> None:
         drawn = {name: getattr(self, name) for name in DRAWN}
-        for name, values in {**self.signals, "rank": self.rank, **drawn}.items():
-            if values is not None and values.shape != self.token.shape:
-                raise DraftsimError(
-                    f"recording of drafts by start: {name} has shape {values.shape}, expected "
-                    f"{self.token.shape}: record it again"
-                )
-        if self.request_starts[-1] != len(self.token):
-            raise DraftsimError(
-                f"recording of drafts by start: {len(self.token)} rows, expected "
-                f"{self.request_starts[-1]}: record it again"
-            )
+        by_draft: dict[str, Any] = {"token": self.token, "rank": self.rank, **self.signals, **drawn}
+        shape = self.request_starts[-1], self.offsets
+        check_shapes("recording of drafts by start", {n: (v, shape) for n, v in by_draft.items()})
 
     @cached_property
     def columns(self) -> Floats:

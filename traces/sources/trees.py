@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.sampling import Sampling
-from traces.errors import DraftsimError
 from traces.sources.columns import Floats
+from traces.sources.shapes import check_shapes
 
 TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
 
@@ -57,15 +57,9 @@ class TreeRecording:
 
     def __post_init__(self) -> None:
         starts, layers = self.request_starts[-1], self.layers
-        expected: dict[str, tuple[int, ...]] = {"rank": (starts, layers, layers)}
-        expected |= dict.fromkeys(TREE_SIGNALS, (starts, layers))
-        for name, shape in expected.items():
-            found = (self.rank if name == "rank" else self.signals[name]).shape
-            if found != shape:
-                raise DraftsimError(
-                    f"recording of draft trees: {name} has shape {found}, expected {shape}: record "
-                    "it again"
-                )
+        signals = {name: (self.signals[name], (starts, layers)) for name in TREE_SIGNALS}
+        rank = self.rank, (starts, layers, layers)
+        check_shapes("recording of draft trees", {"rank": rank, **signals})
 
     @property
     def layers(self) -> int:

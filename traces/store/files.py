@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields
 from typing import Any, get_args
 
@@ -61,12 +62,8 @@ def read_trace(path: PathLike) -> Trace:
         raise file_error(path, f"header field 'max_gamma' is {max_gamma!r}, expected null or >= 1")
     meta = _mapping(path, header, "meta")
     requests = _requests(path, header)
-    try:
+    with _named(path):
         return Trace(columns, requests, max_gamma, meta)
-    except DraftsimError as error:
-        raise _named(path, error) from error
-    except OverflowError as error:
-        raise file_error(path, "the request table holds a number beyond 64 bits") from error
 
 
 def write_latency(table: LatencyTable, path: PathLike) -> None:
@@ -90,10 +87,9 @@ def read_latency(path: PathLike) -> LatencyTable:
     """
     header, table = read_file(path, "latency")
     columns = _columns(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
-    try:
-        return LatencyTable(pd.DataFrame(columns), _mapping(path, header, "meta"))
-    except DraftsimError as error:
-        raise _named(path, error) from error
+    meta = _mapping(path, header, "meta")
+    with _named(path):
+        return LatencyTable(pd.DataFrame(columns), meta)
 
 
 _LOG_FIELDS = ("policy", "source", "verify", "fidelity", "reads", "first", "drafter")
@@ -266,6 +262,14 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, Sequence) and all(type(item) is int for item in value)
 
 
-def _named(path: PathLike, error: DraftsimError) -> FileError:
-    text = str(error)
-    return FileError(f"{path}: {text}" if ": " in text else f"{path}: {text}: record it again")
+@contextmanager
+def _named(path: PathLike) -> Iterator[None]:
+    """What an object says of its own contents becomes an error of the file."""
+    try:
+        yield
+    except DraftsimError as error:
+        text = str(error)
+        named = f"{path}: {text}" if ": " in text else f"{path}: {text}: record it again"
+        raise FileError(named) from error
+    except OverflowError as error:
+        raise file_error(path, "the header holds a number beyond 64 bits") from error
