@@ -39,6 +39,9 @@ SMALL_PROFILE = (
 )  # fmt: skip
 """The command that profiles the bundled pair on a few prompts."""
 
+ONE_PROMPT = (*SMALL_PROFILE, "--limit", "1")
+"""Likewise, on one of them."""
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m gpu``, collect only the files that have such tests.
@@ -182,6 +185,15 @@ def small_run(_profiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("small") / "run"
     shutil.copytree(_profiled, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random drafters for the bundled target: ``one``, ``another`` and ``three``."""
+    pytest.importorskip("torch")
+    from tests.features import write_random
+
+    return write_random(tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture

@@ -7,30 +7,18 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.conftest import SMALL_PROFILE as USUAL
-from tests.conftest import Run
+from tests.conftest import ONE_PROMPT, Run
 from traces.sources import read_recordings
 from traces.store.files import read_latency, write_latency
 
-SMALL_PROFILE = (*USUAL, "--limit", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random drafters for the bundled target."""
-    pytest.importorskip("torch")
-    from tests.features import write_random
-
-    return write_random(tmp_path_factory.mktemp("drafters"))
-
 
 def test_a_profiled_drafter_replays_as_it_really_decodes(
-    run: Run, folder: Path, tmp_path: Path
+    run: Run, drafters: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     names = ("one", "three")
-    sources = [p for n in names for p in ("--source", f"eagle:model={folder / n}")]
-    made = run(*SMALL_PROFILE, "--out", out, *sources)
+    sources = [p for n in names for p in ("--source", f"eagle:model={drafters / n}")]
+    made = run(*ONE_PROMPT, "--out", out, *sources)
     assert made.code == 0, made.err
     found = read_recordings(out)
     assert set(found.starts) == {"eagle.one", "eagle.three"}
@@ -41,7 +29,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         assert table.has(name, "prefill")
 
     kept = {p.name: p.read_bytes() for p in out.glob("*.parquet")}
-    assert run(*SMALL_PROFILE, "--out", out, *sources).code == 0
+    assert run(*ONE_PROMPT, "--out", out, *sources).code == 0
     assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == kept
 
     rows = run(
@@ -96,22 +84,23 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
             assert row["rounds_differ"] == row["outputs_differ"] == 0, row
             assert row["predicted_s"] > 0
 
-    assert run(*SMALL_PROFILE, "--out", out, "--latency-only").code == 0
+    assert run(*ONE_PROMPT, "--out", out, "--latency-only").code == 0
     assert read_latency(out / "latency.parquet").has("eagle.three", "forward")
 
 
 def test_a_run_takes_in_further_drafters_of_a_kind(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, drafters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={folder / 'one'}")
+    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={drafters / 'one'}")
     assert made.code == 0, made.err
     kept = {p.name: p.read_bytes() for p in out.glob("*.parquet") if p.stem != "latency"}
     cells = read_latency(out / "latency.parquet").cells
 
-    monkeypatch.chdir(folder)  # the drafter is named from where one is, and found from elsewhere
-    made = run(*SMALL_PROFILE, "--out", out, "--source", "eagle:model=another")
+    monkeypatch.chdir(drafters)  # the drafter is named from where one is, and found from elsewhere
+    made = run(*ONE_PROMPT, "--out", out, "--source", "eagle:model=another")
     assert made.code == 0, made.err
+    assert "recording eagle.another along 1 prompt" in made.err
     assert "recorded eagle.another into" in made.err
     monkeypatch.chdir(tmp_path)
     assert {n: (out / n).read_bytes() for n in kept} == kept
@@ -144,29 +133,32 @@ def test_a_run_takes_in_further_drafters_of_a_kind(
     assert (row["source"], row["rounds_differ"]) == ("eagle:model=another", 0)
 
     # Weights that lie elsewhere by now are the same weights.
-    (folder / "one").rename(tmp_path / "one")
+    (drafters / "one").rename(tmp_path / "one")
     drafts = read_recordings(out).starts["eagle.one"].token
-    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}",
+    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle:model={tmp_path / 'one'}",
                "--temperature", 1)  # fmt: skip
     assert "recorded no drafter anew" in made.err
+    assert "recording outputs sampled at T=1 of 1 prompt" in made.err
+    assert "recording eagle.one along sampled outputs of 1 prompt" in made.err
     assert "recorded eagle.one along sampled outputs" in made.err
     row = run("simulate", "--trace", out / "sampled.parquet", "--latency", out, *asked).rows[1]
     assert (row["source"], row["fidelity"]) == ("eagle:model=one", "exact in distribution")
     moved = read_recordings(out).starts["eagle.one"]
     assert moved.meta["model"] == str(tmp_path / "one")
     assert (moved.token == drafts).all()
-    (tmp_path / "one").rename(folder / "one")
+    (tmp_path / "one").rename(drafters / "one")
 
 
-def test_what_is_amiss_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "run")
     for options, message in (
         (("--source", "eagle"), "names no drafter: give its folder"),
         (("--source", "early-exit:tau=0.7"), "belong to --exit-layers"),
         (("--source", "eagle:model=a/x", "--source", "eagle:model=b/x"), "are called x"),
-        (("--source", f"eagle:model={folder}", "--latency-only"), "--latency-only records nothing"),
+        (("--source", f"eagle:model={drafters}", "--latency-only"),
+         "--latency-only records nothing"),
     ):  # fmt: skip
-        refused = run(*SMALL_PROFILE, *out, *options)
+        refused = run(*ONE_PROMPT, *out, *options)
         assert refused.code == 2
         assert message in refused.err
     refused = run("simulate", "--trace", "bundled", "--source", "eagle")

@@ -74,7 +74,15 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     command = (*SMALL_PROFILE, "--out", small_run)
     before = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     (small_run / "starts-medusa.parquet").unlink()
-    assert run(*command, "--exit-layers", "--source", "early-exit:tau=0.55").code == 0
+    more = run(*command, "--exit-layers", "--source", "early-exit:tau=0.55")
+    assert more.code == 0, more.err
+    said = " ".join(more.err.split())
+    assert "its trace of 2 prompts and its latencies are kept (it also holds exits" in said
+    assert "where it is not there yet: early exits, heads, layer skip" in said
+    # Before anything is recorded.
+    _, tail = said.split("recording early-exit, medusa along 2 prompts; kept: ")
+    assert "recorded early-exit, medusa into" in tail
+    assert "layer-skip" in tail.split(" recorded ")[0]
     after = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     assert {n for n in before if before[n] != after.get(n)} <= {
         "exits.parquet", "starts-medusa.parquet", "measured-sources.parquet",
@@ -89,7 +97,7 @@ def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(
     assert measured.code == 0
     # What is measured again is not kept.
     assert "its latencies are measured again" in measured.err
-    assert "what it holds is kept" not in measured.err
+    assert "its latencies are kept" not in measured.err
     again = {path.name: path.read_bytes() for path in small_run.glob("*.parquet")}
     assert {n for n in again if again[n] != after.get(n)} == {"latency.parquet"}
     assert read_latency(small_run / "latency.parquet").has("exit", "layer")

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import SMALL_PROFILE as USUAL
-from tests.conftest import Run
+from tests.conftest import ONE_PROMPT, Run
 from traces.sources import read_recordings
 from traces.store.files import read_latency
 
-SMALL_PROFILE = (*USUAL, "--limit", "1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random drafters for the bundled target."""
-    pytest.importorskip("torch")
-    from tests.features import write_random
-
-    return write_random(tmp_path_factory.mktemp("drafters"))
-
 
 def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
-    run: Run, folder: Path, tmp_path: Path
+    run: Run, drafters: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     sources = [
         part for name in ("one", "three")
-        for part in ("--source", f"eagle2:model={folder / name},topk=3,depth=4,budget=9")
+        for part in ("--source", f"eagle2:model={drafters / name},topk=3,depth=4,budget=9")
     ]  # fmt: skip
-    made = run(*SMALL_PROFILE, "--out", out, *sources)
+    made = run(*ONE_PROMPT, "--out", out, *sources)
     assert made.code == 0, made.err
     found = read_recordings(out)
     assert set(found.trees) == {"eagle2.one", "eagle2.three"}
@@ -44,9 +30,13 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
     assert 10 in set(cells["new_tokens"])
 
     kept = {p.name: p.read_bytes() for p in out.glob("*.parquet")}
-    made = run(*SMALL_PROFILE, "--out", out, "--source", f"eagle2:model={folder / 'one'},topk=3,"
+    made = run(*ONE_PROMPT, "--out", out, "--source", f"eagle2:model={drafters / 'one'},topk=3,"
                "depth=3")  # fmt: skip
-    assert "recorded no trees anew" in made.err
+    said = " ".join(made.err.split())
+    assert "(it also holds trees-eagle2.one, trees-eagle2.three)" in said
+    assert "where it is not there yet: eagle2.one" in said
+    assert "recording trees of" not in said
+    assert "recorded no trees anew" in said
     assert {p.name: p.read_bytes() for p in out.glob("*.parquet")} == kept
 
     accepted = []
@@ -82,20 +72,20 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
         refused = run("simulate", *drafted, *options)
         assert refused.code == 2
         assert message in refused.err
-    assert run(*SMALL_PROFILE, "--out", out, "--latency-only").code == 0
+    assert run(*ONE_PROMPT, "--out", out, "--latency-only").code == 0
     assert read_latency(out / "latency.parquet").has("eagle2.three", "tree")
 
 
-def test_what_is_amiss_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_what_is_amiss_is_one_line(run: Run, drafters: Path, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "run")
-    own = f"eagle2:model={folder / 'one'}"
+    own = f"eagle2:model={drafters / 'one'}"
     for options, message in (
         (("--source", "eagle2"), "names no drafter: give its folder, eagle2:model=DIR"),
         (("--source", own, "--temperature", "1"), "along greedy output alone"),
         (("--source", own, "--source", f"{own},topk=3"), "are called one"),
         (("--source", own, "--latency-only"), "--latency-only records nothing"),
     ):
-        refused = run(*SMALL_PROFILE, *out, *options)
+        refused = run(*ONE_PROMPT, *out, *options)
         assert refused.code == 2
         assert message in refused.err
     refused = run("simulate", "--trace", "bundled", "--source", "eagle2")

@@ -14,7 +14,6 @@ from commands.common.inputs import (
     VerifyOption,
     batch_sizes,
 )
-from commands.common.output import note
 from commands.engine.options import (
     EagleOption,
     EngineBatchOption,
@@ -31,6 +30,7 @@ from commands.profile.recording import (
     run_profile,
 )
 from commands.profile.redecode import decode_again, jobs
+from commands.profile.said import say_complete
 from commands.profile.trees import profile_trees, trees_among
 from traces.errors import DraftsimError
 
@@ -223,8 +223,12 @@ def profile(
         if force or not ((again or pair is not None) and is_complete(out)):
             run_profile(recording, force)
         else:
-            note(f"{out} is complete: what it holds is kept")
-            if not settings.sampling.greedy:
+            drawn = settings.sampling
+            sampled = [] if drawn.greedy else [f"outputs sampled at {drawn.label}"]
+            parts = ["early exits, heads, layer skip"] if exit_layers else []
+            runs = [f"{job.policy} under {job.rule}" for job in again]
+            say_complete(out, [*sampled, *parts, *(s.key for s in drafters), *runs])
+            if sampled:
                 add_sampled(recording)
         if pair is not None and exit_layers:
             from commands.profile.source_runs import profile_sources

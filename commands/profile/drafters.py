@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from commands.common.output import note
 from commands.common.sources import load_source
+from commands.profile.said import say_recording
 from commands.profile.source_modules import digest
 from traces.errors import DraftsimError
 
@@ -116,6 +117,7 @@ def record_drafters(
         elif found.meta.get("model") != place["model"]:
             moved = replace(found, meta={**found.meta, **place})
             write_recordings(Recordings(starts={key: moved}), out)
+    say_recording(todo, trace, places)
     seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
     with progress_bar() as progress:
         task = progress.add_task("recording drafters", total=len(todo) * len(trace.requests))

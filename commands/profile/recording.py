@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.profile.said import prompts
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -131,8 +132,10 @@ def add_sampled(recording: Recording) -> None:
                 f"{settings.sampling.options}"
             )
         return
+    texts = recording.texts()
+    note(f"recording outputs sampled at {settings.sampling.label} of {prompts(len(texts))}")
     with progress_bar() as progress:
-        profile_trace(recording.load(), recording.texts(), settings, out, progress)
+        profile_trace(recording.load(), texts, settings, out, progress)
 
 
 def is_complete(out: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commands.common.inputs import load_policies, load_rule, say_memory
 from commands.common.output import note
+from commands.profile.said import prompts
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
@@ -77,16 +78,18 @@ def decode_again(
     from traces.store.files import read_trace
     from traces.store.outputs import write_run
 
-    out, prompts = recording.out, recording.prompts
+    out, file = recording.out, recording.prompts
     greedy = read_trace(out / "trace.parquet")
     everything = read_trace(out / "sampled.parquet") if sampled else greedy
     chosen, part = part_of(everything, recording.limit, recording.categories)
-    answers = answers_to(greedy, read_prompts(prompts) if prompts.is_file() else ())
+    answers = answers_to(greedy, read_prompts(file) if file.is_file() else ())
     planned = [_arm(job, chosen, memory) for job in wanted]
     if memory is None:
         planned = [job for job in planned if not _is_kept(out, *job[:2])]
     if not planned:
         return
+    for arm, trace, _ in planned:
+        note(f"decoding {prompts(len(trace.requests))} with {arm.label}")
     pair = recording.load()
     with progress_bar() as progress:
         for arm, trace, calibrated_on in planned:

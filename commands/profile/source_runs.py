@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from commands.common.output import note
 from commands.common.sources import load_source
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
+from commands.profile.said import say_recording
 from commands.profile.source_modules import adapter_digest, heads_digest, modules_of
 from commands.profile.trees import load_trees, measure_trees, recorded_trees
 from traces.errors import DraftsimError
@@ -66,6 +67,7 @@ def profile_sources(
     """
     from profiler.profile import progress_bar
     from profiler.sources.modules import record_sources
+    from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings
     from traces.sources.found import STAMP, stamp_of
     from traces.store.files import read_trace
@@ -79,6 +81,7 @@ def profile_sources(
         settings = list(dict.fromkeys([*kept.exits.settings, *settings]))
     provenance = {STAMP: stamp, "heads": heads_digest(modules)}
     todo = missing(kept, modules, settings, skip, provenance)
+    say_recording(todo, trace, missing(Recordings(), modules, settings, skip, provenance))
     with progress_bar() as progress:
         task = progress.add_task("recording sources", total=len(todo) * len(trace.requests))
         for name in todo:
@@ -113,6 +116,7 @@ def record_sampled(pair: Pair, out: Path, modules: Modules, sources: Sequence[st
     provenance = {STAMP: stamp_of(trace), "heads": heads_digest(modules)}
     if "early-exit" not in missing(kept, modules, settings, None, provenance):
         return
+    say_recording(["early-exit"], trace)
     seed = int((trace.meta.get("sampling") or {}).get("seed", 0))
     found = record_sources(pair.target, trace, modules, settings, only=["early-exit"], seed=seed)
     write_recordings(_stamped(found, provenance), out)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from commands.common.output import note
 from commands.profile.drafters import load_drafters
+from commands.profile.said import say_recording
 from commands.profile.source_modules import digest
 from traces.errors import DraftsimError
 
@@ -88,6 +89,7 @@ def _record(
         elif found.meta.get("model") != places[key]:
             moved = replace(found, meta={**found.meta, "model": places[key]})
             write_recordings(Recordings(trees={key: moved}), out)
+    say_recording([f"trees of {key}" for key in todo], trace, [f"trees of {key}" for key in trees])
     with progress_bar() as progress:
         task = progress.add_task("recording trees", total=len(todo) * len(trace.requests))
         for key, provenance in todo.items():
