@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,21 +12,27 @@ if TYPE_CHECKING:
 
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
+    from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
 SWEEPS = 15
-"""Latency sweeps spread over the real runs."""
+"""Latency sweeps spread over the real runs, where they are cheap."""
+FEWEST = 3
+"""Where a sweep is dear: a large model's takes minutes."""
+SHARE = 0.5
+"""Of the real runs' seconds, what sweeps may take before there are fewer of them."""
 
 
 class Remeasured:
-    """Sweeps over the latencies of a pair, block by block between real runs.
+    """Sweeps over the latencies of a pair: the first at once, the others block by block.
+
+    Those come between real runs, as many as are to be had for half of the runs' time.
 
     Parameters
     ----------
-    total:
-        Steps of real work to come, as fine as possible.
+    total, expected_s:
+        Steps of real work to come, as fine as possible, and about how long all of it takes.
     trace:
         What is decoded: how long requests get, and text to look up.
     modules:
@@ -33,8 +40,9 @@ class Remeasured:
     """
 
     def __init__(
-        self, pair: Pair, total: int, trace: Trace, modules: Modules | None = None
-    ) -> None:
+        self, pair: Pair, total: int, expected_s: float, trace: Trace,
+        modules: Modules | None = None,
+    ) -> None:  # fmt: skip
         from commands.profile.source_runs import timed_layers
         from profiler.latency.table import Grid
         from profiler.profile import LatencyProfile
@@ -46,6 +54,10 @@ class Remeasured:
             layers = timed_layers(pair, trace.longest, modules.trees)
             self._sources = SourceLatency(layers, modules, trace)
         self._total, self._done = total, 0
+        began = time.perf_counter()
+        self._sweep_until(1.0)
+        fit = int(SHARE * expected_s / (time.perf_counter() - began))
+        self._sweeps = min(max(fit, FEWEST), SWEEPS)
 
     def advance(self) -> None:
         """A step of real work is done; perhaps some blocks of a sweep are due.
@@ -54,18 +66,21 @@ class Remeasured:
         are: where the machine is slow for seconds, whole sweeps fall beside it.
         """
         self._done += 1
-        share = SWEEPS * self._done / self._total
+        self._sweep_until(self._sweeps * self._done / self._total)
+
+    def _sweep_until(self, share: float) -> None:
+        """Time the next blocks, until so many sweeps are done, parts of one counted."""
         while self._profile.sweeps.steps < int(share * len(self._profile.sweeps.blocks)):
             self._profile.step()
         if self._sources is not None:
             self._sources.advance(share)
 
     def compare(
-        self, logs: Sequence[RoundLog], times: pd.DataFrame, latency: LatencyTable, run: Path
+        self, logs: Sequence[RoundLog], times: pd.DataFrame, expected: Sequence[Priced], run: Path
     ) -> pd.DataFrame:
         """`simulator.validation.compare` from these latencies, which are kept in `run`.
 
-        The column ``profile_error`` is the error from the run's own, ``latency``.
+        The column ``profile_error`` is the error of what was `expected`.
         """
         from commands.profile.source_runs import with_sources
         from simulator.pricing import price
@@ -76,6 +91,10 @@ class Remeasured:
         if self._sources is not None:
             now = with_sources(now, self._sources.cells())
         rows = compare([price(log, now) for log in logs], times)
-        before = compare([price(log, latency) for log in logs], times)
         write_latency(now, run / CHECKED)
-        return rows.assign(profile_error=before["error"])
+        return rows.assign(profile_error=compare(expected, times)["error"])
+
+
+def seconds_of(priced: Sequence[Priced]) -> float:
+    """How long all of these runs take, one after another."""
+    return sum(p.total_s + float(p.prefill_s.sum()) for p in priced)

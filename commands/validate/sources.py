@@ -68,7 +68,7 @@ def source_check(
     from commands.profile.drafters import load_drafters
     from commands.profile.source_modules import modules_of
     from commands.profile.trees import load_trees
-    from commands.validate.remeasure import Remeasured
+    from commands.validate.remeasure import Remeasured, seconds_of
     from commands.validate.spot_check import REMEDY, spread_over_categories
     from profiler.checks.outputs import output_of
     from profiler.checks.spot_check import rounds_differ
@@ -91,14 +91,18 @@ def source_check(
     trees = load_trees(pair, [a.source for a in every if isinstance(a.source, Eagle2)])
     modules = replace(modules_of(pair, info, run), drafters=drafters, trees=trees)
     total = repeats * len(chosen) * len(every)
-    again = Remeasured(pair, total, trace, modules) if remeasure else None
+    shown = [arm.log for arm in every]
+    expected = [price(log, latency) for log in shown]
+    again = None
+    if remeasure:
+        some = trace.select(list(chosen))
+        again = Remeasured(pair, total, repeats * seconds_of(expected), some, modules)
     start = _openers(pair, modules, trace, every)
     times, rounds, outputs, state = _run(pair, start, trace, every, chosen, repeats, again)
-    shown = [arm.log for arm in every]
     if again is not None:
-        rows = again.compare(shown, times, latency, run)
+        rows = again.compare(shown, times, expected, run)
     else:
-        rows = compare([price(log, latency) for log in shown], times)
+        rows = compare(expected, times)
     real = [_log(rounds[arm.name], log) for arm, log in zip(every, shown, strict=True)]
     rows["rounds_differ"] = [
         rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)

@@ -59,7 +59,7 @@ def spot_check(
     predicted from them, and the column `profile_error` is the error of the run's own table.
     That second table is kept in the run folder (`traces.store.files.CHECKED`).
     """
-    from commands.validate.remeasure import Remeasured
+    from commands.validate.remeasure import Remeasured, seconds_of
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.models.seq2seq_settings import is_seq2seq
     from profiler.profile import progress_bar
@@ -86,7 +86,9 @@ def spot_check(
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
     pair = info.load()
     total = repeats * len(trace.requests) * len(chosen)
-    again = Remeasured(pair, total, trace) if remeasure else None
+    logs = list(replayed.values())
+    expected = [price(log, latency) for log in logs]
+    again = Remeasured(pair, total, repeats * seconds_of(expected), trace) if remeasure else None
     with progress_bar() as progress:
         task = progress.add_task("decoding for real", total=total)
 
@@ -99,11 +101,10 @@ def spot_check(
             pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
             advance=advance,
         )  # fmt: skip
-        logs = list(replayed.values())
         if again is not None:
-            rows = again.compare(logs, measured.times, latency, run)
+            rows = again.compare(logs, measured.times, expected, run)
         else:
-            rows = compare([price(log, latency) for log in logs], measured.times)
+            rows = compare(expected, measured.times)
         rows = with_machine(rows, latency, measured.machine)
         # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
         if trace.temperature == 0:
