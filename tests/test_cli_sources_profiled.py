@@ -66,6 +66,11 @@ def test_latencies_measured_between_the_real_runs_predict_and_are_kept(
     kept = read_latency(small_run / "latency-check.parquet")
     assert kept.has("target", "pass")
     assert all(np.isfinite(row["profile_error"]) for row in ran.rows)
+    # A speedup's error is that of plain decoding against the row's own.
+    plain = ran.rows[0]
+    for row in ran.rows:
+        expected = (1 + plain["profile_error"]) / (1 + row["profile_error"]) - 1
+        assert row["profile_speedup_error"] == pytest.approx(expected)
 
 
 def test_a_repeated_profile_keeps_what_it_has_and_adds_what_is_asked(

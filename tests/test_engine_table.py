@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from profiler.engines import measure
 from profiler.engines.bench import Sample
 from profiler.engines.engine import PARTS
 from profiler.engines.plan import Cell, Grid
@@ -147,3 +149,33 @@ def test_medians_withstand_one_slow_iteration() -> None:
     table = LatencyTable(cells_of(samples))
     read = float(np.asarray(table.seconds("target", "forward", batch=1, new_tokens=1, context=64)))
     assert read == pytest.approx(device_s(1, 1, 64))
+
+
+class Bent:
+    """A bench of an engine whose cost bends between the batches measured; notes its blocks."""
+
+    def __init__(self, engine: Any, seed: int) -> None:
+        self.blocks: list[list[Cell]] = []
+
+    def block(self, cells: list[Cell], steps: int) -> dict[Cell, list[Sample]]:
+        self.blocks.append(list(cells))
+        # The first sweep's blocks of four sequences are measured on a slow machine.
+        control = 2e-3 if cells[0].batch == 4 and len(self.blocks) <= 4 else 1e-3
+        return {c: [sample(c, control, 1.5 if 1 < c.batch < 4 else 1.0)] * steps for c in cells}
+
+
+@pytest.mark.parametrize(("left_s", "left_out"), [(1e6, 0), (0.0, 16)])
+def test_what_a_table_can_do_without_is_measured_in_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, left_out: int
+) -> None:
+    monkeypatch.setattr(measure, "Bench", Bent)
+    options = EngineOptions("m", longest=4, max_batch=4)
+    meta = {"engine": {"own_drafter": False}, "device": "cpu"}
+    engine: Any = SimpleNamespace(options=options, meta=meta)
+    made = measure.EngineTable(engine, GRID, tmp_path, left_s=lambda: left_s)
+    table = made.run()
+    batches = set(table.cells.query("phase == 'forward'")["batch"])
+    # Two sweeps over the batch that reading between missed, and twice the four slow cells.
+    assert made.left_out == left_out
+    assert batches == ({1, 4} if left_out else {1, 2, 4})
+    assert len(made.samples[Cell("decode", 4, 5, 64)]) == (3 if left_out else 9)

@@ -39,6 +39,14 @@ EngineLengthOption = Annotated[
     int,
     typer.Option("--engine-length", min=256, help="Of --engine: longest prompt and output."),
 ]
+MinutesOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Of --engine: what was disturbed is measured again, and points are added, as long "
+        "as this is not over.",
+    ),
+]
 CheckedEngineOption = Annotated[
     str | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from commands.common.output import note
@@ -21,8 +22,11 @@ def check_engine(name: str) -> None:
         raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
 
 
-def profile_engine(name: str, options: EngineOptions, out: Path) -> None:
-    """Measure the engine, and write ``latency.parquet`` into the run folder."""
+def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float) -> None:
+    """Measure the engine, and write ``latency.parquet`` into the run folder.
+
+    What is not needed for a table is measured only as long as there are `minutes` left.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
@@ -32,8 +36,11 @@ def profile_engine(name: str, options: EngineOptions, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
+    end = time.monotonic() + 60 * minutes
     note(f"starting {name} with {options.target}")
-    measured = EngineTable(Engine(options), Grid(), out / "engine-checkpoint")
+    measured = EngineTable(
+        Engine(options), Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("measuring iterations", total=measured.blocks)
@@ -42,3 +49,8 @@ def profile_engine(name: str, options: EngineOptions, out: Path) -> None:
     errors = [abs(entry["error"]) for entry in table.meta["held_out"]]
     worst = f"; held-out cells within {max(errors):.1%} before points were added" if errors else ""
     note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")
+    if measured.left_out:
+        note(
+            f"{measured.left_out} cells were disturbed or between others, and not measured within "
+            f"{minutes:g} minutes: --minutes gives more"
+        )

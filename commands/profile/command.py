@@ -20,6 +20,7 @@ from commands.engine.options import (
     EngineLengthOption,
     LongestOption,
     MeasuredEngineOption,
+    MinutesOption,
 )
 from commands.profile.drafters import profile_drafters, split_drafters
 from commands.profile.recording import (
@@ -50,6 +51,7 @@ def profile(
     engine_longest: LongestOption = 8,
     engine_batch: EngineBatchOption = 16,
     engine_length: EngineLengthOption = 2048,
+    minutes: MinutesOption = 10.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str | None,
@@ -172,7 +174,7 @@ def profile(
             longest=engine_longest, max_batch=engine_batch, max_model_len=engine_length,
             dtype=dtype or "auto", threads=threads,
         )  # fmt: skip
-        profile_engine(engine, options, out)
+        profile_engine(engine, options, out, minutes)
         return
     if draft is None or prompts is None:
         missing = "--draft" if draft is None else "--prompts"

@@ -145,7 +145,7 @@ def validate(
             if json is None:
                 over_http.say_shares(found)
             return
-        shown = (*SHOWN, "profile_error") if remeasure else SHOWN
+        shown = (*SHOWN, "profile_error", "profile_speedup_error") if remeasure else SHOWN
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)

@@ -80,7 +80,7 @@ class Remeasured:
     ) -> pd.DataFrame:
         """`simulator.validation.compare` from these latencies, which are kept in `run`.
 
-        The column ``profile_error`` is the error of what was `expected`.
+        ``profile_error`` and ``profile_speedup_error`` are the errors of what was `expected`.
         """
         from commands.profile.source_runs import with_sources
         from simulator.pricing import price
@@ -92,7 +92,10 @@ class Remeasured:
             now = with_sources(now, self._sources.cells())
         rows = compare([price(log, now) for log in logs], times)
         write_latency(now, run / CHECKED)
-        return rows.assign(profile_error=compare(expected, times)["error"])
+        before = compare(expected, times)
+        return rows.assign(
+            profile_error=before["error"], profile_speedup_error=before["speedup_error"]
+        )
 
 
 def seconds_of(priced: Sequence[Priced]) -> float:

@@ -56,8 +56,8 @@ def spot_check(
     """The rows of `validate`; the measured times are kept in the run folder.
 
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
-    predicted from them, and the column `profile_error` is the error of the run's own table.
-    That second table is kept in the run folder (`traces.store.files.CHECKED`).
+    predicted from them, and `profile_error` and `profile_speedup_error` are those of the run's own
+    table.  That second table is kept in the run folder (`traces.store.files.CHECKED`).
     """
     from commands.validate.remeasure import Remeasured, seconds_of
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms

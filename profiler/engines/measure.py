@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -88,12 +90,24 @@ class EngineTable(_Measured):
 
     Finished blocks are kept in `folder`, so that a stopped measurement goes on.
 
+    Parameters
+    ----------
+    left_s:
+        Tells how many seconds there still are.  Sweeps and held-out cells are measured in any
+        case; what was disturbed, and points between, only where they fit.
+
     Raises DraftsimError if the folder holds one with other settings.
     """
 
-    def __init__(self, engine: Engine, grid: Grid, folder: Path, seed: int = 0) -> None:
+    def __init__(
+        self, engine: Engine, grid: Grid, folder: Path, seed: int = 0,
+        left_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:  # fmt: skip
         super().__init__(engine, grid.fitted(engine.options), seed)
         self._kept = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(self.grid)})
+        self._left_s, self._took_s = left_s, dict[int, float]()
+        self.left_out = 0
+        """Cells not measured again and points not added for lack of time."""
 
     @property
     def blocks(self) -> int:
@@ -101,28 +115,46 @@ class EngineTable(_Measured):
         return self.grid.sweeps * len(self.grid.blocks())
 
     def run(self, advance: Callable[[], None] = lambda: None) -> LatencyTable:
-        """All sweeps, then what was disturbed again, then the held-out cells."""
+        """All sweeps, the held-out cells and points between, then what was disturbed again."""
         blocks = self.grid.blocks()
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
                 self._block(f"sweep-{sweep}-{i}", blocks[i])
                 advance()
-        for i, block in enumerate(blocks):
-            for again in range(REPEATS):
+        errors = self._between()
+        for again in range(REPEATS):
+            for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
-                    self._block(f"again-{again}-{i}", disturbed)
-        table = self._table(self._between())
+                    self._if_time({f"again-{again}-{i}": disturbed})
+        table = self._table(errors)
         self._kept.close()
         return table
 
     def _block(self, name: str, cells: list[Cell], keep: bool = True) -> dict[Cell, list[Sample]]:
         found = self._restored(name)
         if found is None:
+            began = time.perf_counter()
             found = self._bench.block(cells, self.grid.steps)
+            self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
             self._store(name, found)
         if keep:
             self._add(found)
         return found
+
+    def _if_time(self, blocks: Mapping[str, list[Cell]]) -> None:
+        """`_block` of each, where all of them fit: a grid with gaps cannot be read between.
+
+        A cell takes as long as in the last block of so many sequences, or more.
+        """
+        expected_s = 0.0
+        for cells in blocks.values():
+            known = [b for b in self._took_s if b >= cells[0].batch] or [*self._took_s]
+            expected_s += len(cells) * (self._took_s[min(known)] if known else 0.0)
+        if self._left_s() < expected_s:
+            self.left_out += sum(map(len, blocks.values()))
+            return
+        for name, cells in blocks.items():
+            self._block(name, cells)
 
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
         """Cells of the block with fewer than half of their samples from a quiet machine."""
@@ -150,11 +182,15 @@ class EngineTable(_Measured):
             self.grid, batches=sorted({*self.grid.batches, *batches}),
             widths=sorted({*self.grid.widths, *widths}), sweeps=2,
         )  # fmt: skip
-        for batch in more.batches if missed else ():
-            added = more.widths if batch in batches else sorted(widths)
-            cells = [Cell("decode", batch, w, c) for c in more.contexts for w in added]
-            for again in range(more.sweeps if cells else 0):
-                self._block(f"added-{batch}-{again}", cells)
+        for again in range(more.sweeps if missed else 0):
+            lines = {
+                f"added-{batch}-{again}": [
+                    Cell("decode", batch, w, c) for c in more.contexts
+                    for w in (more.widths if batch in batches else sorted(widths))
+                ]
+                for batch in more.batches
+            }  # fmt: skip
+            self._if_time({name: cells for name, cells in lines.items() if cells})
         return errors
 
     def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
