@@ -87,6 +87,7 @@ class ScriptedDecoder:
             self._reads, self._ends[i], token_id=i, prob=prob, entropy=0.5 * entropy,
             logit_margin=3 * logit_margin, prob_margin=prob / (1 + part),
             top_prob=max(prob, part), raw_prob=prob * part,
+            top10_prob=max(prob, part) ** 0.5,
         )  # fmt: skip
 
     def verify(self, draft: Sequence[Any]) -> int:

@@ -71,6 +71,11 @@ class DraftToken(Protocol):
         ...
 
     @property
+    def top10_prob(self) -> float:
+        """That of the softmax at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
+        ...
+
+    @property
     def ends(self) -> bool:
         """Whether drafting must end after this token (the draft proposed EOS)."""
         ...

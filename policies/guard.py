@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 SIGNALS = (
     "token_id", "prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob",
+    "top10_prob",
 )  # fmt: skip
 """What a policy or rule may declare in its ``reads``: see `policies.core.DraftToken`."""
 

@@ -19,10 +19,9 @@ class LlamaCppDraft(DraftPolicy):
 
     That token was paid for and is dropped, and so is a draft of fewer than `gamma_min`
     tokens.  Source of the behaviour: ggml-org/llama.cpp, ``common/speculative.cpp`` (2026),
-    and what its server counted.  Two things differ there: the probability is normalised over
-    the ten likeliest tokens, here over all, so that the same threshold stops a draft later
-    there (much later where the draft is unsure); and a proposed end of the text does not end
-    the draft.
+    and what its server counted.  The probability is normalised over the ten likeliest tokens
+    that its sampler keeps, not over the vocabulary.  One thing differs there: a proposed end of
+    the text does not end the draft.
 
     Parameters
     ----------
@@ -30,7 +29,7 @@ class LlamaCppDraft(DraftPolicy):
         ``--spec-draft-n-max``, ``-n-min`` and ``-p-min``, with the server's defaults.
     """
 
-    reads = ("prob",)
+    reads = ("top10_prob",)
 
     def __init__(self, gamma: int = 3, gamma_min: int = 0, p_min: float = 0.0) -> None:
         whole("gamma", gamma, 1)
@@ -51,7 +50,7 @@ class LlamaCppDraft(DraftPolicy):
         return kept if kept >= self.gamma_min else 0
 
     def _unsure(self, draft: Sequence[Any]) -> bool:
-        return bool(draft and self.p_min and draft[-1].prob < self.p_min)
+        return bool(draft and self.p_min and draft[-1].top10_prob < self.p_min)
 
     def laned(self, batch: int) -> LanePlan:
         del batch
@@ -69,7 +68,7 @@ class _LongEnough:
     def lengths(self, starts: Starts) -> Lengths:
         found = Lengths(starts.most)
         if self.p_min:
-            found = Below("prob", self.p_min, drops=True).lengths(starts)
+            found = Below("top10_prob", self.p_min, drops=True).lengths(starts)
         forwards = np.minimum(found.forwards, self.gamma)
         kept = forwards if found.sent is None else np.minimum(found.sent, forwards)
         return Lengths(forwards, np.where(kept >= self.gamma_min, kept, 0))

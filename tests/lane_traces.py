@@ -58,6 +58,7 @@ def _by_start(rng: np.random.Generator, max_gamma: int, first: int, kind: Kind) 
                     "draft_logprob": np.log(rng.uniform(0.05, 1)),
                     "draft_entropy": rng.uniform(0, 3), "draft_top1": rng.uniform(2, 4),
                     "draft_top2": rng.uniform(0, 2), "draft_logsumexp": 4.2,
+                    "draft_top10_logprob": np.log(rng.uniform(0.1, 1)),
                 })  # fmt: skip
     names = ("request", "position", "offset", "accepted", "match") if "bare" in kind else rows[0]
     columns = {n: np.array([row[n] for row in rows]) for n in names}

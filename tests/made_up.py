@@ -35,6 +35,7 @@ def observe(context: tuple[int, ...]) -> dict[str, Any]:
         }  # fmt: skip
     values = sides | {
         "draft_logprob": draft[proposal] - sides["draft_logsumexp"],
+        "draft_top10_logprob": -np.log(np.exp(np.sort(draft)[::-1][:10] - draft.max()).sum()),
         "target_draft_logit": target[proposal],
     }
     return {name: float(np.float32(value)) for name, value in values.items()} | {
@@ -101,6 +102,7 @@ class MadeUpDecoder:
             prob=math.exp(seen["draft_logprob"]), entropy=seen["draft_entropy"],
             logit_margin=top1 - top2, prob_margin=math.exp(top1 - lse) - math.exp(top2 - lse),
             top_prob=math.exp(seen["draft_logprob"]), raw_prob=math.exp(seen["draft_logprob"]),
+            top10_prob=math.exp(seen["draft_top10_logprob"]),
         )  # fmt: skip
 
     def verify(self, draft: Sequence[Any]) -> int:

@@ -19,11 +19,13 @@ class Token:
     ends: bool = False
     top_prob: float = -1.0
     raw_prob: float = -1.0
+    top10_prob: float = -1.0
 
     def __post_init__(self) -> None:
         """Unless said otherwise the token is the likeliest, drawn at T = 1."""
         self.top_prob = self.prob if self.top_prob < 0 else self.top_prob
         self.raw_prob = self.prob if self.raw_prob < 0 else self.raw_prob
+        self.top10_prob = self.prob if self.top10_prob < 0 else self.top10_prob
 
 
 def one_round(

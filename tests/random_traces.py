@@ -73,6 +73,7 @@ def trace_by_start(seed: int, alpha: float, offsets: int, verified: bool, ends: 
     columns = dict(zip(names, map(np.array, zip(*rows, strict=True)), strict=True))
     columns["draft_logsumexp"] = np.zeros(len(rows))
     columns["draft_logprob"] = columns["draft_top1"]
+    columns["draft_top10_logprob"] = columns["draft_top1"] / 2
     meta = {
         "eos_token_ids": [EOS], "vocab_size": 4, "drafts": "made-up",
         "takes_verified": verified, "drafts_end": ends,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -21,6 +22,7 @@ from policies import (
     Fixed,
     GammaTune,
     HFHeuristic,
+    LlamaCppDraft,
     Oracle,
     Round,
     SGLangAdaptive,
@@ -94,6 +96,15 @@ def test_rounds_are_the_replays(policy: DraftPolicy, continuous: bool) -> None:
         run_lengths=run_lengths(trace()),
     )  # fmt: skip
     assert done.rounds == replayed(trace(), policy)
+
+
+def test_the_ten_likeliest_tokens_of_every_row() -> None:
+    """Half of the drafted tokens are unsure, and a pass gives those of the whole batch."""
+    policy = LlamaCppDraft(GAMMA, p_min=float(np.median(trace().signal("top10_prob"))))
+    done = decode_batch(*runners(4), prompts(), NEW, END, policy)
+    assert done.rounds == replayed(trace(), policy)
+    dropped = [r.draft_forwards - r.drafted for rounds in done.rounds for r in rounds]
+    assert set(dropped) == {0, 1}
 
 
 def test_a_learner_has_one_copy_per_place_in_the_batch() -> None:

@@ -35,6 +35,7 @@ POLICIES = (
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
     "oracle:convention=run+1", "hf-heuristic:persist=persistent", "confidence:roc_update=next_call",
+    "llama-cpp:gamma=8,p_min=0.7",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ PLANNED = (
     "hf-heuristic:persist=persistent", "hf-heuristic:confidence_threshold=0.5,gamma=2",
     "gammatune:delta=0,eta=1", "gammatune-plus:threshold=0.8,full_accept_means=budget",
     "svip:threshold=0.1", "svip:gamma_max=1", "cm-asd:gamma_max=5,gamma_min=2",
-    "cm-asd:alpha=1.6,entropy_sign=literal", "llama-cpp:p_min=0.5,gamma_min=2,gamma=6",
+    "cm-asd:alpha=1.6,entropy_sign=literal", "llama-cpp:p_min=0.75,gamma_min=2,gamma=6",
 )  # fmt: skip
 NAMES = sorted({*policy_names(), *VARIANTS, *PLANNED})
 UNRESERVED = 10**6

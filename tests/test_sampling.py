@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from transformers import TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from profiler.models import sampling as sampling_module
 from profiler.models.sampling import coupled, draw, log_probs_at, probs
+from profiler.models.signals import top10_log_prob
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -91,6 +93,16 @@ def test_of_equal_tokens_at_the_edge_the_last_are_kept_whatever_the_rows() -> No
     assert torch.nonzero(kept)[:, 1].tolist() == list(range(20, 40))
     rows = torch.cat([torch.randn(3, 40), row, row.flip(-1)])
     assert torch.equal(probs(rows, Sampling(1.0, 0.5))[3:4] > 0, kept)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 10, 1000])
+def test_the_ten_likeliest_are_those_that_transformers_keeps(vocabulary: int) -> None:
+    logits = 3 * torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    kept = TopKLogitsWarper(10)(torch.empty(64, 0), logits.double())
+    found = top10_log_prob(logits)
+    np.testing.assert_allclose(found, kept.softmax(-1).amax(-1).log(), rtol=1e-5, atol=1e-7)
+    # A recording computes many rows at a time, real decoding one.
+    assert found.tolist() == [float(top10_log_prob(row[None])) for row in logits]
 
 
 def test_nothing_is_sorted_without_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from policies.basic import Fixed
-from policies.core import SIGNALS, DraftPolicy
+from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.picks import Drawn
@@ -29,6 +29,7 @@ from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
 from traces.sources.as_draft import drafted_trace
+from traces.sources.base import DRAFTER_SIGNALS
 
 HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
@@ -116,12 +117,12 @@ def test_what_a_token_says_is_what_the_real_one_says(kind: str, sampling: Sampli
         theirs.append(replayed.draft(theirs))
     for ours, other in zip(mine, theirs, strict=True):
         assert ours.token_id == other.token_id
-        for field in SIGNALS:
+        for field in DRAFTER_SIGNALS:
             assert getattr(ours, field) == pytest.approx(getattr(other, field), rel=1e-3, abs=1e-5)
     if kind != "mtp-several":
         stood = drafted_trace(trace, Eagle(kind), recordings)
         row = stood.on_path[1]
-        for field in SIGNALS:
+        for field in DRAFTER_SIGNALS:
             assert stood.signal(field)[row] == pytest.approx(getattr(theirs[0], field), rel=1e-9)
 
 

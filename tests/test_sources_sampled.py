@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from policies.basic import Fixed
-from policies.core import SIGNALS, DraftPolicy
+from policies.core import DraftPolicy
 from policies.huggingface import Confidence
 from policies.rules.base import ExactMatch, RejectionSampling
 from profiler.heads.modules import ExitHeads
@@ -33,6 +33,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
+from traces.sources.base import DRAFTER_SIGNALS
 
 HOT, CUT = Sampling(0.8), Sampling(0.8, 0.7)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
@@ -128,8 +129,8 @@ def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None
         mine, theirs = real.draft([]), replayed.draft([])
     for field in ("token_id", "exit_layer"):
         assert getattr(mine, field) == getattr(theirs, field)
-    assert source.held(recordings) == frozenset(SIGNALS)
-    for field in SIGNALS:
+    assert source.held(recordings) == DRAFTER_SIGNALS
+    for field in DRAFTER_SIGNALS:
         assert getattr(mine, field) == pytest.approx(getattr(theirs, field), rel=1e-4)
 
 

@@ -26,8 +26,8 @@ from simulator.tune.llamacpp import LlamaCppSetting, mirrored
 from tests.conftest import Run
 from tests.tuning import CHEAP
 from traces.acceptance.synthetic import synthetic_trace
-from traces.acceptance.trace import KEYS, Trace
-from traces.errors import DraftsimError
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
@@ -50,18 +50,18 @@ def test_without_a_threshold_it_is_a_fixed_length() -> None:
 
 def test_an_unsure_token_is_paid_and_dropped() -> None:
     trace = recorded()
-    log = replay(trace, parse_policy("llama-cpp:gamma=8,p_min=0.5"))
-    assert log.reads == ("prob",)
+    log = replay(trace, parse_policy("llama-cpp:gamma=8,p_min=0.75"))
+    assert log.reads == ("top10_prob",)
     drafted, paid = log.rounds["drafted"], log.rounds["draft_forwards"]
     assert set((paid - drafted).tolist()) == {0, 1}
-    fewer = replay(trace, LlamaCppDraft(8, gamma_min=3, p_min=0.5))
+    fewer = replay(trace, LlamaCppDraft(8, gamma_min=3, p_min=0.75))
     assert set(fewer.rounds["drafted"].tolist()) <= {0, *range(3, 9)}
     assert not fewer.rounds["drafted"][fewer.rounds["drafted"] < 3].any()
 
 
 class Token:
-    def __init__(self, prob: float) -> None:
-        self.prob = prob
+    def __init__(self, top10_prob: float) -> None:
+        self.top10_prob = top10_prob
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,16 @@ def test_the_rule_of_the_server(probs: list[float], goes_on: bool, sent: int) ->
     assert policy.submit(draft) == sent
 
 
+def test_a_recording_without_its_probability_is_refused_under_a_threshold() -> None:
+    whole = recorded()
+    older = {n: v for n, v in whole.columns.items() if n != "draft_top10_logprob"}
+    trace = Trace(older, whole.requests, whole.max_gamma, whole.meta)
+    assert len(replay(trace, LlamaCppDraft(8))) == len(replay(whole, LlamaCppDraft(8)))
+    said = "LlamaCppDraft reads top10_prob, which this trace does not hold .*`draftsim profile`"
+    with pytest.raises(SignalError, match=said):
+        replay(trace, LlamaCppDraft(8, p_min=0.5))
+
+
 def test_the_draft_model_reads_what_was_verified() -> None:
     log = replay(recorded(), LlamaCppDraft(3))
     table = LatencyTable.constant(1.0, 0.1)
@@ -104,9 +114,10 @@ def test_what_pays_is_found() -> None:
     assert dear.document is None
     assert any("without a draft model" in w for w in dear.warnings)
     whole = recorded()
-    bare = Trace({name: whole.columns[name] for name in KEYS}, whole.requests, 24, {})
-    unsure = tune_llamacpp(bare, CHEAP)
-    assert any("no threshold was searched" in w for w in unsure.warnings)
+    assert not any("probability" in w or "threshold" in w for w in cheap.warnings)
+    older = {n: v for n, v in whole.columns.items() if n != "draft_top10_logprob"}
+    unsure = tune_llamacpp(Trace(older, whole.requests, 24, {}), CHEAP)
+    assert any("lacks the draft signal top10_prob (`draftsim" in w for w in unsure.warnings)
     assert unsure.document is not None
     assert unsure.document["spec-draft-p-min"] == 0
 

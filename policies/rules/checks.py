@@ -62,6 +62,7 @@ def sample_round(
                 "prob_margin": float(sorted_mine[0] - sorted_mine[1]),
                 "top_prob": float(sorted_mine[0]),
                 "raw_prob": float(drafter[token]),
+                "top10_prob": float(sorted_mine[0] / sorted_mine[:10].sum()),
                 "ends": False,
             }
         )

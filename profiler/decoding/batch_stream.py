@@ -10,7 +10,7 @@ from torch import Tensor
 from policies.core import Load
 from policies.guard import Guarded
 from profiler.decoding.tokens import Fetched
-from profiler.models.signals import drafted
+from profiler.models.signals import drafted, top10_log_prob
 from traces.acceptance.sampling import GREEDY
 
 
@@ -21,6 +21,7 @@ class DraftStep:
         self.logits, self.picks = logits, picks  # (batch, vocab), (batch,)
         self._ids: list[int] | None = None
         self._values: list[list[float]] | None = None
+        self._top10: list[float] | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -35,6 +36,13 @@ class DraftStep:
         if self._values is None:
             self._values = drafted(self.logits, self.picks, GREEDY).stack().tolist()  # (batch, 7)
         return self._values
+
+    @property
+    def top10(self) -> list[float]:
+        """`profiler.models.signals.top10_log_prob` of each row."""
+        if self._top10 is None:
+            self._top10 = top10_log_prob(self.logits).tolist()
+        return self._top10
 
 
 class BatchToken(Fetched):
@@ -52,6 +60,9 @@ class BatchToken(Fetched):
 
     def _fetch(self) -> Sequence[float]:
         return self._step.values[self._row]
+
+    def _fetch_top10(self) -> float:
+        return self._step.top10[self._row]
 
     @property
     def ends(self) -> bool:

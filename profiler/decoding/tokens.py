@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from profiler.models.signals import drafted
+from profiler.models.signals import drafted, top10_log_prob
 from traces.acceptance.sampling import Sampling
 
 
@@ -20,6 +20,10 @@ class Fetched(ABC):
     @abstractmethod
     def _fetch(self) -> Sequence[float]:
         """The token's numbers, (7,)."""
+
+    @abstractmethod
+    def _fetch_top10(self) -> float:
+        """`profiler.models.signals.top10_log_prob`, apart: few ask, and it costs as much."""
 
     # Derived in float64 from float32, exactly as Trace.signal does.
 
@@ -55,11 +59,16 @@ class Fetched(ABC):
         """Probability of the token at T = 1 without top-p."""
         return math.exp(self._fetch()[6])
 
+    @property
+    def top10_prob(self) -> float:
+        """Largest probability at T = 1 over the ten likeliest tokens alone."""
+        return math.exp(self._fetch_top10())
+
 
 class ModelToken(Fetched):
     """A token just drafted; its signals come to the host only when somebody reads one."""
 
-    __slots__ = ("_eos", "_id", "_logits", "_sampling", "_values", "device_id")
+    __slots__ = ("_eos", "_id", "_logits", "_sampling", "_top10", "_values", "device_id")
 
     def __init__(
         self, device_id: Tensor, logits: Tensor, sampling: Sampling, eos: frozenset[int] | None
@@ -69,6 +78,7 @@ class ModelToken(Fetched):
         self._sampling = sampling
         self._eos = eos
         self._values: tuple[float, ...] | None = None
+        self._top10: float | None = None
         self._id: int | None = None
 
     def fill(self, token_id: int, values: tuple[float, ...]) -> None:
@@ -87,6 +97,11 @@ class ModelToken(Fetched):
             numbers = drafted(self._logits, self.device_id, self._sampling)
             self._values = tuple(numbers.stack()[0].tolist())
         return self._values
+
+    def _fetch_top10(self) -> float:
+        if self._top10 is None:
+            self._top10 = float(top10_log_prob(self._logits))
+        return self._top10
 
     @property
     def token_id(self) -> int:

@@ -53,6 +53,21 @@ def signals(logits: Tensor, best: Tensor | None = None) -> Signals:
     return Signals(top1, top2, top1 + log_total, entropy)
 
 
+LIKELIEST = 10
+"""Tokens that llama.cpp's server keeps of a draft model's."""
+
+
+def top10_log_prob(logits: Tensor) -> Tensor:
+    """Log-probability of the likeliest token among the ten likeliest at T = 1; float32 (rows,).
+
+    Apart from `signals`, since only who asks pays for seeking them.
+
+    ``logits``: (rows, vocab) raw, any float dtype.
+    """
+    likeliest = logits.float().topk(min(LIKELIEST, logits.shape[-1]), dim=-1).values
+    return -(likeliest - likeliest[:, :1]).logsumexp(-1)
+
+
 class Drafted(NamedTuple):
     """Per drafted token, float32 columns of shape (rows,): `Signals`, and log-probabilities."""
 

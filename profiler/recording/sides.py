@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from profiler.models.sampling import ROWS, draw, log_softmax_at, probs, tempered
-from profiler.models.signals import drafted, signals
+from profiler.models.signals import drafted, signals, top10_log_prob
 from traces.acceptance.sampling import Sampling
 
 
@@ -68,6 +68,7 @@ class Sides:
             "draft_top1": of.top1,
             "draft_top2": of.top2,
             "draft_logsumexp": of.logsumexp,
+            "draft_top10_logprob": top10_log_prob(logits),
             "draft_entropy": of.entropy,
         }
         if not self.sampling.plain:

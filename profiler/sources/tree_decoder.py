@@ -12,6 +12,7 @@ from profiler.decoding.tokens import Fetched
 from profiler.features.base import FeatureDrafter
 from profiler.features.chain import DrafterChain
 from profiler.features.tree import Cut, Layer, Trees, check_tree, layer_signals
+from profiler.models.signals import top10_log_prob
 from profiler.models.stack import LayerRunner
 from profiler.sources.start_decoders import StateDecoder
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
@@ -32,6 +33,9 @@ class LayerToken(Fetched):
             # Log-probabilities in the place of logits, whose log-sum-exp is then 0.
             self._values = (top, second, 0.0, entropy, score, top, top)
         return self._values
+
+    def _fetch_top10(self) -> float:
+        return float(top10_log_prob(self._layer.logits[:1]))
 
     @property
     def token_id(self) -> int:

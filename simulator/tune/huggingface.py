@@ -93,7 +93,7 @@ def tune_huggingface(
     most = longest_draft(trace)
     if most is not None:
         default = default._replace(tokens=min(default.tokens, most))
-    engine = SingleEngine("hf", default, first=0, off="pass no assistant model")
+    engine = SingleEngine("hf", default, first=0, off="pass no assistant model", threshold="prob")
     found = tune_single(
         engine, trace, latency, settings or options(signals), slo=slo, draws=draws, seed=seed
     )

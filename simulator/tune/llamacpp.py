@@ -39,6 +39,7 @@ class LlamaCppSetting(NamedTuple):
 
 DEFAULT = LlamaCppSetting(3)
 """llama.cpp since May 2026; 16, 0, 0.75 before."""
+(THRESHOLD,) = LlamaCppDraft.reads
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 THRESHOLDS = (0.2, 0.4, 0.6, 0.75, 0.9)
 CAPS = (3, 5, 8, 16)
@@ -46,7 +47,7 @@ FEWEST = (0, 2)
 
 
 def llamacpp_options(signals: bool) -> list[LlamaCppSetting]:
-    """Settings searched; thresholds only where the trace holds the draft's probability."""
+    """Settings searched; thresholds only where the trace holds what they are held against."""
     found = [LlamaCppSetting(n) for n in LENGTHS]
     if signals:
         found += [LlamaCppSetting(n, m, p) for n in CAPS for m in FEWEST for p in THRESHOLDS]
@@ -74,22 +75,18 @@ def tune_llamacpp(
     DraftsimError
         If nothing can be replayed.
     """
-    signals, most = "prob" in trace.signals, longest_draft(trace)
+    signals, most = THRESHOLD in trace.signals, longest_draft(trace)
     default = DEFAULT if most is None else DEFAULT._replace(tokens=min(DEFAULT.tokens, most))
     engine = SingleEngine(
-        "llamacpp", default, first=1, off="start the server without a draft model", worked=mirrored
-    )
+        "llamacpp", default, first=1, off="start the server without a draft model",
+        threshold=THRESHOLD, worked=mirrored,
+    )  # fmt: skip
     found = tune_single(
         engine, trace, latency, settings or llamacpp_options(signals), slo=slo, draws=draws,
         seed=seed,
     )  # fmt: skip
-    more = ["one setting serves every load: with more slots (--parallel) drafts pay less"]
-    if found.document is not None and found.document[LLAMACPP_KEYS[2]]:
-        more.append(
-            "the server's probability is over its ten likeliest tokens, larger than the recorded "
-            "one: it drafts more than predicted, and far more where the draft is unsure"
-        )
-    return replace(found, warnings=[*found.warnings, *more])
+    more = "one setting serves every load: with more slots (--parallel) drafts pay less"
+    return replace(found, warnings=[*found.warnings, more])
 
 
 def mirrored(log: RoundLog) -> RoundLog:

@@ -59,6 +59,8 @@ class SingleEngine:
     """Output position that decoding begins at, see `traces.replay.rounds.RoundLog`."""
     off: str
     """What to do where speculation does not pay."""
+    threshold: str
+    """The draft signal that its threshold is held against."""
     worked: Callable[[RoundLog], RoundLog] | None = None
     """The rounds with the passes that this engine makes for them; None: as replayed."""
 
@@ -123,8 +125,11 @@ def tune_single(
     }  # fmt: skip
     row["warnings"] = about_row(row)
     warnings = [*about_recording(trace, latency), *summed_up([row])]
-    if "prob" not in trace.signals:
-        warnings.append("the trace lacks the draft's probability: no threshold was searched")
+    if engine.threshold not in trace.signals:
+        warnings.append(
+            f"the trace lacks the draft signal {engine.threshold} (`draftsim profile` records it): "
+            "no threshold was searched"
+        )
     if pays:
         return Tuned(engine.name, best.document(), best.policy(), [row], warnings)
     warnings.append(f"plain decoding is faster ({plain_rate:.3g} tokens/s): {engine.off}")

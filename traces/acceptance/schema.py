@@ -31,6 +31,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "draft_top1": ("float32", "draft's largest raw logit"),
     "draft_top2": ("float32", "draft's second largest raw logit"),
     "draft_logsumexp": ("float32", "log-sum-exp of the draft's raw logits (T = 1)"),
+    "draft_top10_logprob": (
+        "float32",
+        "log-probability of the draft's likeliest token among its ten likeliest (T = 1), nats",
+    ),
     "draft_entropy": ("float32", "entropy of the draft's full distribution at T = 1, nats"),
     "draft_path_logprob": (
         "float32",
@@ -61,6 +65,7 @@ SIGNAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "prob_margin": ("draft_top1", "draft_top2", "draft_logsumexp"),
     "top_prob": ("draft_top1", "draft_logsumexp"),
     "raw_prob": ("draft_raw_logprob",),
+    "top10_prob": ("draft_top10_logprob",),
 }
 """Draft signal -> columns it is computed from, unless `signal_columns` says otherwise."""
 

@@ -208,8 +208,10 @@ def _signals(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
     rest = 1 - top - second
     entropy = -(top * np.log(top) + second * np.log(second))
     entropy -= rest * np.log(rest / (VOCABULARY - 2))
+    likeliest = top + second + rest * 8 / (VOCABULARY - 2)  # the ten of them
     signals = {
         "draft_logprob": np.log(top),
+        "draft_top10_logprob": np.log(top / likeliest),
         "draft_top1": np.log(top),
         "draft_top2": np.log(second),
         "draft_logsumexp": np.zeros(len(top)),

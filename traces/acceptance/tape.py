@@ -30,6 +30,7 @@ class RecordedToken:
         prob_margin: Any = None,
         top_prob: Any = None,
         raw_prob: Any = None,
+        top10_prob: Any = None,
     ) -> None:
         self.token_id = token_id
         self.ends = ends
@@ -39,6 +40,7 @@ class RecordedToken:
         self.prob_margin = prob_margin
         self.top_prob = top_prob
         self.raw_prob = raw_prob
+        self.top10_prob = top10_prob
 
 
 BLANK, END = (guarded(RecordedToken, ())(-1, at_end) for at_end in (False, True))

@@ -224,7 +224,7 @@ class Trace:
             return np.asarray(c["draft_token"])
         if name == "entropy":
             return c["draft_entropy"].astype(np.float64)
-        if name in ("prob", "top_prob", "raw_prob"):
+        if name in ("prob", "top_prob", "raw_prob", "top10_prob"):
             first, *less = (c[n] for n in signal_columns(name, self.sampling))
             # The difference in float32, as the models' side takes it.
             return np.exp((first - less[0] if less else first).astype(np.float64))
@@ -241,7 +241,8 @@ class Trace:
             raise SignalError(
                 f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
                 f"{', '.join(sorted(self.signals)) or 'no draft signals'}): record {again} with "
-                "`draftsim profile`, or choose a policy that reads none"
+                "`draftsim profile` (--signals-only adds it to an older run), or choose a policy "
+                "that reads none"
             )
 
     def select(self, keep: Sequence[int]) -> Trace:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from traces.sources.trees import TreeRecording
 
 
+DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
+"""What is recorded of a drafter's logits along a trace: no ten likeliest tokens of it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recordings:
     """What was recorded of a target besides its trace: one entry per kind of source."""
@@ -61,6 +65,7 @@ class SourceToken:
         exit_layer: int | None = None,
         top_prob: Any = None,
         raw_prob: Any = None,
+        top10_prob: Any = None,
     ) -> None:
         self.token_id = token_id
         self.ends = ends
@@ -71,6 +76,7 @@ class SourceToken:
         self.exit_layer = exit_layer
         self.top_prob = top_prob
         self.raw_prob = raw_prob
+        self.top10_prob = top10_prob
 
 
 class Source(ABC):

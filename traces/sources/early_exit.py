@@ -7,13 +7,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from policies.core import SIGNALS
 from policies.parameters import flag, whole, within
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import EXIT_HEAD, CallCounter, CallKey, LayerLedger
 from traces.replay.rounds import Fidelity
-from traces.sources.base import Recordings, Source, SourceReplay, SourceToken, true_tokens
+from traces.sources.base import (
+    DRAFTER_SIGNALS,
+    Recordings,
+    Source,
+    SourceReplay,
+    SourceToken,
+    true_tokens,
+)
 from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
 
 
@@ -48,7 +54,7 @@ class EarlyExit(Source):
 
     name = "early-exit"
     what = "early exit of the target with trained heads; skipped states are recomputed exactly"
-    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS)
+    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from policies.core import SIGNALS, Round
+from policies.core import Round
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS
 from traces.replay.rounds import Fidelity
 from traces.sources.base import (
+    DRAFTER_SIGNALS,
     Recordings,
     Source,
     SourceReplay,
@@ -179,7 +180,7 @@ class REST(LookupSource):
 
     name = "rest"
     what = "REST (arXiv:2311.08252), heaviest chain of its tree; exact for the chain"
-    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS) - {"logit_margin"}
+    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"logit_margin"}
 
     def __init__(
         self,

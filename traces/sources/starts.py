@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from policies.core import SIGNALS
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.sources.base import Recordings, Source, SourceReplay, SourceToken
+from traces.sources.base import DRAFTER_SIGNALS, Recordings, Source, SourceReplay, SourceToken
 from traces.sources.columns import DRAWN, Floats, read_columns
 from traces.sources.shapes import check_shapes
 
@@ -90,7 +89,7 @@ class StartRecording:
 class StartSource(Source):
     """A source recorded by (start, offset)."""
 
-    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS)
+    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS
 
     @property
     def key(self) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from policies.core import SIGNALS
 from policies.parameters import whole
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
-from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken
+from traces.sources.base import (
+    DRAFTER_SIGNALS,
+    Drafter,
+    Recordings,
+    SourceReplay,
+    SourceToken,
+)
 from traces.sources.feature_source import OnFeatures
 from traces.sources.starts import check_follows
 from traces.sources.trees import TreeRecording, candidates
@@ -54,7 +59,7 @@ class Eagle2(OnFeatures):
     name = "eagle2"
     prefix = "eagle2."
     record = RECORD_TREES
-    signals: ClassVar[frozenset[str]] = frozenset(SIGNALS) - {"token_id"}
+    signals: ClassVar[frozenset[str]] = DRAFTER_SIGNALS - {"token_id"}
     what = "EAGLE-2's dynamic tree (arXiv:2406.16858) on an EAGLE, EAGLE-3 or MTP drafter; exact"
 
     def __init__(
