@@ -12,10 +12,11 @@ from transformers import TopPLogitsWarper
 from profiler.models.runner import Runner
 from profiler.models.sampling import log_probs_at
 from profiler.models.signals import signals
+from profiler.recording.signals import lacking, with_signals
 from profiler.recording.trace import Recorder
 from tests import bundled
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.acceptance.trace import MATCH
+from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.store.files import read_trace, write_trace
 
@@ -63,10 +64,33 @@ def test_tree_masked_tails_equal_sequential_drafting() -> None:
                         token = logits.argmax(-1)
                         log_prob = float(log_probs_at(logits, token, GREEDY))
                         assert c["draft_logprob"][tail] == pytest.approx(log_prob, abs=1e-3)
+                        kept = logits[0].sort(descending=True).values[:10]
+                        mine = float(kept.log_softmax(-1)[0])
+                        assert c["draft_top10_logprob"][tail] == pytest.approx(mine, abs=1e-3)
                 ids.append(int(c["draft_token"][tail]))
                 compared += 1
                 tail += 1
     assert compared > 100
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, 0.9)], ids=lambda s: s.label)
+def test_signals_added_afterwards_are_those_recorded(sampling: Sampling) -> None:
+    trace = bundled.record(3, sampling, max_new=24)
+    names = {"draft_top10_logprob", "draft_entropy", "draft_top2", "draft_raw_logprob"}
+    names &= trace.columns.keys()
+    columns = {name: values for name, values in trace.columns.items() if name not in names}
+    older = Trace(columns, trace.requests, trace.max_gamma, trace.meta)
+    assert lacking(older) == sorted(names)
+    done: list[int] = []
+    again = with_signals(older, bundled.pair().draft, lambda: done.append(1))
+    assert len(done) == len(trace.requests)
+    assert again.signals == trace.signals
+    assert not lacking(again)
+    for name, values in trace.columns.items():
+        if name in names:
+            np.testing.assert_allclose(again.columns[name], values, atol=2e-3)
+        else:
+            np.testing.assert_array_equal(again.columns[name], values)
 
 
 def test_tails_stop_at_the_limit_at_max_gamma_and_at_a_drafted_eos() -> None:

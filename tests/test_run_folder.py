@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from profiler.recording.folder import HOLDER, claimed, only_writer
@@ -52,6 +53,46 @@ def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
     # What was meant can still be named by its file.
     files = ("--trace", folder / "trace.parquet", "--latency", folder / "latency.parquet")
     assert run("simulate", *files, "--policy", "fixed:gamma=2", "--json", "-").code == 0
+
+
+def test_an_older_recording_is_given_the_signals_it_lacks(folder: Path, run: Run) -> None:
+    file = folder / "trace.parquet"
+    trace = read_trace(file)
+    columns = {n: v for n, v in trace.columns.items() if n != "draft_top10_logprob"}
+    write_trace(replace(trace, columns=columns), file)
+    simulate = ("simulate", "--trace", folder, "--policy", "llama-cpp:p_min=0.5", "--json", "-")
+    add = ("profile", "--target", "bundled", "--draft", "bundled", "--out", folder)
+    refused = run(*simulate)
+    assert refused.code == 2
+    assert refused.err.count("\n") == 1
+    assert "reads top10_prob" in refused.err
+    assert "--signals-only" in refused.err
+    assert run(*simulate[:4], "llama-cpp", "--json", "-").code == 0  # which reads none
+    ran = run(*add, "--signals-only")
+    assert ran.code == 0, ran.err
+    assert "added draft_top10_logprob" in ran.err
+    kept = file.read_bytes()
+    found = read_trace(file).columns["draft_top10_logprob"]
+    np.testing.assert_allclose(found, trace.columns["draft_top10_logprob"], atol=1e-3)
+    assert run(*simulate).code == 0
+    assert "has all draft signals" in run(*add, "--signals-only").err
+    assert file.read_bytes() == kept
+    for more in ("--latency-only", "--exit-layers"):
+        assert run(*add, "--signals-only", more).code == 2
+
+
+def test_signals_are_added_by_the_draft_model_that_was_recorded(folder: Path, run: Run) -> None:
+    file = folder / "trace.parquet"
+    trace = read_trace(file)
+    columns = {n: v for n, v in trace.columns.items() if n != "draft_top10_logprob"}
+    other = {**trace.meta["draft"], "fingerprint": "another"}
+    write_trace(Trace(columns, trace.requests, 4, {**trace.meta, "draft": other}), file)
+    add = ("profile", "--target", "bundled", "--draft", "bundled", "--signals-only", "--out")
+    ran = run(*add, folder)
+    assert ran.code == 2
+    assert "the draft's weights differ" in ran.err
+    assert ran.err.count("\n") == 1
+    assert "holds no recording" in run(*add, folder / "empty").err
 
 
 def test_older_files_are_held_by_their_weights(folder: Path) -> None:

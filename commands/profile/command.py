@@ -26,6 +26,7 @@ from commands.profile.drafters import profile_drafters, split_drafters
 from commands.profile.recording import (
     Recording,
     add_sampled,
+    add_signals,
     is_complete,
     measure_again,
     run_profile,
@@ -124,6 +125,14 @@ def profile(
             "--latency-only", help="Measure the latencies of the run folder again, and no more."
         ),
     ] = False,
+    signals_only: Annotated[
+        bool,
+        typer.Option(
+            "--signals-only",
+            help="Add the draft signals that older recordings of the run folder lack, by passes of "
+            "the draft model over their texts, and no more.",
+        ),
+    ] = False,
     split: Annotated[
         float | None,
         typer.Option(
@@ -176,7 +185,7 @@ def profile(
         )  # fmt: skip
         profile_engine(engine, options, out, minutes)
         return
-    if draft is None or prompts is None:
+    if draft is None or (prompts is None and not latency_only and not signals_only):
         missing = "--draft" if draft is None else "--prompts"
         raise DraftsimError(f"{missing} is missing: a pair is profiled on prompts, or an --engine")
     from profiler.latency.table import Grid
@@ -206,15 +215,22 @@ def profile(
             "--source (but eagle and eagle2:model=DIR) and --heads-text belong to --exit-layers: "
             "add it"
         )
-    if latency_only and (again or exit_layers or drafters or force):
-        raise DraftsimError("--latency-only records nothing: drop what asks for recordings")
+    for only, name in ((latency_only, "--latency-only"), (signals_only, "--signals-only")):
+        if only and (again or exit_layers or drafters or force):
+            raise DraftsimError(f"{name} records nothing: drop what asks for recordings")
+    if latency_only and signals_only:
+        raise DraftsimError("--latency-only and --signals-only: run one after the other")
     if force and again:
         raise DraftsimError("--verify, --method and --papers add to a folder: drop --force")
     with only_writer(out):
         info = claimed(info, out, force)
+        if signals_only:
+            add_signals(info, out)
+            return
         if latency_only:
             measure_again(info, out, settings)
             return
+        assert prompts is not None
         pair = None
         if exit_layers or drafters:
             from commands.profile.source_runs import check_layers

@@ -138,6 +138,33 @@ def add_sampled(recording: Recording) -> None:
         profile_trace(recording.load(), texts, settings, out, progress)
 
 
+def add_signals(info: RunInfo, out: Path) -> None:
+    """Add the draft signals that the recordings of a run folder lack.
+
+    Raises DraftsimError if it holds none, or the pair's weights are others than recorded.
+    """
+    from profiler.profile import progress_bar
+    from profiler.recording.signals import lacking, with_signals
+    from traces.store.files import read_trace, write_trace
+    from traces.store.identity import check_together
+
+    paths = [path for name in ("trace", "sampled") if (path := out / f"{name}.parquet").is_file()]
+    if not paths:
+        raise DraftsimError(f"{out} holds no recording: make one without --signals-only")
+    pair = info.load()
+    for path in paths:
+        trace = read_trace(path)
+        check_together({str(path): trace.meta, "the pair": pair.meta})
+        if not (columns := lacking(trace)):
+            note(f"{path} has all draft signals: it is kept as it is")
+            continue
+        with progress_bar() as progress:
+            task = progress.add_task("adding signals", total=len(trace.requests))
+            trace = with_signals(trace, pair.draft, lambda: progress.advance(task))  # noqa: B023
+        write_trace(trace, path)
+        note(f"added {', '.join(columns)} to {path}")
+
+
 def is_complete(out: Path) -> bool:
     """Whether the folder holds a finished profile."""
     return all((out / f"{n}.parquet").is_file() for n in ("trace", "latency"))

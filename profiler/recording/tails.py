@@ -21,6 +21,33 @@ BLOCK_TOKENS = 96
 Rows = dict[str, Tensor]
 
 
+class Branches:
+    """Branches of a tree behind a path, each of which sees the path before its wrong token alone.
+
+    ``path``: tokens of prompt and output in a model's cache; ``wrong_at``: (branches,) slot and
+    position of each branch's wrong token.
+    """
+
+    def __init__(self, path: int, wrong_at: Tensor) -> None:
+        self.path, self.wrong_at = path, wrong_at
+        slots = torch.arange(path, device=wrong_at.device)
+        self.sees = slots[None] < wrong_at[:, None]  # (branches, path)
+
+    def forward(self, runner: Runner, fed: Tensor, branch: Tensor, step: Tensor) -> Tensor:
+        """A model's logits behind the tokens of whole branches, in (branch, step) order."""
+        positions = self.wrong_at[branch] + step
+        spans = spans_of(branch, BLOCK_TOKENS)
+        blocks = [self._block(runner, branch[span], span) for span in spans]
+        return runner.forward_blocks(fed, self.path, blocks, positions)
+
+    def _block(self, runner: Runner, branch: Tensor, tokens: slice) -> Block:
+        """What these tokens of whole branches attend to."""
+        path = int(self.wrong_at[branch[-1]])
+        own = (branch[None] == branch[:, None]).tril()
+        sees = torch.cat([self.sees[branch, :path], own], dim=1)
+        return Block(tokens, path, _to_add(sees, runner))
+
+
 class Tails:
     """All off-path tails of one prompt, drafted together and scored by the target.
 
@@ -47,10 +74,8 @@ class Tails:
         self, target: Runner, draft: Runner, path: int, wrong_at: Tensor, lengths: Tensor,
         sides: Sides,
     ) -> None:  # fmt: skip
-        self._target, self._draft, self._path = target, draft, path
-        self._wrong_at, self._lengths, self._sides = wrong_at, lengths, sides
-        slots = torch.arange(path, device=wrong_at.device)
-        self._sees = slots[None] < wrong_at[:, None]  # (branches, path)
+        self._target, self._draft = target, draft
+        self._branches, self._lengths, self._sides = Branches(path, wrong_at), lengths, sides
 
     def record(self, wrong: Tensor) -> Rows:
         """Rows of all tails by (branch, step), which are two of the columns; {} if there are none.
@@ -64,14 +89,14 @@ class Tails:
         rows = {name: values[order] for name, values in rows.items()}
         fed = rows.pop("fed")
         parts = []
-        for span in _spans(rows["branch"], SCORE_TOKENS):
+        for span in spans_of(rows["branch"], SCORE_TOKENS):
             some = {name: values[span] for name, values in rows.items()}
             parts.append(self._scored(fed[span], **some))
         return rows | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _drafted(self, feed: Tensor) -> Rows:
         """The draft's columns, with the token fed before each proposal, in drafting order."""
-        branch = torch.arange(feed.shape[0], device=feed.device)
+        known, branch = self._branches, torch.arange(feed.shape[0], device=feed.device)
         owners = branch[:0]
         steps: list[Rows] = []
         while True:
@@ -81,12 +106,12 @@ class Tails:
             branch, feed = branch[going], feed[going]
             if not branch.shape[0]:
                 break
-            start = self._path + owners.shape[0]
+            start = known.path + owners.shape[0]
             owners = torch.cat([owners, branch])
-            sees = torch.cat([self._sees[branch], owners[None] == branch[:, None]], dim=1)
+            sees = torch.cat([known.sees[branch], owners[None] == branch[:, None]], dim=1)
             logits = self._draft.forward(
                 feed, start, mask=_to_add(sees, self._draft),
-                positions=self._wrong_at[branch] + step,
+                positions=known.wrong_at[branch] + step,
             )  # fmt: skip
             at = torch.full_like(branch, step)
             numbers = self._sides.propose(logits)
@@ -100,23 +125,14 @@ class Tails:
         self, fed: Tensor, branch: Tensor, step: Tensor, draft_token: Tensor, **_: Tensor
     ) -> Rows:
         """The target's columns about the proposals of whole branches, in (branch, step) order."""
-        positions = self._wrong_at[branch] + step
-        blocks = [self._block(branch[span], span) for span in _spans(branch, BLOCK_TOKENS)]
-        logits = self._target.forward_blocks(fed, self._path, blocks, positions)
+        logits = self._branches.forward(self._target, fed, branch, step)
         scored = self._sides.target(logits, draft_token)
         if not self._sides.sampling.greedy:
             scored["drawn"] = log_probs_at(logits, draft_token, self._sides.sampling)
         return scored
 
-    def _block(self, branch: Tensor, tokens: slice) -> Block:
-        """What these tokens of whole branches attend to, in (branch, step) order."""
-        path = int(self._wrong_at[branch[-1]])
-        own = (branch[None] == branch[:, None]).tril()
-        sees = torch.cat([self._sees[branch, :path], own], dim=1)
-        return Block(tokens, path, _to_add(sees, self._target))
 
-
-def _spans(branch: Tensor, most: int) -> list[slice]:
+def spans_of(branch: Tensor, most: int) -> list[slice]:
     """Slices of whole branches, about equally many rows and at most about `most` in each."""
     # Whole branches: one never looks into another.
     rows = branch.shape[0]
