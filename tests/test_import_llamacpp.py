@@ -66,12 +66,27 @@ def test_its_metrics_are_those_of_the_replayed_rounds(run: str) -> None:
     assert np.abs(np.subtract(accepted, scraped.per_position)).sum() <= ended
 
 
-def test_over_its_ten_likeliest_tokens_more_is_probable() -> None:
-    for run in settings().keys() - SURE:
-        given, setting = answers(run), settings()[run]
-        assert setting.p_min
-        rounds = replay(asked(given), setting.policy(), first=1).rounds
-        assert sum(a["timings"].get("draft_n", 0) for a in given) > rounds["drafted"].sum()
+@pytest.mark.parametrize("run", sorted(settings().keys() - SURE))
+def test_under_a_threshold_it_drafts_and_accepts_as_replayed(run: str) -> None:
+    """To the token, but where the text ends: there its last draft goes on."""
+    given, policy = answers(run), settings()[run].policy()
+    trace = asked(given)
+    if not trace.signals.issuperset(policy.reads):
+        pytest.skip("smollm2-cpu lacks top10_prob: `draftsim profile --signals-only` adds it")
+    rounds = replay(trace, policy, first=1).rounds
+    compared = 0
+    for i, (answer, request) in enumerate(zip(given, trace.requests, strict=True)):
+        own = rounds[rounds["request"] == i]
+        said = np.array([answer["timings"].get(name, 0) for name in COUNTS])
+        predicted = own["drafted"].sum(), own["accepted"].sum()
+        if request.ended == "eos":
+            beyond = policy.gamma - own["drafted"][-1]
+            assert 0 <= said[0] - predicted[0] <= beyond, request.id
+            assert 0 <= predicted[1] - said[1] <= 1, request.id
+        else:
+            assert said.tolist() == list(predicted), request.id
+            compared += 1
+    assert compared > 9
 
 
 def test_a_text_that_ends_in_its_first_draft_has_one_round(tmp_path: Path) -> None:
