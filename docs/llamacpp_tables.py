@@ -8,18 +8,34 @@ from typing import Any
 
 from docs.engine_tables import RECORDED
 from docs.reading import code, table
+from policies import Fixed
+from simulator.tune.formats import LLAMACPP_KEYS
 from simulator.tune.llamacpp import LlamaCppSetting
-from traces import Trace, find_trace, replay
+from traces import RoundLog, Trace, find_trace, replay
+from traces.sources import NGramSimple, replay_source
 
 SERVED = RECORDED / "smollm2-llamacpp-cpu"
 """Folder of the answers: a file of lines and a scrape for every setting."""
+NGRAM_KEYS = ["spec-ngram-simple-size-n", "spec-ngram-simple-size-m"]
 COUNTS = ("draft_n", "draft_n_accepted")
 
 
 def settings() -> Mapping[str, LlamaCppSetting]:
-    """By name of a run: the drafting that the server was started with."""
-    given = json.loads((SERVED / "settings.json").read_text(encoding="utf-8"))
-    return {run: LlamaCppSetting(*options.values()) for run, options in given.items()}
+    """By name of a run with a draft model: the drafting that the server was started with."""
+    return {
+        run: LlamaCppSetting(*options.values())
+        for run, options in _started().items() if [*options] == [*LLAMACPP_KEYS]
+    }  # fmt: skip
+
+
+def lookups() -> Mapping[str, NGramSimple]:
+    """By name of a run under ``--spec-type ngram-simple``: its lookup."""
+    return {run: NGramSimple(*v.values()) for run, v in _started().items() if [*v] == NGRAM_KEYS}
+
+
+def _started() -> dict[str, dict[str, Any]]:
+    given: dict[str, dict[str, Any]] = json.loads((SERVED / "settings.json").read_text("utf-8"))
+    return given
 
 
 def answers(run: str) -> list[dict[str, Any]]:
@@ -49,16 +65,29 @@ def llamacpp_counts() -> str:
         given = answers(run)
         trace = asked(given)
         policy = setting.policy()
-        predicted: tuple[Any, Any] = ("not recorded", "not recorded")
-        if trace.signals.issuperset(policy.reads):
-            rounds = replay(trace, policy, first=1).rounds
-            predicted = rounds["drafted"].sum(), rounds["accepted"].sum()
-        drafted, accepted = (sum(a["timings"].get(name, 0) for a in given) for name in COUNTS)
-        rows.append((
-            code(setting), f"{sum(same_text(given, trace))} of {len(given)}",
-            drafted, predicted[0], accepted, predicted[1],
-        ))  # fmt: skip
+        known = trace.signals.issuperset(policy.reads)
+        rows.append(
+            _row(str(setting), given, trace, replay(trace, policy, first=1) if known else None)
+        )
+    for run, source in lookups().items():
+        given = answers(run)
+        trace = asked(given)
+        log = replay_source(trace, source, Fixed(source.size_m), first=1)
+        rows.append(_row(f"ngram-simple {source.size_n}, {source.size_m}", given, trace, log))
     return table(
-        ("n-max, n-min, p-min", "texts as recorded", "`draft_n`", "predicted",
+        ("setting", "texts as recorded", "`draft_n`", "predicted",
          "`draft_n_accepted`", "predicted"), rows,
     )  # fmt: skip
+
+
+def _row(
+    setting: str, given: list[dict[str, Any]], trace: Trace, log: RoundLog | None
+) -> tuple[Any, ...]:
+    """``log``: the replay; None where what its policy reads was not recorded."""
+    drafted, accepted = (sum(a["timings"].get(name, 0) for a in given) for name in COUNTS)
+    mine = [
+        "not recorded" if log is None else log.rounds[name].sum()
+        for name in ("drafted", "accepted")
+    ]
+    texts = f"{sum(same_text(given, trace))} of {len(given)}"
+    return code(setting), texts, drafted, mine[0], accepted, mine[1]

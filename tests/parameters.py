@@ -154,6 +154,7 @@ SOURCES: dict[str, dict[str, Limits]] = {
     "space": {"k": (None, 1, None)},
     "specdec": {"k": (None, 1, None)},
     "ngram": {"k": (5, 1, None), "min_n": (5, 1, 5), "max_n": (5, 5, None)},
+    "ngram-simple": {"size_n": (12, 1, None), "size_m": (48, 1, None)},
     "suffix": {
         "num_tokens": (24, 1, None),
         "depth": (24, 1, None),

@@ -72,7 +72,9 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
     # The bundled recording has no drafters on features, and its latencies not every lookup.
     note = next(line for line in ran.err.splitlines() if "not listed" in line)
     lacking = {name for name in SYSTEMS if name in note.replace("profile --source eagle:", "")}
-    assert lacking <= {"eagle", "eagle2", "eagle3", "eagle3-tree", "mtp", "ngram", "suffix"}
+    assert lacking <= {
+        "eagle", "eagle2", "eagle3", "eagle3-tree", "mtp", "ngram", "ngram-simple", "suffix",
+    }  # fmt: skip
     assert set(found) == set(SYSTEMS) - lacking
     assert "`draftsim profile --source eagle:model=DIR` records them" in note
     tokens = ran.rows[0]["tokens"]
@@ -85,7 +87,7 @@ def test_all_lists_every_named_system_of_the_bundled_recording(run: Run) -> None
 def test_what_was_not_recorded_is_one_note(run: Run, plain: Path) -> None:
     ran = run("simulate", "--trace", plain, "--json", "-")
     listed = {row["policy"] for row in ran.rows} & set(SYSTEMS)
-    assert listed == {"pld", "rest", "lookahead", "ngram", "suffix"}
+    assert listed == {"pld", "rest", "lookahead", "ngram", "ngram-simple", "suffix"}
     notes = [line for line in ran.err.splitlines() if "not listed" in line]
     assert len(notes) == 1
     assert "draftsim profile --exit-layers" in notes[0]

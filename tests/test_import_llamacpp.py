@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from docs.llamacpp_tables import COUNTS, SERVED, answers, asked, same_text, settings
+from docs.llamacpp_tables import COUNTS, SERVED, answers, asked, lookups, same_text, settings
+from policies import Fixed
 from tests.logs import written
 from tests.test_importers import counts
 from traces.errors import FileError
 from traces.replay.run import replay
+from traces.sources import replay_source
+from traces.sources.ngram import NGramSimpleLookup
 
 RUNS = sorted(path.stem for path in SERVED.glob("*.jsonl"))
 SURE = sorted(run for run, setting in settings().items() if not setting.p_min)
@@ -87,6 +90,34 @@ def test_under_a_threshold_it_drafts_and_accepts_as_replayed(run: str) -> None:
             assert said.tolist() == list(predicted), request.id
             compared += 1
     assert compared > 9
+
+
+@pytest.mark.parametrize("run", sorted(lookups()))
+def test_its_lookup_drafts_and_accepts_as_replayed(run: str) -> None:
+    """Request by request; what it copies behind an end of the text is not drafted here."""
+    given, source = answers(run), lookups()[run]
+    trace = asked(given)
+    assert all(same_text(given, trace))
+    rounds = replay_source(trace, source, Fixed(source.size_m), first=1).rounds
+    behind = 0
+    for i, (answer, request) in enumerate(zip(given, trace.requests, strict=True)):
+        own = rounds[rounds["request"] == i]
+        lookup = NGramSimpleLookup(source.size_n, source.size_m)
+        lookup.extend(request.prompt_ids or ())
+        drafted = at = 0
+        for position in own["position"].tolist():
+            lookup.extend(answer["tokens"][at:position])
+            at = position
+            drafted += min(len(lookup.propose()), request.max_new_tokens - 1 - position)
+        said = tuple(answer["timings"].get(name, 0) for name in COUNTS)
+        assert said == (drafted, own["accepted"].sum()), request.id
+        behind += drafted - own["drafted"].sum()
+    assert behind
+    scraped = counts("prometheus", SERVED / f"{run}.txt")
+    assert scraped.rounds == (rounds["drafted"] > 0).sum()
+    accepted = [(rounds["accepted"] > k).sum() for k in range(source.size_m)]
+    assert scraped.per_position is not None
+    assert accepted == list(scraped.per_position)
 
 
 def test_a_text_that_ends_in_its_first_draft_has_one_round(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from policies.basic import Fixed
 from tests.outputs import decoded, trace_of
-from traces.sources import NGram, Suffix, parse_source, replay_source
+from traces.sources import NGram, NGramSimple, Suffix, parse_source, replay_source
 from traces.sources.lookup_sources import Served, served_before
-from traces.sources.ngram import NGramLookup
+from traces.sources.ngram import NGramLookup, NGramSimpleLookup
 from traces.sources.suffix import SuffixLookup, SuffixTree
 
 
@@ -63,6 +63,33 @@ def test_ngrams_are_those_a_search_finds(k: int, min_n: int, max_n: int) -> None
         assert mine == _searched(ids, k, min_n, max_n)
         found += bool(mine)
     assert found >= (7 if min_n == 5 else 50)
+
+
+def _copied(ids: list[int], size_n: int, size_m: int) -> list[int]:
+    """What followed the latest n-gram like the last, by trying all from the end."""
+    *before, _ = ids
+    if len(before) > size_n + size_m + 1:
+        for at in range(len(before) - size_n - 1, 0, -1):
+            if ids[at : at + size_n] == ids[len(ids) - size_n :]:
+                copied = before[at + size_n : at + size_n + size_m]
+                return copied if len(copied) >= size_n else []
+    return []
+
+
+@pytest.mark.parametrize(("size_n", "size_m"), [(3, 8), (1, 1), (2, 5), (4, 4), (12, 48)])
+def test_simple_ngrams_are_those_a_search_finds(size_n: int, size_m: int) -> None:
+    found = 0
+    for ids in _texts(5, 400, 120, 2):
+        lookup, steps = NGramSimpleLookup(size_n, size_m), np.random.default_rng(len(ids))
+        at = 0
+        while at < len(ids):
+            step = int(steps.integers(1, 30))
+            lookup.extend(ids[at : at + step])
+            at += step
+            mine = [p.token_id for p in lookup.propose()]
+            assert mine == _copied(ids[:at], size_n, size_m)
+            found += bool(mine)
+    assert found >= (10 if size_n == 12 else 300)
 
 
 @needs_vllm
@@ -188,7 +215,9 @@ def test_suffix_drafts_are_arctics(depth: int, factor: float, least: float, toke
 
 def test_nothing_is_proposed_behind_the_end() -> None:
     end = frozenset({9})
-    for lookup in (NGramLookup(5, 2, 3, end), Suffix().begin(None, end)):
+    for lookup in (
+        NGramLookup(5, 2, 3, end), NGramSimpleLookup(2, 4, end), Suffix().begin(None, end)
+    ):  # fmt: skip
         lookup.extend([1, 2, 3, 9, 4, 1, 2, 3, 9, 4, 1])
         lookup.extend([2])
         assert [p.token_id for p in lookup.propose()] == [3, 9]
@@ -213,6 +242,7 @@ def test_what_is_not_said_is_as_vllm_has_it() -> None:
 def test_bad_parameters_are_named() -> None:
     for text, message in (
         ("ngram:min_n=4,max_n=3", "max_n is 3, expected >= 4"), ("ngram:k=0", "k is 0"),
+        ("ngram-simple:size_n=0", "size_n is 0"), ("ngram-simple:size_m=0", "size_m is 0"),
         ("suffix:min_prob=2", "min_prob is 2"), ("suffix:factor=-1", "factor is -1"),
         ("suffix:depth=0", "depth is 0"),
     ):  # fmt: skip
@@ -242,9 +272,10 @@ def test_a_served_request_helps_the_next_but_not_itself_twice() -> None:
 
 @pytest.mark.invariant(1)
 @pytest.mark.parametrize(
-    "source", [NGram(4, 1, 3), NGram(), Suffix(), Suffix(factor=2.0, cached=False)]
+    "source",
+    [NGram(4, 1, 3), NGram(), NGramSimple(2, 4), Suffix(), Suffix(factor=2.0, cached=False)],
 )
-def test_replayed_rounds_are_the_real_ones(source: NGram | Suffix) -> None:
+def test_replayed_rounds_are_the_real_ones(source: NGram | NGramSimple | Suffix) -> None:
     case = decoded(256)
     from profiler.sources.run import SourceRunner
 

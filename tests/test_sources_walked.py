@@ -41,6 +41,7 @@ RECORDED = (
 )  # fmt: skip
 LOOKUPS = (
     "pld", "pld:num_tokens=3,max_ngram=3", "ngram:k=4,min_n=1,max_n=3", "suffix",
+    "ngram-simple:size_n=2,size_m=3",
     "suffix:depth=4,factor=2.0,min_prob=0.3", "suffix:cached=false", "rest",
     "rest:num_tokens=3,max_suffix=3,min_suffix=2", "lookahead", "lookahead:ngram=3,guesses=1",
 )  # fmt: skip

@@ -216,16 +216,16 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
 
     from traces.latency.schema import CELL_COLUMNS
     from traces.latency.table import LatencyTable
-    from traces.sources.engine_lookups import NGram, Suffix
-    from traces.sources.lookup_sources import PLD, REST, Lookahead
+    from traces.sources.lookup_sources import LookupSource
+    from traces.sources.registry import SOURCES
 
     if not latency.is_constant:
         return latency
     free = pd.DataFrame(
         [
             (cls.name, "forward", 1, 1, 0, 0.0, 0.0, 1)
-            for cls in (PLD, REST, Lookahead, NGram, Suffix)
-            if not latency.has(cls.name, "forward")
+            for cls in SOURCES.values()
+            if issubclass(cls, LookupSource) and not latency.has(cls.name, "forward")
         ],
         columns=list(CELL_COLUMNS),
     )

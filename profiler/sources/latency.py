@@ -37,8 +37,8 @@ class SourceLatency:
     * ``eagle2.NAME``/``forward``, ``tree``, ``prefill``, and ``target``/``tree``: passes of a
       drafter over what was verified and over nodes of its tree, the target's over the best of them;
     * ``target``/``pass``: a whole pass in rounds where layers draft nothing, over both;
-    * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``suffix``/``forward``: one lookup, at a
-      long context.
+    * ``pld``, ``rest``, ``lookahead``, ``ngram``, ``ngram-simple``, ``suffix``/``forward``: one
+      lookup, at a long context.
 
     Parameters
     ----------

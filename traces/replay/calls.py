@@ -31,6 +31,7 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("drafter", "forward"),
     ("drafter", "tree"),
     ("target", "tree"),
+    ("ngram-simple", "forward"),
 )
 """(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
 the log's own (`traces.replay.rounds.RoundLog.drafter`)."""

@@ -3,7 +3,7 @@
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings, Source, SourceToken
 from traces.sources.early_exit import EarlyExit
-from traces.sources.engine_lookups import NGram, Suffix
+from traces.sources.engine_lookups import NGram, NGramSimple, Suffix
 from traces.sources.exits import ExitRecording, ExitSetting
 from traces.sources.feature_source import Eagle
 from traces.sources.files import (
@@ -56,6 +56,7 @@ __all__ = [
     "Medusa",
     "MedusaTree",
     "NGram",
+    "NGramSimple",
     "Recordings",
     "Source",
     "SourceToken",

@@ -1,4 +1,4 @@
-"""Lookups as serving engines do them: vLLM's n-grams, and suffix decoding."""
+"""Lookups as serving engines do them: n-grams of vLLM and llama.cpp, and suffix decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from traces.replay.calls import CALL_KINDS
 from traces.sources.base import Recordings, SourceReplay, prompt_tokens, true_tokens
 from traces.sources.lookup import Lookup, Proposal
 from traces.sources.lookup_sources import LookupReplay, LookupSource, Served
-from traces.sources.ngram import NGramLookup
+from traces.sources.ngram import NGramLookup, NGramSimpleLookup
 from traces.sources.suffix import SuffixLookup, SuffixTree
 
 
@@ -29,6 +29,22 @@ class NGram(LookupSource):
         """Searches the request's own tokens."""
         del corpus
         return NGramLookup(self.k, self.min_n, self.max_n, eos)
+
+
+class NGramSimple(LookupSource):
+    """llama.cpp's ``--spec-type ngram-simple`` (see `NGramSimpleLookup`)."""
+
+    name = "ngram-simple"
+    what = "llama.cpp's ngram-simple, recomputed from token ids"
+
+    def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
+        NGramSimpleLookup(size_n, size_m)
+        self.size_n, self.size_m = size_n, size_m
+
+    def lookup(self, eos: frozenset[int], corpus: Callable[[], Sequence[Served]]) -> Lookup:
+        """Searches the request's own tokens."""
+        del corpus
+        return NGramSimpleLookup(self.size_n, self.size_m, eos)
 
 
 class Suffix(LookupSource):

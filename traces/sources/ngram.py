@@ -1,4 +1,4 @@
-"""vLLM's n-gram proposer: what followed the earliest occurrence of the longest n-gram."""
+"""N-grams as vLLM and llama.cpp look them up: what followed an earlier occurrence."""
 
 from __future__ import annotations
 
@@ -54,6 +54,51 @@ class NGramLookup(Lookup):
             if (start := self._after.get(tuple(ids[-n:]))) is not None:
                 return until_eos(ids[start : start + self.k], self.eos)
         return []
+
+
+class NGramSimpleLookup(Lookup):
+    """Copies what followed the latest earlier occurrence of the last n-gram.
+
+    As llama.cpp's ``ngram-simple`` (``common/ngram-map.cpp``, 2026): n-grams of `size_n` tokens
+    alone, of which the last one and one at the very beginning of the sequence do not count; up to
+    `size_m` tokens that follow, the sequence's last one excepted, and none if they are fewer than
+    `size_n`; none at all in a sequence of at most ``size_n + size_m + 2`` tokens.  The server
+    copies on behind an end of the text, behind which nothing could be accepted.
+
+    Parameters
+    ----------
+    size_n, size_m:
+        ``--spec-ngram-simple-size-n`` and ``-size-m``, with the server's defaults.
+    eos:
+        Ids behind which nothing is proposed.
+    """
+
+    def __init__(
+        self, size_n: int = 12, size_m: int = 48, eos: frozenset[int] = frozenset()
+    ) -> None:
+        whole("size_n", size_n, 1)
+        whole("size_m", size_m, 1)
+        self.size_n, self.size_m, self.eos = size_n, size_m, eos
+        self._ids: list[int] = []
+        # Of every n-gram that something but the last token follows, the index after its last one.
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = self.size_n
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append, and index every n-gram that ends before the last token but one."""
+        self._ids += tokens
+        for end in range(self._indexed + 1, len(self._ids) - 1):
+            self._after[tuple(self._ids[end - self.size_n : end])] = end
+        self._indexed = max(len(self._ids) - 2, self._indexed)
+
+    def propose(self) -> list[Proposal]:
+        """What followed; empty where the n-gram does not recur, or too little followed."""
+        ids = self._ids
+        start = self._after.get(tuple(ids[-self.size_n :]))
+        if start is None or len(ids) <= self.size_n + self.size_m + 2:
+            return []
+        copied = ids[start : min(start + self.size_m, len(ids) - 1)]
+        return until_eos(copied, self.eos) if len(copied) >= self.size_n else []
 
 
 def until_eos(tokens: Sequence[int], eos: frozenset[int]) -> list[Proposal]:

@@ -9,7 +9,7 @@ from policies.spec import describe_spec, parse_spec
 from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
 from traces.sources.early_exit import EarlyExit
-from traces.sources.engine_lookups import NGram, Suffix
+from traces.sources.engine_lookups import NGram, NGramSimple, Suffix
 from traces.sources.feature_source import Eagle
 from traces.sources.lookup_sources import PLD, REST, Lookahead
 from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
@@ -22,7 +22,7 @@ SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
         PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
-        Space, SpecDec, Eagle, Eagle2, NGram, Suffix,
+        Space, SpecDec, Eagle, Eagle2, NGram, Suffix, NGramSimple,
     )
 }  # fmt: skip
 
@@ -74,6 +74,9 @@ SYSTEMS: Mapping[str, System] = {
     ),
     "ngram": System(
         "ngram:k=5,min_n=2,max_n=5", "fixed:gamma=5", "vLLM's n-gram proposer, n-grams of 2 to 5"
+    ),
+    "ngram-simple": System(
+        "ngram-simple", "fixed:gamma=48", "llama.cpp's ngram-simple, as its server starts it"
     ),
     "suffix": System(
         "suffix", "fixed:gamma=24", "Suffix decoding (arXiv:2411.04975) as vLLM runs it"
