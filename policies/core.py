@@ -72,7 +72,7 @@ class DraftToken(Protocol):
 
     @property
     def top10_prob(self) -> float:
-        """That of the softmax at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
+        """Largest probability at T = 1 over the draft's ten likeliest tokens alone (llama.cpp)."""
         ...
 
     @property

@@ -237,11 +237,13 @@ class Trace:
     def check_reads(self, reads: Sequence[str], reader: str) -> None:
         """Raise SignalError, naming `reader`, if it reads a draft signal that is not recorded."""
         if missing := [s for s in reads if s not in self.signals]:
-            again = "it again" if self.signals else "one"
+            remedy = "record one with `draftsim profile`, or "
+            if self.signals:
+                again = "record it again with `draftsim profile` (--signals-only adds it), or "
+                remedy = "" if "drafts" in self.meta else again
             raise SignalError(
                 f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
-                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): record {again} with "
-                "`draftsim profile` (--signals-only adds it to an older run), or choose a policy "
+                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): {remedy}choose a policy "
                 "that reads none"
             )
 
