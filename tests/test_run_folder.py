@@ -64,9 +64,9 @@ def test_an_older_recording_is_given_the_signals_it_lacks(folder: Path, run: Run
     add = ("profile", "--target", "bundled", "--draft", "bundled", "--out", folder)
     refused = run(*simulate)
     assert refused.code == 2
-    assert refused.err.count("\n") == 1
-    assert "reads top10_prob" in refused.err
-    assert "--signals-only" in refused.err
+    said = refused.err.splitlines()[-1]  # the machine may have been disturbed, which a line says
+    assert "reads top10_prob" in said
+    assert "--signals-only" in said
     assert run(*simulate[:4], "llama-cpp", "--json", "-").code == 0  # which reads none
     ran = run(*add, "--signals-only")
     assert ran.code == 0, ran.err

@@ -243,8 +243,8 @@ class Trace:
                 remedy = "" if "drafts" in self.meta else again
             raise SignalError(
                 f"{reader} reads {', '.join(missing)}, which this trace does not hold (it holds "
-                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): {remedy}choose a policy "
-                "that reads none"
+                f"{', '.join(sorted(self.signals)) or 'no draft signals'}): {remedy}choose a "
+                "policy that reads none"
             )
 
     def select(self, keep: Sequence[int]) -> Trace:
