@@ -132,7 +132,7 @@ def cell_text(name: str, value: Any) -> str:
         relative = name.endswith("error") and name != "standard_error"
         if relative or name in ("bias", "slowdown"):
             return f"{100 * value:+.1f} %"
-        if name in ("spread", "share", "disturbed"):
+        if name.endswith("noise") or name in ("spread", "share", "disturbed"):
             return f"{100 * value:.1f} %"
         if 1e4 <= abs(value) < 1e9:
             return f"{value:,.0f}"

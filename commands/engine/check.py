@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 OFF = "autoregressive"
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
-    "throughput_predicted", "error", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
-    "tpot_s_predicted", "speedup", "speedup_predicted", "machine",
+    "throughput_predicted", "error", "noise", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
+    "tpot_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise", "machine",
 )  # fmt: skip
 
 

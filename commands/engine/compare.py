@@ -11,6 +11,7 @@ import numpy as np
 
 from commands.common.output import note
 from commands.engine.loads import scenario_of
+from commands.engine.noise import noise_said, with_noise
 from commands.engine.rounds import rounds_differ
 from policies.core import Round
 from traces.acceptance.trace import Trace
@@ -37,7 +38,8 @@ def compare_loads(
     """Every load under every policy, in the engine and in the simulator; arms take turns.
 
     Speedups are over the first policy.  A table measured `between` the arms predicts instead of
-    `latency`, whose errors are then the columns ``profile_error`` and ``profile_busy_error``.
+    `latency`, whose errors are then the columns ``profile_error``, ``profile_busy_error`` and
+    ``profile_speedup_error``.
     """
     from profiler.engines.bench import Control
     from profiler.engines.drafts import Forced
@@ -72,22 +74,28 @@ def compare_loads(
             for text, policy in chosen.items()
         ]
 
-    rows = rows_from(latency)
-    if between is not None:
-        old = rows
-        rows = rows_from(between.table())
-        for row, before in zip(rows, old, strict=True):
-            row |= {f"profile_{key}": before[key] for key in ("error", "busy_error")}
-    return with_speedups(rows, next(iter(chosen)))
+    first = next(iter(chosen))
+    rows = with_speedups(rows_from(latency), first)
+    return rows if between is None else beside(
+        with_speedups(rows_from(between.table()), first), rows
+    )  # fmt: skip
+
+
+def beside(rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the errors of the run's own table, of which `old` are."""
+    for row, before in zip(rows, old, strict=True):
+        row |= {f"profile_{key}": before[key] for key in ("error", "busy_error", "speedup_error")}
+    return rows
 
 
 def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
-    """The rows with speedups over the policy `first` at the same load."""
+    """The rows with speedups over the policy `first` at the same load, and how sure they are."""
     off = {row["load"]: row for row in rows if row["policy"] == first}
     for row in rows:
         for key in ("throughput", "throughput_predicted"):
             row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
-    return rows
+        row["speedup_error"] = row["speedup_predicted"] / row["speedup"] - 1
+    return with_noise(rows, first)
 
 
 def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[tuple[str, str]]:
@@ -151,7 +159,10 @@ def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) ->
     rates = [e["throughput"] for e in each]
     return {
         **row, "error": row["throughput_predicted"] / row["throughput"] - 1,
-        "spread": (max(rates) - min(rates)) / 2 / row["throughput"],
+        "spread": (max(rates) - min(rates)) / 2 / row["throughput"], "throughputs": rates,
+        "machines": [
+            r.control_s / latency.meta["control_s"]["usual"] for r in runs
+        ],
         "busy_s": busy_s, "busy_s_predicted": predicted.recorder.busy_s,
         "busy_error": predicted.recorder.busy_s / busy_s - 1,
         "kinds": kinds(runs, latency),
@@ -216,3 +227,9 @@ def say_kinds(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{k['kind']} {k['error']:+.1%} of {k['measured_s']:.2f} s" for k in row["kinds"]
         )
         note(f"{row['load']} {row['policy']}: {parts}")
+
+
+def say_noise(rows: Sequence[Mapping[str, Any]]) -> None:
+    """How much of the speedups' errors the repeats account for."""
+    if (said := noise_said(rows, rows[0]["policy"])) is not None:
+        note(said)

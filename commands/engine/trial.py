@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TUNED = "tuned"
 TRIED = (
     "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
-    "throughput_predicted", "gain", "gain_predicted", "gain_error", "machine",
+    "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise", "machine",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def tried(
     Drafts are the recording's, forced upon the engine, so that acceptance is the recorded one; they
     cost the passes of the drafter that the engine was measured with, if any.  ``gain`` is the
     throughput over that of off, measured and predicted, ``gain_error`` how far the prediction is
-    off.
+    off, ``gain_noise`` how far the repeats' scatter has it off (`commands.engine.noise`).
     """
     from policies.basic import Fixed
     from simulator.serving import ClosedLoop
@@ -79,8 +79,8 @@ def tried(
     loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
     rows = compare_loads(engine, latency, trace, arms, loads, requests, repeats, seed)
     for row in rows:
-        row["gain"], row["gain_predicted"] = row.pop("speedup"), row.pop("speedup_predicted")
-        row["gain_error"] = row["gain_predicted"] / row["gain"] - 1
+        for key in ("speedup", "speedup_predicted", "speedup_error", "speedup_noise"):
+            row[key.replace("speedup", "gain")] = row.pop(key)
     if not engine.knows_batch_tables:
         note(
             "this vLLM does not read num_speculative_tokens_per_batch_size: the proposer follows "

@@ -131,7 +131,7 @@ def validate(
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     if engine is not None:
         from commands.engine.check import SHOWN, engine_check
-        from commands.engine.compare import say_kinds
+        from commands.engine.compare import say_kinds, say_noise
         from commands.engine.loads import named_loads
 
         found = engine_check(
@@ -144,11 +144,13 @@ def validate(
             emit("validate", found, json, show=over_http.SHOWN, out=out)
             if json is None:
                 over_http.say_shares(found)
+                say_noise(found)
             return
         shown = (*SHOWN, "profile_error", "profile_speedup_error") if remeasure else SHOWN
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)
+            say_noise(found)
         return
     from profiler.recording.folder import only_writer
 

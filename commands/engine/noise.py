@@ -1,0 +1,80 @@
+"""What the repeats of an engine's runs say of errors: how large they are where nothing is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MEDIAN = NormalDist().inv_cdf(0.75)
+"""Median of the size of an error whose standard deviation is one."""
+BOUND = 0.02
+"""Error of a speedup that is worth telling: repeats are named whose scatter is half of it."""
+
+
+def with_noise(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
+    """The rows with the relative standard errors that their own repeats give what was measured.
+
+    ``noise`` is of tokens/s, ``speedup_noise`` of the speedup over the policy `first` at the same
+    load; both are None where each arm ran once.  Arms of a load are taken to scatter alike: with a
+    few repeats each, one arm's own scatter says little.
+    """
+    for load in dict.fromkeys(row["load"] for row in rows):
+        own = [row for row in rows if row["load"] == load]
+        rates = np.log([row["throughputs"] for row in own])
+        repeats = rates.shape[1]
+        single = scatter(rates)
+        beside = scatter(rates, shared=True)
+        for row in own:
+            row["noise"] = None if single is None else single / math.sqrt(repeats)
+            row["speedup_noise"] = None if beside is None else (
+                0.0 if row["policy"] == first else beside * math.sqrt(2 / repeats)
+            )  # fmt: skip
+    return rows
+
+
+def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None:
+    """Standard deviation of one repeat about its arm, from (arms, repeats) logarithms.
+
+    With `shared`, less what all arms of a repeat share, which no ratio of two of them sees.  None
+    where too few ran to tell.
+    """
+    arms, repeats = logs.shape
+    rest = logs - logs.mean(1, keepdims=True)
+    degrees = arms * (repeats - 1)
+    if shared:
+        rest = rest - rest.mean(0, keepdims=True)
+        degrees -= repeats - 1
+    return math.sqrt(float((rest**2).sum()) / degrees) if degrees else None
+
+
+def expected_median(noises: Sequence[float]) -> float:
+    """Median of the errors' sizes that a model without error would show, its noises being these.
+
+    The median over a mixture of normal errors, found by bisection.
+    """
+    low, high = 0.0, 2 * max(noises, default=0.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = np.mean([math.erf(middle / (n * math.sqrt(2))) if n else 1.0 for n in noises])
+        low, high = (middle, high) if below < 0.5 else (low, middle)
+    return high
+
+
+def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
+    """How far the speedups are off, and how far the repeats alone would have them off."""
+    arms = [row for row in rows if row["policy"] != first and row["speedup_noise"] is not None]
+    if not arms:
+        return None
+    errors = np.abs([row["speedup_error"] for row in arms])
+    floor, repeats = expected_median([row["speedup_noise"] for row in arms]), arms[0]["repeats"]
+    needed = math.ceil(repeats * (2 * floor / BOUND) ** 2)
+    return (
+        f"speedups are off by {np.median(errors):.1%} (median; worst {errors.max():.1%}); a model "
+        f"without error would show {floor:.1%} beside {repeats} repeats that scatter as these do"
+        + (f" ({needed} repeats: {BOUND / 2:.0%})" if needed > repeats else "")
+    )
