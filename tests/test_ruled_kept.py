@@ -128,7 +128,14 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
         (("simulate", "--trace", tmp_path, "--memory", memory), "add --verify csd"),
         (("simulate", "--trace", tmp_path, "--verify", "cds"), "did you mean 'csd'"),
         (("simulate", "--rounds", tmp_path / "rounds"), "holds no recorded rounds"),
+        (("simulate", "--rounds", "smollm2-cp"), "did you mean 'smollm2-cpu'"),
         (("validate", "--run", tmp_path, "--verify", "typical", "--forced"), "drop --verify"),
     ):
         code, _, said = call(*wrong)
         assert (code, what in said) == (2, True), (wrong, said)
+
+
+def test_rounds_of_a_bundled_recording_are_found_by_its_name(run: Run) -> None:
+    ran = run("simulate", "--rounds", "bundled", "--json", "-", "--resamples", 5)
+    decoded = {(row["policy"], row["verify"]) for row in ran.rows if row["relative_bleu"] is not None}
+    assert {("fixed:gamma=6", "csd:threshold=1"), ("cm-asd", "cm-asd")} <= decoded

@@ -70,7 +70,7 @@ def simulate(
         typer.Option(
             metavar="FILE",
             help="Instead of replaying: price the rounds that `profile --verify` recorded; "
-            "a round log, or a run folder for all of its own.",
+            "a round log, or a run folder or a bundled recording for all of its own.",
         ),
     ] = None,
     by_category: Annotated[
@@ -118,6 +118,8 @@ def simulate(
     from traces.store.recordings import folder_of
 
     if rounds is not None:
+        if not rounds.exists():
+            rounds = folder_of(rounds) or rounds
         logs, table, recorded = recorded_rounds(rounds, latency, trace)
         table = drafting_always(table, always_draft)
         runs = [read_run(file) for file in find_runs(rounds)]
