@@ -30,7 +30,7 @@ from traces.sources.walked import retrieval
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 STOPS = (
     "confidence:confidence_threshold=0.4", "svip", "oracle", "oracle:convention=run+1", "disco",
-    "llama-cpp", "bild:threshold=0.5", "rate-optimal", "specdec-pp", "autoregressive",
+    "llama-cpp:gamma_min=2", "bild:threshold=0.5", "rate-optimal", "specdec-pp", "autoregressive",
 )  # fmt: skip
 LEARN = ("draft-and-verify", "gammatune", "hf-heuristic", "adaedl:keep_trigger_token=false", "ucb")
 RECORDED = (

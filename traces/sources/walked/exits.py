@@ -125,8 +125,12 @@ def exit_rounds(
         return None
     asked, sent = drafts
     at = np.append(places.rows, 0) + asked - 1
-    forwards = asked - ((asked > 0) & places.vain.take(at, mode="clip"))
-    sent = np.minimum(sent, forwards)
+    vain = (asked > 0) & places.vain.take(at, mode="clip")
+    forwards = asked - vain
+    if vain.any():
+        # How much is sent is decided of a draft without the token that there was none of.
+        places.most = np.where(vain, forwards, np.append(places.most, 0))[:-1]
+        _, sent = walk.drafts(plan) or drafts
     accepted = np.minimum(sent, walk.runs)
     positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
     emitted = np.minimum(accepted + 1, positions)
