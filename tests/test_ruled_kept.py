@@ -137,5 +137,6 @@ def test_the_commands_record_price_validate_and_calibrate(run: Run, tmp_path: Pa
 
 def test_rounds_of_a_bundled_recording_are_found_by_its_name(run: Run) -> None:
     ran = run("simulate", "--rounds", "bundled", "--json", "-", "--resamples", 5)
-    decoded = {(row["policy"], row["verify"]) for row in ran.rows if row["relative_bleu"] is not None}
+    scored = [row for row in ran.rows if row["relative_bleu"] is not None]
+    decoded = {(row["policy"], row["verify"]) for row in scored}
     assert {("fixed:gamma=6", "csd:threshold=1"), ("cm-asd", "cm-asd")} <= decoded
