@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 SCOPE = (
     "policies/*.py", "policies/*/*.py",
-    "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py",
+    "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py", "traces/sources/*/*.py",
     "simulator/pricing.py", "simulator/calls.py", "simulator/passes.py", "simulator/host.py",
     "simulator/serving/scheduler.py", "simulator/serving/engine.py",
     "simulator/serving/speculation.py", "simulator/serving/sequence.py",
