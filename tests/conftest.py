@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -62,6 +63,24 @@ def _nothing_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(repeats, "WARMING", 0)
 
 
+@pytest.fixture
+def collector() -> None:
+    """Stages of the GPU suite freeze and thaw what is alive, as they do by themselves."""
+
+
+@pytest.fixture(autouse=True)
+def _kept_frozen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages of the GPU suite thaw nothing: a walk through all libraries, after every piece."""
+    if "collector" in request.fixturenames or "gpu" in request.keywords:
+        return
+    mild = SimpleNamespace(
+        collect=lambda: gc.collect(1), freeze=lambda: None, unfreeze=lambda: None
+    )
+    for name in ("profiler.suite.environment", "profiler.suite.__main__"):
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "gc", mild)
+
+
 LONG = (
     "test_vllm.py", "test_vllm_server.py", "test_notebooks.py", "test_suite_gpu.py",
     "test_suite_failures.py", "test_suite_drafters.py", "test_device_sources.py",
@@ -70,16 +89,25 @@ LONG = (
 """Files that take a good part of a minute."""
 
 
-def pytest_collection_finish() -> None:
-    """What the files imported is never collected: collections need not walk through it."""
+def _settled() -> None:
     gc.collect()
     gc.freeze()
 
 
-def pytest_runtest_logfinish(location: tuple[str, int | None, str]) -> None:
-    """A stage of the GPU suite has thawed it."""
-    if "test_suite" in location[0]:
-        gc.freeze()
+def pytest_collection_finish() -> None:
+    """What the files imported is never collected: collections need not walk through it.
+
+    Nor is it done again and again while a test builds what lives as long as itself.
+    """
+    _settled()
+    gc.set_threshold(20_000, 20, 100)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file leaves is collected when it ends, and what it imported is kept."""
+    if nextitem is None or nextitem.path != item.path:
+        _settled()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

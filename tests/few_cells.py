@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -14,6 +15,20 @@ import pytest
 WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
 TREES = {"FIRST": (1, 2), "WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
 """What is timed of rounds with trees."""
+GAMMAS = (0, 1, 4)
+"""Draft lengths over which the host's time is fitted."""
+
+
+def given(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
+    """`call` with these arguments, whatever the caller gives for them."""
+    names = signature(call)
+
+    def called(*args: Any, **named: Any) -> Any:
+        bound = names.bind(*args, **named)
+        bound.arguments |= less
+        return call(*bound.args, **bound.kwargs)
+
+    return called
 
 
 @contextmanager
@@ -23,7 +38,7 @@ def few_cells() -> Iterator[None]:
         yield
         return
     from profiler import profile
-    from profiler.latency import passes, table
+    from profiler.latency import host, passes, table
     from profiler.sources import feature_latency, latency, tree_latency
 
     @dataclass(frozen=True)
@@ -34,9 +49,14 @@ def few_cells() -> Iterator[None]:
         batch_widths: Sequence[int] = WIDTHS
         warmup: int = 0
 
-    few: dict[str, Any] = {"widths": WIDTHS, "contexts": CONTEXTS}
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "repeats", 1)
+
+    few: dict[str, Any] = {"widths": WIDTHS, "contexts": CONTEXTS, "repeats": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
+        patch.setitem(table.Sweeps.__init__.__kwdefaults__, "warmup", 0)
+        patch.setattr(host, "HOST_GAMMAS", GAMMAS)
         patch.setattr(feature_latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
         patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
@@ -48,10 +68,10 @@ def few_cells() -> Iterator[None]:
         for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
             (feature_latency, "measure_drafters", few),
-            (tree_latency, "measure_trees", {"contexts": CONTEXTS}),
-            (profile, "measure_host", {"repeats": 2}), (profile, "measure_rules", {"repeats": 2}),
+            (tree_latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
+            (profile, "measure_host", {"repeats": 1}), (profile, "measure_rules", {"repeats": 1}),
         ):  # fmt: skip
-            patch.setattr(owner, name, partial(getattr(owner, name), **less))
+            patch.setattr(owner, name, given(getattr(owner, name), **less))
         for name in ("MOST", "WARMING"):
             patch.setattr(f"profiler.machine.repeats.{name}", 0)
         yield

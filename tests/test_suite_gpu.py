@@ -113,7 +113,7 @@ def test_clocks_are_empty_where_there_is_no_gpu() -> None:
 
 
 def test_models_are_out_of_the_collectors_sight_while_they_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    collector: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In cells and in full runs alike: a collection does not walk through what was built."""
     seen: list[bool] = []

@@ -12,8 +12,8 @@ REPEATS = 5
 class Grids:
     """The coarse grids by batch; `quick` for a CPU in seconds.
 
-    Host time is a fit of two numbers, for which three draft lengths are enough: whole runs
-    are the dearest thing that is measured.
+    Host time is a fit of two numbers, for which three draft lengths are enough, and in miniatures
+    two: whole runs are the dearest thing that is measured.
     """
 
     def __init__(self, quick: bool) -> None:
@@ -27,12 +27,12 @@ class Grids:
         self.between: Sequence[int] = (2,) if quick else (2, 8, 32)
         self.prompts: Sequence[int] = (16, 64) if quick else (64, 256, 1024, 4096)
         self.host_batches: Sequence[int] = (1, 4) if quick else (1, 4, 16)
-        self.gammas: Sequence[int] = (0, 1, 3) if quick else (0, 2, 8)
-        self.random_points = 2 if quick else 4
+        self.gammas: Sequence[int] = (0, 2) if quick else (0, 2, 8)
+        self.random_points = 1 if quick else 4
         self.least_gap = 16 if quick else 128
         self.repeats = 2 if quick else REPEATS
         self.enough_s = 0.0 if quick else 0.008
-        self.loop_tokens = 8 if quick else 24
+        self.loop_tokens = 6 if quick else 24
         self.loop_prompt = 16 if quick else 64
 
     def points(self, model: str, phase: str, batch: int) -> tuple[Sequence[int], Sequence[int]]:
