@@ -80,6 +80,18 @@ def test_calls_are_those_of_their_side_and_kind() -> None:
     np.testing.assert_allclose(verifying, 3 * 0.25 + 4 * 1.0)
 
 
+def test_behind_no_prompt_a_round_is_read_at_no_context() -> None:
+    log = calling(LAYER)
+    log = replace(log, requests=[replace(r, prompt_length=0) for r in log.requests])
+    log.rounds["position"][0] = 0
+    contexts = np.maximum(log.context - 1, 0)
+    assert contexts.min() == contexts[0] == 0
+    cells = {("target", "layer", 1, 1, at): 1e-3 * (1 + at) for at in (0, 200)}
+    found, passes = call_seconds(log, table(cells), verify=False)
+    np.testing.assert_allclose(found, 1e-3 * (1 + contexts))
+    assert passes.extrapolated == 0
+
+
 def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart() -> None:
     """Heads and lookups leave the target's weights in the caches; layers and adapters do not."""
     forward = {key: value for key, value in CELLS.items() if key[1] == "forward"}

@@ -198,6 +198,11 @@ def test_origin_of_every_pass_is_counted() -> None:
     assert passes.passes == len(origins) == 7
     assert passes.interpolated == (origins == INTERPOLATED).sum() == 3
     assert passes.extrapolated == (origins == EXTRAPOLATED).sum() == 2
+    # With a table that has prefills, the prompt is a pass of each model, and on the grid.
+    whole = price(log, table(CELLS))
+    assert (whole.passes.passes, whole.passes.extrapolated) == (9, 2)
+    assert whole.outside == whole.outside_with(False) == 2 / 7
+    assert whole.outside_with(True) == 2 / 9
 
 
 @pytest.mark.invariant(10)
