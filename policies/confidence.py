@@ -77,12 +77,18 @@ def cmasd_confidence(
         spread = entropy / math.log(vocab_size)
         score = score + w_entropy * (1.0 - spread if entropy_sign == "intended" else spread)
     if w_margin:
-        exp: Any = math.exp if scalar else np.exp
+        exp: Any = math.exp if scalar else exp_each
         score = score + w_margin / (1.0 + exp(-beta * logit_margin))
     if w_softmax:
         top: Any = prob_margin / (1.0 - 1.0 / vocab_size)
         score = score + w_softmax * (min(top, 1.0) if scalar else np.minimum(top, 1.0))
     return score
+
+
+def exp_each(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """exp of every value as `math` has it: numpy's may differ in the last bit."""
+    found = map(math.exp, values.ravel().tolist())
+    return np.fromiter(found, np.float64, values.size).reshape(values.shape)
 
 
 def known_vocabulary(own: int | None, run: int | None, who: str) -> int:

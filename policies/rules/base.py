@@ -120,7 +120,15 @@ class VerifyRule(ABC):
 
 
 class TokenRule(VerifyRule):
-    """A rule that judges token by token; the first refusal ends the round."""
+    """A rule that judges token by token; the first refusal ends the round.
+
+    One that remembers nothing can say so, and replay is faster, by a method of its own ::
+
+        def accepts_each(self, tokens, scores) -> Bools | None
+
+    `accepts` of every row of a recording, to the last bit: the attributes are arrays, one entry
+    a row.  It is read of the very class that defines it; None judges one by one.
+    """
 
     @abstractmethod
     def accepts(self, token: Any, score: Any) -> bool:

@@ -7,7 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from policies.confidence import known_vocabulary
+from policies.lanes.base import Bools
 from policies.parameters import flag, whole, within
 from policies.rules.base import TokenRule, VerifyRule
 from policies.rules.memory import OnlineCorrectionMemory
@@ -109,6 +112,13 @@ class CSD(TokenRule):
         if self.count_rescued or not rescued:
             self.table.add(*pair)
         return bool(rescued)
+
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools | None:
+        """As `accepts` of many tokens, where no memory decides."""
+        del tokens
+        if self.use_memory:
+            return None
+        return np.asarray(scores.match | (scores.draft_logit - scores.top1 >= math.log(self.tau)))
 
     def end_request(self) -> None:
         """Note the memory's size."""

@@ -6,14 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from policies.confidence import (
     EQUAL_WEIGHTS,
     EntropySign,
     cmasd_confidence,
+    exp_each,
     known_vocabulary,
 )
+from policies.lanes.base import Bools, Floats
 from policies.parameters import one_of, whole, within
 from policies.rules.base import TokenRule
+
+COMPONENTS = ("entropy", "logit_margin", "prob_margin")
+"""Draft signals of CM-ASD's confidence, in the order of its weights."""
 
 
 def ratio(name: str, value: float) -> None:
@@ -49,6 +56,11 @@ class SpecVerification(TokenRule):
         """Rank below `beta` and gap at most `tau`."""
         return bool(score.draft_rank < self.beta and score.top1 - score.draft_logit <= self.tau)
 
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        del tokens
+        gaps = scores.top1 - scores.draft_logit
+        return np.asarray((scores.draft_rank < self.beta) & (gaps <= self.tau))
+
 
 class CMASDVerification(TokenRule):
     """CM-ASD's adaptive verification: Spec-Verification with a threshold per token.
@@ -74,7 +86,7 @@ class CMASDVerification(TokenRule):
     only says that acceptance halts.
     """
 
-    reads: tuple[str, ...] = ("entropy", "logit_margin", "prob_margin")
+    reads: tuple[str, ...] = COMPONENTS
     needs = ("top1", "draft_logit", "draft_rank")
 
     def __init__(
@@ -109,7 +121,7 @@ class CMASDVerification(TokenRule):
         self.entropy_sign: EntropySign = entropy_sign
         self.vocab_size = vocab_size
         # A component of weight 0 is never read, so that its signal need not be there.
-        self.reads = tuple(s for s, w in zip(type(self).reads, weights, strict=True) if w)
+        self.reads = tuple(s for s, w in zip(COMPONENTS, weights, strict=True) if w)
 
     def begin_run(self, vocab_size: int | None, temperature: float, top_p: float = 1.0) -> None:
         """Take the run's vocabulary size where none was given."""
@@ -117,9 +129,21 @@ class CMASDVerification(TokenRule):
 
     def threshold(self, token: Any) -> float:
         """tau_t of a drafted token, in nats."""
-        entropy, logit_margin, prob_margin = (
-            float(getattr(token, s)) if s in self.reads else 0.0 for s in type(self).reads
+        found: float = self._thresholds(
+            *(float(getattr(token, s)) if s in self.reads else 0.0 for s in COMPONENTS)
         )
+        return found
+
+    def thresholds(self, tokens: Any) -> Floats:
+        """tau_t of many drafted tokens, whose signals are arrays of one shape."""
+        blank = np.zeros_like(getattr(tokens, self.reads[0]))
+        return np.asarray(
+            self._thresholds(
+                *(getattr(tokens, s) if s in self.reads else blank for s in COMPONENTS)
+            )
+        )
+
+    def _thresholds(self, entropy: Any, logit_margin: Any, prob_margin: Any) -> Any:
         confidence = cmasd_confidence(
             entropy,
             logit_margin,
@@ -134,6 +158,10 @@ class CMASDVerification(TokenRule):
         """Rank below `top` and gap at most the token's threshold."""
         gap = score.top1 - score.draft_logit
         return bool(score.draft_rank < self.top and gap <= self.threshold(token))
+
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        gaps = scores.top1 - scores.draft_logit
+        return np.asarray((scores.draft_rank < self.top) & (gaps <= self.thresholds(tokens)))
 
 
 class GlobalThreshold(TokenRule):
@@ -152,6 +180,10 @@ class GlobalThreshold(TokenRule):
     def accepts(self, token: Any, score: Any) -> bool:
         """Whether the probability ratio to the target's best token reaches `tau`."""
         return bool(score.draft_logit - score.top1 >= math.log(self.tau))
+
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        del tokens
+        return np.asarray(scores.draft_logit - scores.top1 >= math.log(self.tau))
 
 
 class TypicalAcceptance(TokenRule):
@@ -191,6 +223,13 @@ class TypicalAcceptance(TokenRule):
         prob = math.exp(score.draft_logit - score.logsumexp)
         return bool(prob > min(self.epsilon, self.delta * math.exp(-score.entropy)))
 
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        del tokens
+        if self.temperature == 0:
+            return np.asarray(scores.match)
+        prob = exp_each(scores.draft_logit - scores.logsumexp)
+        return prob > np.fmin(self.epsilon, self.delta * exp_each(-scores.entropy))
+
 
 class BiLDRollback(TokenRule):
     """BiLD's rollback policy (Kim et al., 2302.07863): roll back where the target objects.
@@ -210,3 +249,7 @@ class BiLDRollback(TokenRule):
     def accepts(self, token: Any, score: Any) -> bool:
         """Whether the target's surprise stays within the threshold."""
         return bool(score.match or score.logsumexp - score.draft_logit <= self.threshold)
+
+    def accepts_each(self, tokens: Any, scores: Any) -> Bools:
+        del tokens
+        return np.asarray(scores.match | (scores.logsumexp - scores.draft_logit <= self.threshold))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.core import DraftPolicy
+from policies.registry import describe
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory, Pair
 from simulator.degenerate import HARDLY_VERIFIES
@@ -20,7 +21,7 @@ from simulator.papers.rows import EXPERIMENT, Row
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import rejected_gaps, rejected_pairs
-from traces.replay.run import replay
+from traces.replay.lanes import replay_many
 
 PAPER_LAMBDA, PAPER_TAU = 6, 0.01
 TOP = 0.2
@@ -38,7 +39,7 @@ class Rejections:
     @classmethod
     def of(cls, trace: Trace, window: DraftPolicy) -> Rejections:
         """Those of `window` over `trace`; SignalError if the trace cannot tell, or has none."""
-        log = replay(trace, window)
+        [log] = replay_many(trace, [(describe(window), window)])
         pairs = rejected_pairs(trace, log)
         if not pairs:
             raise SignalError("no draft was rejected: there is nothing to calibrate CSD on")

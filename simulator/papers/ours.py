@@ -15,8 +15,8 @@ from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
-from traces.replay.run import replay
 from traces.sources.base import Recordings
 from traces.sources.methods import Method, build
 from traces.store.outputs import Quality, RealRun, find_run, quality
@@ -131,7 +131,7 @@ def outcome(
         if run is not None:
             found = quality(run.outputs, ours.trace)
             return _outcome(REAL, run.log, ours, found)
-    log = replay(trace, policy, rule, name=describe(policy))
+    [log] = replay_many(trace, [(describe(policy), policy)], rule=rule)
     return _outcome(REPLAYED if lossy else f"replayed: {log.fidelity}", log, ours)
 
 

@@ -9,8 +9,8 @@ from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.summary import prompt_speedups
 from traces.errors import DraftsimError
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
-from traces.replay.run import replay
 from traces.sources.methods import METHODS, build
 from traces.sources.registry import SYSTEMS, parse_source
 from traces.sources.replay import replay_source
@@ -30,7 +30,8 @@ def replayed(ours: Ours | Sampled, name: str) -> RoundLog:
     """A named system replayed; DraftsimError where its source was not recorded."""
     if name == REFERENCE:
         policy, _ = build(METHODS[name], ours.trace)
-        return replay(ours.trace, policy, name=name)
+        [log] = replay_many(ours.trace, [(name, policy)])
+        return log
     system = SYSTEMS[name]
     policy = parse_policy(system.policy, max_gamma=ours.trace.max_gamma)
     source = parse_source(system.source)

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-import numpy as np
-
 from policies.core import DraftPolicy
 from policies.lanes.base import LanePlan, plan_of
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.judged import judged_rounds
 from traces.replay.layout import layout_of
 from traces.replay.rounds import RoundLog
-from traces.replay.ruled import RuleReplayDecoder
 from traces.replay.run import own_policy, recorded_log, replay, ruled_log
 from traces.replay.scores import prepared_rule
 from traces.replay.walk import CELLS, Rounds, Walk
@@ -36,8 +34,9 @@ def replay_many(
     what was recorded, so that the loop says where.  Logs are made a block of settings at a
     time, so that a study of thousands holds few of them.
 
-    A lossy ``rule`` judges round by round, in recording order, what such policies draft; those
-    whose drafts depend on what was accepted before go through the loop with it.
+    A lossy ``rule`` judges all that such policies draft at once, or where it remembers round by
+    round (`traces.replay.judged`); policies whose drafts depend on what was accepted before go
+    through the loop with it.
 
     Raises what `replay` raises, unless ``leave_out(name, error)`` says to go on without it.
     """
@@ -111,27 +110,11 @@ def _judged(
     drafts = None if plan is None else walk.drafts(plan)
     if drafts is None or own is None:
         return None
-    (forwards, sent), recorded = (d.tolist() for d in drafts), walk.recorded.tolist()
-    starts: list[int] = []
-    accepted: list[int] = []
-    mismatched: list[int] = []
-    departed = False
-    for i, begin in enumerate(walk.layout.begins.tolist()):
-        decoder = RuleReplayDecoder(trace, i, own, walk.first)
-        while decoder.remaining > 0:
-            start = begin + decoder.position
-            if forwards[start] > recorded[start]:
-                return None
-            starts.append(start)
-            accepted.append(decoder.judge(sent[start]))
-        own.end_request()
-        mismatched += decoder.mismatched
-        departed |= decoder.departed
-    rounds = walk.told(np.array(starts, np.int64), *(np.array(v, np.int32) for v in (
-        [forwards[s] for s in starts], [sent[s] for s in starts], accepted
-    )))  # fmt: skip
-    log = recorded_log(trace, rounds, name, policy.reads, walk.first)
-    return ruled_log(log, rule, own, mismatched, departed)
+    judged = judged_rounds(trace, own, walk, *drafts)
+    if judged is None:
+        return None
+    log = recorded_log(trace, judged.rounds, name, policy.reads, walk.first)
+    return ruled_log(log, rule, own, judged.mismatched, judged.departed)
 
 
 def _planned(trace: Trace, policy: DraftPolicy) -> LanePlan | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 from traces.acceptance.trace import Trace
@@ -84,53 +85,84 @@ class Suffix(LookupSource):
     def open(
         self, trace: Trace, recordings: Recordings, first: int
     ) -> Callable[[int], SourceReplay]:
-        """Needs prompt and output tokens; the drafts of all starts are found once a trace."""
+        """Needs prompt and output tokens; what is drafted at a place is found once a trace."""
         del recordings
         if self._found is None or self._found[0]() is not trace:
             self._found = weakref.ref(trace), _Proposals(self, trace)
         proposals = self._found[1]
         kind = CALL_KINDS.index((self.name, "forward"))
         return lambda request: LookupReplay(
-            trace, request, lambda: proposals.of(request), kind, first
+            trace, request, lambda: _Known(proposals, request), kind, first
         )
 
 
 class _Proposals:
-    """What suffix decoding drafts at every position of a trace, found request by request.
+    """What suffix decoding drafts along a trace, found where it is asked for.
 
-    A draft depends on the true tokens alone, so every policy meets the same.
+    A draft depends on the true tokens alone, so every policy meets the same.  The trees grow with
+    the first one that is replayed, and nothing is looked up between its rounds; from the first
+    question that goes back behind where they stand, at every position.
     """
 
     def __init__(self, source: Suffix, trace: Trace) -> None:
         self._source = source
-        self._output, self._starts = true_tokens(trace), trace.request_starts
+        output, starts = true_tokens(trace), trace.request_starts.tolist()
+        self._outputs = [output[begin:end] for begin, end in pairwise(starts)]
         self._prompts = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
         self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
-        self._served = SuffixTree(source.depth) if source.cached else None
-        self._known: list[list[list[Proposal]]] = []
+        self._known: dict[tuple[int, int], list[Proposal]] = {}
+        self._every = False
+        self._rewind()
 
-    def of(self, request: int) -> Lookup:
-        """A lookup that says what was found for a request."""
-        while len(self._known) <= request:
-            self._known.append(self._next(len(self._known)))
-        return _Known(self._known[request])
+    def at(self, request: int, position: int) -> list[Proposal]:
+        """The draft after so many output tokens of a request."""
+        place = request, position
+        if place not in self._known:
+            if place < (self._request, self._position):
+                self._every = True
+                self._rewind()
+            while self._request < request:
+                self._next()
+            self._go(position)
+            self._look_up()
+        return self._known[place]
 
-    def _next(self, request: int) -> list[list[Proposal]]:
-        lookup = self._source.begin(self._served, self._eos)
-        lookup.extend(self._prompts[request])
-        found = [lookup.propose()]
-        for token in self._output[int(self._starts[request]) : int(self._starts[request + 1])]:
-            lookup.extend([token])
-            found.append(lookup.propose())
-        return found
+    def _rewind(self) -> None:
+        self._served = SuffixTree(self._source.depth) if self._source.cached else None
+        self._lookup: SuffixLookup | None = None
+        self._request, self._position = -1, 0
+
+    def _next(self) -> None:
+        if self._lookup is not None:
+            self._go(len(self._outputs[self._request]))
+        self._request, self._position = self._request + 1, 0
+        self._lookup = self._source.begin(self._served, self._eos)
+        self._lookup.extend(self._prompts[self._request])
+
+    def _go(self, until: int) -> None:
+        """Take in the output up to a position."""
+        while self._position < until:
+            if self._every:
+                self._look_up()
+            end = self._position + 1 if self._every else until
+            assert self._lookup is not None
+            self._lookup.extend(self._outputs[self._request][self._position : end])
+            self._position = end
+
+    def _look_up(self) -> None:
+        place = self._request, self._position
+        if place not in self._known and self._lookup is not None:
+            self._known[place] = self._lookup.propose()
 
 
 class _Known(Lookup):
-    def __init__(self, found: list[list[Proposal]]) -> None:
-        self._found, self._position = found, -1
+    """What was found for a request, as a lookup says it."""
+
+    def __init__(self, proposals: _Proposals, request: int) -> None:
+        self._proposals, self._request, self._position = proposals, request, -1
 
     def extend(self, tokens: Sequence[int]) -> None:
         self._position = 0 if self._position < 0 else self._position + len(tokens)
 
     def propose(self) -> list[Proposal]:
-        return self._found[self._position]
+        return self._proposals.at(self._request, self._position)

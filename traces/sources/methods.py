@@ -7,7 +7,9 @@ another source than a draft model come from `traces.sources.registry.SYSTEMS`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from policies.core import DraftPolicy
 from policies.registry import describe, parse_policy
@@ -16,7 +18,9 @@ from policies.rules.registry import parse_rule
 from policies.rules.threshold import CMASDVerification
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.replay.judged import columns_of
 from traces.replay.lanes import replay_many
+from traces.replay.layout import layout_of
 from traces.sources.registry import DRAFT_MODEL, SYSTEMS
 
 
@@ -140,20 +144,18 @@ def resolved(chosen: Method, trace: Trace) -> Method:
 
 
 def mean_tau(trace: Trace, policy: DraftPolicy) -> float:
-    """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`."""
-    [log] = replay_many(trace, [(describe(policy), policy)], rule=_Thresholds())
-    rule = log.rule
-    assert isinstance(rule, _Thresholds)
-    return rule.total / rule.judged if rule.judged else rule.tau_base
+    """Mean tau_t, in nats, of the tokens that CM-ASD's verification judges under `policy`.
 
-
-class _Thresholds(CMASDVerification):
-    """CM-ASD's verification that adds up the thresholds it applies."""
-
-    total, judged = 0.0, 0
-
-    def threshold(self, token: Any) -> float:
-        value = super().threshold(token)
-        self.total += value
-        self.judged += 1
-        return value
+    Not of those that are refused by their rank.
+    """
+    [log] = replay_many(trace, [(describe(policy), policy)], rule=CMASDVerification())
+    rule, layout = log.rule, layout_of(trace)
+    assert isinstance(rule, CMASDVerification)
+    rounds = log.rounds
+    begin = layout.rows[layout.begins[rounds["request"]] + rounds["position"]]
+    # What follows a refusal is not judged.
+    count = np.minimum(rounds["accepted"] + 1, rounds["drafted"])
+    row = np.repeat(begin - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    tokens, scores = columns_of(trace, rule)
+    taus = rule.thresholds(tokens)[row[scores.draft_rank[row] < rule.top]]
+    return float(taus.mean()) if len(taus) else rule.tau_base

@@ -162,22 +162,29 @@ class Draft(NamedTuple):
     score: float
 
 
+NOTHING = Draft([], [], 0.0)
+
+
 def speculate(
-    tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float
-) -> Draft:
+    tree: SuffixTree, context: Sequence[int], most: int, factor: float, least: float,
+    best: Draft = NOTHING,
+) -> Draft:  # fmt: skip
     """The best-scored draft over all lengths of the context's end, the longest among equals.
 
     A match of n tokens allows ``n factor`` drafted ones; each is the most frequent behind those
     before, as long as the product of their shares is at least `least`.  In float32, as there.
+    ``best``: what another tree gave, which stands unless it is outscored.
     """
-    best = Draft([], [], 0.0)
     # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
     single = array("f", (factor, least))
     factor, least = single
-    for matched, behind in tree.matches(context):
+    for matched, behind in reversed([*tree.matches(context)]):
         node = behind
         single[0] = matched * factor
         allowed = max(min(most, int(single[0] + 1e-6)), 0)
+        # A token scores one at most, and a shorter match allows no more of them.
+        if allowed <= best.score:
+            break
         tokens: list[int] = []
         probs: list[float] = []
         prob, total = 1.0, 0.0
@@ -199,7 +206,7 @@ def speculate(
             probs.append(prob)
             single[0] = total + prob
             total = single[0]
-        if total >= best.score:
+        if total > best.score:
             best = Draft(tokens, probs, total)
     return best
 
@@ -245,13 +252,10 @@ class SuffixLookup(Lookup):
 
     def propose(self) -> list[Proposal]:
         """The better-scored draft of both trees, the request's own among equals."""
-        context, trees = self._context or [], [self._own]
-        if self._served is not None:
-            trees.append(self._served)
-        drafts = [
-            speculate(tree, context, self.num_tokens, self.factor, self.min_prob) for tree in trees
-        ]
-        best = max(drafts, key=lambda draft: draft.score)
+        context, best = self._context or [], NOTHING
+        for tree in (self._own, self._served):
+            if tree is not None:
+                best = speculate(tree, context, self.num_tokens, self.factor, self.min_prob, best)
         chosen: list[Proposal] = []
         for token, prob in zip(best.tokens, best.probs, strict=True):
             chosen.append(Proposal(token, prob))
