@@ -51,6 +51,18 @@ def test_measured_cells_say_what_prompts_add() -> None:
     assert two == pytest.approx(ALONE_S + 2e-4 * 50 + 1e-5 * 9)
 
 
+def test_more_prompt_tokens_than_beside_decoding_are_not_as_cheap_as_the_most_measured() -> None:
+    """Several prompts reach a server's engine while the first one decodes."""
+    launch_s = 0.011
+    four = [prompt(64)] * 4
+    assert seconds(MEASURED, *four) == pytest.approx(ALONE_S + 0.008 + 4 * 0.064 - launch_s)
+    cost = IterationCost(MEASURED, speculates=False)
+    cost(SLOTS, ROUNDS, four)
+    assert [(c.phase, c.origin) for c in cost.coverage if c.phase == "mixed"] == [
+        ("mixed", "composed")
+    ]
+
+
 def test_without_them_both_passes_are_added_less_one_launch() -> None:
     launch_s = 0.011
     assert seconds(COMPOSED, prompt(20)) == pytest.approx(ALONE_S + 0.028 - launch_s)

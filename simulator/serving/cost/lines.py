@@ -122,6 +122,11 @@ class Lines:
         return min(min(line.seconds) for rows in self._rows.values() for line in rows.values())
 
     @cached_property
+    def widest(self) -> float:
+        """The largest width that was measured at every batch."""
+        return min(max(rows) for rows in self._rows.values())
+
+    @cached_property
     def widest_together(self) -> float:
         """The largest width of several sequences; infinite where none was measured."""
         widths = [width for batch, rows in self._rows.items() if batch > 1 for width in rows]

@@ -2,8 +2,10 @@
 
 Such a pass is not one of mean width: the sequences' attention costs what it costs alone, and
 all tokens go through the layers together.  Where an engine was measured, what prompts add has
-cells of its own (phase ``mixed``).  Elsewhere the two passes are added less one launch, for
-the weights are read, and the kernels launched, once.
+cells of its own (phase ``mixed``), of one prompt beside those that decode.  Elsewhere, and for more
+prompt tokens than such cells have, the two passes are added less one launch, for the weights are
+read, and the kernels launched, once: what prompts take by themselves was measured further, and
+of several at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class MixedPasses:
     def __init__(self, latency: LatencyTable) -> None:
         own = latency.has("target", "mixed")
         self._added = PassReader(latency, "target", "mixed") if own else None
+        self._most = lines_of(latency, "target", "mixed").widest if own else 0.0
         self._launch_s = lines_of(latency, "target", "forward").quickest_s
         nothing = Span(math.inf, -math.inf)
         self._composed = Coverage("target", "mixed", COMPOSED, 0, nothing, nothing, nothing)
@@ -46,7 +49,7 @@ class MixedPasses:
 
         By themselves they take `decode_s` and `prompt_s`; together never less than either.
         """
-        if self._added is not None and not cached:
+        if self._added is not None and not cached and tokens <= self._most:
             return decode_s + self._added(decoded, tokens, 0.0)
         old = self._composed
         self._composed = old._replace(
@@ -58,7 +61,7 @@ class MixedPasses:
     def each(self, decode_s: Floats, decoded: Ints, prompts: PromptsEach) -> Floats:
         """`seconds` of many passes."""
         found = np.empty(len(decode_s))
-        own = (prompts.cached == 0) if self._added is not None else np.zeros(len(found), bool)
+        own = (prompts.cached == 0) & (prompts.tokens <= self._most)
         if self._added is not None and own.any():
             sizes = zip(decoded[own].tolist(), prompts.tokens[own].tolist(), strict=True)
             found[own] = decode_s[own] + [self._added(d, tokens, 0.0) for d, tokens in sizes]
