@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from commands.engine.compare import priced_s
 from commands.engine.http import control_sizes
 from commands.engine.loads import named_loads
+from commands.engine.speed import at_speed, speed_of
 from policies import parse_policy
 from policies.core import Round
 from profiler.engines import setup
@@ -20,7 +23,10 @@ from profiler.engines.server.client import Answer
 from profiler.engines.server.lines import Lines
 from profiler.engines.server.log import LogReader
 from profiler.engines.server.record import Recorder
-from profiler.engines.server.share import added, served_run, with_server
+from profiler.engines.server.share import ServedRun, added, served_run, with_server
+from profiler.engines.watch import Decoded, Prompt, Step
+from simulator.serving.cost.host import HostCost
+from simulator.serving.cost.iteration import IterationCost
 from tests.pretend_vllm import PretendRunner, config
 from tests.serving import GRID
 from traces import replay, synthetic_trace
@@ -111,9 +117,57 @@ def test_a_control_load_becomes_cells_less_what_the_table_holds(one_request: Any
     assert table.seconds("server", "iteration", batch=1, new_tokens=1, context=0) == pytest.approx(
         0.002 - 0.0005
     )
-    assert len(table.cells) == len(GRID.cells) + 2
+    assert len(table.cells) == len(GRID.cells) + 3
     with pytest.raises(DraftsimError, match="hold a server's share"):
         with_server(table, {1: [one_request.run]})
+
+
+def control_of(
+    table: LatencyTable, size: int, slower: float, prompts_slower: float, queued: list[float]
+) -> ServedRun:
+    """A loop of `size` requests in an engine that takes so much longer than `table` says."""
+    cost = IterationCost(table)
+    prompt = [Prompt("0/0", 40, 0, 40)]
+    steps = []
+    for context in range(60, 90, 10):
+        decoded = [Decoded(f"{i}/{i}", context, 0, 1) for i in range(size)]
+        for reading in ([], prompt):
+            step = Step(0.0, 0.0, {}, decoded, reading, {}, [])
+            own_s = (prompts_slower if reading else slower) * priced_s(step, cost)
+            parts = {"schedule": 1e-4, "execute": own_s - 2e-4 - 5e-4, "update": 1e-4}
+            steps.append(replace(step, seconds=own_s + 2e-3, parts=parts))
+    load: Any = SimpleNamespace(steps=steps)
+    return ServedRun(load, [0.006] * 3, [2e-3 + 5e-4] * len(steps), queued)
+
+
+def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() -> None:
+    table = LatencyTable(
+        GRID.cells, {"host_parts": [{"batch": b, "output_s": 5e-4} for b in (1, 8)]}
+    )
+    controls = {1: [control_of(table, 1, 1.3, 1.2, [0.0])],
+                8: [control_of(table, 8, 1.1, 1.2, [0.0, 2e-3, 4e-3, 6e-3, 8e-3, 9e-3, 0.011,
+                                                    0.014])]}  # fmt: skip
+    speed = speed_of(controls, table)
+    assert speed.decoding == pytest.approx({1: 1.3, 8: 1.1})
+    assert speed.prompts == pytest.approx(1.2)
+    assert speed.at(16) == pytest.approx(1.1)
+    now = at_speed(table, speed)
+    cost, before = IterationCost(now), IterationCost(table)
+    for size, slower in ((1, 1.3), (8, 1.1)):
+        decoding = controls[size][0].load.steps[0]
+        # The host's share, a twentieth, has cells of one request alone.
+        expected = slower * priced_s(decoding, before)
+        assert priced_s(decoding, cost) == pytest.approx(expected, rel=0.02)
+    alone = Step(0.0, 0.0, {}, [], [Prompt("0/0", 40, 0, 40)], {}, [])
+    assert priced_s(alone, cost) == pytest.approx(1.2 * priced_s(alone, before), rel=0.03)
+    # What the server adds was measured beside that very engine.
+    served = with_server(now, controls)
+    around = {"batch": 8, "new_tokens": 1, "context": 0}
+    assert served.seconds("server", "iteration", **around) == pytest.approx(2e-3)
+    assert served.seconds("server", "apart", **around) == pytest.approx(2e-3)
+    assert HostCost(served, reads=False).apart_s(1) == 0
+    again = at_speed(served, speed)
+    assert again.seconds("server", "iteration", **around) == pytest.approx(2e-3)
 
 
 def test_controls_are_the_ends_of_the_loads() -> None:

@@ -51,10 +51,12 @@ def test_one_client_waits_for_the_server_at_every_request_and_iteration(policy: 
 
 @pytest.mark.parametrize("policy", ["autoregressive", "fixed:gamma=3"])
 @pytest.mark.parametrize("arrivals", [ClosedLoop(3), Poisson(6.0)])
+@pytest.mark.parametrize("more", [(), (("apart", 3, 1e-4),)])
 def test_iterations_by_themselves_and_in_spans_cost_the_same(
-    arrivals: Arrivals, policy: str
+    arrivals: Arrivals, policy: str, more: tuple[tuple[str, int, float], ...]
 ) -> None:
-    spans, single = (run(SERVED, arrivals, policy, by_iteration=by) for by in (False, True))
+    served = with_server(("request", 1, AROUND_S), ("iteration", 1, BESIDE_S), *more)
+    spans, single = (run(served, arrivals, policy, by_iteration=by) for by in (False, True))
     for column in ("arrival_s", "first_s", "finish_s", "rounds"):
         np.testing.assert_allclose(spans.requests[column], single.requests[column])
     assert spans.little_error < 1e-9
@@ -75,3 +77,20 @@ def test_a_fuller_engine_has_a_slower_server_around_it() -> None:
     np.testing.assert_allclose(found, [AROUND_S, 2 * AROUND_S, 3 * AROUND_S, 3 * AROUND_S])
     bare, served = (run(t, ClosedLoop(1), "autoregressive").requests for t in (GRID, growing))
     np.testing.assert_allclose(served["e2e_s"], bare["e2e_s"] + AROUND_S)
+
+
+@pytest.mark.parametrize("by_iteration", [False, True])
+def test_requests_sent_at_once_reach_the_engine_one_by_one(by_iteration: bool) -> None:
+    """The first is taken alone; those that came meanwhile join it in the next iteration."""
+    at_once, apart = (
+        run(table, ClosedLoop(3), "autoregressive", by_iteration=by_iteration)
+        for table in (GRID, with_server(("apart", 3, 1e-5)))
+    )
+    first, *others = apart.requests["first_s"][:3]
+    assert at_once.requests["first_s"][:3].nunique() == 1
+    assert first < others[0] == others[1]
+    assert first < at_once.requests["first_s"].min() < others[0]
+    np.testing.assert_allclose(sorted(apart.requests["arrival_s"])[:3], [0.0, 1e-5, 2e-5])
+    # All have as many tokens: the first ends an iteration before the others, again and again.
+    assert apart.recorder.iterations == at_once.recorder.iterations + 1
+    assert apart.requests["rounds"].sum() == at_once.requests["rounds"].sum()

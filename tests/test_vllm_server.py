@@ -62,7 +62,7 @@ def test_the_servers_share_is_kept_as_cells_of_control_loops(served: Any) -> Non
     folder = Path(served[0])
     cells = read_latency(folder / "latency-http.parquet").cells
     server = cells[cells["model"] == "server"]
-    assert set(server["phase"]) == {"request", "iteration"}
+    assert set(server["phase"]) == {"request", "iteration", "apart"}
     assert set(server["batch"]) == {1, 4}
     around = server[server["phase"] == "request"]
     assert (around["median_s"] > 0).all()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commands.common.output import note
-from commands.engine.compare import figures_of, in_turn, jobs_of, row_of, with_speedups
+from commands.engine.compare import beside, figures_of, in_turn, jobs_of, row_of, with_speedups
 from commands.engine.loads import scenario_of
+from commands.engine.speed import Speed, at_speed, speed_of
 from traces.errors import FileError
 from traces.store.files import write_latency
 
@@ -28,10 +29,11 @@ SERVED = "latency-http.parquet"
 CONTROL_OPEN = 4
 """Requests that the larger control loop keeps where loads are open."""
 SHOWN = (
-    "load", "policy", "rounds_differ", "throughput", "throughput_predicted", "error", "ttft_s",
-    "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s", "e2e_s_predicted", "speedup",
-    "speedup_predicted", "request_s", "request_s_predicted", "iteration_s",
-    "iteration_s_predicted", "share", "share_predicted", "busy_error", "machine",
+    "load", "policy", "rounds_differ", "throughput", "throughput_predicted", "error", "noise",
+    "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s", "e2e_s_predicted",
+    "speedup", "speedup_predicted", "speedup_error", "speedup_noise", "request_s",
+    "request_s_predicted", "iteration_s", "iteration_s_predicted", "share", "share_predicted",
+    "busy_error", "profile_busy_error", "slowdown", "machine",
 )  # fmt: skip
 
 
@@ -41,10 +43,13 @@ def compare_served(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every load under every policy, from clients of a real server and in the simulator.
 
-    What the server adds to its engine is measured in loops of plain decoding that are no row, put
-    into the table (kept in the `run` folder as `SERVED`), and predicts with it: ``request_s``
-    around a request and ``iteration_s`` around an iteration, ``share`` of the requests' time.
-    Columns ``_bare`` are predictions of the engine alone.  Speedups are over the first policy.
+    What the server adds to its engine is measured in loops of plain decoding that are no row,
+    before every repeat and behind the last, put into the table (kept in the `run` folder as
+    `SERVED`), and predicts with it: ``request_s`` around a request and ``iteration_s`` around an
+    iteration, ``share`` of the requests' time.  The same loops tell how much slower the engine is
+    than its table says (``slowdown``, of decoding as many requests): so much longer every cell of
+    the table predicts.  Columns ``profile_`` are errors without that, columns ``_bare``
+    predictions of the engine alone.  Speedups are over the first policy.
     """
     from profiler.engines.drafts import Forced
     from profiler.engines.server.loads import Clients
@@ -68,27 +73,38 @@ def compare_served(
         jobs = {load: jobs_of(trace, s, seed, requests) for load, s in scenarios.items()}
         note("the engine's own outputs")
         clients.learn({job.sequence for own in jobs.values() for job in own}, seed)
-        controls = {}
-        for size in control_sizes(loads, options.max_batch):
-            note(f"control: plain decoding, closed:{size}")
-            controls[size] = [clients.control(size)]
+        controls: dict[int, list[ServedRun]] = {}
+
+        def run_controls() -> None:
+            for size in control_sizes(loads, options.max_batch):
+                note(f"control: plain decoding, closed:{size}")
+                controls.setdefault(size, []).append(clients.control(size))
+
         measured: dict[tuple[str, str], list[ServedRun]] = {}
-        for load, text in in_turn(list(scenarios), list(chosen), repeats):
+        for done, (load, text) in enumerate(in_turn(list(scenarios), list(chosen), repeats)):
+            if done % (len(scenarios) * len(chosen)) == 0:
+                run_controls()
             clients.decide(text)
             found = clients.run(jobs[load], scenarios[load].arrivals.concurrency)
             measured.setdefault((load, text), []).append(found)
-    table = with_server(latency, controls)
+        run_controls()
+    served = with_server(latency, controls)
     try:
-        write_latency(table, run / SERVED)
+        write_latency(served, run / SERVED)
         note(f"wrote {run / SERVED}: `draftsim serve --latency` prices the server with it")
     except FileError as error:
         note(f"the server's share is not kept: {error}")
-    rows = [
-        _row(load, text, measured[load, text], latency, table, trace, policy, scenario)
-        for load, scenario in scenarios.items()
-        for text, policy in chosen.items()
-    ]
-    return with_speedups(rows, next(iter(chosen)))
+    speed, first = speed_of(controls, latency), next(iter(chosen))
+    now = at_speed(latency, speed)
+    table = with_server(now, controls)
+    rows, old = [], []
+    for load, scenario in scenarios.items():
+        for text, policy in chosen.items():
+            own = measured[load, text]
+            runs = [r.load for r in own]
+            old.append(row_of(load, text, runs, served, trace, policy, scenario))
+            rows.append(_row(load, text, own, now, table, trace, policy, scenario, speed))
+    return beside(with_speedups(rows, first), with_speedups(old, first))
 
 
 def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:
@@ -100,7 +116,7 @@ def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:
 
 def _row(
     load: str, text: str, runs: Sequence[ServedRun], latency: LatencyTable, table: LatencyTable,
-    trace: Trace, policy: Any, scenario: Scenario,
+    trace: Trace, policy: Any, scenario: Scenario, speed: Speed,
 ) -> dict[str, Any]:  # fmt: skip
     from profiler.engines.server.share import added
     from simulator.serving import simulate
@@ -118,6 +134,7 @@ def _row(
     return row | {
         "request_s_predicted": around.around_request_s(running),
         "iteration_s_predicted": around.around_iteration_s(running),
+        "slowdown": speed.at(running) - 1,
         "share_predicted": 1 - alone["e2e_s"] / row["e2e_s_predicted"],
     }
 

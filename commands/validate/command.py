@@ -114,12 +114,16 @@ def validate(
     `machine` is how much slower a control load ran than when the engine was measured, and
     --remeasure measures it again between the arms.  With --http the clients are those of a server:
     `request_s` and `iteration_s` are what it adds around requests and iterations, `share` of the
-    requests' time; they predict from loops of plain decoding that are no row.
+    requests' time; they predict from loops of plain decoding that are no row, which also tell how
+    much slower the engine is than its latencies (`slowdown`).
     """
     if http and engine is None:
         raise DraftsimError("--http is of --engine: add --engine vllm")
     if http and remeasure:
-        raise DraftsimError("--remeasure steps the engine by hand, which --http does not: drop one")
+        raise DraftsimError(
+            "--http tells by loops of its own how slow the engine is behind its server: drop "
+            "--remeasure, which steps an engine by hand"
+        )
     if recorded is not None:
         from commands.validate.recorded import recorded_check
 

@@ -29,12 +29,14 @@ class Source:
     """Feeds requests to a queue: at their times, or as completions allow.
 
     `advance` is called with 1 whenever a request leaves.  Of open arrivals nobody knows before
-    `open_until_s` that none is to come.
+    `open_until_s` that none is to come.  The first requests of a closed loop, which are sent at
+    once, reach the queue one by one, `apart_s` from each other.
     """
 
     def __init__(
         self, env: Clock, jobs: Iterator[Job], concurrency: int | None, think_s: float,
         advance: Callable[[int], None] = lambda _: None, open_until_s: float = 0.0,
+        apart_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.env = env
         self.advance = advance
@@ -43,6 +45,7 @@ class Source:
         self._concurrency = concurrency
         self._think_s = think_s
         self._open_until_s = open_until_s
+        self._apart_s = apart_s
         self._thinking = 0
 
     def start(self, server: Server) -> None:
@@ -51,8 +54,11 @@ class Source:
         if self._concurrency is None:
             self.env.process(self._open())
             return
-        for _ in range(self._concurrency):
-            self._submit_next()
+        for place in range(self._concurrency):
+            if self._apart_s * place > 0:
+                self.env.process(self._think(self._apart_s * place))
+            else:
+                self._submit_next()
 
     def completed(self, around_s: float = 0.0) -> None:
         """A request left: a closed loop sends another.

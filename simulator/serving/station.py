@@ -15,6 +15,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
+from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.engine import Engine
 from simulator.serving.fleet.front import Front
@@ -136,6 +137,7 @@ class Station:
         source = Source(
             env, jobs, arrivals.concurrency, arrivals.think_s, self.advance,
             max(marks.values(), default=0.0),
+            HostCost(self.latency, reads=False).apart_s(arrivals.concurrency or 1),
         )  # fmt: skip
         engines = [
             self._engine(

@@ -43,6 +43,8 @@ PHASES: dict[str, str] = {
     "rollback": "taking rejected tokens out of the cache",
     "request": "what a server (model `server`) puts around a request: from the client to the "
     "engine's queue, and from an iteration's end to the client (batch = requests that run)",
+    "apart": "by how much later than the one before a server's engine gets each of several "
+    "requests that were sent at once (batch = their number)",
     "iteration": "what a server puts around an iteration of its engine: messages, the loop",
 }
 

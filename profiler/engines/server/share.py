@@ -35,6 +35,8 @@ class ServedRun:
     """By request, on the way to the engine and back."""
     around_step_s: Sequence[float]
     """By step, all but scheduling, running the model and taking in what came of it."""
+    queued_s: Sequence[float]
+    """When each request reached the engine, in the order they did, from the first on."""
 
 
 def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> ServedRun:
@@ -52,7 +54,8 @@ def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> S
     ]
     load = LoadRun(requests, steps, log.rounds, control_s)
     beside = [s.seconds - sum(s.parts[p] for p in ("schedule", "execute", "update")) for s in steps]
-    return ServedRun(load, around_requests(answers, log), beside)
+    queued = sorted(log.queued[answer.name] for answer in answers)
+    return ServedRun(load, around_requests(answers, log), beside, [at - queued[0] for at in queued])
 
 
 def gaps(log: EngineLog) -> list[float]:
@@ -109,13 +112,16 @@ def with_server(latency: LatencyTable, controls: Mapping[int, Sequence[ServedRun
         ]
         fullest = max((size for size, _ in decoding), default=0)
         steps = [seconds for size, seconds in decoding if size == fullest]
-        for phase, seconds in (("request", requests), ("iteration", steps or [0.0])):
+        # The first that many are sent at once, the others behind an answer.
+        apart = [float(np.diff(run.queued_s[:batch]).mean()) for run in runs if batch > 1]
+        told = {"request": requests, "iteration": steps or [0.0], "apart": apart or [0.0]}
+        for phase, seconds in told.items():
             low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
             rows.append((SERVER, phase, batch, 1, 0, middle, (high - low) / 2, len(seconds)))
     cells = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
-    told: dict[str, Any] = {"server": {"control": "plain decoding", "loops": sorted(controls)}}
+    meta: dict[str, Any] = {"server": {"control": "plain decoding", "loops": sorted(controls)}}
     table = pd.concat([latency.cells, cells], ignore_index=True)
-    return LatencyTable(table, {**latency.meta, **told})
+    return LatencyTable(table, {**latency.meta, **meta})
 
 
 def added(run: ServedRun, latency: LatencyTable) -> dict[str, float]:

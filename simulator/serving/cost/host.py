@@ -45,6 +45,10 @@ class HostCost:
         """What a server puts around a request that ends with `batch` running, itself among them."""
         return self._scalar(SERVER, "request", batch)
 
+    def apart_s(self, requests: int) -> float:
+        """Seconds between requests at a server's engine of which so many were sent at once."""
+        return self._scalar(SERVER, "apart", requests)
+
     def _read(self, batch: int) -> Host:
         draft_s = host_seconds(self.latency, "host_draft", batch)
         if self.reads:

@@ -37,7 +37,7 @@ def keeps_no_clock(scenario: Scenario, latency: LatencyTable) -> bool:
     return (
         scenario.mode == "continuous" and scenario.replicas == 1 and scenario.max_tokens is None
         and arrivals.concurrency is not None and not arrivals.think_s
-        and not latency.has(SERVER, "request")
+        and not any(latency.has(SERVER, phase) for phase in ("request", "apart"))
         and limits.kv_blocks is None and limits.chunked_prefill
     )  # fmt: skip
 
