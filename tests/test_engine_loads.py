@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from commands.engine.loads import named_loads
+from profiler.engines import loads
+from profiler.engines.loads import Job, run_load
+from profiler.engines.watch import Step
 from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
 from tests.serving import SMALL, arrival_file
@@ -45,3 +50,56 @@ def test_a_file_that_is_none_is_refused_before_an_engine_is_started(
     assert "does not exist" in ran.err
     ran = run("validate", "--engine", "vllm", "--run", tmp_path, "--load", "open:3")
     assert "open loads are --rate and --arrivals" in ran.err
+
+
+class Stepped:
+    """An engine of `STEP_S` an iteration, and a control load, on a clock of their own."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.controls: list[float] = []
+        self.running: dict[str, list[int]] = {}
+        self.proposer = SimpleNamespace(use=lambda setup: None, finished={})
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def add(self, name: str, prompt: Any, tokens: int) -> None:
+        self.running[name] = [0, tokens]
+
+    def step(self) -> Step:
+        began = self.now
+        self.now += STEP_S
+        for done in self.running.values():
+            done[0] += 1
+        emitted = {name: done for name, (done, _) in self.running.items()}
+        ended = [name for name, (done, tokens) in self.running.items() if done == tokens]
+        for name in ended:
+            del self.running[name]
+        return Step(began, STEP_S, {}, [], [], emitted, ended)
+
+    def seconds(self) -> float:
+        self.now += 7.0
+        self.controls.append(float(len(self.controls)))
+        return self.controls[-1]
+
+
+STEP_S = 0.125
+
+
+@pytest.mark.parametrize("concurrency", [2, None])
+def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int | None
+) -> None:
+    engine: Any = Stepped()
+    monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: engine.now))
+    jobs = [Job(i, 0.0, 20) for i in range(4)]
+    setup: Any = None
+    run = run_load(engine, setup, jobs, {i: [1] for i in range(4)}, concurrency, engine)
+    iterations = 40 if concurrency else 20
+    assert run.requests["finish_s"].max() == pytest.approx(iterations * STEP_S)
+    assert run.busy_s == pytest.approx(iterations * STEP_S)
+    # Before and behind, and every fifth iteration: the first beyond half a second.
+    assert len(engine.controls) == 2 + iterations // 5
+    assert run.control_s == np.median(engine.controls)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.engine.compare import beside, with_speedups
+from commands.engine.compare import MOST, beside, slower_by, with_speedups
 from commands.engine.noise import MEDIAN, expected_median, noise_said, scatter
 
 OFF = "autoregressive"
@@ -26,7 +26,7 @@ def rows_of(
         found.append({
             "load": "closed:4", "policy": policy, "throughputs": rates.tolist(),
             "throughput": float(rates.mean()), "throughput_predicted": 50.0 + 10 * i,
-            "error": 0.0, "busy_error": 0.0, "repeats": repeats,
+            "error": 0.0, "busy_error": 0.0, "repeats": repeats, "paced_error": None,
         })  # fmt: skip
     return with_speedups(found, OFF)
 
@@ -84,6 +84,22 @@ def test_it_is_said_how_many_repeats_a_bound_takes() -> None:
     assert f"({math.ceil(2 * (floor / 0.01) ** 2)} repeats: 1%)" in said
     calm = rows_of(np.random.default_rng(3), 2, 0.001, 0.0)
     assert "repeats:" not in str(noise_said(calm, OFF))
+
+
+def test_errors_of_arms_on_a_slow_machine_are_told_by_what_else_ran_beside_them() -> None:
+    told = {"usual": 1e-3, "counted": 1.1e-3, "follows": 0.5}
+    assert slower_by([1.1e-3 * 1.21], told) == pytest.approx(1.1)
+    assert slower_by([1.0, 1.1e-3, 1e-9], told) == pytest.approx(1)
+    assert slower_by([1.0], told) == pytest.approx(MOST**0.5)  # disturbed itself
+    assert slower_by([1.1e-3], {"usual": 1e-3}) is None
+    rows = rows_of(np.random.default_rng(1), 2, 0.0, 0.0, (OFF, "a"))
+    for row, slower in zip(rows, (1.0, 1.2), strict=True):
+        row |= {"throughput": row["throughput_predicted"] / slower}
+        error = row["throughput_predicted"] / row["throughput"] - 1
+        row["paced_error"] = (1 + error) / slower - 1
+    _, slow = with_speedups(rows, OFF)
+    assert slow["speedup_error"] == pytest.approx(0.2)
+    assert slow["paced_speedup_error"] == pytest.approx(0)
 
 
 def test_rows_of_two_tables_stand_beside_each_other() -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands.engine.check import engine_options, grid_of
+from policies import parse_policy
 from profiler.engines import measure
 from profiler.engines.bench import Sample
 from profiler.engines.engine import PARTS
 from profiler.engines.plan import Cell, Grid
 from profiler.engines.start import EngineOptions
-from profiler.engines.table import cells_of, held_out_errors, host_parts
+from profiler.engines.table import cells_of, follows, held_out_errors, host_parts
+from simulator.serving import ClosedLoop
 from tests.conftest import Run
+from tests.serving import SMALL
 from traces import LatencyTable, write_latency
 
 GRID = Grid((1, 4), (1, 5), (64, 256), ((1, 16), (1, 64)), (1, 3), (1, 5), (16, 64), 1, 3)
@@ -149,6 +153,38 @@ def test_medians_withstand_one_slow_iteration() -> None:
     table = LatencyTable(cells_of(samples))
     read = float(np.asarray(table.seconds("target", "forward", batch=1, new_tokens=1, context=64)))
     assert read == pytest.approx(device_s(1, 1, 64))
+
+
+@pytest.mark.parametrize(("power", "noise"), [(0.0, 0.0), (0.6, 0.0), (1.0, 0.02)])
+def test_how_the_engine_follows_the_control_load_is_read_back(power: float, noise: float) -> None:
+    """An engine whose passes take the control load's time to a power, at moments unlike."""
+    rng = np.random.default_rng(2)
+    samples = {
+        cell: [
+            sample(cell, 1e-3 * pace, pace**power * float(np.exp(rng.normal(0, noise))))
+            for pace in np.exp(rng.normal(0, 0.08, 12)).tolist()
+        ]
+        for cell in measured() if cell.kind == "decode"
+    }  # fmt: skip
+    assert follows(samples) == pytest.approx(power, abs=0.06 if noise else 0.02)
+    slow = {cell: own * 2 for cell, own in measured().items()}
+    assert follows(slow) == 0  # a machine that never changed tells nothing
+
+
+def test_a_table_between_the_arms_has_the_batches_that_so_few_requests_make() -> None:
+    latency = LatencyTable(cells_of(measured()), {
+        "engine": {"longest": 4, "max_batch": 16, "max_model_len": 2048, "token_budget": 8192,
+                   "method": "custom_class"},
+        "target": "m", "dtype": "float32", "threads": 1,
+    })  # fmt: skip
+    options = engine_options(latency, SMALL)
+    loads = {f"closed:{n}": ClosedLoop(n) for n in (4, 16)}
+    grid = grid_of(options, SMALL, {"a": parse_policy("fixed:gamma=3")}, loads, 12)
+    assert list(grid.batches) == [1, 2, 4, 8, 12]
+    assert list(grid.widths) == [1, 2, 3, 4]
+    assert (12, 256) in grid.prompts
+    assert max(grid.beside_batches) == 11
+    assert len(set(grid.prompts)) == len(grid.prompts)
 
 
 class Bent:

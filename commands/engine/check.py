@@ -73,20 +73,21 @@ def engine_check(
     engine = Engine(options)
     if not remeasure:
         return compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed)
-    between = BetweenTable(engine, grid_of(options, trace, chosen, loads), seed)
+    between = BetweenTable(engine, grid_of(options, trace, chosen, loads, requests), seed)
     rows = compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed, between)
     write_latency(between.table(), run / CHECKED)
     return rows
 
 
 def grid_of(
-    options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals]
-) -> Grid:
-    """The sizes that the loads can come to under the policies."""
+    options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals],
+    requests: int,
+) -> Grid:  # fmt: skip
+    """The sizes that loads of so many `requests` can come to under the policies."""
     from profiler.engines.plan import Grid
     from simulator.serving.run import lookahead_of
 
-    most = max(a.concurrency or options.max_batch for a in loads.values())
+    most = max(min(a.concurrency or options.max_batch, requests) for a in loads.values())
     longest = max(lookahead_of(policy, trace) for policy in chosen.values())
     return Grid().fitted(replace(options, max_batch=most, longest=max(longest, 1)))
 

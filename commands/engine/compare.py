@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SWEEPS = 4
 """Sweeps over the table's cells between the arms, at least; as many as repeats otherwise."""
+MOST = 1.5
+"""Times that the control load may make of a machine: beyond, it was disturbed itself."""
 LEAST_ERROR = 0.03
 """Error of the service time that intervals of timed loads assume at the least."""
 
@@ -89,12 +91,18 @@ def beside(rows: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[dict[s
 
 
 def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]]:
-    """The rows with speedups over the policy `first` at the same load, and how sure they are."""
+    """The rows with speedups over the policy `first` at the same load, and how sure they are.
+
+    Of the errors ``paced_`` ones are of predictions for a machine as slow as the control load was
+    beside either arm (`slower_by`).
+    """
     off = {row["load"]: row for row in rows if row["policy"] == first}
     for row in rows:
         for key in ("throughput", "throughput_predicted"):
             row[key.replace("throughput", "speedup")] = row[key] / off[row["load"]][key]
         row["speedup_error"] = row["speedup_predicted"] / row["speedup"] - 1
+        own, other = row["paced_error"], off[row["load"]]["paced_error"]
+        row["paced_speedup_error"] = None if own is None else (1 + own) / (1 + other) - 1
     return with_noise(rows, first)
 
 
@@ -129,9 +137,10 @@ def row_of(
     from simulator.serving import simulate
 
     predicted = simulate(trace, latency, policy, scenario, name=text)
-    row = {"load": load, "policy": text, **_compared(runs, predicted, latency)}
+    timed = scenario.arrivals.rate is not None
+    row = {"load": load, "policy": text, **_compared(runs, predicted, latency, timed)}
     row["rounds_differ"] = rounds_differ(runs, predicted, trace, latency, policy, scenario)
-    if scenario.arrivals.rate is not None:
+    if timed:
         # Queueing magnifies an error of the service time: what latencies it leaves possible.
         off_by = max(abs(row["busy_error"]), LEAST_ERROR)
         found = [figures_of(predicted.requests)]
@@ -145,7 +154,9 @@ def row_of(
     return row
 
 
-def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) -> dict[str, Any]:
+def _compared(
+    runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable, timed: bool
+) -> dict[str, Any]:
     expected = figures_of(predicted.requests)
     each = [figures_of(r.requests) for r in runs]
     busy_s = float(np.mean([r.busy_s for r in runs]))
@@ -157,12 +168,13 @@ def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) ->
         row[key] = float(np.mean([e[key] for e in each]))
         row[f"{key}_predicted"] = value
     rates = [e["throughput"] for e in each]
+    error = row["throughput_predicted"] / row["throughput"] - 1
+    slower = slower_by([r.control_s for r in runs], latency.meta["control_s"])
     return {
-        **row, "error": row["throughput_predicted"] / row["throughput"] - 1,
+        **row, "error": error, "slower": slower,
+        # In a loop without arrivals everything waits for the engine.
+        "paced_error": None if slower is None or timed else (1 + error) / slower - 1,
         "spread": (max(rates) - min(rates)) / 2 / row["throughput"], "throughputs": rates,
-        "machines": [
-            r.control_s / latency.meta["control_s"]["usual"] for r in runs
-        ],
         "busy_s": busy_s, "busy_s_predicted": predicted.recorder.busy_s,
         "busy_error": predicted.recorder.busy_s / busy_s - 1,
         "kinds": kinds(runs, latency),
@@ -171,6 +183,18 @@ def _compared(runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable) ->
         / latency.meta["control_s"]["usual"],
         "repeats": len(runs),
     }  # fmt: skip
+
+
+def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float | None:
+    """How much longer the engine takes by what the control load says, than when it was measured.
+
+    By the power with which it followed the control load there (`profiler.engines.table.follows`);
+    None where the table does not know.
+    """
+    if "follows" not in told:
+        return None
+    ratio = float(np.median(controls_s)) / told["counted"]
+    return float(np.clip(ratio, 1 / MOST, MOST) ** told["follows"])
 
 
 def figures_of(requests: Any) -> dict[str, float]:

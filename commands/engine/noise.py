@@ -77,4 +77,12 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
         f"speedups are off by {np.median(errors):.1%} (median; worst {errors.max():.1%}); a model "
         f"without error would show {floor:.1%} beside {repeats} repeats that scatter as these do"
         + (f" ({needed} repeats: {BOUND / 2:.0%})" if needed > repeats else "")
+        + _paced(arms)
     )
+
+
+def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
+    errors = [abs(row["paced_speedup_error"]) for row in arms if row["paced_speedup_error"]]
+    if not errors:
+        return ""
+    return f"; for a machine as the control load found it they are off by {np.median(errors):.1%}"

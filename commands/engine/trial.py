@@ -79,7 +79,7 @@ def tried(
     loads = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
     rows = compare_loads(engine, latency, trace, arms, loads, requests, repeats, seed)
     for row in rows:
-        for key in ("speedup", "speedup_predicted", "speedup_error", "speedup_noise"):
+        for key in [name for name in row if "speedup" in name]:
             row[key.replace("speedup", "gain")] = row.pop(key)
     if not engine.knows_batch_tables:
         note(

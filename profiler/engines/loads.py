@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from policies.core import Round
 from profiler.engines.bench import Control
 from profiler.engines.engine import Engine, Step
 from profiler.engines.setup import Setup
+
+CONTROL_EVERY_S = 0.5
+"""Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 
 
 class Job(NamedTuple):
@@ -36,7 +40,7 @@ class LoadRun:
     steps: Sequence[Step]
     rounds: Mapping[str, Sequence[Round]]
     control_s: float
-    """The control load's time around this run."""
+    """The control load's time around this run, and all along it where it could be had."""
 
     @property
     def busy_s(self) -> float:
@@ -48,12 +52,15 @@ def run_load(
     engine: Engine, setup: Setup, jobs: Sequence[Job], prompts: Mapping[int, Sequence[int]],
     concurrency: int | None, control: Control,
 ) -> LoadRun:  # fmt: skip
-    """Send `jobs`: at their times, or in a closed loop of `concurrency` requests."""
+    """Send `jobs`: at their times, or in a closed loop of `concurrency` requests.
+
+    The control load runs between iterations, too, while the requests' clock stands still.
+    """
     engine.proposer.use(setup)
     waiting = deque(enumerate(jobs))
     times: dict[str, dict[str, float]] = {}
-    before_s = control.seconds()
-    start_s = time.perf_counter()
+    controls = [control.seconds()]
+    start_s = controlled_s = time.perf_counter()
 
     def send(arrival_s: float) -> None:
         index, job = waiting.popleft()
@@ -74,6 +81,10 @@ def run_load(
                 continue
         step = engine.step()
         now_s = time.perf_counter() - start_s
+        if start_s + now_s - controlled_s > CONTROL_EVERY_S:
+            controls.append(control.seconds())
+            controlled_s = time.perf_counter()
+            start_s = controlled_s - now_s
         if step is None:
             continue
         steps.append(step)
@@ -86,4 +97,5 @@ def run_load(
                 send(now_s)
     requests = pd.DataFrame([{"name": name, **own} for name, own in times.items()])
     rounds = {n: s.rounds for n, s in engine.proposer.finished.items()}
-    return LoadRun(requests, steps, rounds, (before_s + control.seconds()) / 2)
+    controls.append(control.seconds())
+    return LoadRun(requests, steps, rounds, float(np.median(controls)))

@@ -16,8 +16,10 @@ from profiler.engines.plan import Cell, Grid
 from profiler.engines.table import (
     DISTURBED,
     cells_of,
+    follows,
     held_out_errors,
     host_parts,
+    quiet,
     usual_control_s,
 )
 from profiler.recording.checkpoint import Checkpoint
@@ -42,11 +44,13 @@ class _Measured:
     def _table(self, errors: Mapping[Cell, float]) -> LatencyTable:
         """`errors`: relative ones of reading held-out cells from the others."""
         controls = [s.control_s for own in self.samples.values() for s in own]
+        counted = [s.control_s for own in quiet(self.samples).values() for s in own]
         meta = {
             **self.meta, "kind": "engine", "host_parts": host_parts(self.samples),
             "control_s": {
                 "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
-                "p95": float(np.quantile(controls, 0.95)),
+                "p95": float(np.quantile(controls, 0.95)), "counted": float(np.median(counted)),
+                "follows": follows(self.samples),
             },
             "held_out": [{"batch": c.batch, "width": c.width, "error": e}
                          for c, e in errors.items()],

@@ -78,8 +78,8 @@ class Grid:
             widths=sorted({*(w for w in self.widths if w < wide), wide}),
             contexts=contexts,
             prompts=[
-                (n, t) for n, t in self.prompts
-                if n <= most and t + SPARE < length and n * t <= options.token_budget
+                (n, t) for n, t in dict.fromkeys((min(n, most), t) for n, t in self.prompts)
+                if t + SPARE < length and n * t <= options.token_budget
             ],
             beside_batches=sorted({min(b, most - 1) for b in self.beside_batches if most > 1}),
             beside_widths=sorted({min(w, wide) for w in self.beside_widths}),

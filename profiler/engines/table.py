@@ -17,6 +17,8 @@ from traces.latency.table import LatencyTable
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
 """A sample whose control load took so many times its usual time is not counted, if it may."""
+SWING = float(np.log(1.5))
+"""Beyond this a moment was an exception, whether the control load's or the engine's."""
 HOST = ("schedule", "update", "output")
 PROPOSE = PARTS.index("propose")
 
@@ -29,6 +31,24 @@ def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
         still = [s for s in own if s.control_s < DISTURBED * usual]
         kept[cell] = still or list(own)
     return kept
+
+
+def follows(samples: Samples) -> float:
+    """By which power of the control load's time the engine's goes, from 0 to 1.
+
+    Told from visits to the same decoding cells at other moments: a machine that is slow for memory
+    is so for both, one that has less of a processor perhaps for either.  Noise of the control
+    load makes the power smaller, as it should: so much the less does one say of the other.
+    """
+    both = product = 0.0
+    for cell, own in samples.items():
+        if cell.kind == "decode" and len(own) > 1:
+            logs = np.log([(s.control_s, s.seconds) for s in own])
+            control, seconds = np.clip(logs - np.median(logs, axis=0), -SWING, SWING).T
+            control, seconds = control - control.mean(), seconds - seconds.mean()
+            both += float(control @ control)
+            product += float(control @ seconds)
+    return float(np.clip(product / both, 0.0, 1.0)) if both else 0.0
 
 
 def usual_control_s(samples: Samples) -> float:
