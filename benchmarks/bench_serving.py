@@ -14,10 +14,10 @@ import pandas as pd
 import pytest
 import simpy
 
-from policies.basic import Autoregressive, Fixed
 from policies.batch.base import BatchPolicy
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive, Fixed
 from policies.registry import parse_policy
 from simulator.serving import (
     ROUTERS,

@@ -28,7 +28,7 @@ from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
 from traces.latency.schema import CELL_COLUMNS, PHASES
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE
-from traces.sources.exits import NODE_COLUMNS
+from traces.sources.exits.recording import NODE_COLUMNS
 from traces.sources.methods import METHODS
 from traces.store.outputs import Output
 from traces.store.parquet import KINDS
@@ -99,7 +99,7 @@ def row_columns(where: str) -> str:
 
 def served() -> str:
     """The columns of a row of `serve`, from two requests served."""
-    from policies.basic import Fixed
+    from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop, Scenario, simulate
     from traces.acceptance.synthetic import synthetic_trace
     from traces.latency.table import LatencyTable

@@ -1,20 +1,14 @@
 """Draft-length policies, verification rules and the loop that drives them."""
 
-from policies.bandit import EXP3Spec, UCBSpec
-from policies.basic import Autoregressive, Fixed, Oracle
 from policies.batch.base import BatchPolicy, IterationCost, SingleStream, TextbookCost
 from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, DisableByBatchSize
-from policies.bild import BiLDFallback
 from policies.checks import PolicyError, check_policy
-from policies.cmasd import CMASD
 from policies.confidence import cmasd_confidence
 from policies.core import DraftPolicy, DraftToken, Load, Round, speculate
-from policies.draft_and_verify import DraftAndVerify
-from policies.entropy import SVIP, AdaEDL
 from policies.estimators import (
     AcceptanceEstimator,
     ConstantAcceptance,
@@ -22,10 +16,17 @@ from policies.estimators import (
     IsotonicAcceptance,
     LogisticAcceptance,
 )
-from policies.gammatune import GammaTune, GammaTunePlus
-from policies.huggingface import Confidence, HFHeuristic
-from policies.llamacpp import LlamaCppDraft
-from policies.rate_optimal import RateOptimal
+from policies.lengths.bandit import EXP3Spec, UCBSpec
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
+from policies.lengths.bild import BiLDFallback
+from policies.lengths.cmasd import CMASD
+from policies.lengths.draft_and_verify import DraftAndVerify
+from policies.lengths.entropy import SVIP, AdaEDL
+from policies.lengths.gammatune import GammaTune, GammaTunePlus
+from policies.lengths.huggingface import Confidence, HFHeuristic
+from policies.lengths.llamacpp import LlamaCppDraft
+from policies.lengths.rate_optimal import RateOptimal
+from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.registry import (
     POLICIES,
     capped,
@@ -34,7 +35,6 @@ from policies.registry import (
     parse_serving_policy,
     policy_names,
 )
-from policies.specdec_pp import Disco, SpecDecPP
 
 __distribution__ = "draftsim"
 

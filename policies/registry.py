@@ -8,25 +8,25 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
-from policies.bandit import EXP3Spec, UCBSpec
-from policies.basic import Autoregressive, Fixed, Oracle
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable, DisableByBatchSize
-from policies.bild import BiLDFallback
-from policies.cmasd import CMASD
 from policies.core import DraftPolicy
-from policies.draft_and_verify import DraftAndVerify
-from policies.entropy import SVIP, AdaEDL
-from policies.gammatune import GammaTune, GammaTunePlus
-from policies.huggingface import Confidence, HFHeuristic
-from policies.llamacpp import LlamaCppDraft
-from policies.rate_optimal import RateOptimal
+from policies.lengths.bandit import EXP3Spec, UCBSpec
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
+from policies.lengths.bild import BiLDFallback
+from policies.lengths.cmasd import CMASD
+from policies.lengths.draft_and_verify import DraftAndVerify
+from policies.lengths.entropy import SVIP, AdaEDL
+from policies.lengths.gammatune import GammaTune, GammaTunePlus
+from policies.lengths.huggingface import Confidence, HFHeuristic
+from policies.lengths.llamacpp import LlamaCppDraft
+from policies.lengths.rate_optimal import RateOptimal
+from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.spec import describe_spec, parameters, parse_spec
-from policies.specdec_pp import Disco, SpecDecPP
 
 AnyPolicy = TypeVar("AnyPolicy", bound="DraftPolicy | BatchPolicy")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.estimate import Estimate, ratio
 from simulator.events import dsi_latency, pearl_cycles, truncated_rounds
 from simulator.formulas import (

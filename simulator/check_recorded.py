@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.aggregate.rates import emitted_of_rate
 from simulator.estimate import Estimate, ratio
 from simulator.formulas import general, leviathan

@@ -33,7 +33,7 @@ from simulator.tune import tune_vllm
 from tests.lane_traces import random_trace
 from tests.own_policy import Told
 from traces import synthetic_trace, write_latency
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 
 LONGEST, BATCH = 6, 4
 TRACE = synthetic_trace(

@@ -7,19 +7,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 from policies import CMASD, DraftPolicy, Fixed, HFHeuristic
-from policies.basic import Autoregressive, Oracle
 from policies.batch.base import SingleStream, TextbookCost
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
-from policies.bild import BiLDFallback
-from policies.draft_and_verify import DraftAndVerify
-from policies.entropy import SVIP, AdaEDL
 from policies.estimators import ConstantAcceptance, IsotonicAcceptance, LogisticAcceptance
-from policies.gammatune import GammaTune, GammaTunePlus
-from policies.huggingface import Confidence
-from policies.llamacpp import LlamaCppDraft
-from policies.rate_optimal import RateOptimal
-from policies.specdec_pp import Disco, SpecDecPP
+from policies.lengths.basic import Autoregressive, Oracle
+from policies.lengths.bild import BiLDFallback
+from policies.lengths.draft_and_verify import DraftAndVerify
+from policies.lengths.entropy import SVIP, AdaEDL
+from policies.lengths.gammatune import GammaTune, GammaTunePlus
+from policies.lengths.huggingface import Confidence
+from policies.lengths.llamacpp import LlamaCppDraft
+from policies.lengths.rate_optimal import RateOptimal
+from policies.lengths.specdec_pp import Disco, SpecDecPP
 
 SOME = st.integers(0, 9)
 UNIT = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.77, 0.95, 1.0])

@@ -9,8 +9,8 @@ import numpy as np
 from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
 from traces.sources.base import Recordings
-from traces.sources.exits import SIGNALS, ExitRecording, ExitSetting
-from traces.sources.starts import StartRecording
+from traces.sources.exits.recording import SIGNALS, ExitRecording, ExitSetting
+from traces.sources.starts.recording import StartRecording
 
 EOS = 0
 VOCABULARY = 5

@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
-from simulator.whatif.prices import Prices
-from simulator.whatif.sweep import Sweep
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable

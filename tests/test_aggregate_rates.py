@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.aggregate import TwoState, emitted_of_rate, emitted_rows, known_totals
 from simulator.aggregate.advice import predicted
 from simulator.aggregate.fit import ACCEPTANCE, calibrate

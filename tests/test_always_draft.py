@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Autoregressive, Fixed
 from policies.batch.base import SingleStream
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.pricing import autoregressive, price
 from simulator.serving import TableCost
 from simulator.tune.costs import RESTING

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pandas import DataFrame
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.pricing import autoregressive, price
 from simulator.serving import ClosedLoop, Limits, Scenario, serve
 from simulator.whatif.batching import InBatches

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import Targets, parse_targets, plan, plots
 from simulator.capacity.points import Bench, Point, Verdict
 from simulator.capacity.rows import with_cost

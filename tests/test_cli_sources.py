@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.papers import Ours
 from simulator.papers.early_exit import early_exit_rows, sampling_rows
 from simulator.papers.specbound_search import choices

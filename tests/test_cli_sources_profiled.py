@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.pricing import price
 from tests.conftest import SMALL_PROFILE, Run
 from traces.replay.run import replay

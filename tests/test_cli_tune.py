@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from policies.basic import Autoregressive
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
-from policies.huggingface import Confidence
+from policies.lengths.basic import Autoregressive
+from policies.lengths.huggingface import Confidence
 from simulator.tune import TUNE_COLUMNS, closed_load, read_settings, served_rates
 from tests.conftest import Run
 from tests.tuning import batched

@@ -11,9 +11,9 @@ from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
 from policies import parse_policy
-from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
-from policies.huggingface import HFHeuristic
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import HFHeuristic
 from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
 from profiler.checks.outputs import output_of

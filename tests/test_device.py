@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.decoding.batch import decode_batch, enter, speculate_batch

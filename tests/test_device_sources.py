@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from profiler import profile
 from profiler.checks.assisted import assisted_generation
 from profiler.checks.batch_runs import BatchArm, run_batches
@@ -40,11 +40,11 @@ from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
-from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
-from traces.sources.early_exit import EarlyExit
-from traces.sources.lookup_sources import PLD
-from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.lookups.sources import PLD
+from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, Space, SpecDec
 
 SOURCES: list[tuple[Source, int]] = [
     (PLD(), 1), (Blockwise(), 1), (Medusa(), 1), (SpecDec(), 1), (Space(), 1), (LayerSkip(), 1),

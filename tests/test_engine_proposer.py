@@ -22,7 +22,7 @@ from traces import replay, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import traces.store.parquet
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from tests.stored import assert_same, small_trace
 from traces.acceptance.trace import Request, Trace
 from traces.errors import FileError

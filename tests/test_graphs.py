@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder

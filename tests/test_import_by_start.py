@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed, Oracle
 from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError, FileError, SignalError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.huggingface import HFHeuristic
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import HFHeuristic
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import MATCH, MISMATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError, FileError, SignalError

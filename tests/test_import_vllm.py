@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from tests.conftest import Run
 from traces.acceptance.survival import survival
 from traces.acceptance.synthetic import synthetic_trace

@@ -19,7 +19,7 @@ from traces.importers.specbench import import_specbench
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.run import replay
 from traces.sources import replay_source
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 from traces.store.files import write_trace
 
 LATENCY = ("--latency", "const:target=0.0195,draft=0.002")

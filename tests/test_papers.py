@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
 from policies.core import Round
+from policies.lengths.basic import Fixed
 from policies.registry import describe
 from policies.rules.registry import parse_rule
 from simulator.papers import Ours, Row, published, quantity_rows, side_by_side

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from commands.common.inputs import load_policies
-from policies.cmasd import CMASD
+from policies.lengths.cmasd import CMASD
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.suite.runs.arms import arms_of

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from policies.basic import Fixed, Oracle
+from policies.lengths.basic import Fixed, Oracle
 from simulator import (
     autoregressive,
     compare,

@@ -18,7 +18,7 @@ from policies import (
     parse_policy,
     policy_names,
 )
-from policies.specdec_pp import Disco, SpecDecPP
+from policies.lengths.specdec_pp import Disco, SpecDecPP
 
 VARIANTS = [
     "fixed:gamma=0",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_curve  # type: ignore[import-untyped,unused-ignore]
 
 from policies import Confidence, HFHeuristic
-from policies.huggingface import roc_threshold
+from policies.lengths.huggingface import roc_threshold
 from tests.policy_rounds import Token, one_round, sent
 
 

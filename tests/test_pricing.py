@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Autoregressive, Fixed
 from policies.core import Round
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator import autoregressive, draft_histogram, price, price_ratios
 from simulator.calls import call_seconds
 from traces.acceptance.synthetic import synthetic_trace

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from commands.common.ranking import rank
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
 from simulator.ratios import break_even_ratio, price_ratios, ratio_sums

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, Load
-from policies.huggingface import Confidence, HFHeuristic
+from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.huggingface import Confidence, HFHeuristic
 from tests.random_traces import EOS, random_trace
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace

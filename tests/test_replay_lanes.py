@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CMASD, DraftPolicy, Fixed, HFHeuristic, parse_policy
-from policies.basic import Oracle
-from policies.draft_and_verify import DraftAndVerify
-from policies.entropy import AdaEDL
-from policies.gammatune import GammaTune
 from policies.lanes.base import plan_of
-from policies.rate_optimal import RateOptimal
+from policies.lengths.basic import Oracle
+from policies.lengths.draft_and_verify import DraftAndVerify
+from policies.lengths.entropy import AdaEDL
+from policies.lengths.gammatune import GammaTune
+from policies.lengths.rate_optimal import RateOptimal
+from policies.lengths.specdec_pp import Disco
 from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
-from policies.specdec_pp import Disco
 from simulator.whatif.rate import InBatch
-from simulator.whatif.tilt import iid_like, tilt_to
+from simulator.whatif.tilt.trace import iid_like, tilt_to
 from tests.lane_traces import KINDS, Kind, random_trace
 from tests.laned import MANY
 from tests.made_up import TRACE

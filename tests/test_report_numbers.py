@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.ratios import (
@@ -30,7 +30,7 @@ from simulator.report.ratio_model import (
 from simulator.tune import check_seed, closed_load, compare_served, price_grid, tune_vllm
 from simulator.tune import fixed_logs as tune_logs
 from simulator.tune.costs import default_contexts
-from simulator.whatif.tilt import Tilter
+from simulator.whatif.tilt.trace import Tilter
 from tests.report_pages import (
     POLICIES,
     data,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
 from policies.core import speculate
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence
 from policies.rules.base import ExactMatch, VerifyRule
 from policies.rules.context import CSD
 from policies.rules.registry import describe_rule, parse_rule

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from policies.rules.base import ExactMatch
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.rules.base import ExactMatch, RejectionSampling
 from policies.rules.registry import parse_rule
 from tests.made_up import GAMMA, TRACE, without

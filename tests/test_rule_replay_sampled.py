@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
 from policies.core import Round
+from policies.lengths.basic import Fixed
 from policies.rules.base import RejectionSampling, acceptance_probability, residual
 from traces.acceptance.trace import Request, Trace
 from traces.replay.rounds import RoundLog

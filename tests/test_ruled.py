@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from policies import parse_policy
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from profiler.checks.outputs import output_of
 from profiler.checks.spot_check import Arm, rounds_differ, run_arms

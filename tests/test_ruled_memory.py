@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory
 from profiler.checks.spot_check import Arm, run_arms

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from profiler.checks.outputs import real_run
 from profiler.checks.spot_check import Arm, run_arms

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from policies.basic import Fixed
 from policies.core import SIGNALS, speculate
+from policies.lengths.basic import Fixed
 from policies.rules.base import SCORES, VerifyRule
 from policies.rules.registry import parse_rule
 from profiler.decoding.ruled import judge, target_numbers

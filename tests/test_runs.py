@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from policies import DraftPolicy, parse_policy, policy_names
-from policies.basic import Fixed
 from policies.batch.base import BatchPolicy
+from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
 from policies.rules.registry import parse_rule, rule_names
 from simulator.serving import Scenario, simulate
@@ -29,7 +29,7 @@ from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.sources import replay_source
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 
 LEARNERS = (
     "hf-heuristic:persist=persistent",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, over_rates, simulate
 from tests.serving import CONSTANT, GRID, SMALL, arrival_file, bernoulli
 from traces.acceptance.trace import Trace

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from policies.basic import Fixed, Oracle
+from policies.lengths.basic import Fixed, Oracle
 from simulator.serving import ClosedLoop, Deterministic, Limits, Poisson, Scenario, simulate
 from tests.serving import CONSTANT, SMALL
 from traces.errors import DraftsimError

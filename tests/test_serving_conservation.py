@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Autoregressive, Fixed, Oracle
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
 from simulator.serving import MODES, ClosedLoop, Limits, Poisson, Scenario, simulate
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli
 from traces.acceptance.synthetic import synthetic_trace

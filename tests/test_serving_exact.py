@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.serving.arrivals import Job

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
 from simulator.formulas import queues
 from simulator.serving import (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
 from simulator.serving.arrivals import Job

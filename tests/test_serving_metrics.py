@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits, Poisson, Scenario, serve, simulate
 from simulator.serving.outcome.metrics import Histogram, Series
 from tests.serving import CONSTANT, SMALL

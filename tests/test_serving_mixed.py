@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from commands.serve.rows import guesses
-from policies.basic import Fixed
 from policies.core import Round
+from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.work import Chunk

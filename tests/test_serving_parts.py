@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.executors import Local, Lost
 from simulator.serving import (
     LeastRequests,

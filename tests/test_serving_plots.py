@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import (
     Limits,
     Poisson,

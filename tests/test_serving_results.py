@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import (
     ClosedLoop,
     Limits,
@@ -71,7 +71,7 @@ def test_killed_run_leaves_readable_rows_marked_incomplete(tmp_path):
         """
         import sys
         from tests.serving import bernoulli
-        from policies.basic import Fixed
+        from policies.lengths.basic import Fixed
         from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, sweep
         from traces.latency.table import LatencyTable
         base = Scenario(ClosedLoop(1), requests=10)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy, policy_names
 from policies.rules.base import VerifyRule
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy, Load
+from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from policies.rules.registry import parse_rule
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import batching, dsi, leviathan, pearl
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, simulate

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
 from policies.core import Round
+from policies.lengths.basic import Fixed
 from policies.registry import parse_serving_policy
 from simulator.serving import ClosedLoop, Devices, Limits, Poisson, Scenario, Timeline, simulate
 from simulator.serving.outcome.timeline import verdict

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from pandas import DataFrame
 
-from policies.basic import Fixed
 from policies.core import Round
+from policies.lengths.basic import Fixed
 from simulator.pricing import price
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost

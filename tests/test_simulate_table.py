@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from commands.simulate.table import compared, headline
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator import summarize
 from simulator.degenerate import HARDLY_VERIFIES, accepted_mismatches, degenerate

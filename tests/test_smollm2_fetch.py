@@ -20,7 +20,7 @@ from profiler.recording.run import BUNDLED, shipped_heads
 from profiler.smollm2 import convert, fetch, places
 from tests import small_smollm2
 from traces.errors import DraftsimError
-from traces.sources.feature_source import Eagle
+from traces.sources.starts.features import Eagle
 
 
 @pytest.fixture

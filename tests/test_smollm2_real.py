@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import read_drafter
 from profiler.models.loading import Pair

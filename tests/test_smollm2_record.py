@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import Eagle, layer_config, target_features
 from profiler.features.unroll import GrowingCache

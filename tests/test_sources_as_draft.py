@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.basic import Autoregressive, Fixed
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive, Fixed
 from policies.registry import parse_policy, parse_serving_policy, policy_names
 from policies.rules.registry import parse_rule
 from simulator.pricing import price
@@ -29,7 +29,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
 from traces.replay.run import can_replay, replay
 from traces.sources import Recordings, Source, parse_source, replay_source
-from traces.sources.as_draft import drafted_latency, drafted_trace
+from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 
 SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip")
 HEADS = 4

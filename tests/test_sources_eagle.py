@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy, speculate
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
 from profiler.features import DrafterRunner, FeatureDrafter
 from profiler.models.stack import LayerRunner

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence
 from profiler.features import FeatureDrafter
 from profiler.features.picks import Drawn
 from profiler.models.sampling import draw, probs
@@ -28,8 +28,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources import Eagle, Recordings, read_recordings, replay_source, write_recordings
-from traces.sources.as_draft import drafted_trace
 from traces.sources.base import DRAFTER_SIGNALS
+from traces.sources.starts.as_draft import drafted_trace
 
 HOT, CUT = Sampling(1.5), Sampling(1.5, 0.9)
 SAMPLINGS = pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])

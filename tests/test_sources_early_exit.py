@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.huggingface import Confidence
 from simulator.formulas.specbound import expected_tokens, round_cost, worst_case
 from tests.outputs import decoded, trace_of
 from traces.errors import DraftsimError, FileError, TailError
@@ -25,7 +25,7 @@ from traces.sources import (
     replay_source,
     write_exits,
 )
-from traces.sources.exits import OMEGAS, SIGNALS, temperature
+from traces.sources.exits.recording import OMEGAS, SIGNALS, temperature
 
 
 def layer_tokens(calls: list[tuple[bool, int, int, int]], verify: bool) -> dict[int, int]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from tests.outputs import decoded, trace_of
 from traces.sources import NGram, NGramSimple, Suffix, parse_source, replay_source
-from traces.sources.lookup_sources import Served, served_before
-from traces.sources.ngram import NGramLookup, NGramSimpleLookup
-from traces.sources.suffix import SuffixLookup, SuffixTree
+from traces.sources.lookups.ngram import NGramLookup, NGramSimpleLookup
+from traces.sources.lookups.sources import Served, served_before
+from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 
 
 def _missing(name: str) -> bool:

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence
 from simulator.calls import verify_phase
 from simulator.pricing import price
 from tests.outputs import decoded, trace_of
@@ -37,7 +37,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.starts import START_SIGNALS
+from traces.sources.starts.recording import START_SIGNALS
 
 
 class Case:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed, Oracle
+from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_policy
 from policies.rules.threshold import TypicalAcceptance
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, SignalError
 from traces.sources import PLD, REST, Lookahead, parse_source, replay_source
-from traces.sources.lookup import Datastore, NGramPool, PromptLookup, Retrieval
-from traces.sources.lookup_sources import read_corpus
+from traces.sources.lookups.sources import read_corpus
+from traces.sources.lookups.text import Datastore, NGramPool, PromptLookup, Retrieval
 
 IDS = st.lists(st.integers(1, 4), min_size=1, max_size=40)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed
+from policies.lengths.huggingface import Confidence
 from policies.rules.base import ExactMatch, RejectionSampling
 from profiler.heads.modules import ExitHeads
 from profiler.models.sampling import draw, probs

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
 from policies.core import speculate
+from policies.lengths.basic import Fixed
 from tests.outputs import trace_of
 from traces.acceptance.trace import Trace
 from traces.sources import Suffix, replay_source
 from traces.sources.base import Recordings, prompt_tokens, true_tokens
-from traces.sources.lookup_sources import served_before
-from traces.sources.suffix import SuffixLookup
+from traces.sources.lookups.sources import served_before
+from traces.sources.lookups.suffix import SuffixLookup
 
 
 def recorded(seed: int, tokens: int = 4) -> Trace:

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 import torch
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy, speculate
-from policies.huggingface import Confidence
+from policies.lengths.basic import Fixed, Oracle
+from policies.lengths.huggingface import Confidence
 from profiler.features import DrafterRunner, FeatureDrafter, target_features
 from profiler.models.stack import LayerRunner
 from profiler.sources.latency import measure_sources
@@ -36,7 +36,7 @@ from traces.sources import (
     replay_source,
     write_recordings,
 )
-from traces.sources.trees import TreeRecording, candidates
+from traces.sources.starts.trees import TreeRecording, candidates
 
 KINDS = ("eagle", "eagle3")
 TOPK, LAYERS = 4, 5

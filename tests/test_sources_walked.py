@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from tests.random_sources import VOCABULARY, random_outputs, random_recordings
 from traces import find_trace
@@ -22,10 +22,10 @@ from traces.errors import DraftsimError, TailError
 from traces.replay.rounds import RoundLog
 from traces.sources import REST, EarlyExit, Recordings, Source, parse_source, replay_source
 from traces.sources import replay as by_source
-from traces.sources.early_exit import StandInExit
+from traces.sources.exits.early_exit import StandInExit
 from traces.sources.found import find_recordings
+from traces.sources.lookups import retrieval
 from traces.sources.registry import SYSTEMS
-from traces.sources.walked import retrieval
 
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 STOPS = (

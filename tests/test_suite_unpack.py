@@ -12,7 +12,7 @@ import pytest
 from profiler.suite.__main__ import main
 from tests.suite_results import META, MODES, cells, write_forced, write_latencies
 from traces.errors import FileError
-from traces.sources.early_exit import EarlyExit
+from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.files import read_exits, read_recordings, write_exits
 from traces.store.recordings import (
     BUNDLED,

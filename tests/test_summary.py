@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator import (
     SUMMARY_COLUMNS,
     autoregressive,

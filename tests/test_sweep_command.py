@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from commands import app
 from simulator.whatif import read_sweep
-from simulator.whatif.grid import search_space
+from simulator.whatif.sweep.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from policies.basic import Autoregressive
 from policies.batch.sglang import SGLangAdaptive
 from policies.core import Load
+from policies.lengths.basic import Autoregressive
 from simulator.serving.run import lookahead_of
 from simulator.tune import (
     TUNE_COLUMNS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.tune import (
     SettingsError,
     Tuned,

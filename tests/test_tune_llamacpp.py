@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policies.basic import Fixed
-from policies.llamacpp import LlamaCppDraft
+from policies.lengths.basic import Fixed
+from policies.lengths.llamacpp import LlamaCppDraft
 from policies.registry import parse_policy
 from simulator.pricing import price
 from simulator.tune import (

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.basic import Autoregressive, Fixed
 from policies.batch.tables import BatchTable
 from policies.core import Load
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits
 from simulator.tune import (
     Slo,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands.tune import parse_slo
-from policies.basic import Autoregressive, Fixed
 from policies.batch.tables import BatchTable
 from policies.core import Load
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import leviathan
 from simulator.pricing import price
 from simulator.serving import serve, simulate

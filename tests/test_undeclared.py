@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from policies.basic import Fixed
 from policies.batch.base import BatchPolicy
 from policies.checks import PolicyError, check_policy
 from policies.core import SIGNALS, DraftPolicy, Load, Round, speculate
 from policies.guard import UndeclaredSignal
+from policies.lengths.basic import Fixed
 from policies.rules.base import SCORES, ExactMatch, VerifyRule
 from simulator.serving import Scenario, simulate
 from simulator.serving.arrivals import ClosedLoop
@@ -23,7 +23,7 @@ from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
 from traces.replay.run import replay
 from traces.sources import replay_source
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 
 RECORDED = synthetic_trace(0.8, requests=4, tokens=40, concentration=3.0, max_gamma=24, seed=5)
 BARE = synthetic_trace(0.8, requests=4, tokens=40, seed=5)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator import (
     VALIDATE_COLUMNS,
     autoregressive,

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy
 from traces import Request, Trace, read_latency, replay
 from traces.replay.rounds import RoundLog
-from traces.sources.lookup_sources import PLD
+from traces.sources.lookups.sources import PLD
 from traces.sources.replay import replay_source
 
 PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"

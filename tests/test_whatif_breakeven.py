@@ -22,7 +22,6 @@ from simulator.whatif.breakeven import (
     select,
     surface,
 )
-from simulator.whatif.cells import Prices
 from simulator.whatif.ladder import (
     PARTS,
     best_fixed,
@@ -37,8 +36,9 @@ from simulator.whatif.plots import (
     plot_maps,
     plot_tilt,
 )
-from simulator.whatif.references import with_regrets
-from simulator.whatif.sweep import Sweep
+from simulator.whatif.sweep.cells import Prices
+from simulator.whatif.sweep.references import with_regrets
+from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tuning import tune
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
@@ -279,7 +279,7 @@ def test_figures_draw_what_the_grid_holds() -> None:
     rungs = ladder(easy_and_hard(), TABLE, policies={}, resamples=20)
     bars = plot_ladder(rungs).axes[0]
     assert [t.get_text() for t in bars.get_yticklabels()][-1] == "oracle"
-    from simulator.whatif.fidelity import compare_groups
+    from simulator.whatif.tilt.fidelity import compare_groups
 
     assert "shift" in plot_tilt(compare_groups(easy_and_hard())).axes[0].get_xlabel()
 

@@ -16,10 +16,10 @@ from simulator.pricing import autoregressive, price
 from simulator.ratios import price_ratios
 from simulator.summary import prompt_speedups, summarize
 from simulator.whatif.batching import InBatches, in_steps, step_costs
-from simulator.whatif.cells import COLUMNS, Bench, Part, _at_context
-from simulator.whatif.prices import Prices
-from simulator.whatif.sweep import Sweep
-from simulator.whatif.tilt import tilt_to
+from simulator.whatif.sweep.cells import COLUMNS, Bench, Part, _at_context
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.tilt.trace import tilt_to
 from tests.studies import POLICIES, TABLE, recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS

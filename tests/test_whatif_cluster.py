@@ -18,8 +18,8 @@ import pytest
 from policies import DraftPolicy
 from policies.core import Load
 from simulator.executors import Cluster, Local
-from simulator.whatif.prices import Prices
-from simulator.whatif.sweep import Sweep
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
 from tests.conftest import ROOT
 from tests.studies import recorded, study
 from traces.errors import DraftsimError

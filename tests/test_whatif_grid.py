@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import parse_policy
-from simulator.whatif.grid import expand, parse_axis, with_gammas
-from simulator.whatif.prices import Prices
-from simulator.whatif.sweep import Sweep
+from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
 from tests.studies import recorded, study
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError

@@ -11,11 +11,11 @@ import pytest
 from policies import Autoregressive, DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
 from simulator.ratios import price_ratios
-from simulator.whatif.prices import Prices
-from simulator.whatif.sweep import Sweep
-from simulator.whatif.sweep_file import write_thresholds
-from simulator.whatif.thresholds import THRESHOLDS, some_points, thresholds
-from simulator.whatif.tilt import tilt_to
+from simulator.whatif.sweep.file import write_thresholds
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep.thresholds import THRESHOLDS, some_points, thresholds
+from simulator.whatif.tilt.trace import tilt_to
 from tests.studies import recorded
 from traces.acceptance.synthetic import synthetic_trace
 from traces.latency.schema import CELL_COLUMNS

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.estimate import Estimate, ratio
-from simulator.whatif.matchmodel import MatchModel
-from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
+from simulator.whatif.tilt.matchmodel import MatchModel
+from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like, tilt_to
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace
@@ -178,7 +178,7 @@ def test_package_imports_without_scikit_learn_loaded() -> None:
 def test_several_halvings_at_once_find_the_same_shift(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from simulator.whatif import tilt
+    from simulator.whatif.tilt import trace as tilt
 
     together = tilter(method).shifts([0.35, 0.8])
     monkeypatch.setattr(tilt, "_FEW", 0)

@@ -9,14 +9,14 @@ import pandas as pd
 import pytest
 
 from policies import CMASD, SVIP
-from simulator.whatif.fidelity import (
+from simulator.whatif.tilt.fidelity import (
     UNKNOWN_ERROR,
     compare_groups,
     compare_tilt,
     summarize_error,
     tilt_errors,
 )
-from simulator.whatif.tilt import Tilter, acceptance
+from simulator.whatif.tilt.trace import Tilter, acceptance
 from tests.tilted import bursty
 from traces.acceptance.synthetic import synthetic_trace
 

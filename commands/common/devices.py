@@ -14,7 +14,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.hardware import WeightFormat
-    from simulator.whatif.prices import Prices
+    from simulator.whatif.sweep.prices import Prices
     from traces.latency.table import LatencyTable
 
 GpuOption = Annotated[
@@ -125,7 +125,7 @@ def one_latency(
         return next(iter(tables.values()))
     if len(wanted) > 1:
         raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
-    from simulator.whatif.prices import Prices
+    from simulator.whatif.sweep.prices import Prices
 
     prices = Prices(latencies=tables, gpus=wanted, weights=forms)
     say_scaling(prices)

@@ -45,7 +45,7 @@ class Drafted:
         Raises DraftsimError if it does not know them at batches up to `largest`, unless they are
         to cost the same at all.
         """
-        from traces.sources.as_draft import drafted_latency
+        from traces.sources.starts.as_draft import drafted_latency
 
         table = drafted_latency(latency, self.source, self.recordings, assume_batch_free)
         table.check_sizes("draft", "forward", largest, 1)
@@ -75,9 +75,9 @@ def drafted_by(
     None for the draft model.  Raises DraftsimError where the source was not recorded, is none
     that can stand for a draft model, or `rule` asks for what is not known of its drafts.
     """
-    from traces.sources.as_draft import check_drafts, drafted_trace
     from traces.sources.found import find_recordings
     from traces.sources.replay import check_rule
+    from traces.sources.starts.as_draft import check_drafts, drafted_trace
 
     source = load_source(text)
     if source is None:

@@ -11,7 +11,7 @@ from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
-    from policies.rate_optimal import RateOptimal
+    from policies.lengths.rate_optimal import RateOptimal
     from policies.rules.base import VerifyRule
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -110,7 +110,7 @@ def with_best_fixed(
     replayed: Callable[[Named], list[RoundLog]],
 ) -> Ranking:
     """`ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it."""
-    from policies.basic import Fixed
+    from policies.lengths.basic import Fixed
     from simulator.whatif.ladder import GAMMAS
     from simulator.whatif.ranking import BEST_FIXED, fastest
 
@@ -126,7 +126,7 @@ def with_best_fixed(
 
 def named(chosen: Named) -> Named:
     """`chosen` with the draft length in the name of a fixed one left at its default."""
-    from policies.basic import Fixed
+    from policies.lengths.basic import Fixed
 
     return [(f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) else name, p) for name, p in chosen]
 
@@ -138,14 +138,14 @@ def without_plain(chosen: Named) -> Named:
 
 def is_unfitted(policy: DraftPolicy) -> bool:
     """Whether this is the rate-optimal rule without anything fitted to a recording."""
-    from policies.rate_optimal import RateOptimal
+    from policies.lengths.rate_optimal import RateOptimal
 
     return isinstance(policy, RateOptimal) and policy.cost is None
 
 
 def is_default(policy: DraftPolicy) -> TypeGuard[RateOptimal]:
     """Whether this is the rate-optimal rule as it comes, its longest draft apart."""
-    from policies.rate_optimal import RateOptimal
+    from policies.lengths.rate_optimal import RateOptimal
     from policies.spec import parameters
 
     if not isinstance(policy, RateOptimal):

@@ -52,13 +52,13 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     DraftsimError
         If what the source needs was not recorded.
     """
-    from traces.sources.adapter import Kangaroo
-    from traces.sources.early_exit import EarlyExit
-    from traces.sources.feature_source import Eagle
+    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.exits.kangaroo import Kangaroo
     from traces.sources.registry import describe_source
-    from traces.sources.start_sources import LayerSkip
-    from traces.sources.starts import StartSource
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.features import Eagle
+    from traces.sources.starts.recording import StartSource
+    from traces.sources.starts.sources import LayerSkip
+    from traces.sources.starts.tree_source import Eagle2
 
     if isinstance(source, Eagle):
         return source.recording(recordings).offsets
@@ -90,7 +90,7 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
 
 def recorded_settings(recordings: Recordings) -> list[str]:
     """The early-exit settings that a recording follows, as text."""
-    from traces.sources.early_exit import EarlyExit
+    from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.registry import describe_source
 
     settings = recordings.exits.settings if recordings.exits else ()
@@ -147,8 +147,8 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
     Raises DraftsimError where its source was not recorded.
     """
-    from traces.sources.feature_source import OnFeatures
     from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.starts.features import OnFeatures
 
     source = parse_source(SYSTEMS[name].source)
     every: list[Source] = [source]
@@ -160,8 +160,8 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
 
 def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
     """Every named system that can be replayed and priced; a note names the others and why."""
-    from traces.sources.feature_source import OnFeatures
     from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.starts.features import OnFeatures
 
     logs: list[RoundLog] = []
     missing: dict[str, list[str]] = {}
@@ -216,7 +216,7 @@ def with_free_lookups(latency: LatencyTable) -> LatencyTable:
 
     from traces.latency.schema import CELL_COLUMNS
     from traces.latency.table import LatencyTable
-    from traces.sources.lookup_sources import LookupSource
+    from traces.sources.lookups.sources import LookupSource
     from traces.sources.registry import SOURCES
 
     if not latency.is_constant:

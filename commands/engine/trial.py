@@ -64,7 +64,7 @@ def tried(
     throughput over that of off, measured and predicted, ``gain_error`` how far the prediction is
     off, ``gain_noise`` how far the repeats' scatter has it off (`commands.engine.noise`).
     """
-    from policies.basic import Fixed
+    from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop
     from simulator.tune import RIVALS
 

@@ -192,7 +192,7 @@ def profile(
     from profiler.profile import Settings
     from profiler.recording.run import RunInfo
     from traces.acceptance.sampling import Sampling
-    from traces.sources.feature_source import Eagle
+    from traces.sources.starts.features import Eagle
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     grid = grid.drafting(max_gamma)

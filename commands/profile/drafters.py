@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
     from traces.sources.base import Recordings
-    from traces.sources.feature_source import Eagle, OnFeatures
+    from traces.sources.starts.features import Eagle, OnFeatures
 
 OFFSETS = 8
 """Longest draft recorded of a drafter that one layer drafts with."""
@@ -31,7 +31,7 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
     """
     import os
 
-    from traces.sources.feature_source import OnFeatures
+    from traces.sources.starts.features import OnFeatures
 
     found: list[OnFeatures] = []
     others = []
@@ -69,7 +69,7 @@ def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, Featur
 
 def recorded_sources(recordings: Recordings) -> list[Eagle]:
     """The drafters of a run's recordings, with the folders they were read from."""
-    from traces.sources.feature_source import Eagle, recorded_drafters
+    from traces.sources.starts.features import Eagle, recorded_drafters
 
     return [Eagle(str(r.meta["model"])) for r in recorded_drafters(recordings).values()]
 

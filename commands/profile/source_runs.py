@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.sources.base import Recordings, Source
-    from traces.sources.exits import ExitSetting
+    from traces.sources.exits.recording import ExitSetting
 
 SKIP_OFFSETS = 8
 """Longest draft recorded of layer skip."""
@@ -133,10 +133,10 @@ def wanted(
     """
     from policies.registry import parse_policy
     from simulator.papers.specbound_search import FOLLOWED_SOURCES, START
-    from traces.sources.adapter import Kangaroo
-    from traces.sources.early_exit import EarlyExit
+    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.exits.kangaroo import Kangaroo
     from traces.sources.registry import SYSTEMS, parse_source
-    from traces.sources.start_sources import LayerSkip
+    from traces.sources.starts.sources import LayerSkip
 
     most = trace.max_gamma or 24
     lengths: dict[ExitSetting, int] = {}

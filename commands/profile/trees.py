@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
     from profiler.sources.tree_latency import GrownTrees
     from traces.sources.base import Recordings, Source
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.tree_source import Eagle2
 
 
 def trees_among(sources: Iterable[Source], temperature: float) -> list[Eagle2]:
     """Those of `sources` that grow trees; DraftsimError if outputs are drawn at `temperature`."""
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.tree_source import Eagle2
 
     found = [s for s in sources if isinstance(s, Eagle2)]
     if found and temperature > 0:
@@ -34,7 +34,7 @@ def trees_among(sources: Iterable[Source], temperature: float) -> list[Eagle2]:
 
 def recorded_trees(recordings: Recordings) -> list[Eagle2]:
     """The trees of a run's recordings, with the folders that their drafters were read from."""
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.tree_source import Eagle2
 
     return [
         Eagle2(str(r.meta["model"]), depth=r.layers, topk=r.topk) for r in recordings.trees.values()

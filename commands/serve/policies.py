@@ -101,7 +101,7 @@ def with_plain(
     chosen: dict[str, DraftPolicy | BatchPolicy],
 ) -> dict[str, DraftPolicy | BatchPolicy]:
     """The policies with plain decoding first: what a speedup is over."""
-    from policies.basic import Autoregressive
+    from policies.lengths.basic import Autoregressive
 
     plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
     return {**(plain or {PLAIN: Autoregressive()}), **chosen}

@@ -37,7 +37,7 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from simulator.executors import Executor
-    from simulator.whatif.sweep import Sweep
+    from simulator.whatif.sweep.run import Sweep
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
@@ -153,9 +153,9 @@ def sweep(
     policies are swept.  The second table says where each policy stops paying.
     """
     from simulator.whatif.breakeven import overview
-    from simulator.whatif.sweep import Sweep
-    from simulator.whatif.sweep_file import write_thresholds
-    from simulator.whatif.thresholds import thresholds
+    from simulator.whatif.sweep.file import write_thresholds
+    from simulator.whatif.sweep.run import Sweep
+    from simulator.whatif.sweep.thresholds import thresholds
     from traces.replay.always import drafting_always
 
     recorded = load_trace(trace, "sweep")
@@ -225,7 +225,7 @@ def sweep(
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
-    from simulator.whatif.grid import expand, with_gammas
+    from simulator.whatif.sweep.grid import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
     names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
@@ -265,9 +265,9 @@ def _ladder(
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
     from simulator.plots import save
-    from simulator.whatif.grid import expand
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.plots import plot_ladder
+    from simulator.whatif.sweep.grid import expand
 
     chosen = dict(load_policies(expand(policy), trace)) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)

@@ -8,7 +8,7 @@ from commands.common.devices import gpu_names, weight_formats
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.whatif.prices import Prices
+    from simulator.whatif.sweep.prices import Prices
     from traces.latency.table import LatencyTable
 
 
@@ -16,7 +16,7 @@ def axis(
     text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
 ) -> tuple[float, ...]:
     """The points of an axis; none where it is not named."""
-    from simulator.whatif.grid import parse_axis
+    from simulator.whatif.sweep.grid import parse_axis
 
     return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
 
@@ -29,7 +29,7 @@ def prices_of(
 
     Raises DraftsimError where contexts are named without a table, or one is impossible.
     """
-    from simulator.whatif.prices import Prices
+    from simulator.whatif.sweep.prices import Prices
 
     contexts: list[int | None] = [None]
     if context is not None:

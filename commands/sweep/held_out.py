@@ -32,7 +32,7 @@ def tuned_rows(
         If a text has no braces, or its search is impossible.
     """
     from simulator.summary import to_rows
-    from simulator.whatif.grid import search_space
+    from simulator.whatif.sweep.grid import search_space
     from simulator.whatif.tuning import tune
 
     rows: list[dict[str, Any]] = []

@@ -11,14 +11,14 @@ from commands.common.printed import print_table
 if TYPE_CHECKING:
     import pandas as pd
 
-    from simulator.whatif.sweep import Sweep
+    from simulator.whatif.sweep.run import Sweep
 
 VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
 
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
-    """The table of `simulator.whatif.thresholds`, or some points of it where they are many."""
-    from simulator.whatif.thresholds import some_points
+    """The table of `simulator.whatif.sweep.thresholds`, or some of its points."""
+    from simulator.whatif.sweep.thresholds import some_points
 
     if rows.empty:
         return

@@ -75,9 +75,9 @@ def source_check(
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare
-    from traces.sources.feature_source import Eagle
     from traces.sources.found import find_recordings
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.features import Eagle
+    from traces.sources.starts.tree_source import Eagle2
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
@@ -254,9 +254,9 @@ def _openers(
 def as_recorded(source: Source, recordings: Recordings) -> Source:
     """`source` with what only its recording knows: skipped layers, a drafter's folder, a tree's
     shape."""
-    from traces.sources.feature_source import OnFeatures
-    from traces.sources.start_sources import LayerSkip
-    from traces.sources.tree_source import Eagle2
+    from traces.sources.starts.features import OnFeatures
+    from traces.sources.starts.sources import LayerSkip
+    from traces.sources.starts.tree_source import Eagle2
 
     if isinstance(source, Eagle2):
         found = source.recording(recordings)

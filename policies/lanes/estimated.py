@@ -35,7 +35,7 @@ def _reader(starts: Starts, rows: Ints) -> Read:
 
 @dataclass(frozen=True, eq=False)
 class Doubted:
-    """`policies.specdec_pp`: ends with a token called unlikely, or once some token is.
+    """`policies.lengths.specdec_pp`: ends with a token called unlikely, or once some token is.
 
     ``lag`` None holds the newest token's estimate against the threshold, else the product of
     the estimates up to it, or up to the one before it.
@@ -76,7 +76,7 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WorthDrafting:
-    """The rule of `policies.rate_optimal.RateOptimal` at a rate that does not change.
+    """The rule of `policies.lengths.rate_optimal.RateOptimal` at a rate that does not change.
 
     ``prices`` gives those of contexts ``(bucket + 0.5) * width``, by a list of buckets.
     """

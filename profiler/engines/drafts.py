@@ -15,8 +15,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.replay.decoder import ReplayDecoder
 from traces.sources.base import SourceToken
-from traces.sources.lookup import Lookup
-from traces.sources.lookup_sources import LookupSource, Served, proposed
+from traces.sources.lookups.sources import LookupSource, Served, proposed
+from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
 from traces.store.parquet import write_atomically
 
@@ -170,7 +170,7 @@ class LookedUp(DraftSource):
     Parameters
     ----------
     source:
-        One of `traces.sources.lookup_sources`.
+        One of `traces.sources.lookups.sources`.
     eos:
         Ids never drafted.
     """

@@ -17,7 +17,7 @@ from policies.spec import parse_spec
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
-from traces.sources.lookup_sources import LookupSource
+from traces.sources.lookups.sources import LookupSource
 from traces.sources.registry import parse_source
 
 VARIABLE = "DRAFTSIM_PROPOSER"

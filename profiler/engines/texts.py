@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from policies.basic import Autoregressive
+from policies.lengths.basic import Autoregressive
 from profiler.engines.drafts import Forced
 from profiler.engines.setup import Setup
 from traces.acceptance.trace import Trace

@@ -157,7 +157,7 @@ def check_tree(modules_in_turn: int) -> None:
 
 
 def layer_signals(layer: Layer) -> Tensor:
-    """(trees, 4): `traces.sources.trees.TREE_SIGNALS` of a layer's best node."""
+    """(trees, 4): `traces.sources.starts.trees.TREE_SIGNALS` of a layer's best node."""
     of = signals(layer.logits)
     score = layer.scores.gather(1, layer.chosen[:, :1])[:, 0]
     return torch.stack([score, of.top1 - of.logsumexp, of.top2 - of.logsumexp, of.entropy], -1)

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import BatchToken, DraftStep, Stream

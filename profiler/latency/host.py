@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from policies.basic import Fixed
 from policies.core import Round, speculate
+from policies.lengths.basic import Fixed
 from profiler.decoding.single import ModelDecoder
 from profiler.latency.passes import random_ids
 from profiler.latency.table import Stopwatch, rows_of

@@ -9,7 +9,7 @@ from torch import Tensor
 from profiler.heads.adapter import Adapter, AdapterRunner
 from profiler.models.stack import LayerRunner
 from profiler.sources.exit_record import ExitRecorder
-from traces.sources.exits import ExitSetting
+from traces.sources.exits.recording import ExitSetting
 
 
 class AdapterRecorder(ExitRecorder):

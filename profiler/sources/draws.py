@@ -16,8 +16,8 @@ from profiler.models.sampling import coupled, draw, probs
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.sources.base import true_tokens
-from traces.sources.exits import ExitRecording
-from traces.sources.starts import StartRecording
+from traces.sources.exits.recording import ExitRecording
+from traces.sources.starts.recording import StartRecording
 
 
 class Draws(Protocol):

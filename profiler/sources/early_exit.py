@@ -17,8 +17,8 @@ from profiler.sources.base import SourceDecoder
 from profiler.sources.draws import Draws
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.replay.calls import EXIT_HEAD, LayerLedger
-from traces.sources.early_exit import EarlyExit, verified
-from traces.sources.exits import depth_layers, log_threshold, temperature, usable_exits
+from traces.sources.exits.early_exit import EarlyExit, verified
+from traces.sources.exits.recording import depth_layers, log_threshold, temperature, usable_exits
 
 
 class ExitToken(ModelToken):

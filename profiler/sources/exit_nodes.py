@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.sources.exits import SIGNALS, ExitRecording, ExitSetting
+from traces.sources.exits.recording import SIGNALS, ExitRecording, ExitSetting
 
 Columns = dict[str, "npt.NDArray[Any]"]
 

@@ -3,7 +3,7 @@
 One teacher-forced pass covers the output: an exit at a layer depends on the true prefix
 alone, since skipped states are recomputed exactly.  Behind a wrong exit the draft goes on
 from the wrong token; all such continuations grow together, a level a pass, under a tree
-mask (see `traces.sources.exits`).
+mask (see `traces.sources.exits.recording`).
 
 Along sampled outputs every exit draws its token, coupled to the output as the draft model's in
 `profiler.recording.trace`.  A position's exits share one coin and one noise: a setting uses one
@@ -31,7 +31,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.exits import (
+from traces.sources.exits.recording import (
     OMEGAS,
     ExitRecording,
     ExitSetting,

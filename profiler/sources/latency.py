@@ -18,7 +18,7 @@ from profiler.sources.modules import Modules
 from profiler.sources.tree_latency import tree_rounds
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.lookup_sources import LookupSource, served_before
+from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.registry import SOURCES
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)

@@ -30,14 +30,14 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, Call, pack_calls
 from traces.replay.rounds import RoundLog
-from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source, prompt_tokens
-from traces.sources.early_exit import EarlyExit
-from traces.sources.feature_source import Eagle
-from traces.sources.lookup_sources import LookupSource, served_before
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.replay import check_signals
-from traces.sources.start_sources import Heads, LayerSkip, Space
-from traces.sources.tree_source import Eagle2
+from traces.sources.starts.features import Eagle
+from traces.sources.starts.sources import Heads, LayerSkip, Space
+from traces.sources.starts.tree_source import Eagle2
 
 
 class SourceRun(NamedTuple):

@@ -17,9 +17,9 @@ from profiler.sources.drafters import head_logits, kept_layers, mask_states
 from traces.acceptance.sampling import GREEDY
 from traces.replay.calls import HEAD, LAYER, PASS
 from traces.sources.base import SourceToken
-from traces.sources.lookup import Lookup, Proposal
-from traces.sources.lookup_sources import proposed
-from traces.sources.start_sources import HEADS
+from traces.sources.lookups.sources import proposed
+from traces.sources.lookups.text import Lookup, Proposal
+from traces.sources.starts.sources import HEADS
 
 
 class LookupDecoder(SourceDecoder):

@@ -1,4 +1,4 @@
-"""Records what a start-dependent source drafts from every start (see `traces.sources.starts`)."""
+"""Records what a source drafts from every start (see `traces.sources.starts.recording`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 from traces.sources.columns import DRAWN
-from traces.sources.starts import START_SIGNALS, StartRecording
+from traces.sources.starts.recording import START_SIGNALS, StartRecording
 
 Rows = dict[str, "npt.NDArray[Any]"]
 CHUNK = 64

@@ -16,7 +16,7 @@ from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner
 from profiler.sources.tree_decoder import verify_tree
 from profiler.sources.tree_record import LAYERS, TOPK
-from traces.sources.trees import candidates
+from traces.sources.starts.trees import candidates
 
 DEPTH = 4
 """Layers of the trees that are timed."""

@@ -16,7 +16,7 @@ from profiler.features.tree import Trees, check_tree, layer_signals
 from profiler.models.stack import LayerRunner
 from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
-from traces.sources.trees import TREE_SIGNALS, TreeRecording
+from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 CHUNK = 16
 """Trees grown side by side: bounds the mask and the logits' memory."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.basic import Autoregressive
+from policies.lengths.basic import Autoregressive
 from simulator.capacity.points import Bench
 from simulator.capacity.stages import Answer, Start
 from simulator.serving.sweep import break_even_load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.gammatune import GammaTune
+from policies.lengths.gammatune import GammaTune
 from simulator.papers import published
 from simulator.papers.cmasd import cmasd_rows
 from simulator.papers.cmasd_batches import FIGURE_2, batch_rows

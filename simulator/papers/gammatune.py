@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.gammatune import GammaTune, GammaTunePlus
-from policies.huggingface import Confidence, HFHeuristic
+from policies.lengths.basic import Fixed
+from policies.lengths.gammatune import GammaTune, GammaTunePlus
+from policies.lengths.huggingface import Confidence, HFHeuristic
 from simulator.papers.ours import Ours
 from simulator.papers.published import GAMMATUNE_2
 from simulator.papers.rows import EXPERIMENT, Row

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.papers.ours import Ours
 from traces.errors import TailError
 from traces.replay.rounds import RoundLog
-from traces.sources.early_exit import EarlyExit, StandInExit
+from traces.sources.exits.early_exit import EarlyExit, StandInExit
 from traces.sources.registry import describe_source
 from traces.sources.replay import replay_source
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.pricing import autoregressive, price
 from simulator.ratios import OwnRatios, carried_sums
-from simulator.whatif.fidelity import tilt_errors
-from simulator.whatif.tilt import Tilter
+from simulator.whatif.tilt.fidelity import tilt_errors
+from simulator.whatif.tilt.trace import Tilter
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

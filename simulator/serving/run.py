@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from policies.basic import Autoregressive
 from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Autoregressive
+from policies.lengths.basic import Autoregressive
 from policies.rules.base import VerifyRule
 from simulator.executors import Executor, Local, Lost
 from simulator.serving.arrivals import ArrivalFile, ClosedLoop, Deterministic, Poisson

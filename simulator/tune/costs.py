@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Fixed
 from policies.batch.base import SingleStream
 from policies.batch.tables import BatchTable
+from policies.lengths.basic import Fixed
 from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from policies.huggingface import Confidence, HFHeuristic
+from policies.lengths.huggingface import Confidence, HFHeuristic
 from simulator.tune.costs import Slo, longest_draft
 from simulator.tune.formats import HF_KEYS
 from simulator.tune.settings import Tuned

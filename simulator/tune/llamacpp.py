@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policies.llamacpp import LlamaCppDraft
+from policies.lengths.llamacpp import LlamaCppDraft
 from simulator.tune.costs import Slo, longest_draft
 from simulator.tune.formats import LLAMACPP_KEYS
 from simulator.tune.settings import Tuned

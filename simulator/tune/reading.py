@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from policies.basic import Autoregressive
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
 from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, SettingsError, check_settings
 from simulator.tune.huggingface import Setting
 from simulator.tune.llamacpp import LlamaCppSetting

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.basic import Autoregressive, Fixed
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.outcome.merge import t_interval
 from simulator.serving.outcome.report import Run

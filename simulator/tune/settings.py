@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from policies.basic import Autoregressive
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
 from simulator.tune.costs import Grid
 from simulator.tune.evidence import about_row, origin, summed_up
 from simulator.tune.formats import CHECKS, check_settings

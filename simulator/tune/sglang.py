@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Autoregressive
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
+from policies.lengths.basic import Autoregressive
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario

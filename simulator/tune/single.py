@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from policies.basic import Autoregressive
 from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive
 from simulator.pricing import autoregressive
 from simulator.tune.choice import (
     Choice,

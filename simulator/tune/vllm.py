@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Autoregressive, Fixed
 from policies.batch.tables import BatchTable
+from policies.lengths.basic import Autoregressive, Fixed
 from simulator.tune.choice import (
     Objective,
     can_hold_back,

@@ -6,9 +6,17 @@ Figures live in `simulator.whatif.plots`.
 
 from simulator.executors import Cluster, Local
 from simulator.whatif.breakeven import break_even, crossing, overview, select, surface
-from simulator.whatif.cells import COLUMNS
 from simulator.whatif.cost import LatencyCost
-from simulator.whatif.fidelity import (
+from simulator.whatif.ladder import best_fixed, ladder, split_prompts
+from simulator.whatif.rate import RateFit, fit_rate_optimal
+from simulator.whatif.sweep.cells import COLUMNS
+from simulator.whatif.sweep.file import read_sweep, write_sweep, write_thresholds
+from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.references import references
+from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep.thresholds import THRESHOLDS, thresholds
+from simulator.whatif.tilt.fidelity import (
     TiltError,
     TiltErrors,
     compare_groups,
@@ -16,15 +24,7 @@ from simulator.whatif.fidelity import (
     summarize_error,
     tilt_errors,
 )
-from simulator.whatif.grid import expand, parse_axis, with_gammas
-from simulator.whatif.ladder import best_fixed, ladder, split_prompts
-from simulator.whatif.prices import Prices
-from simulator.whatif.rate import RateFit, fit_rate_optimal
-from simulator.whatif.references import references
-from simulator.whatif.sweep import Sweep
-from simulator.whatif.sweep_file import read_sweep, write_sweep, write_thresholds
-from simulator.whatif.thresholds import THRESHOLDS, thresholds
-from simulator.whatif.tilt import Tilter, acceptance, iid_like, tilt_to
+from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like, tilt_to
 from simulator.whatif.tuning import Tuning, tune
 
 __all__ = [

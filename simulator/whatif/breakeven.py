@@ -1,6 +1,6 @@
 """Where speculation stops paying, and what adapting the draft length is worth.
 
-Everything here reads the table of a sweep (`simulator.whatif.sweep`).
+Everything here reads the table of a sweep (`simulator.whatif.sweep.run`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from simulator.whatif.prices import ANY
-from simulator.whatif.references import POINT
+from simulator.whatif.sweep.prices import ANY
+from simulator.whatif.sweep.references import POINT
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
@@ -181,7 +181,7 @@ def overview(frame: pd.DataFrame) -> pd.DataFrame:
     mean ``adapting``; ``outside``: the largest share of passes read outside the measured
     cells; ``tilt_error``: the largest error to expect from tilting that is known, and
     ``tilt_tried``, whether all of the tilts are as small as those it was measured at.
-    Where a policy stops paying is told by `simulator.whatif.thresholds`.
+    Where a policy stops paying is told by `simulator.whatif.sweep.thresholds`.
     """
     found = []
     devices = set(frame["gpu"].astype(str)) - {ANY}

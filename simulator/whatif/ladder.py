@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_policy, policy_names
 from simulator.pricing import Priced, autoregressive, price
 from simulator.summary import summarize

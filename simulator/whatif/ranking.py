@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from simulator.pricing import price
 from simulator.whatif.ladder import GAMMAS, split_prompts
 from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal

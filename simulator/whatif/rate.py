@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Autoregressive
 from policies.batch.base import IterationCost
 from policies.core import DraftPolicy, Load, Round
 from policies.estimators import (
@@ -20,7 +19,8 @@ from policies.estimators import (
     LogisticAcceptance,
 )
 from policies.lanes.base import LanePlan, plan_of
-from policies.rate_optimal import RateOptimal
+from policies.lengths.basic import Autoregressive
+from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.judged import (
@@ -29,7 +29,7 @@ from simulator.whatif.judged import (
     first_acceptance,
     judged_rows,
 )
-from simulator.whatif.matchmodel import NUMERIC
+from simulator.whatif.tilt.matchmodel import NUMERIC
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -85,7 +85,7 @@ def fit_rate_optimal(
     cost: IterationCost | None = None,
     tolerance: float = 1e-6,
 ) -> RateFit:
-    """Fit `policies.rate_optimal.RateOptimal` on the prompts `train` (default: all).
+    """Fit `policies.lengths.rate_optimal.RateOptimal` on the prompts `train` (default: all).
 
     ``estimates``: ``isotonic`` reads the draft's probability, monotone; ``logistic``
     every signal recorded and the place in the draft; ``none`` takes one chance for every

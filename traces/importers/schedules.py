@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from policies.basic import Autoregressive, Fixed
 from policies.core import DraftPolicy, Load, Round
-from policies.huggingface import Confidence
+from policies.lengths.basic import Autoregressive, Fixed
+from policies.lengths.huggingface import Confidence
 from policies.registry import describe, parse_policy, policy_names
 from traces.errors import DraftsimError, FileError
 from traces.importers.rows import LoggedRound, LoggedTurn

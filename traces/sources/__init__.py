@@ -1,11 +1,9 @@
 """Draft sources other than a draft model: early exit, parallel heads, lookup."""
 
-from traces.sources.adapter import Kangaroo
 from traces.sources.base import Recordings, Source, SourceToken
-from traces.sources.early_exit import EarlyExit
-from traces.sources.engine_lookups import NGram, NGramSimple, Suffix
-from traces.sources.exits import ExitRecording, ExitSetting
-from traces.sources.feature_source import Eagle
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.exits.recording import ExitRecording, ExitSetting
 from traces.sources.files import (
     read_exits,
     read_recordings,
@@ -17,7 +15,8 @@ from traces.sources.files import (
     write_trees,
 )
 from traces.sources.found import find_drafted, find_recordings
-from traces.sources.lookup_sources import PLD, REST, Lookahead
+from traces.sources.lookups.engines import NGram, NGramSimple, Suffix
+from traces.sources.lookups.sources import PLD, REST, Lookahead
 from traces.sources.registry import (
     SOURCES,
     SYSTEMS,
@@ -27,7 +26,9 @@ from traces.sources.registry import (
     source_names,
 )
 from traces.sources.replay import replay_source
-from traces.sources.start_sources import (
+from traces.sources.starts.features import Eagle
+from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.sources import (
     Blockwise,
     LayerSkip,
     Medusa,
@@ -35,9 +36,8 @@ from traces.sources.start_sources import (
     Space,
     SpecDec,
 )
-from traces.sources.starts import StartRecording
-from traces.sources.tree_source import Eagle2
-from traces.sources.trees import TreeRecording
+from traces.sources.starts.tree_source import Eagle2
+from traces.sources.starts.trees import TreeRecording
 
 __all__ = [
     "PLD",

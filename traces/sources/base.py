@@ -17,9 +17,9 @@ from traces.replay.calls import CallCounter
 from traces.replay.rounds import Fidelity
 
 if TYPE_CHECKING:
-    from traces.sources.exits import ExitRecording
-    from traces.sources.starts import StartRecording
-    from traces.sources.trees import TreeRecording
+    from traces.sources.exits.recording import ExitRecording
+    from traces.sources.starts.recording import StartRecording
+    from traces.sources.starts.trees import TreeRecording
 
 
 DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}

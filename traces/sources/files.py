@@ -14,10 +14,10 @@ import pyarrow as pa
 from traces.errors import DraftsimError
 from traces.sources.base import Recordings
 from traces.sources.columns import DRAWN
-from traces.sources.exits import NODE_COLUMNS, ExitRecording, ExitSetting
-from traces.sources.exits import SIGNALS as EXIT_SIGNALS
-from traces.sources.starts import START_SIGNALS, StartRecording
-from traces.sources.trees import TREE_SIGNALS, TreeRecording
+from traces.sources.exits.recording import NODE_COLUMNS, ExitRecording, ExitSetting
+from traces.sources.exits.recording import SIGNALS as EXIT_SIGNALS
+from traces.sources.starts.recording import START_SIGNALS, StartRecording
+from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 from traces.store.files import PathLike
 from traces.store.parquet import file_error, read_file, write_file
 

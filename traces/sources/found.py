@@ -10,10 +10,10 @@ import numpy as np
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.as_draft import drafted_latency, drafted_trace
 from traces.sources.base import Recordings, true_tokens
 from traces.sources.files import read_recordings
 from traces.sources.registry import parse_source
+from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 from traces.store.recordings import find_latency, find_trace, folder_of
 
 STAMP = "outputs_sha256"
@@ -59,7 +59,7 @@ def find_drafted(name: str, source: str) -> tuple[Trace, LatencyTable]:
     8
 
     Raises DraftsimError where there is no such recording, or the source is none that can stand for
-    a draft model (`traces.sources.as_draft`).
+    a draft model (`traces.sources.starts.as_draft`).
     """
     trace, drafter = find_trace(name), parse_source(source)
     recordings = find_recordings(name, trace)

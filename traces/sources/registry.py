@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from policies.spec import describe_spec, parse_spec
-from traces.sources.adapter import Kangaroo
 from traces.sources.base import Source
-from traces.sources.early_exit import EarlyExit
-from traces.sources.engine_lookups import NGram, NGramSimple, Suffix
-from traces.sources.feature_source import Eagle
-from traces.sources.lookup_sources import PLD, REST, Lookahead
-from traces.sources.start_sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
-from traces.sources.tree_source import Eagle2
+from traces.sources.exits.early_exit import EarlyExit
+from traces.sources.exits.kangaroo import Kangaroo
+from traces.sources.lookups.engines import NGram, NGramSimple, Suffix
+from traces.sources.lookups.sources import PLD, REST, Lookahead
+from traces.sources.starts.features import Eagle
+from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
+from traces.sources.starts.tree_source import Eagle2
 
 DRAFT_MODEL = "draft-model"
 """The source of `traces.replay.decoder`, which is no `Source`: its drafts are the trace's own."""

@@ -13,8 +13,8 @@ from traces.replay.calls import Call, pack_calls
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy
 from traces.replay.scores import prepared_rule
+from traces.sources.at_once import Walked, rounds_at_once
 from traces.sources.base import Recordings, Source, SourceReplay
-from traces.sources.walked.rounds import Walked, rounds_at_once
 
 
 def replay_source(

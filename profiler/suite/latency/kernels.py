@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
-from policies.basic import Fixed
+from policies.lengths.basic import Fixed
 from profiler.models.runner import Runner
 from profiler.suite.environment import Workplace
 from profiler.suite.latency.passes import COMPILED, EAGER, GRAPH, fill, make_runner

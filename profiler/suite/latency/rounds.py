@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy, Round, speculate
+from policies.lengths.basic import Fixed
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder

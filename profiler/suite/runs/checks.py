@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy, Round, speculate
+from policies.lengths.basic import Fixed
 from profiler.checks.assisted import assisted_generation
 from profiler.decoding.single import ModelDecoder
 from profiler.machine.stopwatch import timed

@@ -27,7 +27,7 @@ def compared_runs(
     """Every arm on the requests of `recorded`, as many as `seconds` hold; rounds against replay.
 
     ``name``: of the pair, for the rows.  ``drafted``: the same requests with what drafts in the
-    place of the draft model (`traces.sources.as_draft`), where another does.
+    place of the draft model (`traces.sources.starts.as_draft`), where another does.
 
     Returns the measured ``times``, rows of `profiler.suite.runs.arms.COLUMNS`, and what was
     ``checked``.

@@ -1,7 +1,7 @@
 """Drafters on the target's features (EAGLE, EAGLE-3, MTP) in stage ``trained``.
 
 Each makes a pair with the target: a recording of its own, with what it drafts from every start in
-the place of the draft model's drafts (`traces.sources.as_draft`), its passes in the target's
+the place of the draft model's drafts (`traces.sources.starts.as_draft`), its passes in the target's
 table, and real runs beside plain ones.  Whatever reads a pair's recording reads these.  They are
 launched kernel by kernel: no engine's drafter is, so their c is the eager one.
 """
@@ -43,8 +43,8 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
-from traces.sources.as_draft import drafted_trace, in_the_drafts_place
-from traces.sources.feature_source import Eagle as EagleSource
+from traces.sources.starts.as_draft import drafted_trace, in_the_drafts_place
+from traces.sources.starts.features import Eagle as EagleSource
 from traces.store.files import read_trace
 
 OFFSETS = 8

@@ -21,7 +21,7 @@ from profiler.recording.trace import Columns, Recorder
 from profiler.sources.exit_record import ExitRecorder, record_exits
 from profiler.suite.environment import Workplace
 from traces.acceptance.trace import Trace
-from traces.sources.early_exit import EarlyExit
+from traces.sources.exits.early_exit import EarlyExit
 from traces.sources.files import write_exits
 from traces.store.files import write_trace
 

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from simulator.whatif.cells import COLUMNS, TEXT, Part
+from simulator.whatif.sweep.cells import COLUMNS, TEXT, Part
 from traces.errors import FileError
 from traces.store.parquet import write_atomically
 
@@ -77,7 +77,7 @@ def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str,
 def write_thresholds(
     rows: pd.DataFrame, out: str | Path, description: Mapping[str, Any]
 ) -> Path:  # fmt: skip
-    """Write `rows` of `simulator.whatif.thresholds` beside the sweep's file `out`; its path.
+    """Write `rows` of `simulator.whatif.sweep.thresholds` beside the sweep's file `out`; its path.
 
     Raises
     ------

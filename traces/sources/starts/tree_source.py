@@ -16,9 +16,9 @@ from traces.sources.base import (
     SourceReplay,
     SourceToken,
 )
-from traces.sources.feature_source import OnFeatures
-from traces.sources.starts import check_follows
-from traces.sources.trees import TreeRecording, candidates
+from traces.sources.starts.features import OnFeatures
+from traces.sources.starts.recording import check_follows
+from traces.sources.starts.trees import TreeRecording, candidates
 
 RECORD_TREES = "`draftsim profile --source eagle2:model=DIR`"
 
@@ -35,7 +35,7 @@ class Eagle2(OnFeatures):
 
     A *token* that a policy sees is a layer: the policy decides how deep the tree grows, the source
     how many nodes are verified.  ``drafted`` counts layers, ``accepted`` the nodes followed, and
-    the signals are those of a layer's first node (`traces.sources.trees.layer_columns`).
+    the signals are those of a layer's first node (`traces.sources.starts.trees.layer_columns`).
 
     In the authors' code (SafeAILab/EAGLE, ``eagle/model/cnets.py``) ``depth`` counts the passes
     behind the first, here and in the paper the layers, one more; ``total_token`` counts the root

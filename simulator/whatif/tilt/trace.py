@@ -24,7 +24,7 @@ A match that becomes a mismatch gets the wrong token and the off-path tail of a 
 mismatch with like signals; a mismatch that becomes a match loses its own.  A tilted trace
 holds no target-side scores, whose truth ended with the recorded outcomes, so lossy rules
 refuse it, and its replays have fidelity ``approximate``.  How far off they are is
-measured by `simulator.whatif.fidelity`: more for policies that read signals, where it is the
+measured by `simulator.whatif.tilt.fidelity`: more for policies that read signals, where it is the
 texts that differ: one that is itself easier to foretell is drafted with other signals at the
 same rate.
 """
@@ -38,8 +38,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from simulator.whatif.matchmodel import Bools, Floats, MatchModel
-from simulator.whatif.rebuild import Ints, Rebuilder
+from simulator.whatif.tilt.matchmodel import Bools, Floats, MatchModel
+from simulator.whatif.tilt.rebuild import Ints, Rebuilder
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 

@@ -20,7 +20,7 @@ from traces.sources.base import (
     SourceToken,
     true_tokens,
 )
-from traces.sources.exits import ExitRecording, ExitSetting, depth_layers, usable_exits
+from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 
 
 class EarlyExit(Source):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from policies.basic import Fixed
 from policies.core import DraftPolicy
-from policies.entropy import SVIP
+from policies.lengths.basic import Fixed
+from policies.lengths.entropy import SVIP
 from simulator.estimate import Estimate, ratio
-from simulator.whatif.tilt import Method, Tilter, acceptance, iid_like
+from simulator.whatif.tilt.trace import Method, Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.lanes import replay_many

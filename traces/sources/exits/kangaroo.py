@@ -9,7 +9,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import ADAPTER
 from traces.sources.base import Recordings, SourceReplay, SourceToken
-from traces.sources.early_exit import EarlyExit, EarlyExitReplay, ExitTape
+from traces.sources.exits.early_exit import EarlyExit, EarlyExitReplay, ExitTape
 
 
 class Kangaroo(EarlyExit):

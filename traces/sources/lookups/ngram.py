@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.parameters import whole
-from traces.sources.lookup import Lookup, Proposal
+from traces.sources.lookups.text import Lookup, Proposal
 
 
 class NGramLookup(Lookup):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.whatif.matchmodel import Bools, signal_table
+from simulator.whatif.tilt.matchmodel import Bools, signal_table
 from traces.acceptance.schema import COLUMNS, MATCH, MISMATCH, SIGNAL_COLUMNS, UNKNOWN
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

@@ -1,6 +1,6 @@
 """Any grid of what-if questions, in parallel, resumable, as one tidy table.
 
-A sweep is cut into parts (`simulator.whatif.cells.Part`): policies that share an
+A sweep is cut into parts (`simulator.whatif.sweep.cells.Part`): policies that share an
 acceptance rate and a batch, and hence a trace.  A part is replayed once and priced at
 every cost ratio, latency table and context, which costs next to nothing beside it.
 Parts are kept as files as they finish; the same sweep begun again computes only what is
@@ -19,12 +19,12 @@ import pandas as pd
 
 from policies.core import DraftPolicy
 from simulator.executors import Executor, Local, Lost
-from simulator.whatif.cells import COLUMNS, TEXT, Bench, Part
-from simulator.whatif.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
-from simulator.whatif.prices import Prices
-from simulator.whatif.references import references, with_regrets
-from simulator.whatif.sweep_file import SCHEMA, Columns, KeptParts, write_sweep
-from simulator.whatif.tilt import METHODS, Method, Tilter
+from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part
+from simulator.whatif.sweep.file import SCHEMA, Columns, KeptParts, write_sweep
+from simulator.whatif.sweep.prices import Prices
+from simulator.whatif.sweep.references import references, with_regrets
+from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_errors
+from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
@@ -43,7 +43,7 @@ class Sweep:
         The recording.
     policies:
         Prototypes by name.  Beside them the fixed lengths and the oracle are replayed as
-        references (`simulator.whatif.references`), without rows of their own.
+        references (`simulator.whatif.sweep.references`), without rows of their own.
     prices:
         Cost ratios, latency tables, contexts and GPUs.
     alphas:
@@ -51,7 +51,7 @@ class Sweep:
     batches:
         Sequences decoded together.
     method:
-        How to tilt (`simulator.whatif.tilt`), or ``iid``, the textbook baseline.
+        How to tilt (`simulator.whatif.tilt.trace`), or ``iid``, the textbook baseline.
     resamples, confidence, seed:
         Of the bootstrap over prompts, and of all that is drawn.
     measure_tilt:

@@ -12,7 +12,7 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import DRAFTER
 from traces.sources.base import Drafter, Recordings, Source, SourceReplay, SourceToken
-from traces.sources.starts import ByStart, StartRecording, StartReplay, StartSource
+from traces.sources.starts.recording import ByStart, StartRecording, StartReplay, StartSource
 
 RECORD = "`draftsim profile --source eagle:model=DIR`"
 

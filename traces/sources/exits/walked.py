@@ -13,10 +13,10 @@ from traces.acceptance.trace import Trace
 from traces.replay.calls import ADAPTER, EXIT_HEAD, Counted, pack_counted
 from traces.replay.layout import Places
 from traces.replay.walk import Rounds, Walk, carried
-from traces.sources.adapter import KangarooReplay
 from traces.sources.columns import read_columns
-from traces.sources.early_exit import EarlyExitReplay, ExitTape, StandInReplay
-from traces.sources.walked.ledger import Steps, layer_calls
+from traces.sources.exits.early_exit import EarlyExitReplay, ExitTape, StandInReplay
+from traces.sources.exits.kangaroo import KangarooReplay
+from traces.sources.exits.ledger import Steps, layer_calls
 
 KINDS = (EarlyExitReplay, StandInReplay, KangarooReplay)
 """Whose drafts are known: what a class of its own makes of them is not."""
@@ -35,7 +35,7 @@ class ExitPlaces(Places):
     ----------
     stand_in:
         Go on along the path where nothing was recorded behind a wrong exit
-        (`traces.sources.early_exit.StandInExit`).
+        (`traces.sources.exits.early_exit.StandInExit`).
     longest:
         Tokens that are asked for at most.
     """

@@ -10,10 +10,10 @@ from typing import ClassVar
 from traces.acceptance.trace import Trace
 from traces.replay.calls import CALL_KINDS
 from traces.sources.base import Recordings, SourceReplay, prompt_tokens, true_tokens
-from traces.sources.lookup import Lookup, Proposal
-from traces.sources.lookup_sources import LookupReplay, LookupSource, Served
-from traces.sources.ngram import NGramLookup, NGramSimpleLookup
-from traces.sources.suffix import SuffixLookup, SuffixTree
+from traces.sources.lookups.ngram import NGramLookup, NGramSimpleLookup
+from traces.sources.lookups.sources import LookupReplay, LookupSource, Served
+from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
+from traces.sources.lookups.text import Lookup, Proposal
 
 
 class NGram(LookupSource):

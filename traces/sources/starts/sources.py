@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS
 from traces.replay.rounds import Fidelity
 from traces.sources.base import SourceReplay, SourceToken
-from traces.sources.starts import StartRecording, StartReplay, StartSource
+from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
 HEADS = CALL_KINDS.index(("heads", "forward"))
 

@@ -9,8 +9,8 @@ from typing import Any
 from policies.core import DraftPolicy, Round
 from policies.lanes.base import LanePlan
 from policies.lanes.stops import EntropyAbove, EntropyBound
+from policies.lengths.threshold import AdaptiveThreshold, ThresholdLanes
 from policies.parameters import flag, whole, within
-from policies.threshold import AdaptiveThreshold, ThresholdLanes
 
 
 class SVIP(DraftPolicy):

@@ -1,4 +1,4 @@
-"""What retrieval drafts at many places of a text at once (`traces.sources.lookup.Retrieval`)."""
+"""What `traces.sources.lookups.text.Retrieval` drafts at many places of a text at once."""
 
 from __future__ import annotations
 

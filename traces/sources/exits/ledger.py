@@ -11,7 +11,7 @@ import numpy as np
 
 from policies.lanes.base import Ints
 from traces.replay.calls import HEAD, LAYER, Counted
-from traces.sources.early_exit import ExitTape
+from traces.sources.exits.early_exit import ExitTape
 
 
 class Steps:

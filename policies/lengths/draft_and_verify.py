@@ -8,8 +8,8 @@ from typing import Any
 from policies.core import DraftPolicy, Round
 from policies.lanes.base import LanePlan
 from policies.lanes.stops import Signal
+from policies.lengths.threshold import AdaptiveThreshold, ThresholdLanes
 from policies.parameters import whole, within
-from policies.threshold import AdaptiveThreshold, ThresholdLanes
 
 
 class DraftAndVerify(DraftPolicy):

@@ -24,8 +24,15 @@ from traces.sources.base import (
     prompt_tokens,
     true_tokens,
 )
-from traces.sources.lookup import Datastore, Lookup, NGramPool, PromptLookup, Proposal, Retrieval
-from traces.sources.walked.retrieval import BETWEEN, retrieved
+from traces.sources.lookups.retrieval import BETWEEN, retrieved
+from traces.sources.lookups.text import (
+    Datastore,
+    Lookup,
+    NGramPool,
+    PromptLookup,
+    Proposal,
+    Retrieval,
+)
 
 EARLIER = "earlier"
 

@@ -16,14 +16,14 @@ from traces.replay.calls import HEAD, LAYER, PASS, Call, Counted, pack_calls, pa
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy
-from traces.sources.as_draft import chained_trace
 from traces.sources.base import Recordings, Source, SourceReplay
-from traces.sources.early_exit import EarlyExitReplay
-from traces.sources.feature_source import EagleReplay
-from traces.sources.lookup_sources import LookupReplay, LookupSource
-from traces.sources.start_sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
-from traces.sources.starts import StartReplay, StartSource
-from traces.sources.walked.exits import KINDS, exit_rounds
+from traces.sources.exits.early_exit import EarlyExitReplay
+from traces.sources.exits.walked import KINDS, exit_rounds
+from traces.sources.lookups.sources import LookupReplay, LookupSource
+from traces.sources.starts.as_draft import chained_trace
+from traces.sources.starts.features import EagleReplay
+from traces.sources.starts.recording import StartReplay, StartSource
+from traces.sources.starts.sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
 
 Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""

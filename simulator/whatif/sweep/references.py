@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from policies.basic import Fixed, Oracle
 from policies.core import DraftPolicy
+from policies.lengths.basic import Fixed, Oracle
 from simulator.whatif.ladder import GAMMAS
 from traces.acceptance.trace import Trace
 

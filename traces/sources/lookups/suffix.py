@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from policies.parameters import whole, within
-from traces.sources.lookup import Lookup, Proposal
+from traces.sources.lookups.text import Lookup, Proposal
 
 BETWEEN = -1
 """Stands in the text between two sequences."""

@@ -21,10 +21,10 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.columns import DRAWN
-from traces.sources.feature_source import Eagle
-from traces.sources.start_sources import Heads, LayerSkip, Space
-from traces.sources.starts import StartRecording, StartSource
-from traces.sources.tree_source import Eagle2
+from traces.sources.starts.features import Eagle
+from traces.sources.starts.recording import StartRecording, StartSource
+from traces.sources.starts.sources import Heads, LayerSkip, Space
+from traces.sources.starts.tree_source import Eagle2
 
 Ints = npt.NDArray[np.int64]
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from policies.core import DraftPolicy
 from simulator.pricing import autoregressive, price
 from simulator.whatif.batching import InBatch, InBatches
-from simulator.whatif.prices import ANY, Prices
 from simulator.whatif.rate import in_batch
-from simulator.whatif.references import family
-from simulator.whatif.tilt import Tilter, acceptance, iid_like
+from simulator.whatif.sweep.prices import ANY, Prices
+from simulator.whatif.sweep.references import family
+from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
 from traces.replay.always import always_drafted
 from traces.replay.lanes import replay_many
@@ -48,7 +48,7 @@ where nothing was carried over); ``speedup_lo`` and ``speedup_hi`` are of the pr
 ``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
 take at the full batch's rate.  ``below_1`` is the share of prompts slower than plain
 decoding, in a batch by the steps that each prompt is in.  The six columns from
-``best_fixed`` on are those of `simulator.whatif.references.with_regrets`, from the fixed
+``best_fixed`` on are those of `simulator.whatif.sweep.references.with_regrets`, from the fixed
 lengths 1 to 12 and the oracle, asked for or not.  ``tilt_error`` is the relative error
 to expect of a speedup from tilting, larger for policies that read signals and NaN where it
 is not known; ``tilt_tried`` says whether it was measured at a shift as large.

@@ -1,0 +1,1 @@
+"""Policies that choose how many tokens one stream drafts."""

@@ -1,0 +1,1 @@
+"""Another acceptance rate for a recorded trace, and how far it can be trusted."""

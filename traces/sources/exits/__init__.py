@@ -1,0 +1,1 @@
+"""Drafting with the target's own first layers: early exit, and Kangaroo's adapter."""

@@ -1,0 +1,1 @@
+"""Drafts found in text: lookups as sources, those of serving engines among them."""
