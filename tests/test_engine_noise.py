@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import halfnorm
 
 from commands.engine.compare import MOST, beside, slower_by, with_speedups
-from commands.engine.noise import MEDIAN, expected_median, noise_said, scatter
+from commands.engine.noise import expected_median, noise_said, scatter
 
 OFF = "autoregressive"
 ARMS = (OFF, "a", "b", "c", "d", "e", "f")
@@ -61,7 +62,7 @@ def test_what_all_arms_of_a_repeat_share_is_no_noise_of_their_ratios() -> None:
 
 
 def test_the_expected_median_is_that_of_normal_errors() -> None:
-    assert expected_median([0.02] * 5) == pytest.approx(0.02 * MEDIAN)
+    assert expected_median([0.02] * 5) == pytest.approx(halfnorm.median(scale=0.02))
     assert expected_median([0.0, 0.0, 0.5]) == pytest.approx(0, abs=1e-9)
     draws = np.abs(np.random.default_rng(1).normal(0, [[0.01], [0.02], [0.08]], (3, 40_000)))
     assert expected_median([0.01, 0.02, 0.08]) == pytest.approx(float(np.median(draws)), rel=0.02)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-MEDIAN = NormalDist().inv_cdf(0.75)
-"""Median of the size of an error whose standard deviation is one."""
 BOUND = 0.02
 """Error of a speedup that is worth telling: repeats are named whose scatter is half of it."""
 
@@ -55,14 +52,20 @@ def scatter(logs: npt.NDArray[np.float64], shared: bool = False) -> float | None
 def expected_median(noises: Sequence[float]) -> float:
     """Median of the errors' sizes that a model without error would show, its noises being these.
 
-    The median over a mixture of normal errors, found by bisection.
+    The median over a mixture of normal errors; 0 where none has any.
     """
-    low, high = 0.0, 2 * max(noises, default=0.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = np.mean([math.erf(middle / (n * math.sqrt(2))) if n else 1.0 for n in noises])
-        low, high = (middle, high) if below < 0.5 else (low, middle)
-    return high
+    from scipy.optimize import brentq
+    from scipy.stats import halfnorm
+
+    scales = np.array([n for n in noises if n])
+    if not scales.size:
+        return 0.0
+    none = len(noises) - scales.size
+
+    def above(size: float) -> float:
+        return float(none + np.sum(halfnorm.cdf(size, scale=scales))) / len(noises) - 0.5
+
+    return 0.0 if above(0.0) >= 0 else float(brentq(above, 0.0, 2 * scales.max()))
 
 
 def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
