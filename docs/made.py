@@ -20,6 +20,7 @@ import typer.main
 from commands import app, catalogue
 from docs.engine_tables import engine_checks, server_checks
 from docs.llamacpp_tables import llamacpp_counts
+from docs.lossy_tables import lossy_rules
 from docs.paper_tables import order_of_systems
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
 from policies.core import Round
@@ -269,8 +270,8 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
-    "llamacpp_counts": llamacpp_counts, "methods": methods, "modules": modules,
-    "order_of_systems": order_of_systems, "phases": phases, "readme": readme, "rooms": rooms,
-    "routers": routers, "row_columns": row_columns, "served": served,
-    "server_checks": server_checks, "signals": signals, "string": string,
+    "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
+    "modules": modules, "order_of_systems": order_of_systems, "phases": phases,
+    "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
+    "served": served, "server_checks": server_checks, "signals": signals, "string": string,
 }  # fmt: skip

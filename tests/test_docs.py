@@ -13,6 +13,7 @@ import typer.main
 from commands import app
 from commands.common.drafted import drafted_by
 from docs.engine_tables import checks, served_in_words, stepped_in_words
+from docs.lossy_tables import lossy_rules
 from tests.conftest import ROOT, Run
 from traces import find_latency, find_trace
 
@@ -128,3 +129,13 @@ def test_the_readmes_category_is_what_simulate_prints(run: Run) -> None:
 
 def _readme(part: str) -> str:
     return (ROOT / "README.md").read_text().split(f"<!-- {part} -->")[1].split("<!-- end of")[0]
+
+
+def test_what_the_page_says_of_lossy_rules_is_in_its_table() -> None:
+    rows = [line.split("|")[1:-1] for line in lossy_rules("smollm2-cpu").splitlines()[2:]]
+    speedup = {row[0].strip(" `").partition(":")[0]: float(row[2].split()[0]) for row in rows}
+    stood = {row[0].strip(" `").partition(":")[0]: int(row[3].strip(" %")) for row in rows}
+    assert list(speedup.values()) == sorted(speedup.values(), reverse=True)
+    assert next(iter(speedup)) == "csd-scg" and speedup["csd-scg"] > 1.5
+    # The gate stops a third of what the memory alone would let stand.
+    assert 0.3 < 1 - stood["csd"] / stood["csd-ocm"] < 0.4

@@ -85,7 +85,8 @@ def noise_said(rows: Sequence[Mapping[str, Any]], first: str) -> str | None:
 
 
 def _paced(arms: Sequence[Mapping[str, Any]]) -> str:
-    errors = [abs(row["paced_speedup_error"]) for row in arms if row["paced_speedup_error"]]
+    paced = [row["paced_speedup_error"] for row in arms]
+    errors = [abs(error) for error in paced if error is not None]
     if not errors:
         return ""
     return f"; for a machine as the control load found it they are off by {np.median(errors):.1%}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.parameters import whole
-from traces.sources.lookups.text import Lookup, Proposal
+from traces.sources.lookups.text import FirstOccurrences, Lookup, Proposal
 
 
 class NGramLookup(Lookup):
@@ -34,26 +34,15 @@ class NGramLookup(Lookup):
         whole("min_n", min_n, 1)
         whole("max_n", max_n, min_n)
         self.k, self.min_n, self.max_n, self.eos = k, min_n, max_n, eos
-        self._ids: list[int] = []
-        # Of every n-gram that something follows, the index after its first occurrence.
-        self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
+        self._seen = FirstOccurrences(min_n, max_n)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append, and index every n-gram that ends before the last token."""
-        self._ids += tokens
-        for end in range(self._indexed + 1, len(self._ids)):
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                self._after.setdefault(tuple(self._ids[end - n : end]), end)
-        self._indexed = max(len(self._ids) - 1, 0)
+        """Append and index."""
+        self._seen.extend(tokens)
 
     def propose(self) -> list[Proposal]:
         """What followed; empty where no n-gram recurs."""
-        ids = self._ids
-        for n in range(min(self.max_n, len(ids) - 1), self.min_n - 1, -1):
-            if (start := self._after.get(tuple(ids[-n:]))) is not None:
-                return until_eos(ids[start : start + self.k], self.eos)
-        return []
+        return until_eos(self._seen.following(self.k), self.eos)
 
 
 class NGramSimpleLookup(Lookup):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,36 @@ class Lookup(ABC):
         """The proposed continuation, possibly empty."""
 
 
+class FirstOccurrences:
+    """Where n-grams of a growing sequence first ended, those of its last token excepted."""
+
+    def __init__(self, min_n: int, max_n: int) -> None:
+        self.ids: list[int] = []
+        self._sizes = (min_n, max_n)
+        self._after: dict[tuple[int, ...], int] = {}
+        self._indexed = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append, and index every n-gram that ends before the last token."""
+        self.ids += tokens
+        low, high = self._sizes
+        for end in range(self._indexed + 1, len(self.ids)):
+            for n in range(low, min(high, end) + 1):
+                self._after.setdefault(tuple(self.ids[end - n : end]), end)
+        self._indexed = max(len(self.ids) - 1, 0)
+
+    def following(self, count: int) -> list[int]:
+        """Up to `count` ids behind the first occurrence of the longest n-gram at the end.
+
+        Empty where none occurs earlier.
+        """
+        low, high = self._sizes
+        for n in range(min(high, len(self.ids) - 1), low - 1, -1):
+            if (start := self._after.get(tuple(self.ids[-n:]))) is not None:
+                return self.ids[start : start + count]
+        return []
+
+
 class PromptLookup(Lookup):
     """Copies what followed the first earlier occurrence of the last n-gram.
 
@@ -62,33 +93,16 @@ class PromptLookup(Lookup):
         whole("num_tokens", num_tokens, 1)
         whole("max_ngram", max_ngram, 1)
         self.num_tokens, self.max_ngram, self.eos = num_tokens, max_ngram, eos
-        self._ids: list[int] = []
-        # Of every n-gram that something follows, the index after its first occurrence.
-        self._after: dict[tuple[int, ...], int] = {}
-        self._indexed = 0
+        self._seen = FirstOccurrences(1, max_ngram)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append, and index every n-gram that ends before the last token."""
-        self._ids += tokens
-        for end in range(self._indexed + 1, len(self._ids)):
-            for n in range(1, min(self.max_ngram, end) + 1):
-                self._after.setdefault(tuple(self._ids[end - n : end]), end)
-        self._indexed = max(len(self._ids) - 1, 0)
+        """Append and index."""
+        self._seen.extend(tokens)
 
     def propose(self) -> list[Proposal]:
         """What followed; empty where no n-gram recurs or EOS followed."""
-        ids = self._ids
-        for n in range(min(self.max_ngram, len(ids) - 1), 0, -1):
-            start = self._after.get(tuple(ids[-n:]))
-            if start is None:
-                continue
-            chosen: list[Proposal] = []
-            for token in ids[start : start + self.num_tokens]:
-                if token in self.eos:
-                    break
-                chosen.append(Proposal(token))
-            return chosen
-        return []
+        following = self._seen.following(self.num_tokens)
+        return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, following)]
 
 
 class Datastore:
