@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands.engine.check import engine_options, grid_of
+from commands.engine.profile import say_slow_dtype
 from policies import parse_policy
 from profiler.engines import measure
 from profiler.engines.bench import Sample
@@ -215,3 +218,41 @@ def test_what_a_table_can_do_without_is_measured_in_the_time_left(
     assert made.left_out == left_out
     assert batches == ({1, 4} if left_out else {1, 2, 4})
     assert len(made.samples[Cell("decode", 4, 5, 64)]) == (3 if left_out else 9)
+
+
+@pytest.mark.parametrize(("left_s", "visits"), [(1e6, 3), (0.0, 1)])
+def test_one_sweep_is_measured_in_any_case_and_further_ones_in_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, visits: int
+) -> None:
+    monkeypatch.setattr(measure, "Bench", Bent)
+    options = EngineOptions("m", longest=4, max_batch=4)
+    engine: Any = SimpleNamespace(
+        options=options, meta={"engine": {"own_drafter": False}, "device": "cpu"}
+    )
+    grid = replace(GRID, sweeps=3, held_out=1.0)
+    made = measure.EngineTable(engine, grid, tmp_path, left_s=lambda: left_s)
+    advanced = []
+    made.run(lambda: advanced.append(1))
+    assert len(made.samples[Cell("decode", 1, 1, 64)]) == visits * GRID.steps
+    assert len(advanced) == made.blocks
+    cells = sum(map(len, made.grid.blocks()))
+    assert made.left_out >= (3 - visits) * cells
+    assert (made.left_out == 0) == (visits == 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "known", "warned"),
+    [
+        ("bfloat16", "cpu", {"avx512_f": True, "avx512_bf16": False}, True),
+        ("bfloat16", "cpu", {"avx512_bf16": True, "amx_bf16": False}, False),
+        ("float32", "cpu", {"avx512_bf16": False}, False),
+        ("bfloat16", "cuda", {"avx512_bf16": False}, False),
+    ],
+)
+def test_an_engine_in_a_format_that_the_processor_lacks_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str, device: str,
+    known: dict[str, bool], warned: bool,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    say_slow_dtype({"dtype": dtype, "device": device})
+    assert ("--dtype float32" in capsys.readouterr().err) == warned

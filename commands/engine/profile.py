@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from commands.common.output import note
 from profiler.engines.engine import Engine
@@ -38,8 +40,10 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
         raise DraftsimError(f"cannot make the run folder {out}: {error.strerror}") from None
     end = time.monotonic() + 60 * minutes
     note(f"starting {name} with {options.target}")
+    engine = Engine(options)
+    say_slow_dtype(engine.meta)
     measured = EngineTable(
-        Engine(options), Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
+        engine, Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -51,6 +55,19 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
     note(f"wrote {out / 'latency.parquet'}: {len(table.cells)} cells{worst}")
     if measured.left_out:
         note(
-            f"{measured.left_out} cells were disturbed or between others, and not measured within "
-            f"{minutes:g} minutes: --minutes gives more"
+            f"{measured.left_out} more visits to cells (again, where disturbed, or between others) "
+            f"did not fit into {minutes:g} minutes: --minutes gives more"
+        )
+
+
+def say_slow_dtype(meta: Mapping[str, Any]) -> None:
+    """A warning where the processor has no instructions for the engine's number format."""
+    import torch
+
+    if meta["device"] != "cpu" or meta["dtype"] != "bfloat16":
+        return
+    if not any(known for name, known in torch.cpu.get_capabilities().items() if "bf16" in name):
+        note(
+            "warning: this processor has no bfloat16 instructions, and takes several times as long "
+            "as for float32: --dtype float32 measures, and serves, what it is good at"
         )

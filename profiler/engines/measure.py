@@ -27,6 +27,8 @@ from traces.latency.table import LatencyTable
 
 REPEATS = 2
 """Times that a block with disturbed cells is measured again, at most."""
+HELD_OUT = 2
+"""Times that the held-out cells are measured."""
 
 
 class _Measured:
@@ -97,8 +99,8 @@ class EngineTable(_Measured):
     Parameters
     ----------
     left_s:
-        Tells how many seconds there still are.  Sweeps and held-out cells are measured in any
-        case; what was disturbed, and points between, only where they fit.
+        Tells how many seconds there still are.  One sweep and the held-out cells are measured in
+        any case; further sweeps, what was disturbed, and points between, only where they fit.
 
     Raises DraftsimError if the folder holds one with other settings.
     """
@@ -111,7 +113,7 @@ class EngineTable(_Measured):
         self._kept = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(self.grid)})
         self._left_s, self._took_s = left_s, dict[int, float]()
         self.left_out = 0
-        """Cells not measured again and points not added for lack of time."""
+        """Visits to cells, again or to points between, that there was no time for."""
 
     @property
     def blocks(self) -> int:
@@ -119,13 +121,16 @@ class EngineTable(_Measured):
         return self.grid.sweeps * len(self.grid.blocks())
 
     def run(self, advance: Callable[[], None] = lambda: None) -> LatencyTable:
-        """All sweeps, the held-out cells and points between, then what was disturbed again."""
-        blocks = self.grid.blocks()
+        """The sweeps, the held-out cells and points between, then what was disturbed again."""
+        blocks, held_out = self.grid.blocks(), self.grid.between()
         for sweep in range(self.grid.sweeps):
             for i in self._rng.permutation(len(blocks)).tolist():
-                self._block(f"sweep-{sweep}-{i}", blocks[i])
+                if sweep == 0:
+                    self._block(f"sweep-{sweep}-{i}", blocks[i])
+                else:
+                    self._if_time({f"sweep-{sweep}-{i}": blocks[i]}, [held_out] * HELD_OUT)
                 advance()
-        errors = self._between()
+        errors = self._between(held_out)
         for again in range(REPEATS):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
@@ -145,20 +150,26 @@ class EngineTable(_Measured):
             self._add(found)
         return found
 
-    def _if_time(self, blocks: Mapping[str, list[Cell]]) -> None:
+    def _if_time(
+        self, blocks: Mapping[str, list[Cell]], to_come: Sequence[list[Cell]] = ()
+    ) -> None:
         """`_block` of each, where all of them fit: a grid with gaps cannot be read between.
 
-        A cell takes as long as in the last block of so many sequences, or more.
+        Time is spared for what is `to_come` in any case.
         """
-        expected_s = 0.0
-        for cells in blocks.values():
-            known = [b for b in self._took_s if b >= cells[0].batch] or [*self._took_s]
-            expected_s += len(cells) * (self._took_s[min(known)] if known else 0.0)
-        if self._left_s() < expected_s:
+        if self._left_s() < self._expected_s([*blocks.values(), *to_come]):
             self.left_out += sum(map(len, blocks.values()))
             return
         for name, cells in blocks.items():
             self._block(name, cells)
+
+    def _expected_s(self, blocks: Sequence[list[Cell]]) -> float:
+        """A cell takes as long as in the last block of so many sequences, or more."""
+        expected_s = 0.0
+        for cells in filter(None, blocks):
+            known = [b for b in self._took_s if b >= cells[0].batch] or [*self._took_s]
+            expected_s += len(cells) * (self._took_s[min(known)] if known else 0.0)
+        return expected_s
 
     def _disturbed(self, block: list[Cell]) -> list[Cell]:
         """Cells of the block with fewer than half of their samples from a quiet machine."""
@@ -169,13 +180,12 @@ class EngineTable(_Measured):
             if np.median([s.control_s for s in self.samples[cell]]) > DISTURBED * usual
         ]
 
-    def _between(self) -> dict[Cell, float]:
+    def _between(self, cells: list[Cell]) -> dict[Cell, float]:
         """Measure held-out cells; where reading between misses, their lines join the table."""
-        cells = self.grid.between()
         if not cells:
             return {}
         held_out: dict[Cell, list[Sample]] = {}
-        for again in range(2):
+        for again in range(HELD_OUT):
             for cell, own in self._block(f"between-{again}", cells, keep=False).items():
                 held_out.setdefault(cell, []).extend(own)
         errors = held_out_errors(self.samples, held_out)

@@ -115,6 +115,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
     import torch
     import vllm
 
+    device = config.device_config.device_type
     return {
         "engine": {
             "name": "vllm", "version": vllm.__version__, "method": options.method,
@@ -126,6 +127,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
         },
         "target": options.target, "draft": options.eagle or options.draft,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
-        "device": config.device_config.device_type, "threads": torch.get_num_threads(),
+        "device": device, "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
         "torch": torch.__version__,
     }  # fmt: skip

@@ -272,6 +272,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         }
     return {
         "device": _cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "versions": versions,
