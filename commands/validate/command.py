@@ -95,6 +95,9 @@ def validate(
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
 
+    A stopped check goes on where it stopped when the command is repeated, but for --batch, --verify
+    and --engine.
+
     With a lossy --verify rule the predicted seconds price the rounds really decoded; what
     replay along the recorded text would have said instead, and the quality of the output,
     stand in further columns.

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import pandas as pd
 
     from profiler.models.loading import Pair
+    from profiler.recording.checkpoint import Checkpoint
     from profiler.sources.modules import Modules
     from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
@@ -27,7 +30,9 @@ SHARE = 0.5
 class Remeasured:
     """Sweeps over the latencies of a pair: the first at once, the others block by block.
 
-    Those come between real runs, as many as are to be had for half of the runs' time.
+    Those come between real runs, as many as are to be had for half of the runs' time.  Whole
+    sweeps are kept with the real runs, so that a stopped check goes on with both; of the sweep
+    under way its blocks are timed again at once.
 
     Parameters
     ----------
@@ -37,27 +42,34 @@ class Remeasured:
         What is decoded: how long requests get, and text to look up.
     modules:
         Trained modules of the target: the cells of sources are measured too.
+    kept:
+        Of the real runs.
     """
 
     def __init__(
         self, pair: Pair, total: int, expected_s: float, trace: Trace,
-        modules: Modules | None = None,
+        kept: Checkpoint, modules: Modules | None = None,
     ) -> None:  # fmt: skip
         from commands.profile.source_runs import timed_layers
         from profiler.latency.table import Grid
         from profiler.profile import LatencyProfile
         from profiler.sources.latency import SourceLatency
 
-        self._profile = LatencyProfile(pair, Grid().holding(trace.requests))
+        passes = kept.within("passes")
+        self._profile = LatencyProfile(pair, Grid().holding(trace.requests), passes)
         self._sources = None
         if modules is not None:
             layers = timed_layers(pair, trace.longest, modules.trees)
-            self._sources = SourceLatency(layers, modules, trace)
+            own = kept.within("sources")
+            self._sources = SourceLatency(layers, modules, trace, checkpoint=own)
         self._total, self._done = total, 0
-        began = time.perf_counter()
-        self._sweep_until(1.0)
-        fit = int(SHARE * expected_s / (time.perf_counter() - began))
-        self._sweeps = min(max(fit, FEWEST), SWEEPS)
+        if (planned := passes.get("planned")) is None:
+            began = time.perf_counter()
+            self._sweep_until(1.0)
+            fit = int(SHARE * expected_s / (time.perf_counter() - began))
+            planned = {"sweeps": np.array(min(max(fit, FEWEST), SWEEPS))}
+            passes.put("planned", planned)
+        self._sweeps = int(planned["sweeps"])
 
     def advance(self) -> None:
         """A step of real work is done; perhaps some blocks of a sweep are due.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.inputs import load_policies, replay_all
+from commands.common.output import note
 from commands.common.quiet import say_machine, with_machine
 from commands.common.sources import (
     load_source,
@@ -21,17 +21,15 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from commands.validate.remeasure import Remeasured
     from policies.core import DraftPolicy, Round
-    from profiler.machine.stopwatch import Timing
+    from policies.rules.base import VerifyRule
+    from profiler.checks import interleaved as checks
+    from profiler.checks.interleaved import Opener
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
     from traces.acceptance.trace import Trace
-    from traces.machine import State
     from traces.replay.rounds import RoundLog
     from traces.sources.base import Recordings, Source
-
-    Attempt = tuple[Timing, tuple[DraftPolicy, Any, list[Round]]]
 
 SOURCE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "confidence:gamma=6", "gammatune")
 """Policies run with a source where none is named, as far as its tokens carry their signals."""
@@ -58,10 +56,11 @@ def source_check(
 ) -> pd.DataFrame:
     """The rows of ``validate --source`` and of named systems, plain decoding first.
 
-    `remeasure`: as in `commands.validate.command.spot_check`.
+    `remeasure`: as in `commands.validate.spot_check.spot_check`.
 
     Besides the columns of `simulator.validation.compare`: ``source``, and
-    ``outputs_differ``, the requests whose output is not the target's own.
+    ``outputs_differ``, the requests whose output is not the target's own.  A stopped check goes
+    on as one of `spot_check` does.
     """
     import pandas as pd
 
@@ -70,12 +69,16 @@ def source_check(
     from commands.profile.trees import load_trees
     from commands.validate.remeasure import Remeasured, seconds_of
     from commands.validate.spot_check import REMEDY, spread_over_categories
+    from profiler.checks import interleaved as checks
     from profiler.checks.outputs import output_of
     from profiler.checks.spot_check import rounds_differ
+    from profiler.checks.unfinished import check_options, unfinished
+    from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare
     from traces.sources.found import find_recordings
+    from traces.sources.registry import describe_source
     from traces.sources.starts.features import Eagle
     from traces.sources.starts.tree_source import Eagle2
     from traces.store.files import read_latency, read_trace
@@ -93,29 +96,48 @@ def source_check(
     total = repeats * len(chosen) * len(every)
     shown = [arm.log for arm in every]
     expected = [price(log, latency) for log in shown]
-    again = None
-    if remeasure:
-        some = trace.select(list(chosen))
-        again = Remeasured(pair, total, repeats * seconds_of(expected), some, modules)
-    start = _openers(pair, modules, trace, every)
-    times, rounds, outputs, state = _run(pair, start, trace, every, chosen, repeats, again)
-    if again is not None:
-        rows = again.compare(shown, times, expected, run)
-    else:
-        rows = compare(expected, times)
-    real = [_log(rounds[arm.name], log) for arm, log in zip(every, shown, strict=True)]
-    rows["rounds_differ"] = [
-        rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)
-    ]
-    rows["source"] = [log.source for log in shown]
-    rows["outputs_differ"] = [
-        sum(mine != output_of(trace, i) for mine, i in zip(outputs[a.name], chosen, strict=True))
-        for a in every
-    ]
-    say_machine(latency, state, None if remeasure else REMEDY)
-    meta = {**pair.meta, "machine": dict(state)}
-    write_measured(MeasuredRuns(times, meta), run / "measured-sources.parquet")
-    return pd.DataFrame(with_machine(rows, latency, state))
+    opened, vocab_size = _openers(pair, modules, trace, every)
+    drafting = [None if a.source is None else describe_source(a.source) for a in every]
+    work = check_options(pair, trace, shown, repeats, sources=drafting, remeasure=remeasure)
+    with unfinished(run, work, total, note) as kept:
+        again = None
+        if remeasure:
+            some = trace.select(list(chosen))
+            again = Remeasured(pair, total, repeats * seconds_of(expected), some, kept, modules)
+        with progress_bar() as progress:
+            task = progress.add_task("decoding for real", total=total)
+
+            def advance() -> None:
+                progress.advance(task)
+                if again is not None:
+                    again.advance()
+
+            runs = checks.run_interleaved(
+                pair, trace, [checks.Arm(a.name, a.policy) for a in every], opened, vocab_size,
+                requests=chosen, repeats=repeats, advance=advance, kept=kept,
+            )  # fmt: skip
+        # In the order of the arms, whichever ran first.
+        order = {arm.name: n for n, arm in enumerate(every)}
+        times = runs.times.sort_values("policy", key=lambda c: c.map(order), kind="stable")
+        times = times.reset_index(drop=True)
+        if again is not None:
+            rows = again.compare(shown, times, expected, run)
+        else:
+            rows = compare(expected, times)
+        real = [_log([ran.rounds for ran in runs.first[a.name]], a.log) for a in every]
+        rows["rounds_differ"] = [
+            rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)
+        ]
+        rows["source"] = [log.source for log in shown]
+        own = [output_of(trace, i) for i in chosen]
+        rows["outputs_differ"] = [
+            sum(ran.output != true for ran, true in zip(runs.first[a.name], own, strict=True))
+            for a in every
+        ]
+        say_machine(latency, runs.machine, None if remeasure else REMEDY)
+        meta = {**pair.meta, "machine": dict(runs.machine)}
+        write_measured(MeasuredRuns(times, meta), run / "measured-sources.parquet")
+    return pd.DataFrame(with_machine(rows, latency, runs.machine))
 
 
 def arms(
@@ -154,101 +176,26 @@ def arms(
     return found
 
 
-def _run(
-    pair: Pair, start: Mapping[str, Callable[[int], Any]], trace: Trace, every: Sequence[Arm],
-    chosen: Sequence[int], repeats: int, again: Remeasured | None,
-) -> tuple[
-    pd.DataFrame, dict[str, list[list[Round]]], dict[str, list[list[int]]], State
-]:  # fmt: skip
-    """Times of all runs, the rounds and outputs of the first repeat, by arm, and the machine."""
-    import pandas as pd
-
-    from policies.core import speculate
-    from profiler.machine.repeats import Repeats, sweeps
-    from profiler.machine.state import Machine
-    from profiler.machine.stopwatch import timed
-    from profiler.profile import progress_bar
-    from traces.replay.run import own_policy
-    from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
-
-    rows: list[tuple[Any, ...]] = []
-    rounds: dict[str, list[list[Round]]] = {arm.name: [] for arm in every}
-    outputs: dict[str, list[list[int]]] = {arm.name: [] for arm in every}
-    machine, counted = Machine(pair.target, pair.device), {a.name: Repeats() for a in every}
-    with progress_bar() as progress:
-        task = progress.add_task("decoding for real", total=repeats * len(chosen))
-        for repeat in sweeps(repeats):  # what warms up does so on one request
-            shared = {arm.name: own_policy(trace, arm.policy) for arm in every}
-            for n, i in enumerate(chosen if repeat >= 0 else chosen[:1]):
-                if repeat >= 0:
-                    machine.pulse()
-                for k in range(len(every)):
-                    arm = every[(k + n + repeat) % len(every)]
-
-                    learnt = shared[arm.name]
-
-                    def attempt(i: int = i, name: str = arm.name, learnt: Any = learnt) -> Attempt:
-                        # Made again, a run begins with what was learnt before it.
-                        learner = deepcopy(learnt)
-                        decoder = start[name](i)
-                        with timed(pair.device) as span:
-                            log = list(speculate(decoder, learner.fresh()))
-                        return span.timing, (learner, decoder, log)
-
-                    own = counted[arm.name] if repeat >= 0 else Repeats(0)
-                    before = own.repeated
-                    taken, (shared[arm.name], decoder, log) = own.best(attempt)
-                    if repeat < 0:
-                        continue
-                    request = trace.requests[i].id
-                    rows.append(
-                        (arm.name, "exact", 1, False, repeat, request, taken.wall_s, len(log),
-                         taken.off_s, own.repeated - before)
-                    )  # fmt: skip
-                    if repeat == 0:
-                        rounds[arm.name].append(log)
-                        outputs[arm.name].append(decoder.output)
-                    if again is not None:
-                        again.advance()
-                if repeat >= 0:
-                    progress.advance(task)
-    # In the order of the arms, whichever ran first.
-    frame = pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS])
-    order = {arm.name: n for n, arm in enumerate(every)}
-    frame = frame.sort_values("policy", key=lambda c: c.map(order), kind="stable")
-    state = machine.state(list(counted.values()))
-    return frame.reset_index(drop=True), rounds, outputs, state
-
-
 def _openers(
     pair: Pair, modules: Modules, trace: Trace, every: Sequence[Arm]
-) -> dict[str, Callable[[int], Any]]:
-    """By arm, a function from a request to a decoder behind its prefill."""
-    import torch
-
-    from profiler.decoding.single import ModelDecoder
-    from profiler.models.runner import Runner
+) -> tuple[Opener, int]:
+    """What opens requests with every arm's source, and the target's vocabulary size."""
+    from profiler.checks.spot_check import DraftModel
     from profiler.sources.run import SourceRunner
 
-    slots = trace.longest
-    target, draft = Runner(pair.target, slots), Runner(pair.draft, slots)
-    real = SourceRunner(pair.target, trace, modules)
-    starts = trace.request_starts
+    plain, real = DraftModel(pair, trace), SourceRunner(pair.target, trace, modules)
+    sources = {arm.name: arm.source for arm in every}
+    for source in sources.values():
+        if source is not None:
+            real.decoder(source, 0)  # one without a real decoder is refused before any run
 
-    def draft_model(request: int) -> Any:
-        info = trace.requests[request]
-        known = trace.run_lengths[starts[request] : starts[request + 1]].tolist()
-        prompt = torch.tensor(info.prompt_ids, device=pair.device)
-        return ModelDecoder(
-            target, draft, prompt, info.max_new_tokens, pair.eos, first=trace.first,
-            run_lengths=known,
-        )  # fmt: skip
+    def opened(arm: checks.Arm, request: int, repeat: int, rule: VerifyRule | None) -> Any:
+        source = sources[arm.name]
+        if source is None:
+            return plain(arm, request, repeat, rule)
+        return real.decoder(source, request)
 
-    def of(source: Source) -> Callable[[int], Any]:
-        real.decoder(source, 0)  # a source without a real decoder is refused before any run
-        return lambda request: real.decoder(source, request)
-
-    return {arm.name: draft_model if arm.source is None else of(arm.source) for arm in every}
+    return opened, plain.target.vocab_size
 
 
 def as_recorded(source: Source, recordings: Recordings) -> Source:

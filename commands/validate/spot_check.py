@@ -58,9 +58,13 @@ def spot_check(
     With `remeasure` the sweeps over the latencies are spread over the real runs, the rows are
     predicted from them, and `profile_error` and `profile_speedup_error` are those of the run's own
     table.  That second table is kept in the run folder (`traces.store.files.CHECKED`).
+
+    The runs of a stopped check, and the sweeps between them, are kept there too: the same call
+    goes on with them, but runs transformers' own generation from its beginning.
     """
     from commands.validate.remeasure import Remeasured, seconds_of
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+    from profiler.checks.unfinished import check_options, unfinished
     from profiler.models.seq2seq_settings import is_seq2seq
     from profiler.profile import progress_bar
     from profiler.recording.run import read_run
@@ -88,35 +92,41 @@ def spot_check(
     total = repeats * len(trace.requests) * len(chosen)
     logs = list(replayed.values())
     expected = [price(log, latency) for log in logs]
-    again = Remeasured(pair, total, repeats * seconds_of(expected), trace) if remeasure else None
-    with progress_bar() as progress:
-        task = progress.add_task("decoding for real", total=total)
+    work = check_options(pair, trace, logs, repeats, forced=forced, remeasure=remeasure)
+    with unfinished(run, work, total, note) as kept:
+        again = None
+        if remeasure:
+            again = Remeasured(pair, total, repeats * seconds_of(expected), trace, kept)
+        with progress_bar() as progress:
+            task = progress.add_task("decoding for real", total=total)
 
-        def advance() -> None:
-            progress.advance(task)
+            def advance() -> None:
+                progress.advance(task)
+                if again is not None:
+                    again.advance()
+
+            measured = run_arms(
+                pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
+                advance=advance, kept=kept,
+            )  # fmt: skip
             if again is not None:
-                again.advance()
-
-        measured = run_arms(
-            pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
-            advance=advance,
-        )  # fmt: skip
-        if again is not None:
-            rows = again.compare(logs, measured.times, expected, run)
-        else:
-            rows = compare(expected, measured.times)
-        rows = with_machine(rows, latency, measured.machine)
-        # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
-        if trace.temperature == 0:
-            rows["rounds_differ"] = [
-                rounds_differ(measured.logs[name], replayed[name]) for name in rows["policy"]
-            ]
-            # With encoder-decoders transformers 5.23 drafts otherwise than the draft model would.
-            if assisted and not forced and not is_seq2seq(pair.target):
-                rows = pd.concat([rows, _assisted_rows(pair, trace, progress)], ignore_index=True)
-    say_machine(latency, measured.machine, None if remeasure else REMEDY)
-    meta = {**pair.meta, "machine": measured.machine}
-    write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
+                rows = again.compare(logs, measured.times, expected, run)
+            else:
+                rows = compare(expected, measured.times)
+            rows = with_machine(rows, latency, measured.machine)
+            # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
+            if trace.temperature == 0:
+                rows["rounds_differ"] = [
+                    rounds_differ(measured.logs[name], replayed[name]) for name in rows["policy"]
+                ]
+                # With encoder-decoders transformers 5.23 drafts otherwise than the draft model
+                # would.
+                if assisted and not forced and not is_seq2seq(pair.target):
+                    others = _assisted_rows(pair, trace, progress)
+                    rows = pd.concat([rows, others], ignore_index=True)
+        say_machine(latency, measured.machine, None if remeasure else REMEDY)
+        meta = {**pair.meta, "machine": measured.machine}
+        write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
     return rows
 
 

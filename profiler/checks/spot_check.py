@@ -1,14 +1,8 @@
-"""Full runs of policies on the device, to hold predictions against.
-
-Arms run interleaved: every request is decoded under every arm before the next request,
-and the order of the arms rotates, so that a slow minute of the machine falls on all.
-A run that was disturbed is made again, within a budget of every arm's own.
-"""
+"""Full runs of policies on the device, to hold predictions against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,45 +10,18 @@ import numpy as np
 import pandas as pd
 import torch
 
-from policies.core import DraftPolicy, Round, own_copy, speculate
 from policies.rules.base import VerifyRule
-from policies.rules.registry import describe_rule
+from profiler.checks.interleaved import Arm, run_interleaved
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
-from profiler.machine.repeats import Repeats, sweeps
-from profiler.machine.state import Machine
-from profiler.machine.stopwatch import Timing, timed
 from profiler.models.loading import Pair, check_same_models
-from profiler.models.runner import Runner
 from profiler.models.seq2seq import make_runner
-from traces.acceptance.sampling import Sampling
+from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.trace import Request, Trace
 from traces.errors import DraftsimError
 from traces.replay.rounds import RoundLog
-from traces.store.measured import MEASURED_COLUMNS, OFF_COLUMNS
 
-
-@dataclass(frozen=True)
-class Arm:
-    """A policy to run, under the name it is reported by; losslessly unless a rule is given."""
-
-    name: str
-    policy: DraftPolicy
-    rule: VerifyRule | None = None
-
-    @property
-    def label(self) -> str:
-        """What `Measured` files its rounds under: the name, and the rule if it is lossy."""
-        return self.name if self.lossy is None else f"{self.name} {describe_rule(self.lossy)}"
-
-    @property
-    def lossy(self) -> VerifyRule | None:
-        """The rule, unless it is lossless: then the decoder needs none."""
-        return None if self.rule is None or self.rule.lossless else self.rule
-
-
-Attempt = tuple[Timing, tuple[DraftPolicy, VerifyRule | None, ModelDecoder, list[Round]]]
-"""A run's time; policy and rule as it left them, its decoder and its rounds."""
+__all__ = ["Arm", "DraftModel", "Measured", "rounds_differ", "run_arms"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +39,36 @@ class Measured:
     machine: dict[str, Any] = field(default_factory=dict)
 
 
+class DraftModel:
+    """Opens requests of a trace with both models of a pair (`profiler.checks.interleaved.Opener`).
+
+    ``forced`` takes drafts and verdicts from the trace instead of the models (see
+    `profiler.decoding.forced`).
+    """
+
+    def __init__(self, pair: Pair, trace: Trace, forced: bool = False) -> None:
+        slots = trace.longest
+        self.target, self.draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
+        self._pair, self._trace, self._forced = pair, trace, forced
+        self._generator = torch.Generator(pair.device)
+
+    def __call__(self, arm: Arm, i: int, repeat: int, rule: VerifyRule | None) -> ModelDecoder:
+        """A decoder behind the prefill of request `i`; every repeat draws numbers of its own."""
+        del arm
+        trace = self._trace
+        if self._forced:
+            return ForcedDecoder(self.target, self.draft, trace, i)
+        info, starts, runs = trace.requests[i], trace.request_starts, None
+        if trace.temperature == 0 and rule is None:
+            runs = trace.run_lengths[starts[i] : starts[i + 1]].tolist()
+        prompt = torch.tensor(info.prompt_ids, device=self._pair.device)
+        return ModelDecoder(
+            self.target, self.draft, prompt, info.max_new_tokens, self._pair.eos,
+            sampling=trace.sampling, generator=self._generator.manual_seed(repeat * 7919 + i),
+            first=trace.first, run_lengths=runs, rule=rule,
+        )  # fmt: skip
+
+
 def run_arms(
     pair: Pair,
     trace: Trace,
@@ -80,12 +77,14 @@ def run_arms(
     forced: bool = False,
     repeats: int = 3,
     advance: Callable[[], None] = lambda: None,
+    kept: Checkpoint | None = None,
 ) -> Measured:
     """Decode the trace's requests for real under every arm, `repeats` times.
 
     ``forced`` takes drafts and verdicts from the trace instead of the models (see
     `profiler.decoding.forced`).  ``advance`` is called after every arm's run of a request.  A
     lossy rule is copied for each repeat and shared by its requests, in the order of the trace.
+    ``kept`` makes a stopped call go on (see `profiler.checks.interleaved`).
 
     Raises
     ------
@@ -99,77 +98,30 @@ def run_arms(
         raise DraftsimError("this trace holds no prompts to decode again: use --forced")
     if not forced:
         check_same_models(trace.meta, pair)
-    slots = trace.longest
-    target, draft = make_runner(pair.target, slots), make_runner(pair.draft, slots)
-    generator = torch.Generator(pair.device)
-    lossless = "exact" if trace.temperature == 0 else "rejection-sampling"
-    verify = {a.label: describe_rule(a.lossy) if a.lossy else lossless for a in arms}
-    rows: list[tuple[Any, ...]] = []
-    rounds: dict[str, list[list[Round]]] = {arm.label: [] for arm in arms}
-    ended: dict[str, list[ModelDecoder]] = {arm.label: [] for arm in arms}
-    rules: dict[str, VerifyRule | None] = {}
-    machine, counted = Machine(pair.target, pair.device), {arm.label: Repeats() for arm in arms}
-    for repeat in sweeps(repeats):  # what warms up does so on one request
-        # Policies that learn across requests start each sweep anew.
-        shared = {arm.label: own_copy(arm.policy, target.vocab_size) for arm in arms}
-        used = {arm.label: _prepared(arm, target, trace.sampling) for arm in arms}
-        if repeat == 0:
-            rules = used
-        for i in range(len(trace.requests) if repeat >= 0 else 1):
-            if repeat >= 0:
-                machine.pulse()
-            for k in range(len(arms)):
-                arm = arms[(k + i + repeat) % len(arms)]
-
-                learnt = shared[arm.label], used[arm.label]
-
-                def attempt(
-                    arm: Arm = arm, i: int = i, repeat: int = repeat, learnt: Any = learnt
-                ) -> Attempt:
-                    # Made again, a run begins with what was learnt before it.
-                    learner, rule = deepcopy(learnt)
-                    generator.manual_seed(repeat * 7919 + i)
-                    decoder = _decoder(pair, target, draft, trace, i, forced, generator, rule)
-                    with timed(pair.device) as span:
-                        log = _run(decoder, learner.fresh(), arm)
-                    if rule is not None:
-                        rule.end_request()
-                    return span.timing, (learner, rule, decoder, log)
-
-                again = counted[arm.label] if repeat >= 0 else Repeats(0)
-                before = again.repeated
-                taken, (shared[arm.label], used[arm.label], decoder, log) = again.best(attempt)
-                if repeat < 0:
-                    continue
-                request = trace.requests[i].id
-                rows.append(
-                    (arm.name, verify[arm.label], 1, forced, repeat, request, taken.wall_s,
-                     len(log), taken.off_s, again.repeated - before)
-                )  # fmt: skip
-                if repeat == 0:
-                    rounds[arm.label].append(log)
-                    ended[arm.label].append(decoder)
-                advance()
+    opened = DraftModel(pair, trace, forced)
+    runs = run_interleaved(
+        pair, trace, arms, opened, opened.target.vocab_size, forced=forced, repeats=repeats,
+        advance=advance, kept=kept,
+    )  # fmt: skip
     logs = {}
     for arm in arms:
-        decoders, rule = ended[arm.label], rules[arm.label]
+        first, rule = runs.first[arm.label], runs.rules[arm.label]
         requests: Sequence[Request] = trace.requests
         mismatched = None
         if rule is not None:
-            requests = [
-                _emitted(r, d.output, pair.eos)
-                for r, d in zip(trace.requests, decoders, strict=True)
-            ]
-            mismatched = np.array([n for d in decoders for n in d.mismatched], dtype=np.int32)
+            pairs = zip(trace.requests, first, strict=True)
+            requests = [_emitted(r, ran.output, pair.eos) for r, ran in pairs]
+            mismatched = np.array([n for ran in first for n in ran.mismatched], dtype=np.int32)
         logs[arm.label] = RoundLog(
-            RoundLog.pack(rounds[arm.label]), requests, arm.name, verify=verify[arm.label],
-            reads=arm.policy.reads, first=trace.first, mismatched=mismatched, rule=rule,
+            RoundLog.pack(ran.rounds for ran in first), requests, arm.name,
+            verify=arm.verify(trace), reads=arm.policy.reads, first=trace.first,
+            mismatched=mismatched, rule=rule,
         )  # fmt: skip
     return Measured(
-        pd.DataFrame(rows, columns=[*MEASURED_COLUMNS, *OFF_COLUMNS]), logs,
-        {label: [d.output for d in decoders] for label, decoders in ended.items()},
-        {arm.label: [sum(d.log_probs) for d in ended[arm.label]] for arm in arms if arm.lossy},
-        machine.state(list(counted.values())),
+        runs.times, logs,
+        {label: [ran.output for ran in first] for label, first in runs.first.items()},
+        {a.label: [sum(r.log_probs) for r in runs.first[a.label]] for a in arms if a.lossy},
+        dict(runs.machine),
     )  # fmt: skip
 
 
@@ -177,30 +129,6 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
     """`request` with the length and end of an output of its own."""
     ended: Literal["eos", "length"] = "eos" if output[-1] in eos else "length"
     return replace(request, tokens=len(output), ended=ended, wall_s=None)
-
-
-def _prepared(arm: Arm, target: Runner, sampling: Sampling) -> VerifyRule | None:
-    """The sweep's own copy of the arm's rule; None where verification is lossless."""
-    if arm.lossy is None:
-        return None
-    rule = arm.lossy.fresh()
-    try:
-        rule.begin_run(target.vocab_size, sampling.temperature, sampling.top_p)
-    except ValueError as error:
-        raise DraftsimError(f"{describe_rule(arm.lossy)}: {error}") from None
-    return rule
-
-
-def _run(decoder: ModelDecoder, policy: DraftPolicy, arm: Arm) -> list[Round]:
-    try:
-        return list(speculate(decoder, policy))
-    except ValueError as error:
-        # `Oracle` asks how far the drafts match, which a lossy path does not know.
-        if decoder.remaining and decoder.load.run_length is None:
-            raise DraftsimError(
-                f"{arm.label} cannot be decoded for real: {error}; drop this policy"
-            ) from error
-        raise
 
 
 def rounds_differ(real: RoundLog, replayed: RoundLog) -> int:
@@ -214,22 +142,3 @@ def rounds_differ(real: RoundLog, replayed: RoundLog) -> int:
         )
         count += int(differ.sum()) + abs(len(mine) - len(theirs))
     return count
-
-
-def _decoder(
-    pair: Pair, target: Runner, draft: Runner, trace: Trace, i: int, forced: bool,
-    generator: torch.Generator, rule: VerifyRule | None,
-) -> ModelDecoder:  # fmt: skip
-    if forced:
-        return ForcedDecoder(target, draft, trace, i)
-    info = trace.requests[i]
-    starts = trace.request_starts
-    runs = None
-    if trace.temperature == 0 and rule is None:
-        runs = trace.run_lengths[starts[i] : starts[i + 1]].tolist()
-    prompt = torch.tensor(info.prompt_ids, device=pair.device)
-    return ModelDecoder(
-        target, draft, prompt, info.max_new_tokens, pair.eos,
-        sampling=trace.sampling, generator=generator, first=trace.first, run_lengths=runs,
-        rule=rule,
-    )  # fmt: skip

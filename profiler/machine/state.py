@@ -26,26 +26,33 @@ class Machine:
     ----------
     model, device:
         The target, and where it runs.
+
+    Attributes
+    ----------
+    taken:
+        Seconds of the reference work, every time it was done.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._watch, self._work = Stopwatch(device), matrix_vector_products(model)
-        self._taken: list[float] = []
+        self.taken: list[float] = []
+        self._warm = False
         self._since = read_stat(), Clock().wall(), os.times()
 
     def pulse(self) -> None:
         """Do the reference work once; the first time, once more before it."""
         if self._work is None:
             return
-        if not self._taken:
+        if not self._warm:
             self._work()
-        self._taken.append(self._watch.time(self._work))
+            self._warm = True
+        self.taken.append(self._watch.time(self._work))
 
     def state(self, repeats: Sequence[Repeats]) -> dict[str, Any]:
         """The figures so far, those of runs from their counters."""
         middle = spread = None
-        if self._taken:
-            low, middle, high = (float(q) for q in np.quantile(self._taken, [0.25, 0.5, 0.75]))
+        if self.taken:
+            low, middle, high = (float(q) for q in np.quantile(self.taken, [0.25, 0.5, 0.75]))
             spread = (high - low) / 2
         return {
             **counts(repeats), **self._beside(),

@@ -54,6 +54,10 @@ class Checkpoint:
             np.savez(file, **arrays)
         os.replace(part, path)
 
+    def within(self, name: str) -> Checkpoint:
+        """A checkpoint of other pieces of the same run, gone with this one."""
+        return Checkpoint(self.folder / name, {})
+
     def close(self) -> None:
         """Drop all pieces: the run's result is written."""
         shutil.rmtree(self.folder)

@@ -25,7 +25,7 @@ LOCK, HOLDER = ".lock", ".writer.json"
 RECORDINGS = (
     "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
     "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "trees-*.parquet", "rounds",
-    "exit_heads", ".trace", ".sampled", ".latency",
+    "exit_heads", ".trace", ".sampled", ".latency", ".validate-*",
 )  # fmt: skip
 """What a run leaves in its folder."""
 DONE_WITH = "recorded_with"

@@ -12,6 +12,7 @@ from profiler.heads.numbers import log_confidence
 from profiler.latency.passes import UNTIMED, UNTIMED_PLAIN
 from profiler.latency.table import Block, Step, Sweeps, reaching
 from profiler.models.stack import LayerRunner
+from profiler.recording.checkpoint import Checkpoint
 from profiler.sources.drafters import head_logits
 from profiler.sources.feature_latency import drafter_rounds
 from profiler.sources.modules import Modules
@@ -46,12 +47,14 @@ class SourceLatency:
         The target and its trained modules.
     trace:
         Text to look up, and how long its requests get; None leaves lookups out.
+    checkpoint:
+        Keeps every sweep, as in `profiler.latency.table.Sweeps`.
     """
 
     def __init__(
         self, target: LayerRunner, modules: Modules, trace: Trace | None = None, *,
         widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS,
-        lookups: Sequence[LookupSource] | None = None,
+        lookups: Sequence[LookupSource] | None = None, checkpoint: Checkpoint | None = None,
     ) -> None:  # fmt: skip
         contexts = reaching(contexts, 0 if trace is None else trace.longest)
         steps = []
@@ -65,7 +68,8 @@ class SourceLatency:
             blocks += _passes(target, modules, widths, contexts)
             blocks += drafter_rounds(target, modules.drafters, widths, contexts)
             blocks += tree_rounds(target, modules.trees, contexts)
-            self._sweeps = Sweeps([*blocks, *(Block([[step]]) for step in steps)], target.device)
+            blocks += (Block([[step]]) for step in steps)
+            self._sweeps = Sweeps(blocks, target.device, checkpoint=checkpoint)
 
     def sweep(self) -> None:
         """Time everything once more."""

@@ -1,0 +1,259 @@
+"""A check that was stopped goes on where it stopped, as if it had not been."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from policies import parse_policy
+from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
+from profiler.checks.unfinished import PLACE, unfinished
+from profiler.recording.checkpoint import Checkpoint
+from profiler.sources.run import SourceRunner
+from tests import bundled
+from tests.conftest import Ran, Run
+from traces.acceptance.sampling import GREEDY, Sampling
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.replay.run import replay
+from traces.store.files import read_latency
+from traces.store.measured import read_measured
+
+LEARNERS = (
+    "confidence:roc_update=next_call", "ucb:learns_across_requests=true",
+    "exp3:learns_across_requests=true",
+)  # fmt: skip
+TEXTS = ("fixed:gamma=3", *LEARNERS)
+REQUESTS, REPEATS = 3, 2
+WHAT_RAN = ["policy", "verify", "forced", "repeat", "request", "rounds"]
+
+
+def decoded(trace: Trace, kept: Checkpoint | None, stop_after: int | None = None) -> Measured:
+    """Every arm on every request, stopped in the middle of a request's runs if asked."""
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        if done == stop_after:
+            raise KeyboardInterrupt
+        done += 1
+
+    arms = [Arm(text, parse_policy(text, max_gamma=trace.max_gamma)) for text in TEXTS]
+    return run_arms(bundled.pair(), trace, arms, repeats=REPEATS, advance=advance, kept=kept)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the arms whose decoders were opened."""
+    names: list[str] = []
+    draft_model, source = DraftModel.__call__, SourceRunner.decoder
+
+    def of_draft_model(self: DraftModel, arm: Arm, *rest: Any) -> Any:
+        names.append(arm.name)
+        return draft_model(self, arm, *rest)
+
+    def of_source(self: SourceRunner, *given: Any) -> Any:
+        names.append(given[0].name)
+        return source(self, *given)
+
+    monkeypatch.setattr(DraftModel, "__call__", of_draft_model)
+    monkeypatch.setattr(SourceRunner, "decoder", of_source)
+    return names
+
+
+@cache
+def whole(sampling: Sampling) -> tuple[Trace, Measured]:
+    """Requests, and what comes of decoding them in one go."""
+    trace = bundled.record(REQUESTS, sampling, max_new=16)
+    return trace, decoded(trace, None)
+
+
+@pytest.mark.parametrize(("sampling", "steps"), [(GREEDY, 2), (Sampling(1.0), 5)])
+def test_learners_go_on_as_if_they_had_not_been_stopped(
+    sampling: Sampling, steps: int, tmp_path: Path, opened: list[str]
+) -> None:
+    trace, expected = whole(sampling)
+    for name in LEARNERS:  # what was learnt before shows
+        rounds = replay(trace, parse_policy(name, max_gamma=trace.max_gamma)).rounds
+        alone = replay(trace.select([2]), parse_policy(name, max_gamma=trace.max_gamma)).rounds
+        later = rounds["drafted"][rounds["request"] == 2]
+        assert later.tolist() != alone["drafted"].tolist()
+    kept = Checkpoint(tmp_path / "kept", {})
+    with pytest.raises(KeyboardInterrupt):
+        decoded(trace, kept, steps * len(TEXTS) + 2)
+    assert len(kept.names()) == steps
+    opened.clear()
+    resumed = decoded(trace, kept)
+    left = REQUESTS * REPEATS - steps
+    for name in TEXTS:
+        # Only who learns across requests runs again what it ran, and only of the repeat under way.
+        assert opened.count(name) == left + (steps % REQUESTS if name in LEARNERS else 0)
+        np.testing.assert_array_equal(resumed.logs[name].rounds, expected.logs[name].rounds)
+        assert resumed.outputs[name] == expected.outputs[name]
+    assert resumed.times[WHAT_RAN].equals(expected.times[WHAT_RAN])
+    assert resumed.times.dtypes.equals(expected.times.dtypes)
+    for figure in ("runs", "repeated"):
+        assert resumed.machine[figure] == expected.machine[figure]
+
+
+def test_what_ran_keeps_its_seconds_and_counts(tmp_path: Path) -> None:
+    trace, _ = whole(GREEDY)
+    kept = Checkpoint(tmp_path / "kept", {})
+    first = decoded(trace, kept)
+    again = decoded(trace, kept)
+    assert again.times.equals(first.times)
+    beside = ("steal", "others")
+    assert {k: v for k, v in again.machine.items() if k not in beside} == {
+        k: v for k, v in first.machine.items() if k not in beside
+    }
+
+
+@pytest.fixture
+def folder(small_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(small_run, tmp_path / "run"))
+
+
+def stopped(
+    folder: Path, run: Run, options: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Where a check keeps its runs that is stopped once three requests' runs are kept."""
+    put, steps = Checkpoint.put, [0]
+
+    def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
+        put(self, name, arrays)
+        steps[0] += self.folder.name.startswith(PLACE)
+        if steps[0] == 3:
+            # What a crash in the middle of writing leaves.
+            (self.folder / "000-00009.part").write_bytes(b"PK half of it")
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "put", interrupted)
+        ran = run("validate", "--run", folder, *options)
+    assert ran.code == 130
+    assert "the same command goes on" in ran.err
+    [place] = folder.glob(f"{PLACE}-*")
+    return place
+
+
+def said(ran: Ran) -> str:
+    return " ".join(ran.err.split())
+
+
+DRAFT_MODEL = ("--policy", "fixed:gamma=2", "--policy", "hf-heuristic:persist=persistent")
+
+
+@pytest.mark.parametrize(
+    ("more", "file", "name", "count"),
+    [
+        (DRAFT_MODEL, "measured", "fixed:gamma=2", 3),
+        ((*DRAFT_MODEL, "--forced"), "measured", "fixed:gamma=2", 3),
+        # Tried for each policy before all runs; then the learner decodes one request again.
+        ((*DRAFT_MODEL, "--source", "pld"), "measured-sources", "pld", 2 + 1 + 6),
+    ],
+    ids=["draft model", "forced", "source"],
+)  # fmt: skip
+def test_a_stopped_check_goes_on_with_the_same_command(
+    more: tuple[str, ...], file: str, name: str, count: int, folder: Path, run: Run,
+    opened: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = (*more, "--repeats", 3, "--no-assisted", "--json", "-")
+    place = stopped(folder, run, options, monkeypatch)
+    opened.clear()
+    ran = run("validate", "--run", folder, *options)
+    assert f"goes on with 9 of 18 runs done: remove {place} to begin anew" in said(ran)
+    assert len(ran.rows) == 3
+    for row in ran.rows:
+        assert row["rounds_differ"] == row.get("outputs_differ", 0) == 0
+        assert row["measured_s"] > 0
+    assert opened.count("autoregressive") == 3
+    assert opened.count(name) == count
+    times = read_measured(folder / f"{file}.parquet").times
+    assert len(times) == 18
+    assert not times.duplicated(["policy", "repeat", "request"]).any()
+    assert not list(folder.glob(".*"))
+
+
+def test_another_check_begins_anew_and_leaves_the_unfinished_one(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--policy", "fixed:gamma=2", "--repeats", 2, "--no-assisted", "--json", "-")
+    place = stopped(folder, run, options, monkeypatch)
+    for other in (("--limit", 1), ("--forced", "--repeats", 1)):
+        ran = run("validate", "--run", folder, *options, *other)
+        assert ran.code == 0
+        assert f"{place} keeps the runs of an unfinished check" in said(ran)
+        assert "this one begins anew" in said(ran)
+        assert list(folder.glob(f"{PLACE}-*")) == [place]
+    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+    assert not list(folder.glob(f"{PLACE}-*"))
+
+
+def test_a_policys_own_file_that_changed_since_is_another_check(
+    folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from policies.core import DraftPolicy\n"
+        "class Mine(DraftPolicy):\n"
+        "    def keep_drafting(self, draft):\n"
+        "        return len(draft) < {}\n"
+    )
+    own = tmp_path / "mine.py"
+    own.write_text(code.format(2))
+    options = ("--policy", f"{own}:Mine", "--repeats", 2, "--no-assisted")
+    stopped(folder, run, options, monkeypatch)
+    own.write_text(code.format(3))
+    assert "begins anew" in said(run("validate", "--run", folder, *options))
+    own.write_text(code.format(2))
+    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+
+
+@pytest.mark.parametrize("more", [(), ("--source", "pld")], ids=["draft model", "source"])
+def test_sweeps_between_the_runs_are_kept_with_them(
+    more: tuple[str, ...], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commands.validate.remeasure.SWEEPS", 2)
+    monkeypatch.setattr("commands.validate.remeasure.FEWEST", 2)
+    options = (
+        "--policy", "fixed:gamma=2", *more, "--repeats", 2, "--no-assisted", "--remeasure",
+    )  # fmt: skip
+    place = stopped(folder, run, options, monkeypatch)
+    kept = {p: np.load(p)["samples"] for p in place.rglob("latency.npz")}
+    assert len(kept) == 1 + len(more) // 2
+    assert {len(samples) for samples in kept.values()} == {1}
+    put, last = Checkpoint.put, dict[Path, Any]()
+
+    def seen(self: Checkpoint, name: str, arrays: Any) -> None:
+        last[self.folder / f"{name}.npz"] = arrays.get("samples")
+        put(self, name, arrays)
+
+    monkeypatch.setattr(Checkpoint, "put", seen)
+    assert run("validate", "--run", folder, *options).code == 0
+    for path, samples in kept.items():
+        assert len(last[path]) == 2
+        np.testing.assert_array_equal(last[path][:1], samples)
+    cells = read_latency(folder / "latency-check.parquet").cells
+    assert cells.loc[cells["phase"] == "forward", "repeats"].ge(2).any()
+    assert not list(folder.glob(".*"))
+
+
+def test_nothing_is_left_of_a_check_without_runs(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def failing(error: BaseException) -> None:
+        with unfinished(tmp_path, {"arms": ["one"]}, 3, said.append) as kept:
+            kept.within("passes").put("latency", {"samples": np.zeros(2)})
+            raise error
+
+    for error in (DraftsimError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            failing(error)
+        assert not list(tmp_path.iterdir())
+    assert not said
