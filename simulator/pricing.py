@@ -52,16 +52,16 @@ class Priced:
     """Seconds of every round of `log`; arrays of shape (rounds,), `prefill_s` (requests,)."""
 
     log: RoundLog
+    latency: LatencyTable
+    batch: int
     draft_s: Floats
     verify_s: Floats
     signal_s: Floats
     host_s: Floats
-    prefill_s: Floats
-    passes: PassCount
+    decode_passes: PassCount
+    """Passes that the rounds took."""
     left_out: tuple[str, ...] = ()
     """Parts that ran and for which a measured table has no cells: the seconds lack them."""
-    prefill_passes: PassCount = NO_PASSES
-    """Those of `passes` that read the prompts."""
 
     def __repr__(self) -> str:
         return f"<Priced {self.log.policy}: {self.total_s:.4g} s after prefill, {self.log!r}>"
@@ -76,6 +76,36 @@ class Priced:
         """Seconds of each request after its prefill, shape (requests,)."""
         return self.log.per_request(self.round_s)
 
+    @cached_property
+    def _prefill(self) -> tuple[Floats, PassCount]:
+        """Seconds of each request's prompt, and the passes that read them."""
+        prompts = np.array([r.prompt_length for r in self.log.requests], dtype=np.int64)
+        total_s, passes = np.zeros(len(prompts)), NO_PASSES
+        for model in _readers(self.log, _drafter(self.log, self.latency)):
+            if self.latency.has(model, "prefill"):
+                seconds, count = prefill_seconds(self.latency, model, self.batch, prompts)
+                total_s, passes = total_s + seconds, passes + count
+        return total_s, passes
+
+    @property
+    def prefill_s(self) -> Floats:
+        """Seconds of each request's prompt, shape (requests,).
+
+        Read when asked: prompts longer than were measured need a fit, and the fit a library that
+        takes longer to import than most logs to price.
+        """
+        return self._prefill[0]
+
+    @property
+    def prefill_passes(self) -> PassCount:
+        """The passes that read the prompts."""
+        return self._prefill[1]
+
+    @property
+    def passes(self) -> PassCount:
+        """All passes, those that read the prompts among them."""
+        return self.prefill_passes + self.decode_passes
+
     @property
     def wall_s(self) -> Floats:
         """Seconds of each request, prefill included, shape (requests,)."""
@@ -89,8 +119,7 @@ class Priced:
     @property
     def outside(self) -> float:
         """Share of the decoding passes that were read outside the measured cells."""
-        every, prompts = self.passes, self.prefill_passes
-        return (every.extrapolated - prompts.extrapolated) / max(every.passes - prompts.passes, 1)
+        return self.decode_passes.extrapolated / max(self.decode_passes.passes, 1)
 
     def outside_with(self, prefill: bool) -> float:
         """`outside`, the passes that read the prompts counted as well if `prefill`."""
@@ -157,7 +186,7 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         ran, or ``batch < 1``.
     """
     log = always_drafted(log, passes_always(latency))
-    drafter = log.drafter if log.drafter == "draft" else latency.drafter(log.drafter)
+    drafter = _drafter(log, latency)
     if log.calls is None and log.drafter == "draft" and log.source not in ("draft-model", "none"):
         raise DraftsimError(
             f"rounds drafted by {log.source!r} have another cost than a draft model's passes, and "
@@ -169,20 +198,14 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
     forwards = rounds["draft_forwards"].astype(np.int64)
     drafted = rounds["drafted"].astype(np.int64)
     accepted = rounds["accepted"].astype(np.int64)
-    prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
-    prefill_s, passes = np.zeros(len(prompts)), NO_PASSES
-    calls = log.calls
-    for model in _readers(log, drafter):
-        if latency.has(model, "prefill"):
-            seconds, count = prefill_seconds(latency, model, batch, prompts)
-            prefill_s, passes = prefill_s + seconds, passes + count
-    prompts_read = passes
+    calls, passes = log.calls, NO_PASSES
 
     # The last token emitted is in no cache yet: it is the first the next pass processes.
     cached = np.maximum(context - 1, 0)
     width, verify_s = drafted + 1, np.zeros(len(log))
     prompted = (rounds["position"] == 0) & latency.has("target", "prefill")
     if prompted.any():
+        prompts = np.array([r.prompt_length for r in log.requests], dtype=np.int64)
         prompt = prompts[rounds["request"][prompted]]
         with_drafts, count = prefill_seconds(latency, "target", batch, prompt + drafted[prompted])
         prompt_s, _ = prefill_seconds(latency, "target", batch, prompt)
@@ -223,9 +246,12 @@ def price(log: RoundLog, latency: LatencyTable, *, batch: int = 1) -> Priced:
         elif not latency.is_constant:
             left_out = ("judging",)
     passes += count
-    return Priced(
-        log, draft_s, verify_s, signal_s, host_s, prefill_s, passes, left_out, prompts_read
-    )
+    return Priced(log, latency, batch, draft_s, verify_s, signal_s, host_s, passes, left_out)
+
+
+def _drafter(log: RoundLog, latency: LatencyTable) -> str:
+    """The model of `latency` whose passes draft."""
+    return log.drafter if log.drafter == "draft" else latency.drafter(log.drafter)
 
 
 def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:

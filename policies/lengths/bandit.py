@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -87,7 +89,8 @@ class UCBSpec(_Bandit):
         if played < rotation or 0 in self._pulls:
             self._arm = played % len(self.gammas)
         else:
-            index = [self._index(i, played + 1) for i in range(len(self.gammas))]
+            spread = self._spread()
+            index = [self._index(i, played + 1, spread) for i in range(len(self.gammas))]
             self._arm = index.index(max(index))
         self._length = self.gammas[self._arm]
 
@@ -100,14 +103,17 @@ class UCBSpec(_Bandit):
         self._pulls[self._arm] += 1
         self._rewards[self._arm] += reward
 
-    def _index(self, arm: int, t: int) -> float:
+    def _spread(self) -> float:
+        """What a round can give at most: the L of the index, in the reward's unit."""
+        if self.variant != "ucb_cost":
+            return float(max(self.gammas))
+        return max((g + 1) / self._cost(1, g, g + 1, self._context) for g in self.gammas)
+
+    def _index(self, arm: int, t: int, spread: float) -> float:
         n = self._pulls[arm]
         mean = self._rewards[arm] / n
         if self.variant == "greedy_code":
             return mean
-        spread = float(max(self.gammas))
-        if self.variant == "ucb_cost":
-            spread = max((g + 1) / self._cost(1, g, g + 1, self._context) for g in self.gammas)
         inner = 1 + 2 * math.log(len(self.gammas) * t * t * math.sqrt(1 + n) / self.confidence)
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
 
@@ -139,8 +145,8 @@ class EXP3Spec(_Bandit):
         whole("seed", seed, 0)
         self.seed = seed
         self._random = np.random.default_rng(seed)
-        self._losses = np.zeros(len(gammas))
-        self._chances = np.full(len(gammas), 1 / len(gammas))
+        self._losses = [0.0] * len(gammas)
+        self._chances = [1 / len(gammas)] * len(gammas)
         self._rounds = 0
 
     def begin_round(self, load: Load) -> None:
@@ -148,10 +154,13 @@ class EXP3Spec(_Bandit):
         arms = len(self.gammas)
         rate = math.sqrt(math.log(arms) / ((self._rounds + 1) * arms))
         # The smallest loss is taken out first: weights then never all underflow.
-        weights = np.exp(-rate * (self._losses - self._losses.min()))
-        self._chances = weights / weights.sum()
+        least = min(self._losses)
+        # A few floats in every round, for which arrays take several times as long.
+        weights = [math.exp(-rate * (loss - least)) for loss in self._losses]
+        *_, total = accumulate(weights)
+        self._chances = [weight / total for weight in weights]
         draw = self._random.random()
-        self._arm = min(int(np.searchsorted(self._chances.cumsum(), draw)), arms - 1)
+        self._arm = min(bisect_left([*accumulate(self._chances)], draw), arms - 1)
         self._length = self.gammas[self._arm]
 
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:

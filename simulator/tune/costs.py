@@ -14,7 +14,7 @@ from policies.lengths.basic import Fixed
 from simulator.pricing import Priced, autoregressive, price
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.latency.table import EXTRAPOLATED, LatencyTable
+from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 
@@ -143,26 +143,14 @@ def price_grid(
     seconds = np.stack([run.decode_s for run in runs])
     emitted = np.stack([run.log.per_request(run.log.rounds["emitted"]) for run in runs])
     meets = np.stack([_meets(run, slo) for run in runs])
+    # Reading the prompts counts where the time to the first token does.
+    prompts_count = slo is not None and slo.ttft_s < float("inf")
     return Grid(
         batch, context, emitted * meets, seconds,
         np.array([m[e > 0].mean() if (e > 0).any() else 1.0
                   for m, e in zip(meets, emitted, strict=True)]),
-        np.array([_outside(run, latency, batch, slo) for run in runs]),
+        np.array([run.outside_with(prompts_count) for run in runs]),
     )  # fmt: skip
-
-
-def _outside(run: Priced, latency: LatencyTable, batch: int, slo: Slo | None) -> float:
-    """Share of passes read outside the measured cells; prefill counts where TTFT does."""
-    passes, outside = run.passes.passes, run.passes.extrapolated
-    if slo is None or slo.ttft_s == float("inf"):
-        prompts = [r.prompt_length for r in run.log.requests]
-        models = ("target", "draft") if run.log.rounds["draft_forwards"].any() else ("target",)
-        for model in models:
-            if latency.has(model, "prefill"):
-                read = latency.estimate(model, "prefill", batch=batch, new_tokens=prompts)
-                passes -= len(prompts)
-                outside -= int((read.origin == EXTRAPOLATED).sum())
-    return max(outside, 0) / max(passes, 1)
 
 
 def _held_at(log: RoundLog, context: int | None) -> RoundLog:

@@ -61,9 +61,7 @@ def _at_once(
 ) -> Judged | None:  # fmt: skip
     row = np.append(walk.layout.rows, 0)
     accepted = np.minimum(sent, _leading(accepts, row)).astype(np.int32)
-    index = np.arange(walk.width)
-    after = np.where(accepted + 1 < walk.room, index + accepted + 1, walk.starts)
-    start = np.flatnonzero(walk.visited(after, walk.entries)[:-1])
+    start = walk.begun(accepted + 1)
     if (forwards[start] > walk.recorded[start]).any():
         return None
     for _ in trace.requests:

@@ -114,6 +114,23 @@ class Layout(Places):
         return trace.signal(name)
 
 
+class Foreseen(Places):
+    """Places from which a draft and what is accepted of it are known before the walk.
+
+    `foresee` says of each how many tokens are drafted at most, and accepted; nothing is read.
+    """
+
+    def foresee(self, most: Ints, runs: Ints) -> None:
+        self.rows = np.zeros(len(self.position), dtype=np.int64)
+        self.most = np.minimum(most, self.left)
+        self.runs = self.run_lengths = runs
+        self.recorded = np.full(len(self.position), UNBOUNDED - 1, dtype=np.int64)
+        self.open_ended = np.zeros(len(self.position), dtype=bool)
+
+    def read(self, name: str) -> Floats:
+        raise NotImplementedError(f"{name} of a token that is only counted")
+
+
 KEPT = 8
 """Arrays of watched values, of the size of the recording, that are kept."""
 _layouts: WeakKeyDictionary[Trace, Layout] = WeakKeyDictionary()

@@ -78,6 +78,19 @@ class Walk:
         visited = self.visited(after.ravel(), (self.entries + offset).ravel())
         return Tried(visited, forwards.ravel(), sent.ravel())
 
+    def begun(
+        self, emitted: npt.NDArray[np.integer], requests: Sequence[int] | None = None
+    ) -> Ints:
+        """The starts where rounds begin that emit so many tokens each, (starts + 1,).
+
+        Those of some requests, None: of all.
+        """
+        after = np.where(emitted < self.room, np.arange(self.width) + emitted, self.starts)
+        entries = self.entries
+        if requests is not None:
+            entries = entries[np.isin(self.layout.request[entries], requests)]
+        return np.flatnonzero(self.visited(after, entries)[:-1])
+
     def visited(self, after: Ints, at: Ints) -> Bools:
         """Where rounds begin that begin at `at`, and behind each round where `after` says."""
         visited = np.zeros(len(after), dtype=bool)

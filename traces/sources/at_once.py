@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from policies.core import DraftPolicy, Round
-from policies.lanes.base import own_word, plan_of
+from policies.core import DraftPolicy
+from policies.lanes.base import plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import HEAD, LAYER, PASS, Call, Counted, pack_calls, pack_counted
+from traces.replay.calls import HEAD, LAYER, PASS, Counted, pack_counted
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy
@@ -20,10 +20,13 @@ from traces.sources.base import Recordings, Source, SourceReplay
 from traces.sources.exits.early_exit import EarlyExitReplay
 from traces.sources.exits.walked import KINDS, exit_rounds
 from traces.sources.lookups.sources import LookupReplay, LookupSource
+from traces.sources.lookups.walked import lookup_rounds
 from traces.sources.starts.as_draft import chained_trace
 from traces.sources.starts.features import EagleReplay
 from traces.sources.starts.recording import StartReplay, StartSource
 from traces.sources.starts.sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
+from traces.sources.starts.tree_source import TreeReplay
+from traces.sources.starts.walked import tree_rounds
 
 Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""
@@ -53,7 +56,10 @@ def rounds_at_once(
     kind = type(decoder)
     if kind is LookupReplay and plan.stop is None and plan.state is None:
         assert isinstance(source, LookupSource)
-        return _looked_up(trace, source, decoder_of, plan.cap, chosen)
+        return lookup_rounds(trace, source, decoder_of, plan, first, chosen)
+    if kind is TreeReplay and plan.stop is None and plan.state is None:
+        assert isinstance(decoder, TreeReplay)
+        return tree_rounds(trace, decoder, plan, first, chosen)
     if kind in KINDS and isinstance(decoder, EarlyExitReplay):
         return exit_rounds(trace, decoder, plan, first, chosen)
     if kind in CHAINS and isinstance(source, StartSource) and len(chosen) == len(trace.requests):
@@ -67,27 +73,6 @@ def rounds_at_once(
             return None
         return log.rounds, _calls(decoder, log)
     return None
-
-
-def _looked_up(
-    trace: Trace, source: LookupSource, decoder_of: Callable[[int], SourceReplay], longest: int,
-    chosen: Sequence[int],
-) -> Walked | None:  # fmt: skip
-    """The rounds of a policy that drafts so many tokens, whatever they are."""
-    try:
-        known = own_word(source, "drafted", trace)
-    except DraftsimError:
-        return None
-    calls: list[list[list[Call]]] = []
-
-    def decoded(request: int) -> list[Round]:
-        decoder = decoder_of(request)
-        assert isinstance(decoder, LookupReplay)
-        rounds = list(decoder.rounds(longest, known and known[request]))
-        calls.append(decoder.calls.rounds)
-        return rounds
-
-    return RoundLog.pack(map(decoded, chosen)), pack_calls(calls)
 
 
 def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:

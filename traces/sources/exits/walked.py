@@ -134,11 +134,7 @@ def exit_rounds(
     accepted = np.minimum(sent, walk.runs)
     positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
     emitted = np.minimum(accepted + 1, positions)
-    index = np.arange(walk.width)
-    after = np.where(emitted < walk.room, index + emitted, walk.starts)
-    own = np.isin(places.request[walk.entries], chosen)
-    visited = walk.visited(after, walk.entries[own])
-    start = np.flatnonzero(visited[:-1])
+    start = walk.begun(emitted, chosen)
     if (asked[start] > walk.recorded[start]).any():
         return None
     rounds = walk.told(start, *(v[start] for v in (forwards, sent, accepted, positions)))

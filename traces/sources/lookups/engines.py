@@ -7,11 +7,23 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+
+from policies.lanes.base import Ints
 from traces.acceptance.trace import Trace
 from traces.replay.calls import CALL_KINDS
 from traces.sources.base import Recordings, SourceReplay, prompt_tokens, true_tokens
 from traces.sources.lookups.ngram import NGramLookup, NGramSimpleLookup
-from traces.sources.lookups.sources import LookupReplay, LookupSource, Served
+from traces.sources.lookups.occurrences import (
+    BETWEEN,
+    copied,
+    first_ends,
+    last_end,
+    strings,
+    text_of,
+    until_eos,
+)
+from traces.sources.lookups.sources import LookupReplay, LookupSource, Served, eos_of
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import Lookup, Proposal
 
@@ -31,6 +43,13 @@ class NGram(LookupSource):
         del corpus
         return NGramLookup(self.k, self.min_n, self.max_n, eos)
 
+    def drafted(self, trace: Trace) -> Ints:
+        """Longer n-grams stand in for shorter ones."""
+        text = text_of(trace)
+        found = first_ends(text, self.min_n, self.max_n)
+        tokens = copied(text.ids, found, text.places, self.k)
+        return until_eos(tokens, eos_of(trace), proposed=True)
+
 
 class NGramSimple(LookupSource):
     """llama.cpp's ``--spec-type ngram-simple`` (see `NGramSimpleLookup`)."""
@@ -46,6 +65,16 @@ class NGramSimple(LookupSource):
         """Searches the request's own tokens."""
         del corpus
         return NGramSimpleLookup(self.size_n, self.size_m, eos)
+
+    def drafted(self, trace: Trace) -> Ints:
+        """Neither an n-gram at the very beginning counts, nor one that the last token follows."""
+        text = text_of(trace)
+        ids, begins, places = text
+        found = last_end(strings(ids, self.size_n), text, begins + self.size_n, places - 2)
+        short = places - begins < self.size_n + self.size_m + 2
+        few = np.minimum(places - 1 - found, self.size_m) < self.size_n
+        found = np.where(short | few, BETWEEN, found)
+        return until_eos(copied(ids, found, places - 1, self.size_m), eos_of(trace), proposed=True)
 
 
 class Suffix(LookupSource):
@@ -109,7 +138,7 @@ class _Proposals:
         output, starts = true_tokens(trace), trace.request_starts.tolist()
         self._outputs = [output[begin:end] for begin, end in pairwise(starts)]
         self._prompts = [prompt_tokens(trace, i) for i in range(len(trace.requests))]
-        self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        self._eos = eos_of(trace)
         self._known: dict[tuple[int, int], list[Proposal]] = {}
         self._every = False
         self._rewind()

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from policies.lanes.base import Ints
-
-BETWEEN = -1
-"""Stands in a text before, between and behind its sequences."""
+from traces.sources.lookups.occurrences import BETWEEN
 
 
 def retrieved(

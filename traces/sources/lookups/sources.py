@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from policies.core import Round
+from policies.lanes.base import Ints
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.calls import CALL_KINDS
@@ -24,7 +24,15 @@ from traces.sources.base import (
     prompt_tokens,
     true_tokens,
 )
-from traces.sources.lookups.retrieval import BETWEEN, retrieved
+from traces.sources.lookups.occurrences import (
+    BETWEEN,
+    copied,
+    first_ends,
+    last_end,
+    text_of,
+    until_eos,
+)
+from traces.sources.lookups.retrieval import retrieved
 from traces.sources.lookups.text import (
     Datastore,
     Lookup,
@@ -93,21 +101,20 @@ class LookupReplay(SourceReplay):
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
 
-    def rounds(self, longest: int, known: Sequence[Sequence[int]] | None = None) -> Iterator[Round]:
+    def rounds(self, longest: int) -> Iterator[Round]:
         """The rounds of a policy that drafts `longest` tokens, or what is proposed if less.
 
-        As `policies.core.speculate` makes them, without a question before every token.  ``known``:
-        the tokens proposed at every position, where they were looked up beforehand.
+        As `policies.core.speculate` makes them, without a question before every token.
         """
         catch_up = 1
         while (remaining := self.remaining) > 0:
             at, drafted, accepted = self.position, 0, 0
             if most := min(longest, remaining - 1):
                 self.calls.add(self._kind, 1)
-                tokens = [p.token_id for p in self._proposals()] if known is None else known[at]
-                drafted = min(most, len(tokens))
-                for token, true in zip(tokens, self.output[at : at + drafted], strict=False):
-                    if token != true:
+                proposals = self._proposals()
+                drafted = min(most, len(proposals))
+                for proposal, true in zip(proposals, self.output[at : at + drafted], strict=False):
+                    if proposal.token_id != true:
                         break
                     accepted += 1
             self.calls.end_round()
@@ -128,9 +135,10 @@ class LookupSource(Source):
         """A lookup for one request; ``corpus()`` gives the requests served before it."""
         raise NotImplementedError
 
-    def drafted(self, trace: Trace) -> Sequence[Sequence[Sequence[int]]] | None:
-        """Tokens proposed at every position of every request, where all can be found at once.
+    def drafted(self, trace: Trace) -> Ints | None:
+        """Tokens proposed at every output position, where all can be found at once.
 
+        Shape (positions of all requests, tokens); `BETWEEN` behind the last that is proposed.
         None asks the lookup wherever a round begins.  Of a subclass, its own method alone counts.
         """
         del trace
@@ -142,7 +150,7 @@ class LookupSource(Source):
         """Needs prompt and output tokens, which `draftsim profile` records."""
         del recordings
         kind = CALL_KINDS.index((self.name, "forward"))
-        eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        eos = eos_of(trace)
 
         def decoder(request: int) -> LookupReplay:
             def begin() -> Lookup:
@@ -151,6 +159,11 @@ class LookupSource(Source):
             return LookupReplay(trace, request, begin, kind, first)
 
         return decoder
+
+
+def eos_of(trace: Trace) -> frozenset[int]:
+    """Ids that end a sequence."""
+    return frozenset(trace.meta.get("eos_token_ids") or ())
 
 
 def served_before(trace: Trace, request: int) -> list[Served]:
@@ -176,6 +189,13 @@ class PLD(LookupSource):
         """Searches the request's own tokens."""
         del corpus
         return PromptLookup(self.num_tokens, self.max_ngram, eos)
+
+    def drafted(self, trace: Trace) -> Ints:
+        """Longer n-grams stand in for shorter ones."""
+        text = text_of(trace)
+        found = first_ends(text, 1, self.max_ngram)
+        tokens = copied(text.ids, found, text.places, self.num_tokens)
+        return until_eos(tokens, eos_of(trace), proposed=False)
 
 
 class REST(LookupSource):
@@ -214,25 +234,16 @@ class REST(LookupSource):
             self._store = Datastore(read_corpus(self.corpus))
         return self._store
 
-    def drafted(self, trace: Trace) -> Sequence[Sequence[Sequence[int]]]:
+    def drafted(self, trace: Trace) -> Ints:
         """All requests in one text, of which each searches what stands before it."""
         earlier = self.corpus == EARLIER
-        text = [BETWEEN] if earlier else self._read().ids.tolist()
-        searched, begins = len(text), []
-        for request in served_before(trace, len(trace.requests)):
-            begins.append((len(text), len(text) + len(request.prompt)))
-            text += [*request.prompt, *request.output, BETWEEN]
-        tokens = [request.tokens for request in trace.requests]
-        places = [np.arange(n) + output - 1 for n, (_, output) in zip(tokens, begins, strict=True)]
-        until = [begin if earlier else searched for begin, _ in begins]
-        found = retrieved(
-            np.array(text), np.concatenate(places), np.repeat(until, tokens), self.num_tokens,
-            self.max_suffix, self.min_suffix, sorted(trace.meta.get("eos_token_ids") or ()),
+        before = [BETWEEN] if earlier else self._read().ids.tolist()
+        text = text_of(trace, before)
+        until = text.begins if earlier else np.full_like(text.begins, len(before))
+        return retrieved(
+            text.ids, text.places, until, self.num_tokens, self.max_suffix, self.min_suffix,
+            sorted(eos_of(trace)),
         )  # fmt: skip
-        length = np.cumprod(found >= 0, axis=1).sum(axis=1)
-        every = [row[:n] for row, n in zip(found.tolist(), length.tolist(), strict=True)]
-        bounds = np.cumsum([0, *tokens]).tolist()
-        return [every[begin:end] for begin, end in pairwise(bounds)]
 
 
 class Lookahead(LookupSource):
@@ -253,6 +264,13 @@ class Lookahead(LookupSource):
         """Pools the request's own tokens."""
         del corpus
         return NGramPool(self.ngram, self.guesses, eos)
+
+    def drafted(self, trace: Trace) -> Ints:
+        """Behind the last token's newest occurrence that a whole n-gram begins with."""
+        text = text_of(trace)
+        found = last_end(text.ids, text, text.begins, text.places + 1 - self.ngram)
+        tokens = copied(text.ids, found, text.places, self.ngram - 1)
+        return until_eos(tokens, eos_of(trace), proposed=False)
 
 
 def proposed(proposal: Proposal) -> SourceToken:
