@@ -20,8 +20,21 @@ def retrieved(
     (places,) each.
     """
     chosen = np.full((len(places), num_tokens), BETWEEN)
+    for which, low, high, order in _matches(text, places, until, max_suffix, min_suffix):
+        # Places of one sequence that end alike are behind the same occurrences.
+        found, of = np.unique(low * (len(text) + 1) + high, return_inverse=True)
+        bounds = np.divmod(found, len(text) + 1)
+        chosen[which] = _chains(text, *bounds, order, num_tokens, eos)[of]
+    return chosen
+
+
+def _chains(
+    text: Ints, low: Ints, high: Ints, order: Ints, num_tokens: int, eos: Sequence[int]
+) -> Ints:
+    """The heaviest chain behind each range of the places in `order`, (ranges, num_tokens)."""
+    chosen = np.full((len(low), num_tokens), BETWEEN)
     width = int(text.max(initial=0)) + 1
-    for which, behind in _matches(text, places, until, max_suffix, min_suffix):
+    for which, behind in _parts(low, high, order):
         owner, at = which, behind
         for step in range(num_tokens):
             if not len(at):
@@ -32,9 +45,9 @@ def retrieved(
             key, counts = np.unique(owner * width + following, return_counts=True)
             of, token = np.divmod(key, width)
             # Of equals the smallest token comes first.
-            order = np.lexsort((token, -counts, of))
-            heaviest = order[np.unique(of[order], return_index=True)[1]]
-            best = np.full(len(places), BETWEEN)
+            by_weight = np.lexsort((token, -counts, of))
+            heaviest = by_weight[np.unique(of[by_weight], return_index=True)[1]]
+            best = np.full(len(low), BETWEEN)
             best[of[heaviest]] = token[heaviest]
             best[np.isin(best, eos)] = BETWEEN
             chosen[of[heaviest], step] = best[of[heaviest]]
@@ -45,10 +58,10 @@ def retrieved(
 
 def _matches(
     text: Ints, places: Ints, until: Ints, longest: int, shortest: int
-) -> Iterator[tuple[Ints, Ints]]:
-    """Indices of places, and those behind each occurrence of the longest string they end with.
+) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+    """Some places at a time, by number; and where the longest string that they end with ended.
 
-    Some places at a time, each with all of its occurrences.
+    That is a range of the last of the four, from the second up to the third.
     """
     size = len(text)
     # Strings of one length that end alike have one number, those that occur once none.
@@ -71,27 +84,27 @@ def _matches(
         found = (own >= 0) & (end > begin)
         if length > shortest:
             lost = ~found
-            yield from _parts(waiting[lost], low[lost], high[lost], order)
+            yield waiting[lost], low[lost], high[lost], order
         waiting, low, high = waiting[found], begin[found], end[found]
         order = ranked % size
         ends = ends[number[ends - 1] >= 0]
         key = number[ends - 1] * width + text[ends]
     if longest >= shortest:
-        yield from _parts(waiting, low, high, order)
+        yield waiting, low, high, order
 
 
-def _parts(which: Ints, low: Ints, high: Ints, order: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """The ranges of `order` of some places, a block of about `HELD` entries at a time."""
+def _parts(low: Ints, high: Ints, order: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Ranges by number, and the index behind each of theirs; about `HELD` at a time."""
     many = high - low
     total = np.cumsum(many)
     begin = 0
-    while begin < len(which):
+    while begin < len(many):
         before = int(total[begin - 1]) if begin else 0
         end = max(begin + 1, int(np.searchsorted(total, before + HELD, side="right")))
         each = many[begin:end]
         offset = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
         yield (
-            np.repeat(which[begin:end], each),
+            np.repeat(np.arange(begin, end), each),
             order[np.repeat(low[begin:end], each) + offset] + 1,
         )
         begin = end

@@ -37,12 +37,13 @@ class Node:
     def rise(self, token: int, count: int) -> None:
         """Move a child of `count`, about to count one more, past those it then exceeds.
 
-        Ties decide drafts, so they fall as they do there: a child that only joins those of the
-        next count goes before them, one that leaves equals behind goes after.
+        Not the first, which has none before it.  Ties decide drafts, so they fall as they do
+        there: a child that only joins those of the next count goes before them, one that leaves
+        equals behind goes after.
         """
         order, children = self.order, self.children
         at = order.index(token)
-        if not at or (above := _count(children[order[at - 1]])) > count + 1:
+        if (above := _count(children[order[at - 1]])) > count + 1:
             return
         to = at
         while to and _count(children[order[to - 1]]) == above:
@@ -78,10 +79,19 @@ class SuffixTree:
         # What is most frequent of all is never asked, and long to keep in order.
         first.count += 1
         ends = [first]
-        for length, node in enumerate(self._ends, 2):
-            # An end that did not occur before makes no longer one occur.
-            if length <= self.depth and (longer := self._follow(node, token, length)) is not None:
-                ends.append(longer)
+        for length, node in enumerate(self._ends[: self.depth - 1], 2):
+            child = node.children.get(token)
+            if child is None:
+                # An end that did not occur before makes no longer one occur.
+                node.children[token] = len(self._text)
+                node.order.append(token)
+                continue
+            if node.order[0] != token:
+                node.rise(token, _count(child))
+            if isinstance(child, int):
+                child = node.children[token] = self._seen_once(child, length)
+            child.count += 1
+            ends.append(child)
         self._ends = ends
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -89,23 +99,14 @@ class SuffixTree:
         for token in tokens:
             self.append(token)
 
-    def _follow(self, node: Node, token: int, length: int) -> Node | None:
-        """The child of `token`, a string of `length`, counted once more; None if it is new."""
-        child = node.children.get(token)
-        if child is None:
-            node.children[token] = len(self._text)
-            node.order.append(token)
-            return None
-        node.rise(token, _count(child))
-        if isinstance(child, int):
-            at, child = child, Node()
-            node.children[token] = child
-            child.count = 1
-            if (after := self.after(at, length)) is not None:
-                child.children[after] = at + 1
-                child.order.append(after)
-        child.count += 1
-        return child
+    def _seen_once(self, place: int, length: int) -> Node:
+        """The node of a string of `length` whose one occurrence goes on at `place`."""
+        node = Node()
+        node.count = 1
+        if (after := self.after(place, length)) is not None:
+            node.children[after] = place + 1
+            node.order.append(after)
+        return node
 
     def after(self, place: int, length: int) -> int | None:
         """What follows the one occurrence of a string of `length`, if anything does."""
