@@ -11,6 +11,7 @@ from traces.acceptance.trace import Trace
 from traces.sources.base import Recordings
 from traces.sources.exits.recording import SIGNALS, ExitRecording, ExitSetting
 from traces.sources.starts.recording import StartRecording
+from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
 
 EOS = 0
 VOCABULARY = 5
@@ -94,6 +95,20 @@ def random_starts(trace: Trace, seed: int, meta: dict[str, Any]) -> StartRecordi
     return StartRecording(token, _signals(rng, shape), rank, starts, meta)
 
 
+def random_trees(trace: Trace, seed: int) -> TreeRecording:
+    """Ranks of true tokens in trees of `OFFSETS` layers; below a missing one there is none."""
+    rng = np.random.default_rng(seed)
+    count = len(trace.columns["token"])
+    rank = rng.integers(0, 12, (count, OFFSETS, OFFSETS)).cumsum(axis=1).astype(np.int32)
+    there = np.minimum.accumulate(rng.random(rank.shape) < 0.8, axis=1)
+    rank[~(there & np.triu(np.ones((OFFSETS, OFFSETS), bool)))] = -1
+    signals = {
+        name: -rng.exponential(1.0, (count, OFFSETS)).astype(np.float32) for name in TREE_SIGNALS
+    }
+    starts = tuple(int(s) for s in trace.request_starts)
+    return TreeRecording(rank, signals, starts, {"topk": 3})
+
+
 def random_recordings(
     trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02
 ) -> Recordings:
@@ -109,4 +124,5 @@ def random_recordings(
     return Recordings(
         random_exits(trace, seed + 5, (2, 4), gamma_max, missing), starts,
         random_exits(trace, seed + 6, (2,), gamma_max, missing),
+        {"eagle2.eagle": random_trees(trace, seed + 7)},
     )  # fmt: skip

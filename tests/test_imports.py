@@ -21,3 +21,20 @@ def test_no_slow_library_comes_with_a_package(module: str) -> None:
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert not {name.partition(".")[0] for name in done.stdout.split()} & SLOW
+
+
+@pytest.mark.parametrize(("options", "fitted"), [([], False), (["--prefill"], True)], ids=str)
+def test_a_fit_is_imported_where_something_is_read_beyond_the_cells(
+    options: list[str], fitted: bool
+) -> None:
+    """Prompts of the default recording are longer than its latencies know; decoding is not."""
+    asked = ["simulate", "--trace", "smollm2-cpu", "--policy", "gammatune", *options]
+    code = (
+        f"import sys, draftsim\nsys.argv = ['draftsim', *{[*asked, '--json', '-']}]\n"
+        "try:\n    draftsim.main()\n"
+        "except SystemExit:\n    print('scipy.optimize' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.splitlines()[-1] == str(fitted)

@@ -37,7 +37,7 @@ RECORDED = (
     "early-exit:tau=0.5,omega=0.3,depth=0.5", "early-exit:tau=0.3,omega=0,depth=1",
     "early-exit:tau=0,omega=0,depth=1,bonus=true", "early-exit:tau=0.9,omega=0,layers=[4]",
     "kangaroo", "medusa", "medusa:k=2", "space", "space:k=1", "layer-skip", "eagle:model=eagle",
-    "eagle:model=mtp",
+    "eagle2:model=eagle,budget=7", "eagle2:model=eagle,depth=2,budget=9", "eagle:model=mtp",
 )  # fmt: skip
 LOOKUPS = (
     "pld", "pld:num_tokens=3,max_ngram=3", "ngram:k=4,min_n=1,max_n=3", "suffix",
@@ -174,9 +174,9 @@ def test_what_goes_without_the_loop_asks_no_token(monkeypatch: pytest.MonkeyPatc
     for text in (*RECORDED[:-1], *LOOKUPS):
         run(text, Fixed(2))
     for text in (*RECORDED[:-1], "pld"):
-        if text == "pld":
+        if text == "pld" or text.startswith("eagle2"):
             with pytest.raises(AssertionError, match="asked"):
-                run("pld", parse_policy("oracle"))
+                run(text, parse_policy("oracle:gamma_max=2"))
         else:
             run(text, parse_policy("oracle:gamma_max=2"))
     for text, policy in (("eagle:model=mtp", Fixed(2)), ("kangaroo", parse_policy("ucb"))):
