@@ -103,7 +103,11 @@ def random_trees(trace: Trace, seed: int) -> TreeRecording:
     there = np.minimum.accumulate(rng.random(rank.shape) < 0.8, axis=1)
     rank[~(there & np.triu(np.ones((OFFSETS, OFFSETS), bool)))] = -1
     signals = {
-        name: -rng.exponential(1.0, (count, OFFSETS)).astype(np.float32) for name in TREE_SIGNALS
+        # Logarithms of probabilities, but for the entropy.
+        name: (rng.exponential(1.0, (count, OFFSETS)) * (1 if name == "entropy" else -1)).astype(
+            "f4"
+        )
+        for name in TREE_SIGNALS
     }
     starts = tuple(int(s) for s in trace.request_starts)
     return TreeRecording(rank, signals, starts, {"topk": 3})

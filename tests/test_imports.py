@@ -28,7 +28,7 @@ def test_a_fit_is_imported_where_something_is_read_beyond_the_cells(
     options: list[str], fitted: bool
 ) -> None:
     """Prompts of the default recording are longer than its latencies know; decoding is not."""
-    asked = ["simulate", "--trace", "smollm2-cpu", "--policy", "gammatune", *options]
+    asked = ["simulate", "--trace", "smollm2-cpu", "--policy", "rate-optimal", *options]
     code = (
         f"import sys, draftsim\nsys.argv = ['draftsim', *{[*asked, '--json', '-']}]\n"
         "try:\n    draftsim.main()\n"

@@ -106,7 +106,9 @@ class RateOptimal(DraftPolicy):
         self._prices: dict[tuple[int, int], _ByLength] = {}
         self._correction = 0.0
         self._survival = [1.0]
-        self._drafting, self._verifying = self._priced(Load(1, 0))
+        # Of the round at hand: prices of contexts that nobody decodes at are not asked for.
+        self._drafting: list[float] = []
+        self._verifying: list[float] = []
 
     def for_run(self) -> Self:
         mine = super().for_run()
@@ -116,8 +118,7 @@ class RateOptimal(DraftPolicy):
     def at_rate(self, rate: float | list[list[float]]) -> Self:
         """The same policy at another rate; the two share the costs that they look up."""
         made = self.copy()
-        made.rate, made._prices = rate, {}
-        made._drafting, made._verifying = made._priced(Load(1, 0))
+        made.rate, made._prices, made._drafting, made._verifying = rate, {}, [], []
         return made
 
     def begin_round(self, load: Load) -> None:
