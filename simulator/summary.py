@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -248,12 +249,18 @@ def _ratio(plain: Floats, run: Floats) -> Floats:
     return ratio
 
 
+@lru_cache(maxsize=2)
 def _weights(prompts: int, resamples: int, seed: int) -> Floats:
-    """How often each prompt is drawn in each resample, shape (resamples, prompts)."""
+    """How often each prompt is drawn in each resample, shape (resamples, prompts).
+
+    Speedups and the gains beside them are of the same draws.
+    """
     if resamples < 1:
         raise DraftsimError(f"resamples is {resamples}, expected at least 1")
     generator = np.random.default_rng(seed)
-    return generator.multinomial(prompts, np.full(prompts, 1 / prompts), resamples).astype(float)
+    drawn = generator.multinomial(prompts, np.full(prompts, 1 / prompts), resamples).astype(float)
+    drawn.flags.writeable = False
+    return drawn
 
 
 def _rows(

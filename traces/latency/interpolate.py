@@ -45,10 +45,11 @@ class Grid:
     def __init__(self, cells: pd.DataFrame, flat: bool = False, batch_free: bool = False) -> None:
         self.flat = flat
         self.batch_free = batch_free
-        ordered = cells.sort_values(["batch", "new_tokens", "context"])
         b, n, c, t = (
-            ordered[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s")
+            cells[k].to_numpy(float) for k in ("batch", "new_tokens", "context", "median_s")
         )
+        order = np.lexsort((c, n, b))
+        b, n, c, t = b[order], n[order], c[order], t[order]
         self.lines: dict[float, dict[float, tuple[Floats, Floats]]] = {}
         for batch in np.unique(b):
             for width in np.unique(n[b == batch]):
