@@ -108,7 +108,7 @@ def pack_calls(sequences: Iterable[Sequence[Sequence[Call]]]) -> npt.NDArray[np.
 
 
 class Counted(NamedTuple):
-    """Calls of one kind in many rounds, equally many entries each, by ascending round."""
+    """Calls of one kind in many rounds, equally many entries each."""
 
     verify: bool
     kind: int
@@ -117,31 +117,25 @@ class Counted(NamedTuple):
     times: Ints
 
 
-def pack_counted(parts: Sequence[Counted], rounds: int) -> npt.NDArray[np.void]:
-    """What `pack_calls` makes of the same calls, counted one by one, in so many rounds."""
+def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
+    """What `pack_calls` makes of the same calls, counted one by one."""
     slots = sorted({part[:2] for part in parts})
-    width = 1 + max((int(part.new_tokens.max(initial=0)) for part in parts), default=0)
-    block = max(1, CELLS // (width * max(len(slots), 1)))
-    packed = []
-    for begin in range(0, rounds, block):
-        many = min(block, rounds - begin)
-        table = np.zeros((many, len(slots), width), dtype=np.int64)
-        for part in parts:
-            some = slice(*np.searchsorted(part.round, [begin, begin + many]))
-            cell = (part.round[some] - begin) * width + part.new_tokens[some]
-            found = np.bincount(cell, part.times[some], many * width)
-            table[:, slots.index(part[:2])] += found.reshape(many, width).astype(np.int64)
-        at, slot, tokens = table.nonzero()
-        rows = np.empty(len(at), dtype=CALL_DTYPE)
-        rows["round"], rows["new_tokens"] = at + begin, tokens
-        rows["verify"], rows["kind"] = np.array(slots).reshape(-1, 2)[slot].T
-        rows["count"] = table[at, slot, tokens]
-        packed.append(rows)
-    return np.concatenate(packed) if packed else np.empty(0, dtype=CALL_DTYPE)
-
-
-CELLS = 1 << 20
-"""Rounds, times kinds and widths of their calls, that are counted together."""
+    if not slots:
+        return np.empty(0, dtype=CALL_DTYPE)
+    width = 1 + max(int(part.new_tokens.max(initial=0)) for part in parts)
+    keys = [
+        (part.round * len(slots) + slots.index(part[:2])) * width + part.new_tokens
+        for part in parts
+    ]
+    cells, of = np.unique(np.concatenate(keys), return_inverse=True)
+    times = np.bincount(of, np.concatenate([part.times for part in parts])).astype(np.int64)
+    cells, times = cells[times > 0], times[times > 0]
+    at, tokens = np.divmod(cells, width)
+    rows = np.empty(len(cells), dtype=CALL_DTYPE)
+    rows["round"], slot = np.divmod(at, len(slots))
+    rows["verify"], rows["kind"] = np.array(slots)[slot].T
+    rows["new_tokens"], rows["count"] = tokens, times
+    return rows
 
 
 class LayerLedger:

@@ -88,4 +88,4 @@ def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
         layers = int(decoder.recording.meta["layers"])
         parts.append(Counted(False, LAYER, each, ones, forwards * layers))
         parts.append(Counted(False, HEAD, each, ones, forwards))
-    return pack_counted(parts, len(forwards))
+    return pack_counted(parts)

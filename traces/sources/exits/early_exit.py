@@ -191,7 +191,6 @@ class EarlyExitReplay(SourceReplay):
         super().__init__(trace, request, first)
         self.tape = tape
         self._path = tape.recording.path_starts[request]
-        self._children = tape.recording.children
         self._depths: list[int] = []
         """Of the round's drafts, the layers that they got to."""
         self._node = 0
@@ -222,7 +221,7 @@ class EarlyExitReplay(SourceReplay):
         if self._on_path and token == self.output[self.position + len(so_far) - 1]:
             self._node += 1
             return
-        child = self._children.get((self._node, token))
+        child = self.tape.recording.children.get((self._node, token))
         self._node = self._unrecorded(len(so_far)) if child is None else child
         self._on_path = False
 

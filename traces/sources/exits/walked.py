@@ -150,7 +150,7 @@ def exit_rounds(
         calls.append(Counted(False, ADAPTER, steps.round, width, np.ones_like(width)))
     else:
         calls.append(_heads(tape, steps))
-    return rounds, pack_counted(calls, len(start))
+    return rounds, pack_counted(calls)
 
 
 def _heads(tape: ExitTape, steps: Steps) -> Counted:

@@ -45,7 +45,7 @@ def lookup_rounds(
     # A search that finds nothing is one too.
     asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
     kind, ones = CALL_KINDS.index((source.name, "forward")), np.ones_like(asked)
-    return rounds, pack_counted([Counted(False, kind, asked, ones, ones)], len(start))
+    return rounds, pack_counted([Counted(False, kind, asked, ones, ones)])
 
 
 def _right(trace: Trace, proposed: Ints, ends: Ints) -> Ints:

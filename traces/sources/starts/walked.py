@@ -49,7 +49,7 @@ def tree_rounds(
         Counted(True, TREE, np.arange(len(start)), nodes[own] + 1, ones),
     ]
     rounds["request"] = np.searchsorted(chosen, rounds["request"])
-    return rounds, pack_counted(calls, len(start))
+    return rounds, pack_counted(calls)
 
 
 def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
