@@ -20,7 +20,9 @@ def test_no_slow_library_comes_with_a_package(module: str) -> None:
         [sys.executable, "-c", f"import sys, {module}; print(*sys.modules)"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert not {name.partition(".")[0] for name in done.stdout.split()} & SLOW
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & SLOW
+    assert ("simpy" in loaded) == (module == "simulator.serving")
 
 
 @pytest.mark.parametrize(("options", "fitted"), [([], False), (["--prefill"], True)], ids=str)

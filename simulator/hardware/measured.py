@@ -12,7 +12,6 @@ import pandas as pd
 
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.serving.groups import predict_groups
 from simulator.validation import compare, predictions, verdict
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -158,6 +157,9 @@ def _single(trace: Trace, latency: LatencyTable, names: list[str]) -> pd.DataFra
 
 
 def _together(trace: Trace, latency: LatencyTable, names: list[str], batch: int) -> pd.DataFrame:
+    # Brings all of serving, which whoever asks for a data sheet alone needs not.
+    from simulator.serving.groups import predict_groups
+
     policies = {name: parse_policy(name, max_gamma=trace.max_gamma) for name in names}
     groups, _ = predict_groups(trace, latency, policies, [batch])
     return groups
