@@ -115,12 +115,10 @@ class Layout(Places):
 
 
 class Foreseen(Places):
-    """Places from which a draft and what is accepted of it are known before the walk.
-
-    `foresee` says of each how many tokens are drafted at most, and accepted; nothing is read.
-    """
+    """Places from which drafts were found beforehand; no signal of theirs is read."""
 
     def foresee(self, most: Ints, runs: Ints) -> None:
+        """How many tokens a draft from each has at most, and how many of them are right."""
         self.rows = np.zeros(len(self.position), dtype=np.int64)
         self.most = np.minimum(most, self.left)
         self.runs = self.run_lengths = runs
