@@ -135,7 +135,7 @@ class SourceReplay(ABC):
         starts = trace.request_starts
         true = true_tokens(trace, sampled=self.sampled)
         self.output = true[int(starts[request]) : int(starts[request + 1])]
-        self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        self.eos = eos_of(trace)
         self.length = len(self.output)
         self.limit = self.info.max_new_tokens
         self.position = min(first, self.length)
@@ -180,6 +180,11 @@ class SourceReplay(ABC):
         self.calls.end_round()
         self.position = min(at + min(accepted + 1, positions), self.length)
         return accepted
+
+
+def eos_of(trace: Trace) -> frozenset[int]:
+    """Ids that end a sequence."""
+    return frozenset(trace.meta.get("eos_token_ids") or ())
 
 
 def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:

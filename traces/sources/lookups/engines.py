@@ -12,7 +12,7 @@ import numpy as np
 from policies.lanes.base import Ints
 from traces.acceptance.trace import Trace
 from traces.replay.calls import CALL_KINDS
-from traces.sources.base import Recordings, SourceReplay, prompt_tokens, true_tokens
+from traces.sources.base import Recordings, SourceReplay, eos_of, prompt_tokens, true_tokens
 from traces.sources.lookups.ngram import NGramLookup, NGramSimpleLookup
 from traces.sources.lookups.occurrences import (
     BETWEEN,
@@ -23,7 +23,7 @@ from traces.sources.lookups.occurrences import (
     text_of,
     until_eos,
 )
-from traces.sources.lookups.sources import LookupReplay, LookupSource, Served, eos_of
+from traces.sources.lookups.sources import LookupReplay, LookupSource, Served
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.lookups.text import Lookup, Proposal
 

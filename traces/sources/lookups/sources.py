@@ -21,6 +21,7 @@ from traces.sources.base import (
     Source,
     SourceReplay,
     SourceToken,
+    eos_of,
     prompt_tokens,
     true_tokens,
 )
@@ -159,11 +160,6 @@ class LookupSource(Source):
             return LookupReplay(trace, request, begin, kind, first)
 
         return decoder
-
-
-def eos_of(trace: Trace) -> frozenset[int]:
-    """Ids that end a sequence."""
-    return frozenset(trace.meta.get("eos_token_ids") or ())
 
 
 def served_before(trace: Trace, request: int) -> list[Served]:
