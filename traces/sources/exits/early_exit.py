@@ -18,6 +18,7 @@ from traces.sources.base import (
     Source,
     SourceReplay,
     SourceToken,
+    eos_of,
     true_tokens,
 )
 from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
@@ -132,7 +133,7 @@ class ExitTape:
             )
         self.recording, self.source = recording, source
         self._raw_unknown = not recording.sampling.plain and recording.raw_log_prob is None
-        self.eos = frozenset(trace.meta.get("eos_token_ids") or ())
+        self.eos = eos_of(trace)
         self.choices = recording.choices(source.tau, source.omega, source.depth, source.layers)
         self.deepest = depth_layers(source.depth, recording.layers)
         self.used = usable_exits(recording.exit_layers, self.deepest, source.layers)
