@@ -51,10 +51,7 @@ def call_seconds(
         attends |= model == "target" and phase != "head"
         if not attends:
             # Nothing else attends to the context: it is read where it was measured.
-            own = latency.cells[
-                (latency.cells["model"] == model) & (latency.cells["phase"] == phase)
-            ]
-            at = np.clip(at, own["context"].min(), own["context"].max())
+            at = np.clip(at, *latency.grid(model, phase).contexts)
         read = latency.estimate(
             model, phase, batch=batch, new_tokens=mine["new_tokens"], context=at
         )

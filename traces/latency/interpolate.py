@@ -72,6 +72,11 @@ class Grid:
         """New tokens measured, at any batch."""
         return sorted({width for by_width in self.lines.values() for width in by_width})
 
+    @cached_property
+    def contexts(self) -> tuple[float, float]:
+        """The shortest and the longest context measured, at any batch and width."""
+        return float(self._points[2].min()), float(self._points[2].max())
+
     def read(self, b: Floats, n: Floats, c: Floats) -> tuple[Floats, Origins]:
         """Seconds and their origin at equally long arrays of batch, new tokens, context."""
         if (only := self.only_batch) is not None:
