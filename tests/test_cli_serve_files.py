@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -17,8 +17,10 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+import draftsim
 from simulator.serving import read_results
-from tests.conftest import ROOT, Serve
+from tests.conftest import Serve
+from tests.forked import forked
 from tests.serving import PAIR, arrival_file
 
 
@@ -42,30 +44,28 @@ def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
 ) -> None:
     out = tmp_path / name
     lines = out if name == "r.jsonl" else tmp_path / "r.parquet.jsonl"
-    command = [
-        sys.executable, str(ROOT / "draftsim.py"), "serve", "--trace", str(synthetic_run),
-        "--batch", ",".join(["1"] * 400), "--requests", "20", "--policy", "autoregressive",
-        "--out", str(out),
-    ]  # fmt: skip
+    said = tmp_path / "said"
 
-    def heed_interrupts() -> None:  # a shell lets its background jobs ignore them
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    def command() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [
+            "draftsim", "serve", "--trace", str(synthetic_run), "--batch", ",".join(["1"] * 400),
+            "--requests", "20", "--policy", "autoregressive", "--out", str(out),
+        ]  # fmt: skip
+        draftsim.main()
 
     # Many short runs: rows keep coming until somebody stops them.
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, cwd=tmp_path,
-        preexec_fn=heed_interrupts,  # noqa: PLW1509 - no thread holds a lock here
-    ) as run:  # fmt: skip
+    with forked(command, said) as run:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and run.poll() is None:
+        while time.monotonic() < deadline and run.is_alive():
             if lines.exists() and lines.read_text().count('{"row"') >= 2:
                 break
             time.sleep(0.02)
-        run.send_signal(stop)
-        _, err = run.communicate(timeout=30)
+        assert run.pid is not None
+        os.kill(run.pid, stop)
     if stop == signal.SIGINT:
-        assert run.returncode == 130
-        assert b"marked incomplete" in err
+        assert run.exitcode == 130
+        assert "marked incomplete" in said.read_text()
     if stop == signal.SIGINT and name == "r.parquet":
         assert not lines.exists()
         count = len(pd.read_parquet(out))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from profiler.recording.folder import HOLDER, claimed, only_writer
 from profiler.recording.run import RunInfo, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
+from tests.forked import forked
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
@@ -148,32 +147,31 @@ def test_another_pair_does_not_get_the_folder(folder: Path) -> None:
     assert claimed(other, folder, force=True).run_id != read_run(folder).run_id
 
 
-def test_a_second_writer_is_told_who_writes(tmp_path: Path, run: Run) -> None:
-    with only_writer(tmp_path):
-        assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
-        script = (
-            "import sys; from pathlib import Path\n"
-            "from profiler.recording.folder import only_writer\n"
-            "try:\n    with only_writer(Path(sys.argv[1])): print('got it')\n"
-            "except Exception as error: print(error)"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert f"is being written by process {os.getpid()} on " in done.stdout
-    assert not list(tmp_path.iterdir())
-    with only_writer(tmp_path):
+def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
+    folder, said = tmp_path / "run", tmp_path / "said"
+
+    def second() -> None:
+        with pytest.raises(DraftsimError) as refused, only_writer(folder):
+            pass
+        said.write_text(str(refused.value))
+
+    with only_writer(folder):
+        assert json.loads((folder / HOLDER).read_text())["pid"] == os.getpid()
+        with forked(second):
+            pass
+        assert f"is being written by process {os.getpid()} on " in said.read_text()
+    assert not folder.exists()
+    with only_writer(folder):
         pass
 
 
 def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
-    script = (
-        "import os, sys; from pathlib import Path\n"
-        "from profiler.recording.folder import only_writer\n"
-        "with only_writer(Path(sys.argv[1])): os._exit(1)"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, check=False)
+    def left() -> None:
+        with only_writer(tmp_path):
+            os._exit(1)
+
+    with forked(left):
+        pass
     assert (tmp_path / HOLDER).is_file()
     with only_writer(tmp_path):
         pass

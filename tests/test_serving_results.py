@@ -6,11 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import replace
 
@@ -32,7 +27,7 @@ from simulator.serving import (
     serve,
     sweep,
 )
-from tests.conftest import ROOT
+from tests.forked import forked
 from tests.serving import CONSTANT, GRID, SMALL
 from traces.errors import DraftsimError, FileError
 
@@ -67,29 +62,17 @@ def test_break_even_load():
 @pytest.mark.invariant(13)
 def test_killed_run_leaves_readable_rows_marked_incomplete(tmp_path):
     path = tmp_path / "rows.jsonl"
-    script = textwrap.dedent(
-        """
-        import sys
-        from tests.serving import bernoulli
-        from policies.lengths.basic import Fixed
-        from simulator.serving import ClosedLoop, Limits, Scenario, over_batches, sweep
-        from traces.latency.table import LatencyTable
-        base = Scenario(ClosedLoop(1), requests=10)
-        sweep(bernoulli(0.7, 4, 20), LatencyTable.constant(1, 0.1), {"fixed": Fixed(3)},
-              over_batches(base, [1] * 20_000), path=sys.argv[1])
-        """
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", script, str(path)], env=env)
-    try:
+    base = Scenario(ClosedLoop(1), requests=10)
+    scenarios = over_batches(base, [1] * 2000)
+    with forked(
+        lambda: sweep(SMALL, CONSTANT, {"fixed": Fixed(3)}, scenarios, path=path)
+    ) as process:
         for _ in range(600):
             if path.exists() and path.read_text().count("\n") > 4:
                 break
-            assert process.poll() is None, "the run ended by itself"
+            assert process.is_alive(), "the run ended by itself"
             time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
     stored = read_results(path)
     assert len(stored.rows) >= 3
     assert not stored.complete

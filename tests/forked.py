@@ -1,0 +1,33 @@
+"""Processes of their own that begin with what the tests have imported: a fork of this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+
+@contextmanager
+def forked(work: Callable[[], object], said: Path = Path(os.devnull)) -> Iterator[BaseProcess]:
+    """`work` in another process while the block runs; what it says on standard error is in `said`.
+
+    It is waited for when the block ends, and ended where the block fails.
+    """
+
+    def call() -> None:
+        with said.open("w", encoding="utf-8") as sys.stderr:
+            work()
+
+    process = get_context("fork").Process(target=call)
+    process.start()
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.join(60)
