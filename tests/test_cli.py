@@ -209,8 +209,12 @@ def test_a_run_folder_is_asked_for_where_one_is_needed(run: Run, tmp_path: Path)
 
 
 @pytest.mark.invariant(14)
-def test_without_torch_simulate_and_check_work(recorded: Path) -> None:
+def test_without_torch_simulate_check_and_serve_work(recorded: Path) -> None:
     """The import system refuses torch and transformers, as where they are not installed."""
+    commands = {
+        "simulate": ("--json", "-"), "check": ("--tokens", "1000", "--json", "-"),
+        "serve": ("--batch", "1", "--requests", "4", "--policy", "fixed", "--json", "-"),
+    }  # fmt: skip
     script = (
         "import sys\n"
         "class Absent:\n"
@@ -219,16 +223,19 @@ def test_without_torch_simulate_and_check_work(recorded: Path) -> None:
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Absent())\n"
         "import simulator, draftsim\n"
-        f"sys.argv = ['draftsim', 'simulate', '--trace', {str(recorded)!r}, '--json', '-']\n"
-        "draftsim.main()\n"
-        f"sys.argv = ['draftsim', 'check', '--trace', {str(recorded)!r}, '--tokens', '1000']\n"
-        "draftsim.main()\n"
+        f"for name, options in {commands!r}.items():\n"
+        f"    sys.argv = ['draftsim', name, '--trace', {str(recorded)!r}, *options]\n"
+        "    try:\n"
+        "        draftsim.main()\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0, name\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert '"command": "simulate"' in done.stdout
+    for name in commands:
+        assert f'"command": "{name}"' in done.stdout
 
 
 def test_importing_logs_of_other_tools(run: Run, tmp_path: Path) -> None:

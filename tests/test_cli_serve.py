@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands.serve.policies import load_serving_policies
-from tests.conftest import ROOT, Serve
+from tests.conftest import Serve
 from tests.serving import PAIR, arrival_file
 
 SERVE_FIELDS = {
@@ -109,17 +106,6 @@ def test_batch_and_memory_over_time_add_up(serve: Serve) -> None:
         widths = [b - a for a, b in itertools.pairwise([*times, row["simulated_s"]])]
         area = sum(w * n for w, n in zip(widths, sizes, strict=True))
         assert area / row["simulated_s"] == pytest.approx(row["mean_batch"])
-
-
-def test_serve_works_without_torch(synthetic_run: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; import draftsim; draftsim.main()"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, "serve", "--trace", str(synthetic_run), "--batch", "1",
-         "--requests", "4", "--policy", "fixed", "--json", "-"],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ}, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert len(json.loads(ran.stdout)["results"]) == 2
 
 
 def test_plain_decoding_is_always_served_and_speedups_are_over_it(serve: Serve) -> None:
