@@ -33,7 +33,8 @@ from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
 
 SLOTS, WORDS, NEW = 200, 61, 16
-DTYPES = (torch.float32, torch.bfloat16)
+HALF = torch.bfloat16
+"""What a GPU is given: where signals are read in float32, one operation more than in float32."""
 RUNNERS = (Runner, GraphRunner)
 READERS = ("svip", "confidence")
 
@@ -77,11 +78,8 @@ def runners(
 
 
 @pytest.mark.parametrize("make", RUNNERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_host_waits_once_a_round_where_no_signal_is_read(
-    gpu: PretendedGPU, make: Any, dtype: torch.dtype
-) -> None:
-    target, draft = runners(gpu, make, dtype)
+def test_the_host_waits_once_a_round_where_no_signal_is_read(gpu: PretendedGPU, make: Any) -> None:
+    target, draft = runners(gpu, make, HALF)
     samplings = GREEDY, Sampling(0.7), Sampling(1.0, 0.9)
     for text in ("fixed:gamma=0", "fixed:gamma=4", "gammatune"):
         for sampling in samplings:
@@ -97,11 +95,8 @@ def test_the_host_waits_once_a_round_where_no_signal_is_read(
 
 
 @pytest.mark.parametrize("make", RUNNERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reading_signals_waits_once_a_token_more(
-    gpu: PretendedGPU, make: Any, dtype: torch.dtype
-) -> None:
-    target, draft = runners(gpu, make, dtype)
+def test_reading_signals_waits_once_a_token_more(gpu: PretendedGPU, make: Any) -> None:
+    target, draft = runners(gpu, make, HALF)
     for policy in (ReadingFixed(3), *(parse_policy(text, max_gamma=24) for text in READERS)):
         for sampling in (GREEDY, Sampling(1.0, 0.9)):
             decoder = ModelDecoder(
@@ -150,7 +145,7 @@ def test_watching_for_the_end_waits_for_every_token(gpu: PretendedGPU) -> None:
 
 @pytest.mark.parametrize("text", ["csd", "cm-asd", "typical"])
 def test_a_lossy_rule_costs_no_wait_more(gpu: PretendedGPU, text: str) -> None:
-    target, draft = runners(gpu, dtype=torch.bfloat16)
+    target, draft = runners(gpu, dtype=HALF)
     rule = parse_rule(text)
     rule.begin_run(WORDS, 0.0)
     decoder = ModelDecoder(target, draft, ids(20), 30, watch_eos=False, rule=rule)
@@ -177,9 +172,8 @@ def test_rounds_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("make", RUNNERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_batch_waits_once_an_iteration(gpu: PretendedGPU, make: Any, dtype: torch.dtype) -> None:
-    target, draft = runners(gpu, make, dtype, batch=4)
+def test_a_batch_waits_once_an_iteration(gpu: PretendedGPU, make: Any) -> None:
+    target, draft = runners(gpu, make, HALF, batch=4)
     for policy, reads in ((Fixed(3), False), (ReadingFixed(3), True)):
         decoder, style = BatchedDecoder(target, draft, watch_eos=False), PerRequest(policy)
         enter(decoder, style, [Stream(i, ids(9 + i, i), 8 + 2 * i) for i in range(4)])
@@ -194,7 +188,7 @@ def test_a_batch_waits_once_an_iteration(gpu: PretendedGPU, make: Any, dtype: to
 
 @pytest.mark.parametrize("synchronise", ["ragged", "minimum", "mean"])
 def test_batches_of_every_style_decode(gpu: PretendedGPU, synchronise: Any) -> None:
-    target, draft = runners(gpu, GraphRunner, torch.bfloat16, batch=3)
+    target, draft = runners(gpu, GraphRunner, HALF, batch=3)
     prompts = [ids(8 + i, i) for i in range(5)]
     for text in ("fixed:gamma=2", "svip"):
         for continuous in (False, True):
@@ -208,7 +202,7 @@ def test_batches_of_every_style_decode(gpu: PretendedGPU, synchronise: Any) -> N
 @pytest.mark.parametrize("make", RUNNERS)
 def test_forced_rounds_wait_as_real_ones_do(gpu: PretendedGPU, make: Any) -> None:
     trace = loop_trace(4, 12, 10, 8)
-    target, draft = runners(gpu, make, torch.bfloat16, batch=4)
+    target, draft = runners(gpu, make, HALF, batch=4)
     single = ForcedDecoder(target, draft, trace, 0)
     with gpu.counted() as waits:
         rounds = list(speculate(single, Fixed(4)))
@@ -220,10 +214,9 @@ def test_forced_rounds_wait_as_real_ones_do(gpu: PretendedGPU, make: Any) -> Non
     assert len(waits) == len(log), Counter(waits)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", RUNNERS)
-def test_a_trace_with_tails_is_recorded(gpu: PretendedGPU, make: Any, dtype: torch.dtype) -> None:
-    target, draft = (make(m, 30 + 20 * 9) for m in pair(gpu, dtype))
+def test_a_trace_with_tails_is_recorded(gpu: PretendedGPU, make: Any) -> None:
+    target, draft = (make(m, 30 + 20 * 9) for m in pair(gpu, HALF))
     for sampling in (GREEDY, Sampling(1.0), Sampling(0.7, 0.9)):
         recorder = Recorder(
             target, draft, max_new_tokens=20, max_gamma=8, sampling=sampling,
@@ -248,9 +241,8 @@ def test_plain_decoding_is_timed_to_its_end(
     assert recorder.decode_s == 5.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_and_heads_are_timed_in_both_modes(gpu: PretendedGPU, dtype: torch.dtype) -> None:
-    target, _ = pair(gpu, dtype)
+def test_layers_and_heads_are_timed_in_both_modes(gpu: PretendedGPU) -> None:
+    target, _ = pair(gpu, HALF)
     for mode in MODES:
         rows = layer_cells(mode, target, "target", (1, 3), (16, 40), Timer(CUDA, 2, 0), exits=True)
         assert {row[1] for row in rows} == {"layer", "head"}
