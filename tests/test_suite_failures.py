@@ -30,6 +30,8 @@ from traces.store.measured import read_measured
 
 PROMPTS = Path(__file__).parents[1] / "profiler" / "bundled" / "prompts.jsonl"
 SMALL, OTHER = "cm-asd-12+3", "vicuna-7b+68m"
+TWO = ("--pairs", SMALL, "--modes", "eager", "graph")
+"""A pair in one mode that captures graphs, and in one that does not."""
 
 
 @pytest.fixture
@@ -54,37 +56,35 @@ def models(out: Path) -> set[str]:
 def test_a_capture_that_fails_is_loud_and_measured_again(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Twice in a row: nothing of it counts as done, and eager passes are kept."""
+    """Nothing of it counts as done, and eager passes are kept."""
     with pretended() as gpu:
         gpu.breaks_captures = True
-        for _ in range(2):
-            assert stage("latency", out, "--pairs", SMALL, device="cuda") == FAILED
-            said = " ".join(capsys.readouterr().err.split())
-            assert f"FAILED {SMALL}.graph, target, batch 1: CUDA error: operation failed" in said
-            found = results(out, "latency")
-            assert not found["complete"]
-            assert set(found["units"][f"{SMALL}.graph"]["failed"]) >= {"target, batch 1"}
-            assert not found["units"][f"{SMALL}.eager"]["failed"]
-            assert models(out) == {f"{SMALL}/eager"}
+        assert stage("latency", out, *TWO, device="cuda") == FAILED
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"FAILED {SMALL}.graph, target, batch 1: CUDA error: operation failed" in said
+        found = results(out, "latency")
+        assert not found["complete"]
+        assert set(found["units"][f"{SMALL}.graph"]["failed"]) >= {"target, batch 1"}
+        assert not found["units"][f"{SMALL}.eager"]["failed"]
+        assert models(out) == {f"{SMALL}/eager"}
         gpu.breaks_captures = False
-        assert stage("latency", out, "--pairs", SMALL, device="cuda") == COMPLETE
+        assert stage("latency", out, *TWO, device="cuda") == COMPLETE
     assert results(out, "latency")["complete"]
-    assert models(out) == {f"{SMALL}/{mode}" for mode in MODES}
+    assert models(out) == {f"{SMALL}/eager", f"{SMALL}/graph"}
 
 
 def test_forced_runs_that_fail_leave_those_that_do_not(out: Path) -> None:
     with pretended() as gpu:
         gpu.breaks_captures = True
-        assert stage("forced", out, "--pairs", SMALL, device="cuda") == FAILED
+        assert stage("forced", out, *TWO, device="cuda") == FAILED
         found = results(out, "forced")
-        assert set(found["failed"]) == {
-            f"{SMALL}.{mode}.{batch}" for mode in ("graph", "compiled") for batch in (1, 4)
-        }
+        assert set(found["failed"]) == {f"{SMALL}.graph.{batch}" for batch in (1, 4)}
         runs = read_measured(out / "forced-measured.parquet").times
         assert set(runs["mode"]) == {"eager"}
         gpu.breaks_captures = False
-        assert stage("forced", out, "--pairs", SMALL, device="cuda") == COMPLETE
-    assert set(read_measured(out / "forced-measured.parquet").times["mode"]) == set(MODES)
+        assert stage("forced", out, *TWO, device="cuda") == COMPLETE
+    runs = read_measured(out / "forced-measured.parquet").times
+    assert set(runs["mode"]) == {"eager", "graph"}
 
 
 def test_a_piece_that_fails_is_undone_and_tried_again(
