@@ -12,6 +12,7 @@ import pytest
 
 from policies.batch.base import SingleStream
 from policies.lengths.basic import Autoregressive, Fixed
+from simulator.capacity import stages
 from simulator.pricing import autoregressive, price
 from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
@@ -149,8 +150,12 @@ def test_every_command_prices_it_alike(trace: Trace, file: Path, run: Run, tmp_p
     assert report.code == 0, report.err
 
 
-def test_capacity_is_planned_at_what_the_engine_always_pays(file: Path, run: Run) -> None:
+def test_capacity_is_planned_at_what_the_engine_always_pays(
+    file: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests one after the other: tokens take longer by what six passes cost beyond two."""
+    monkeypatch.setattr(stages, "TRIED", 30)
+    monkeypatch.setattr(stages, "FEW", 40)
     tpot: dict[str, dict[str, float]] = {}
     for name, more in (("always", ("--always-draft", 6)), ("asked", ())):
         planned = run(

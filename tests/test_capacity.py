@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
-from simulator.capacity import Targets, parse_targets, plan, plots
+from simulator.capacity import Targets, parse_targets, plan, plots, stages
 from simulator.capacity.points import Bench, Point, Verdict
 from simulator.capacity.rows import with_cost
 from simulator.executors import Local
@@ -34,6 +34,14 @@ from tests.test_serving_parts import Failing
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+
+
+@pytest.fixture(autouse=True)
+def few_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer requests for where to begin to look, and for comparisons that no test is about."""
+    monkeypatch.setattr(stages, "TRIED", 30)
+    monkeypatch.setattr(stages, "FEW", 60)
+
 
 PAIR: Any = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}
 TRACE = bernoulli(0.8, 20, 40, seed=3)
@@ -87,7 +95,7 @@ def planned(rate: float = 24.0, slo: str = "ttft=0.4,tpot=0.05,p=0.9", **options
         Poisson(1.0), Limits(4), warmup=0.2, replications=2,
         router=options.pop("router", RoundRobin()),
     )  # fmt: skip
-    options = {"policies": PAIR, "requests": 400, **options}
+    options = {"policies": PAIR, "requests": 240, **options}
     return plan(TRACE, LATENCY, base=base, rate=rate, targets=parse_targets(slo), **options)
 
 
@@ -158,7 +166,7 @@ def test_a_horizon_that_is_too_short_says_so() -> None:
     [row] = planned(policies={"fixed": Fixed(3)}, requests=30)
     assert "requests arrive over" in row["too_short"]
     [row] = planned(6.0, policies={"fixed": Fixed(3)}, requests=None)
-    assert row["requests"] >= 200
+    assert row["requests"] >= stages.FEW
     assert not row["too_short"]
 
 
@@ -190,7 +198,7 @@ def test_costs_are_those_of_the_fleet() -> None:
 
 def test_a_stopped_plan_goes_on_and_processes_give_the_same(tmp_path: Path) -> None:
     path = tmp_path / "plan.jsonl"
-    short = partial(planned, requests=150)
+    short = partial(planned, 9.0, requests=60)
     rows = short()
     first = Failing(3)
     with pytest.raises(KeyboardInterrupt):
@@ -257,7 +265,7 @@ def test_the_command_answers_in_words_and_rows(
     command = [
         "capacity", "--trace", synthetic_run, "--rate", 12, "--slo", "ttft=0.5,tpot=0.05",
         "--policy", "fixed:gamma=3", "--max-batch", 4, "--replications", 2, "--jobs", 1,
-        "--assume-batch-free", "--price", 3, "--requests", 300,
+        "--assume-batch-free", "--price", 3, "--requests", 100,
     ]  # fmt: skip
     rows = run(*command, "--json", "-", "--plots", tmp_path).rows
     assert [r["policy"] for r in rows] == ["autoregressive", "fixed:gamma=3"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from simulator.capacity import stages
 from simulator.executors import Cluster
 from simulator.serving import over_rates, parts, read_results, sweep
 from tests.conftest import Run
@@ -36,7 +37,9 @@ def test_a_cluster_gives_the_same_rows_and_outlives_a_worker(
         timeless(expected), strict=True,
     ):  # fmt: skip
         same(row, other, "row")
-    plans = (planned(requests=150, executor=own) for own in (Cluster(address), None))
+    monkeypatch.setattr(stages, "TRIED", 30)
+    monkeypatch.setattr(stages, "FEW", 60)
+    plans = (planned(9.0, requests=60, executor=own) for own in (Cluster(address), None))
     for row, other in zip(*plans, strict=True):
         same(row, other, "row")
     rows = run(
@@ -47,7 +50,7 @@ def test_a_cluster_gives_the_same_rows_and_outlives_a_worker(
 
     # A worker dies: what it held is lost, and that alone is computed again.
     path = tmp_path / "rows.jsonl"
-    many = over_rates(fleet(600), [5.0, 10.0, 20.0, 40.0])
+    many = over_rates(fleet(240), [5.0, 10.0, 20.0, 40.0])
     finished: list[int] = []
 
     def kill(done: int, total: int, name: str) -> None:
