@@ -162,8 +162,9 @@ def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling(
 
 
 @pytest.mark.invariant(8)
-@pytest.mark.parametrize("sampling", [Sampling(1.3), Sampling(1.3, 0.7)])
-@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize(
+    ("bonus", "sampling"), [(False, Sampling(1.3, 0.7)), (True, Sampling(1.3))]
+)
 def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampling) -> None:
     trials, head = 3_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
     target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
