@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -67,14 +68,19 @@ def test_the_recording_exercises_what_the_tests_are_about() -> None:
     assert {r.ended for r in trace().requests} == {"eos", "length"}
 
 
+@cache
+def alone() -> list[list[int]]:
+    """The output of every prompt, decoded by itself."""
+    runner = Runner(pair().target, SLOTS)
+    return [greedy(runner, prompt, NEW, END) for prompt in prompts()]
+
+
 @pytest.mark.invariant(8)
 @pytest.mark.parametrize("continuous", [False, True])
 @pytest.mark.parametrize("batch", [1, 2, 3, 9, 16])
 def test_outputs_are_those_of_each_sequence_alone(batch: int, continuous: bool) -> None:
-    alone = Runner(pair().target, SLOTS)
-    expected = [greedy(alone, prompt, NEW, END) for prompt in prompts()]
     done = decode_batch(*runners(batch), prompts(), NEW, END, Fixed(3), continuous=continuous)
-    assert done.outputs == expected
+    assert done.outputs == alone()
     assert done.outputs == [output_of(trace(), i) for i in range(len(prompts()))]
 
 
@@ -117,12 +123,12 @@ def test_a_learner_has_one_copy_per_place_in_the_batch() -> None:
 
 
 def test_iterations_of_a_static_batch_are_those_of_its_slowest() -> None:
-    alone = [len(rounds) for rounds in replayed(trace(), Fixed(2))]
+    own = [len(rounds) for rounds in replayed(trace(), Fixed(2))]
     done = decode_batch(*runners(4), prompts(), NEW, END, Fixed(2))
-    assert done.iterations == sum(max(alone[i] for i in g) for g in groups_of(len(alone), 4))
+    assert done.iterations == sum(max(own[i] for i in g) for g in groups_of(len(own), 4))
     flowing = decode_batch(*runners(4), prompts(), NEW, END, Fixed(2), continuous=True)
     # Places are never idle while someone waits (list scheduling, Graham 1969).
-    assert -(-sum(alone) // 4) <= flowing.iterations <= sum(alone) / 4 + max(alone)
+    assert -(-sum(own) // 4) <= flowing.iterations <= sum(own) / 4 + max(own)
 
 
 class Alone(DraftPolicy):

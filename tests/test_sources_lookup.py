@@ -123,15 +123,23 @@ def test_corpus_file(tmp_path: Path) -> None:
         read_corpus(path)
 
 
+LIMIT = 40
+
+
 @pytest.fixture(scope="module")
 def bundled() -> Any:
+    """The pair, its target's runner, and prompts with their outputs."""
     pytest.importorskip("torch")
-    from profiler.models.loading import load_pair
+    from profiler.decoding.single import greedy
+    from profiler.models.runner import Runner
     from profiler.prompts import read_prompts
+    from profiler.recording.run import BUNDLED
+    from tests.bundled import pair
 
-    folder = Path(__file__).parents[1] / "profiler" / "bundled"
-    pair = load_pair(folder / "target", folder / "draft")
-    return pair, read_prompts(folder / "prompts.jsonl")[:5]
+    runner = Runner(pair().target, 256)
+    encoded = [pair().encode(p.text) for p in read_prompts(BUNDLED / "prompts.jsonl")[:5]]
+    outputs = [greedy(runner, ids, LIMIT, pair().eos) for ids in encoded]
+    return pair(), runner, encoded, outputs
 
 
 @pytest.mark.invariant(1)
@@ -143,17 +151,10 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     from policies.core import speculate
-    from profiler.decoding.single import greedy
-    from profiler.models.runner import Runner
     from profiler.sources.start_decoders import LookupDecoder
 
-    torch.set_num_threads(1)
-    pair, prompts = bundled
-    limit = 40
-    runner = Runner(pair.target, 256)
-    encoded = [pair.encode(p.text) for p in prompts]
-    outputs = [greedy(runner, ids, limit, pair.eos) for ids in encoded]
-    trace = trace_of(outputs, limit, [ids.tolist() for ids in encoded], sorted(pair.eos))
+    pair, runner, encoded, outputs = bundled
+    trace = trace_of(outputs, LIMIT, [ids.tolist() for ids in encoded], sorted(pair.eos))
     log = replay_source(trace, PLD(num_tokens), Fixed(num_tokens), first=0)
     sent: list[int] = []
     original = PromptLookupCandidateGenerator.get_candidates
@@ -166,7 +167,7 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
     monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", spy)
     for i, ids in enumerate(encoded):
         decoder = LookupDecoder(
-            runner, PromptLookup(num_tokens, 2, pair.eos), 5, ids, limit, pair.eos, first=0
+            runner, PromptLookup(num_tokens, 2, pair.eos), 5, ids, LIMIT, pair.eos, first=0
         )
         real = list(speculate(decoder, Fixed(num_tokens)))
         mine = log.rounds[log.rounds["request"] == i]
@@ -175,9 +176,9 @@ def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
         sent.clear()
         theirs = pair.target.generate(
             input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], do_sample=False,
-            max_new_tokens=limit, prompt_lookup_num_tokens=num_tokens,
+            max_new_tokens=LIMIT, prompt_lookup_num_tokens=num_tokens,
         )  # fmt: skip
         assert theirs[0, len(ids) :].tolist() == outputs[i]
         # transformers does not cap a draft by what remains of the limit; the loop does.
-        capped = np.minimum(sent, limit - mine["position"] - 1)
+        capped = np.minimum(sent, LIMIT - mine["position"] - 1)
         assert mine["drafted"].tolist() == capped.tolist()
