@@ -82,8 +82,8 @@ def test_ucb_index_is_the_printed_one() -> None:
     sent(policy, [2, 3])
     t, n = 3, 1
     bonus = 2 * math.sqrt((1 + n) / n**2 * (1 + 2 * math.log(2 * t**2 * math.sqrt(2) / 0.1)))
-    assert policy._index(0, t) == pytest.approx(3 + bonus)
-    assert policy._index(1, t) == pytest.approx(4 + bonus)
+    assert policy._index(0, t, policy._spread()) == pytest.approx(3 + bonus)
+    assert policy._index(1, t, policy._spread()) == pytest.approx(4 + bonus)
 
 
 def test_greedy_code_rotates_seven_rounds_then_takes_the_best_mean() -> None:
@@ -97,7 +97,7 @@ def test_exp3_weights_and_repeatability() -> None:
     policy = EXP3Spec((1, 4), seed=5)
     first = sent(policy, [0])[0]
     # A rejected draft of the longest arm loses L / L over a chance of 1/2; so does the shorter.
-    assert policy._losses.tolist() == [2.0 * (first == 1), 2.0 * (first == 4)]
+    assert policy._losses == [2.0 * (first == 1), 2.0 * (first == 4)]
     policy.begin_round(Load(1, 9, 0))
     rate = math.sqrt(math.log(2) / (2 * 2))
     odds = math.exp(-rate * 2.0)
