@@ -7,14 +7,12 @@ again, within a budget of every arm's own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -237,17 +235,16 @@ def _keep(
         "counted": {label: vars(one) for label, one in counted.items()},
         "reference_s": machine.taken[-1:],
     }
-    kept.put(step, {"json": np.array(json.dumps(found, default=int))})
+    kept.put_json(step, found)
 
 
 def _restored(
     kept: Checkpoint, step: str, machine: Machine, counted: dict[str, Repeats]
 ) -> dict[str, Ran] | None:
     """What `_keep` kept, with the counters set to it; None where there is nothing."""
-    arrays = kept.get(step)
-    if arrays is None:
+    found = kept.get_json(step)
+    if found is None:
         return None
-    found = json.loads(str(arrays["json"]))
     machine.taken += found["reference_s"]
     for label, figures in found["counted"].items():
         vars(counted[label]).update(figures, kept=Timing(*figures["kept"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ class Checkpoint:
             np.savez(file, **arrays)
         os.replace(part, path)
 
+    def get_json(self, name: str) -> Any:
+        """The value kept under `name` by `put_json`, or None."""
+        kept = self.get(name)
+        return None if kept is None else json.loads(kept["json"].tobytes())
+
+    def put_json(self, name: str, value: Any) -> None:
+        """Keep `value`, of what JSON has words for and numpy's numbers, as `put` does."""
+        text = json.dumps(value, default=methodcaller("item"))
+        self.put(name, {"json": np.frombuffer(text.encode(), np.uint8)})
+
     def within(self, name: str) -> Checkpoint:
         """A checkpoint of other pieces of the same run, gone with this one."""
         return Checkpoint(self.folder / name, {})
@@ -61,6 +72,16 @@ class Checkpoint:
     def close(self) -> None:
         """Drop all pieces: the run's result is written."""
         shutil.rmtree(self.folder)
+
+
+def once(kept: Checkpoint | None, name: str, make: Callable[[], Any]) -> Any:
+    """What `kept` holds under `name` (`Checkpoint.get_json`), else what `make` gives, then kept."""
+    found = None if kept is None else kept.get_json(name)
+    if found is None:
+        found = make()
+        if kept is not None:
+            kept.put_json(name, found)
+    return found
 
 
 def _write(path: Path, data: bytes) -> None:
