@@ -15,6 +15,7 @@ from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # n
 from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
 from profiler.machine.stopwatch import Timing  # noqa: E402
 from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
+from traces.errors import DraftsimError  # noqa: E402 - behind torch
 
 CPU = torch.device("cpu")
 Key = tuple[str, int, int]
@@ -137,6 +138,18 @@ def test_sweeps_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert again.cells().equals(first.cells())
     again.run()
     assert (again.cells()["repeats"] == 3).all()
+
+
+def test_kept_sweeps_over_other_cells_are_refused(tmp_path: Path) -> None:
+    log = Log()
+    for context in (8, 9):  # as many cells, of another grid
+        blocks = decoding_blocks(log.passes("target"), log.passes("draft"), (1, 2), (context,))
+        kept = Checkpoint(tmp_path / "kept", {})
+        if context == 8:
+            Sweeps(list(blocks), CPU, checkpoint=kept).run()
+        else:
+            with pytest.raises(DraftsimError, match="kept holds sweeps over other cells: remove"):
+                Sweeps(list(blocks), CPU, checkpoint=kept)
 
 
 def test_a_grid_reaches_to_the_longest_prompt_and_its_output() -> None:

@@ -20,6 +20,7 @@ from profiler.machine.repeats import Repeats
 from profiler.machine.stopwatch import Stopwatch, Timing
 from profiler.recording.checkpoint import Checkpoint
 from traces.acceptance.schema import Request
+from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
@@ -160,7 +161,14 @@ class Sweeps:
         # A cell may be in several blocks: any of its calls will do to warm up.
         self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
         self._place = {cell: i for i, cell in enumerate(self._steps)}
+        # What seconds are of, beside them: other cells may be as many.
+        self._cells = np.array([":".join(map(str, cell)) for cell in self._steps])
         kept = checkpoint.get("latency") if checkpoint else None
+        if checkpoint and kept and not np.array_equal(kept.get("cells", ()), self._cells):
+            raise DraftsimError(
+                f"{checkpoint.folder} holds sweeps over other cells: remove it, or the folder of "
+                "the check that it is in, to begin anew"
+            )
         self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
         self._rng = np.random.default_rng([seed, len(self._samples)])
         self._warm = False
@@ -201,7 +209,7 @@ class Sweeps:
             return
         self._samples = np.vstack([self._samples, self._sums[0] / self._sums[1]])
         if self._checkpoint:
-            self._checkpoint.put("latency", {"samples": self._samples})
+            self._checkpoint.put("latency", {"samples": self._samples, "cells": self._cells})
 
     def _time(self, block: Block) -> tuple[Timing, dict[Cell, list[Timing]]]:
         """All timed calls of a block, and each cell's."""
