@@ -215,6 +215,17 @@ def test_a_policys_own_file_that_changed_since_is_another_check(
     assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
 
 
+def test_runs_of_another_version_are_another_check(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--policy", "fixed:gamma=2", "--repeats", 2, "--no-assisted")
+    stopped(folder, run, options, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("profiler.checks.unfinished.version", lambda: "another")
+        assert "begins anew" in said(run("validate", "--run", folder, *options))
+    assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
+
+
 @pytest.mark.parametrize("more", [(), ("--source", "pld")], ids=["draft model", "source"])
 def test_sweeps_between_the_runs_are_kept_with_them(
     more: tuple[str, ...], folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.drafted import drafted_by
 from commands.common.inputs import load_trace
+from commands.common.output import note
 from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
+from commands.engine.resumed import check_key
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import CHECKED, read_latency, write_latency
@@ -39,8 +41,10 @@ def engine_check(
     What is accepted are the drafts of the trace's draft model, or of a `source` recorded along it.
     With `remeasure` the table is measured once more between the arms, predicts in the place of the
     run's own, and is kept beside it (`CHECKED`).  With `http` the engine is behind its server
-    (`commands.engine.http`).
+    (`commands.engine.http`).  The runs of a stopped check are kept in the run folder, where the
+    same call goes on with them, and those of a finished one, which more `repeats` go on behind.
     """
+    from profiler.checks.unfinished import unfinished
     from profiler.engines.engine import Engine
     from profiler.engines.measure import BetweenTable
 
@@ -71,11 +75,21 @@ def engine_check(
             options, latency, trace, chosen, loads, requests, repeats, seed, run
         )  # fmt: skip
     engine = Engine(options)
-    if not remeasure:
-        return compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed)
-    between = BetweenTable(engine, grid_of(options, trace, chosen, loads, requests), seed)
-    rows = compare_loads(engine, latency, trace, chosen, loads, requests, repeats, seed, between)
-    write_latency(between.table(), run / CHECKED)
+    grid = grid_of(options, trace, chosen, loads, requests) if remeasure else None
+    key = check_key(
+        engine, latency, trace, chosen, loads, requests, seed, meta=engine.meta,
+        grid=None if grid is None else vars(grid),
+    )  # fmt: skip
+    total = repeats * len(loads) * len(chosen)
+    with unfinished(run, key, total, note, grows=True) as kept:
+        between = None
+        if grid is not None:
+            between = BetweenTable(engine, grid, seed, kept.within("table"))
+        rows = compare_loads(
+            engine, latency, trace, chosen, loads, requests, repeats, seed, between, kept
+        )
+        if between is not None:
+            write_latency(between.table(), run / CHECKED)
     return rows
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from commands.common.output import note
-from commands.engine.loads import scenario_of
+from commands.engine.loads import Turn, drawn, in_turn
 from commands.engine.noise import noise_said, with_noise
 from commands.engine.rounds import rounds_differ
 from policies.core import Round
+from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine, Step
-    from profiler.engines.loads import Job, LoadRun
+    from profiler.engines.loads import LoadRun
     from profiler.engines.measure import BetweenTable
     from simulator.serving import Run, Scenario
     from simulator.serving.arrivals import Arrivals
@@ -35,39 +36,48 @@ LEAST_ERROR = 0.03
 def compare_loads(
     engine: Engine, latency: LatencyTable, trace: Trace, chosen: Mapping[str, Any],
     loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
-    between: BetweenTable | None = None,
+    between: BetweenTable | None = None, kept: Checkpoint | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every load under every policy, in the engine and in the simulator; arms take turns.
 
     Speedups are over the first policy.  A table measured `between` the arms predicts instead of
     `latency`, whose errors are then the columns ``profile_error``, ``profile_busy_error`` and
-    ``profile_speedup_error``.
+    ``profile_speedup_error``.  What `kept` holds of an earlier call, of fewer repeats perhaps, is
+    not run again.
     """
     from profiler.engines.bench import Control
     from profiler.engines.drafts import Forced
-    from profiler.engines.loads import run_load
+    from profiler.engines.loads import LoadRun, run_load
     from profiler.engines.setup import Setup
-    from profiler.engines.texts import own_texts, prompts_of
+    from profiler.engines.texts import prompts_of
 
-    scenarios = {
-        load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
-    }
-    jobs = {load: jobs_of(trace, s, seed, requests) for load, s in scenarios.items()}
+    scenarios, jobs = drawn(loads, engine, trace, requests, seed)
     served = {job.sequence for own in jobs.values() for job in own}
     prompts = {i: p for i, p in prompts_of(trace, engine.vocabulary, seed).items() if i in served}
-    note(f"the engine's own {len(prompts)} outputs")
-    forced = Forced(trace, own_texts(engine, trace, prompts), engine.vocabulary)
+    beside_runs = None if kept is None else kept.within("beside")
+    texts = texts_of(engine, trace, prompts, beside_runs)
+    forced = Forced(trace, texts, engine.vocabulary)
     control = Control(engine.meta["device"])
     measured: dict[tuple[str, str], list[LoadRun]] = {}
-    runs = in_turn(list(scenarios), list(chosen), repeats)
-    for done, (load, text) in enumerate(runs, 1):
-        found = run_load(
-            engine, Setup(chosen[text], forced), jobs[load], prompts,
-            scenarios[load].arrivals.concurrency, control,
-        )  # fmt: skip
-        measured.setdefault((load, text), []).append(found)
+    # The table is of the runs' own time where every repeat has as many sweeps beside it: repeats
+    # added hours later, when the machine is perhaps another, get as many as the first ones had.
+    # Blocks are kept by their place in this order, as runs are, so that a call for fewer repeats
+    # takes none that belong to others.  Only the blocks behind the last run of a stopped check are
+    # measured later than it, when the check goes on.
+    sweeps, of = once(beside_runs, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
+    for done, turn in enumerate(in_turn(list(scenarios), list(chosen), repeats), 1):
+
+        def run(turn: Turn = turn) -> dict[str, Any]:
+            note(turn.said)
+            return run_load(
+                engine, Setup(chosen[turn.text], forced), jobs[turn.load], prompts,
+                scenarios[turn.load].arrivals.concurrency, control,
+            ).written()  # fmt: skip
+
+        found = LoadRun.read(once(kept, turn.name, run))
+        measured.setdefault((turn.load, turn.text), []).append(found)
         if between is not None:
-            between.advance(max(repeats, SWEEPS) * done / (repeats * len(scenarios) * len(chosen)))
+            between.advance(sweeps * done / (of * len(scenarios) * len(chosen)))
 
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         return [
@@ -106,27 +116,25 @@ def with_speedups(rows: list[dict[str, Any]], first: str) -> list[dict[str, Any]
     return with_noise(rows, first)
 
 
-def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[tuple[str, str]]:
-    """Loads and arms in the order they run, said as they begin: arms rotate with the repeat."""
-    for repeat in range(repeats):
-        first = repeat % len(arms)
-        for load in loads:
-            for text in (*arms[first:], *arms[:first]):
-                note(f"{load} under {text}, repeat {repeat + 1}")
-                yield load, text
+def texts_of(
+    engine: Engine, trace: Trace, prompts: dict[int, list[int]], kept: Checkpoint | None
+) -> dict[int, list[int]]:
+    """The engine's own output of every prompt, by sequence; decoded, or `kept`.
 
+    Either way the engine has run when this is done, as it is to have before a load is timed.
+    """
+    from profiler.engines.texts import TEXTS, own_texts
 
-def jobs_of(trace: Trace, scenario: Scenario, seed: int, requests: int) -> list[Job]:
-    """The requests that the simulator draws for this scenario."""
-    from profiler.engines.loads import Job
+    if kept is not None and TEXTS in kept.names():
+        note("some of the engine's own outputs again, to warm up")
+        some = itertools.islice(prompts.items(), engine.options.max_batch)
+        own_texts(engine, trace, dict(some))
 
-    drawn = scenario.arrivals.jobs(trace, generator_of(seed), requests)
-    return [Job(j.sequence, j.arrival_s, j.output_tokens) for j in drawn]
+    def decoded() -> dict[int, list[int]]:
+        note(f"the engine's own {len(prompts)} outputs")
+        return own_texts(engine, trace, prompts)
 
-
-def generator_of(seed: int) -> np.random.Generator:
-    """The generator that `simulator.serving.simulate` draws the first run's requests from."""
-    return np.random.default_rng(np.random.SeedSequence([seed, 0]))
+    return {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
 
 
 def row_of(

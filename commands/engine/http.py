@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commands.common.output import note
-from commands.engine.compare import beside, figures_of, in_turn, jobs_of, row_of, with_speedups
-from commands.engine.loads import scenario_of
+from commands.engine.compare import beside, figures_of, row_of, with_speedups
+from commands.engine.loads import Turn, drawn, in_turn
+from commands.engine.resumed import check_key
 from commands.engine.speed import Speed, at_speed, speed_of
+from profiler.checks.unfinished import unfinished, version
+from profiler.recording.checkpoint import Checkpoint, once
 from traces.errors import FileError
 from traces.store.files import write_latency
 
 if TYPE_CHECKING:
+    from profiler.engines.loads import Job
+    from profiler.engines.server.loads import Clients
     from profiler.engines.server.share import ServedRun
     from profiler.engines.start import EngineOptions
     from simulator.serving import Scenario
@@ -49,12 +54,12 @@ def compare_served(
     iteration, ``share`` of the requests' time.  The same loops tell how much slower the engine is
     than its table says (``slowdown``, of decoding as many requests): so much longer every cell of
     the table predicts.  Columns ``profile_`` are errors without that, columns ``_bare``
-    predictions of the engine alone.  Speedups are over the first policy.
+    predictions of the engine alone.  Speedups are over the first policy.  A stopped check goes on
+    from what `run` keeps of it, as without a server.
     """
     from profiler.engines.drafts import Forced
     from profiler.engines.server.loads import Clients
     from profiler.engines.server.process import Server, check_server
-    from profiler.engines.server.share import with_server
     from profiler.engines.setup import Setup
 
     check_server()
@@ -66,28 +71,69 @@ def compare_served(
         Server(options, Path(room)) as server,
     ):
         clients = Clients(server, trace, latency.meta["device"])
-        scenarios = {
-            load: scenario_of(arrivals, clients.engine, requests, seed)
-            for load, arrivals in loads.items()
-        }
-        jobs = {load: jobs_of(trace, s, seed, requests) for load, s in scenarios.items()}
-        note("the engine's own outputs")
-        clients.learn({job.sequence for own in jobs.values() for job in own}, seed)
-        controls: dict[int, list[ServedRun]] = {}
+        key = check_key(
+            clients.engine, latency, trace, chosen, loads, requests, seed, vllm=version("vllm"),
+            options=vars(options), device=latency.meta["device"],
+        )  # fmt: skip
+        total = repeats * len(loads) * len(chosen)
+        with unfinished(run, key, total, note, grows=True) as kept:
+            scenarios, jobs = drawn(loads, clients.engine, trace, requests, seed)
+            sizes = control_sizes(loads, options.max_batch)
+            measured, controls = _measured(
+                clients, jobs, scenarios, list(chosen), sizes, repeats, seed, kept
+            )
+            return _rows(measured, controls, latency, trace, chosen, scenarios, run)
 
-        def run_controls() -> None:
-            for size in control_sizes(loads, options.max_batch):
+
+def _measured(
+    clients: Clients, jobs: Mapping[str, Sequence[Job]], scenarios: Mapping[str, Scenario],
+    texts: Sequence[str], sizes: Sequence[int], repeats: int, seed: int, kept: Checkpoint,
+) -> tuple[dict[tuple[str, str], list[ServedRun]], dict[int, list[ServedRun]]]:  # fmt: skip
+    """The runs by load and policy, and the control loops by size, as far as they are not `kept`."""
+    from profiler.engines.server.share import ServedRun
+
+    note("the engine's own outputs")
+    beside_runs = kept.within("beside")
+    clients.learn({job.sequence for own in jobs.values() for job in own}, seed, beside_runs)
+    controls: dict[int, list[ServedRun]] = {}
+
+    def run_controls(when: str) -> None:
+        for size in sizes:
+
+            def control(size: int = size) -> dict[str, Any]:
                 note(f"control: plain decoding, closed:{size}")
-                controls.setdefault(size, []).append(clients.control(size))
+                return clients.control(size).written()
 
-        measured: dict[tuple[str, str], list[ServedRun]] = {}
-        for done, (load, text) in enumerate(in_turn(list(scenarios), list(chosen), repeats)):
-            if done % (len(scenarios) * len(chosen)) == 0:
-                run_controls()
-            clients.decide(text)
-            found = clients.run(jobs[load], scenarios[load].arrivals.concurrency)
-            measured.setdefault((load, text), []).append(found)
-        run_controls()
+            found = once(beside_runs, f"{when}-{size}", control)
+            controls.setdefault(size, []).append(ServedRun.read(found))
+
+    measured: dict[tuple[str, str], list[ServedRun]] = {}
+    for done, turn in enumerate(in_turn(list(scenarios), texts, repeats)):
+        repeat, place = divmod(done, len(scenarios) * len(texts))
+        if place == 0:
+            run_controls(f"before-{repeat:03d}")
+
+        def run(turn: Turn = turn) -> dict[str, Any]:
+            note(turn.said)
+            clients.decide(turn.text)
+            return clients.run(
+                jobs[turn.load], scenarios[turn.load].arrivals.concurrency
+            ).written()  # fmt: skip
+
+        found = once(kept, turn.name, run)
+        measured.setdefault((turn.load, turn.text), []).append(ServedRun.read(found))
+    # Of fewer repeats, those behind are not counted: each repeat is to have as many beside it.
+    run_controls(f"behind-{repeats:03d}")
+    return measured, controls
+
+
+def _rows(
+    measured: Mapping[tuple[str, str], list[ServedRun]],
+    controls: Mapping[int, list[ServedRun]], latency: LatencyTable, trace: Trace,
+    chosen: Mapping[str, Any], scenarios: Mapping[str, Scenario], run: Path,
+) -> list[dict[str, Any]]:  # fmt: skip
+    from profiler.engines.server.share import with_server
+
     served = with_server(latency, controls)
     try:
         write_latency(served, run / SERVED)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from commands.common.inputs import batch_sizes, positive_numbers
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from profiler.engines.engine import Engine
+    from profiler.engines.loads import Job
     from simulator.serving import Scenario
     from simulator.serving.arrivals import Arrivals
+    from traces.acceptance.trace import Trace
 
 
 def named_loads(
@@ -52,3 +57,49 @@ def scenario_of(arrivals: Arrivals, engine: Engine, requests: int, seed: int) ->
         arrivals, limits, requests, warmup=0.0, seed=seed,
         drafter_loaded=engine.options.own_drafter,
     )  # fmt: skip
+
+
+def drawn(
+    loads: Mapping[str, Arrivals], engine: Engine, trace: Trace, requests: int, seed: int
+) -> tuple[dict[str, Scenario], dict[str, list[Job]]]:
+    """By load, its scenario and the requests that the simulator draws for it."""
+    from profiler.engines.loads import Job
+
+    scenarios = {
+        load: scenario_of(arrivals, engine, requests, seed) for load, arrivals in loads.items()
+    }
+    jobs = {
+        load: [
+            Job(j.sequence, j.arrival_s, j.output_tokens)
+            for j in s.arrivals.jobs(trace, generator_of(seed), requests)
+        ]
+        for load, s in scenarios.items()
+    }
+    return scenarios, jobs
+
+
+def generator_of(seed: int) -> np.random.Generator:
+    """The generator that `simulator.serving.simulate` draws the first run's requests from."""
+    return np.random.default_rng(np.random.SeedSequence([seed, 0]))
+
+
+class Turn(NamedTuple):
+    """An arm's run of a load: what it is kept under, and what is said as it begins."""
+
+    name: str
+    load: str
+    text: str
+    said: str
+
+
+def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
+    """Loads and arms in the order they run: arms rotate with the repeat.
+
+    Of more repeats, the first ones are those of fewer.
+    """
+    for repeat in range(repeats):
+        first = repeat % len(arms)
+        for i, load in enumerate(loads):
+            for text in (*arms[first:], *arms[:first]):
+                name = f"{repeat:03d}-{i:02d}-{arms.index(text):02d}"
+                yield Turn(name, load, text, f"{load} under {text}, repeat {repeat + 1}")

@@ -32,9 +32,8 @@ def rounds_differ(
         own = _replayed(trace, policy)
         each = {n: own.get(int(n.partition("/")[0]), []) for run in runs for n in _decoded(run)}
     elif scenario.arrivals.concurrency is not None:
-        drawn = _Drawn()
-        simulate(trace, latency, policy, scenario, timeline=drawn)
-        each = {n: drawn.rounds.get(_index(n), []) for run in runs for n in _decoded(run)}
+        drawn = simulated_rounds(trace, latency, policy, scenario)
+        each = {n: drawn.get(_index(n), []) for run in runs for n in _decoded(run)}
     else:
         requests = predicted.requests
         numbers = dict(zip(requests["index"], requests["rounds"], strict=True))
@@ -46,6 +45,15 @@ def rounds_differ(
     # another drafter.
     fields = len(Round._fields) - trace.takes_verified
     return max(_different(run.rounds, each, _decoded(run), fields) for run in runs)
+
+
+def simulated_rounds(
+    trace: Trace, latency: LatencyTable, policy: Any, scenario: Scenario
+) -> dict[int, list[Round]]:
+    """The rounds of every request that the simulator serves, by its place in the load."""
+    drawn = _Drawn()
+    simulate(trace, latency, policy, scenario, timeline=drawn)
+    return drawn.rounds
 
 
 class _Drawn(Timeline):

@@ -95,8 +95,8 @@ def validate(
 ) -> None:
     """Run policies for real, interleaved, and compare with what was predicted.
 
-    A stopped check goes on where it stopped when the command is repeated, but for --batch, --verify
-    and --engine.
+    A stopped check goes on where it stopped when the command is repeated, but for --batch and
+    --verify; one with --engine that is done goes on for more --repeats.
 
     With a lossy --verify rule the predicted seconds price the rounds really decoded; what
     replay along the recorded text would have said instead, and the quality of the output,
@@ -136,15 +136,19 @@ def validate(
         return
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
+    from profiler.recording.folder import only_writer
+
     if engine is not None:
         from commands.engine.check import SHOWN, engine_check
         from commands.engine.compare import say_kinds, say_noise
         from commands.engine.loads import named_loads
 
-        found = engine_check(
-            engine, run, trace, source, policy or ENGINE_ARMS,
-            named_loads(load, rate, arrivals), requests, repeats, limit, seed, remeasure, http,
-        )  # fmt: skip
+        loads = named_loads(load, rate, arrivals)
+        with only_writer(run, COPY) if run.is_dir() else nullcontext():
+            found = engine_check(
+                engine, run, trace, source, policy or ENGINE_ARMS, loads, requests, repeats, limit,
+                seed, remeasure, http,
+            )  # fmt: skip
         if http:
             from commands.engine import http as over_http
 
@@ -159,8 +163,6 @@ def validate(
             say_kinds(found)
             say_noise(found)
         return
-    from profiler.recording.folder import only_writer
-
     if markdown is not None:
         raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
     if remeasure and (batch or verify):

@@ -99,7 +99,7 @@ def source_check(
     opened, vocab_size = _openers(pair, modules, trace, every)
     drafting = [None if a.source is None else describe_source(a.source) for a in every]
     work = check_options(pair, trace, shown, repeats, sources=drafting, remeasure=remeasure)
-    with unfinished(run, work, total, note) as kept:
+    with unfinished(run, work, total, note, together=len(every)) as kept:
         again = None
         if remeasure:
             some = trace.select(list(chosen))

@@ -93,7 +93,7 @@ def spot_check(
     logs = list(replayed.values())
     expected = [price(log, latency) for log in logs]
     work = check_options(pair, trace, logs, repeats, forced=forced, remeasure=remeasure)
-    with unfinished(run, work, total, note) as kept:
+    with unfinished(run, work, total, note, together=len(chosen)) as kept:
         again = None
         if remeasure:
             again = Remeasured(pair, total, repeats * seconds_of(expected), trace, kept)

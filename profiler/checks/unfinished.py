@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
 from traces.store.identity import identity
 
-PLACE = ".validate"
+PLACE, DONE = ".validate", ".validated"
+"""What names of folders begin with that keep a check's runs: of an unfinished one, and of one that
+more repeats may be added to."""
 
 
 def check_options(
@@ -24,13 +28,20 @@ def check_options(
     """What a check is made under: pair and device, what is decoded, and every arm.
 
     `logs` are the arms' replays.  Their rounds tell what names do not: a policy's own file, or a
-    source's recording, that has changed since.
+    source's recording, that has changed since.  Runs of two versions are not put together: either
+    may decode faster.
     """
     return {
-        "meta": pair.meta, "trace": identity(trace.meta), "sampling": trace.sampling.meta,
-        "requests": [request.id for request in logs[0].requests], "repeats": repeats,
+        "version": version(), "meta": pair.meta, "trace": identity(trace.meta),
+        "sampling": trace.sampling.meta, "repeats": repeats,
+        "requests": [request.id for request in logs[0].requests],
         "arms": [(log.policy, log.source, _digest(log)) for log in logs], **more,
     }  # fmt: skip
+
+
+def version(name: str = "draftsim") -> str | None:
+    """Of a distribution; None where it is not installed."""
+    return next((found.version for found in distributions(name=name)), None)
 
 
 def _digest(log: RoundLog) -> str:
@@ -40,18 +51,30 @@ def _digest(log: RoundLog) -> str:
 
 @contextmanager
 def unfinished(
-    run: Path, options: Mapping[str, Any], total: int, say: Callable[[str], None]
-) -> Iterator[Checkpoint]:
+    run: Path, options: Mapping[str, Any], total: int, say: Callable[[str], None],
+    together: int = 1, grows: bool = False,
+) -> Iterator[Checkpoint]:  # fmt: skip
     """What the check with these options, stopped earlier, has kept in the run folder.
 
     Each check has a folder of its own there, which is gone when the block is left in the regular
-    way, or with nothing in it.  `say` is told what the check goes on from, of `total` runs, and
-    if it begins while another is unfinished.
+    way, or with nothing in it.  `say` is told what the check goes on from, of `total` runs kept so
+    many `together`, and if it begins while another is unfinished.
+
+    With `grows` the `options` say nothing of repeats, and what a finished check ran stays until
+    another one begins: the same one for a larger `total` goes on behind it.
     """
-    kept = Checkpoint(run / f"{PLACE}-{digest_of(options)}", options)
+    name = digest_of(options)
+    place, done_with = run / f"{PLACE}-{name}", run / f"{DONE}-{name}"
+    if grows:
+        for path in run.glob(f"{DONE}-*"):
+            if path == done_with and len(Checkpoint(path, options).names()) * together < total:
+                path.rename(place)
+            else:
+                shutil.rmtree(path)
+    kept = Checkpoint(place, options)
     others = [path for path in sorted(run.glob(f"{PLACE}-*")) if path != kept.folder]
     if steps := len(kept.names()):
-        done = steps * len(options["arms"])
+        done = min(steps * together, total)
         say(f"goes on with {done} of {total} runs done: remove {kept.folder} to begin anew")
     elif others:
         say(
@@ -64,4 +87,8 @@ def unfinished(
         if not kept.names():
             kept.close()
         raise
-    kept.close()
+    if not grows:
+        kept.close()
+        return
+    place.rename(done_with)
+    say(f"{done_with} keeps these runs: the same command with more --repeats goes on with them")

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ from policies.core import Round
 from profiler.engines.bench import Control
 from profiler.engines.engine import Engine, Step
 from profiler.engines.setup import Setup
+from profiler.engines.watch import Decoded, Prompt
 
 CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
@@ -46,6 +47,27 @@ class LoadRun:
     def busy_s(self) -> float:
         """Seconds spent in iterations."""
         return sum(step.seconds for step in self.steps)
+
+    def written(self) -> dict[str, Any]:
+        """As JSON holds it; `read` reads that."""
+        return {
+            "requests": self.requests.to_dict("list"), "steps": [vars(s) for s in self.steps],
+            "rounds": {name: list(own) for name, own in self.rounds.items()},
+            "control_s": self.control_s,
+        }  # fmt: skip
+
+    @classmethod
+    def read(cls, kept: Mapping[str, Any]) -> LoadRun:
+        """What was `written`."""
+        steps = [
+            Step(**{
+                **step, "decoded": [Decoded(*d) for d in step["decoded"]],
+                "prompts": [Prompt(*p) for p in step["prompts"]],
+            })
+            for step in kept["steps"]
+        ]  # fmt: skip
+        rounds = {name: [Round(*r) for r in own] for name, own in kept["rounds"].items()}
+        return cls(pd.DataFrame(kept["requests"]), steps, rounds, kept["control_s"])
 
 
 def run_load(

@@ -34,10 +34,45 @@ HELD_OUT = 2
 class _Measured:
     """Timed iterations of one engine by cell, and the table that they make."""
 
-    def __init__(self, engine: Engine, grid: Grid, seed: int) -> None:
-        self.grid, self.meta = grid, engine.meta
+    def __init__(self, engine: Engine, grid: Grid, seed: int, kept: Checkpoint | None) -> None:
+        self.grid, self.meta, self._kept = grid, engine.meta, kept
         self._bench, self._rng = Bench(engine, seed), np.random.default_rng(seed)
         self.samples: dict[Cell, list[Sample]] = {}
+        self._took_s: dict[int, float] = {}
+
+    def _visited(self, name: str, cells: list[Cell]) -> dict[Cell, list[Sample]]:
+        """A block's samples: those kept under `name`, or measured now, and kept."""
+        found = self._restored(name)
+        if found is None:
+            began = time.perf_counter()
+            found = self._bench.block(cells, self.grid.steps)
+            self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
+            self._store(name, found)
+        return found
+
+    def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
+        kept = None if self._kept is None else self._kept.get(name)
+        if kept is None:
+            return None
+        found: dict[Cell, list[Sample]] = {}
+        for kind, sizes, row in zip(kept["kinds"], kept["sizes"], kept["samples"], strict=True):
+            cell = Cell(str(kind), *map(int, sizes))  # type: ignore[arg-type]
+            seconds, context, base_s, control_s, *parts = row.tolist()
+            sample = Sample(seconds, tuple(parts), context, base_s, control_s)
+            found.setdefault(cell, []).append(sample)
+        return found
+
+    def _store(self, name: str, found: dict[Cell, list[Sample]]) -> None:
+        if self._kept is None:
+            return
+        flat = [(cell, s) for cell, own in found.items() for s in own]
+        self._kept.put(name, {
+            "kinds": np.array([c.kind for c, _ in flat]),
+            "sizes": np.array([c[1:] for c, _ in flat]),
+            "samples": np.array([
+                (s.seconds, s.context, s.base_s, s.control_s, *s.parts) for _, s in flat
+            ]),
+        })  # fmt: skip
 
     def _add(self, found: Mapping[Cell, Sequence[Sample]]) -> None:
         for cell, own in found.items():
@@ -69,10 +104,14 @@ class BetweenTable(_Measured):
     ----------
     grid:
         Of sizes that the engine can run.
+    kept:
+        Keeps every block; those it holds are not measured again, in the same order of blocks.
     """
 
-    def __init__(self, engine: Engine, grid: Grid, seed: int = 0) -> None:
-        super().__init__(engine, grid, seed)
+    def __init__(
+        self, engine: Engine, grid: Grid, seed: int = 0, kept: Checkpoint | None = None
+    ) -> None:
+        super().__init__(engine, grid, seed, kept)
         self._blocks = grid.blocks()
         self._waiting: list[int] = []
         self.done = 0
@@ -83,7 +122,9 @@ class BetweenTable(_Measured):
         while self.done < sweeps * len(self._blocks):
             if not self._waiting:
                 self._waiting = self._rng.permutation(len(self._blocks)).tolist()
-            self._add(self._bench.block(self._blocks[self._waiting.pop()], self.grid.steps))
+            found = self._visited(f"{self.done:05d}", self._blocks[self._waiting.pop()])
+            sweep = self.done // len(self._blocks)
+            self._add({c: [s._replace(sweep=sweep) for s in own] for c, own in found.items()})
             self.done += 1
 
     def table(self) -> LatencyTable:
@@ -109,9 +150,10 @@ class EngineTable(_Measured):
         self, engine: Engine, grid: Grid, folder: Path, seed: int = 0,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:  # fmt: skip
-        super().__init__(engine, grid.fitted(engine.options), seed)
-        self._kept = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(self.grid)})
-        self._left_s, self._took_s = left_s, dict[int, float]()
+        fitted = grid.fitted(engine.options)
+        self._folder = Checkpoint(folder, {"engine": engine.meta, "grid": asdict(fitted)})
+        super().__init__(engine, fitted, seed, self._folder)
+        self._left_s = left_s
         self.left_out = 0
         """Visits to cells, again or to points between, that there was no time for."""
 
@@ -136,16 +178,11 @@ class EngineTable(_Measured):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
         table = self._table(errors)
-        self._kept.close()
+        self._folder.close()
         return table
 
     def _block(self, name: str, cells: list[Cell], keep: bool = True) -> dict[Cell, list[Sample]]:
-        found = self._restored(name)
-        if found is None:
-            began = time.perf_counter()
-            found = self._bench.block(cells, self.grid.steps)
-            self._took_s[cells[0].batch] = (time.perf_counter() - began) / len(cells)
-            self._store(name, found)
+        found = self._visited(name, cells)
         if keep:
             self._add(found)
         return found
@@ -206,25 +243,3 @@ class EngineTable(_Measured):
             }  # fmt: skip
             self._if_time({name: cells for name, cells in lines.items() if cells})
         return errors
-
-    def _restored(self, name: str) -> dict[Cell, list[Sample]] | None:
-        kept = self._kept.get(name)
-        if kept is None:
-            return None
-        found: dict[Cell, list[Sample]] = {}
-        for kind, sizes, row in zip(kept["kinds"], kept["sizes"], kept["samples"], strict=True):
-            cell = Cell(str(kind), *map(int, sizes))  # type: ignore[arg-type]
-            seconds, context, base_s, control_s, *parts = row.tolist()
-            sample = Sample(seconds, tuple(parts), context, base_s, control_s)
-            found.setdefault(cell, []).append(sample)
-        return found
-
-    def _store(self, name: str, found: dict[Cell, list[Sample]]) -> None:
-        flat = [(cell, s) for cell, own in found.items() for s in own]
-        self._kept.put(name, {
-            "kinds": np.array([c.kind for c, _ in flat]),
-            "sizes": np.array([c[1:] for c, _ in flat]),
-            "samples": np.array([
-                (s.seconds, s.context, s.base_s, s.control_s, *s.parts) for _, s in flat
-            ]),
-        })  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from traces.latency.table import LatencyTable
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
 """A sample whose control load took so many times its usual time is not counted, if it may."""
+USUAL = 0.25
+"""Quantile of the control load's times that stands for what is usual."""
 SWING = float(np.log(1.5))
 """Beyond this a moment was an exception, whether the control load's or the engine's."""
 HOST = ("schedule", "update", "output")
@@ -24,11 +27,18 @@ PROPOSE = PARTS.index("propose")
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
-    """The samples taken while the machine was as fast as usual; all where none was."""
-    usual = usual_control_s(samples)
+    """The samples taken while the machine was as fast as usual in their sweep; all where none was.
+
+    A machine may be another one hours later: by what is usual over all sweeps, those of its slower
+    hour would be left out, of whose runs beside them nothing is.
+    """
+    by_sweep: dict[int, list[float]] = {}
+    for sample in itertools.chain.from_iterable(samples.values()):
+        by_sweep.setdefault(sample.sweep, []).append(sample.control_s)
+    usual = {sweep: float(np.quantile(own, USUAL)) for sweep, own in by_sweep.items()}
     kept = {}
     for cell, own in samples.items():
-        still = [s for s in own if s.control_s < DISTURBED * usual]
+        still = [s for s in own if s.control_s < DISTURBED * usual[s.sweep]]
         kept[cell] = still or list(own)
     return kept
 
@@ -53,7 +63,7 @@ def follows(samples: Samples) -> float:
 
 def usual_control_s(samples: Samples) -> float:
     """The control load's lower quartile over the whole measurement."""
-    return float(np.quantile([s.control_s for own in samples.values() for s in own], 0.25))
+    return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
 
 
 def cells_of(samples: Samples, own_passes: bool = False) -> pd.DataFrame:

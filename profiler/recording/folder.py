@@ -26,6 +26,7 @@ RECORDINGS = (
     "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
     "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "trees-*.parquet", "rounds",
     "exit_heads", ".trace", ".sampled", ".latency", ".validate-*",
+    ".validated-*",
 )  # fmt: skip
 """What a run leaves in its folder."""
 DONE_WITH = "recorded_with"

@@ -17,7 +17,8 @@ from profiler.engines.server.log import EngineLog, LogReader
 from profiler.engines.server.process import Server
 from profiler.engines.server.share import ServedRun, served_run
 from profiler.engines.setup import FORCED
-from profiler.engines.texts import prompts_of
+from profiler.engines.texts import TEXTS, prompts_of
+from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
@@ -48,17 +49,26 @@ class Clients:
         self.run([Job(0, 0.0, 2)], 1)
         about = self._reader.engine
         self.engine: Any = SimpleNamespace(
-            options=server.options, blocks=about["blocks"], block_size=about["block_size"]
-        )
+            options=server.options, blocks=about["blocks"], block_size=about["block_size"],
+            vocabulary=int(about["vocabulary"]),
+        )  # fmt: skip
 
-    def learn(self, sequences: set[int], seed: int) -> None:
-        """Let the engine decode these sequences' prompts, and dictate verdicts from now on."""
-        vocabulary = int(self._reader.engine["vocabulary"])
+    def learn(self, sequences: set[int], seed: int, kept: Checkpoint | None = None) -> None:
+        """Let the engine decode these sequences' prompts, and dictate verdicts from now on.
+
+        Where their outputs are `kept`, it decodes only some of them, to warm up.
+        """
+        most, vocabulary = self.server.options.max_batch, self.engine.vocabulary
         prompts = prompts_of(self.trace, vocabulary, seed)
         self.prompts = {i: prompt for i, prompt in prompts.items() if i in sequences}
         jobs = [Job(i, 0.0, self.trace.requests[i].tokens) for i in self.prompts]
-        answers, _ = self._sent(jobs, self.server.options.max_batch)
-        texts = {answer.sequence: answer.tokens for answer in answers}
+        if kept is not None and TEXTS in kept.names():
+            self._sent(jobs[:most], most)
+
+        def decoded() -> dict[int, list[int]]:
+            return {answer.sequence: answer.tokens for answer in self._sent(jobs, most)[0]}
+
+        texts = {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
         forced = Forced(self.trace, texts, vocabulary)
         self._drafts = FORCED + str(forced.write(self.server.folder))
         self.decide("autoregressive")

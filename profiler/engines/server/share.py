@@ -38,6 +38,15 @@ class ServedRun:
     queued_s: Sequence[float]
     """When each request reached the engine, in the order they did, from the first on."""
 
+    def written(self) -> dict[str, Any]:
+        """As JSON holds it; `read` reads that."""
+        return {**vars(self), "load": self.load.written()}
+
+    @classmethod
+    def read(cls, kept: Mapping[str, Any]) -> ServedRun:
+        """What was `written`."""
+        return cls(**{**kept, "load": LoadRun.read(kept["load"])})
+
 
 def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> ServedRun:
     """What clients and engine saw of a load, put together; seconds from its first arrival on."""

@@ -1,0 +1,134 @@
+"""An engine without a model, on a clock of its own: what it takes follows from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from profiler.engines import bench, loads
+from profiler.engines.plan import Grid
+from profiler.engines.session import Governed
+from profiler.engines.start import EngineOptions
+from profiler.engines.watch import PARTS, Decoded, Prompt, Step
+
+GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
+OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=256)
+TICK_S = 2.0**-16
+"""Times are whole ticks, so that differences of them are exact, whenever they are taken."""
+
+
+class Clock:
+    """The time of the engine and of who measures it."""
+
+    now_s: ClassVar[float] = 0.0
+    slower: ClassVar[float] = 1.0
+    """How many times longer everything takes."""
+
+    @classmethod
+    def advance(cls, seconds: float) -> float:
+        """Let time pass; how much it was in whole ticks."""
+        taken_s = round(seconds * cls.slower / TICK_S) * TICK_S
+        cls.now_s += taken_s
+        return taken_s
+
+    @classmethod
+    def use(cls, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let loads and cells be timed by it; every control load takes a millisecond."""
+        time = SimpleNamespace(perf_counter=lambda: cls.now_s, sleep=cls.advance)
+        monkeypatch.setattr(loads, "time", time)
+        monkeypatch.setattr(bench, "time", time)
+        monkeypatch.setattr(bench, "Control", Control)
+        monkeypatch.setattr(cls, "slower", 1.0)
+
+
+class Control:
+    """In the place of `profiler.engines.bench.Control`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        del device
+
+    def seconds(self) -> float:
+        return Clock.advance(1e-3)
+
+
+class StandIn:
+    """In the place of `profiler.engines.engine.Engine`, whose texts follow from the prompts."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options, self.vocabulary = options, 97
+        self.blocks, self.block_size = 1000, 16
+        self.meta: dict[str, Any] = {
+            "engine": {
+                "name": "stand-in", "version": "1", "method": options.method, "own_drafter": False,
+                "longest": options.longest, "max_batch": options.max_batch,
+                "max_model_len": options.max_model_len, "token_budget": options.token_budget,
+            },
+            "target": options.target, "draft": None, "dtype": "float32", "device": "cpu",
+            "threads": 1,
+        }  # fmt: skip
+        self.proposer = Governed(options.longest, self.vocabulary)
+        self._requests: dict[str, Any] = {}
+        self._drafts: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
+        self._requests[name] = SimpleNamespace(
+            prompt_token_ids=list(prompt), output_token_ids=[],
+            sampling_params=SimpleNamespace(max_tokens=tokens),
+        )  # fmt: skip
+
+    def abort(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._requests.pop(name, None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> Step | None:
+        running = dict(list(self._requests.items())[: self.options.max_batch])
+        if not running:
+            return None
+        verified = {n: self._drafts[n] for n in running if self._drafts.get(n)}
+        decoded, prompts, sampled = [], [], []
+        for name, request in running.items():
+            ids, output = request.prompt_token_ids, request.output_token_ids
+            known, limit = len(ids) + len(output), request.sampling_params.max_tokens
+            draft = verified.get(name, [])[: limit - len(output) - 1]
+            tokens = self._sampled(ids, len(output), draft)
+            if output:
+                decoded.append(Decoded(name, known, len(draft), len(tokens)))
+            else:
+                prompts.append(Prompt(name, len(ids), 0, len(ids)))
+            output += tokens
+            sampled.append(tokens)
+        work = sum(1 + d.drafted for d in decoded) + sum(p.tokens for p in prompts)
+        parts = dict.fromkeys(PARTS, 0.0) | {"execute": Clock.advance(4e-3 + 5e-4 * work)}
+        drafts = self.proposer.session.advance(list(running), sampled, verified, self._requests)
+        self._drafts = dict(zip(running, drafts, strict=True))
+        ended = [
+            n for n, r in running.items()
+            if len(r.output_token_ids) >= r.sampling_params.max_tokens
+        ]  # fmt: skip
+        emitted = {n: len(r.output_token_ids) for n, r in running.items()}
+        self._texts = {n: self._requests.pop(n).output_token_ids for n in ended}
+        return Step(Clock.now_s, parts["execute"], parts, decoded, prompts, emitted, ended)
+
+    def run(self, requests: Mapping[str, tuple[Sequence[int], int]]) -> dict[str, list[int]]:
+        for name, (prompt, tokens) in requests.items():
+            self.add(name, prompt, tokens)
+        outputs: dict[str, list[int]] = {}
+        while self.busy:
+            self.step()
+            outputs |= self._texts
+        return outputs
+
+    def _sampled(self, prompt: Sequence[int], done: int, draft: Sequence[int]) -> list[int]:
+        """The text's next tokens: as many as the draft has right, and one more."""
+        text = [(sum(prompt) + 5 * (done + k)) % self.vocabulary for k in range(len(draft) + 1)]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == text[accepted]:
+            accepted += 1
+        return text[: accepted + 1]

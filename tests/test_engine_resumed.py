@@ -1,0 +1,353 @@
+"""A check of an engine that was stopped, or is to have more repeats, goes on behind its runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from commands.engine import compare
+from profiler.checks.unfinished import DONE, PLACE
+from profiler.engines import bench, engine, loads
+from profiler.engines.drafts import Forced
+from profiler.engines.loads import run_load
+from profiler.engines.measure import EngineTable
+from profiler.engines.server import loads as clients
+from profiler.engines.server import process
+from profiler.engines.server.loads import CONTROL, Clients
+from profiler.engines.server.share import ServedRun
+from profiler.engines.setup import FORCED, Setup, policy_from
+from profiler.engines.texts import own_texts
+from profiler.recording.checkpoint import Checkpoint
+from tests.conftest import Ran, Run
+from tests.stand_in_engine import GRID, OPTIONS, TICK_S, Clock, Control, StandIn
+from traces import Trace, read_latency, synthetic_trace, write_latency, write_trace
+
+LOADS, ARMS = 2, 2
+PAIR = LOADS * ARMS
+"""Runs of a repeat."""
+MEASURED = (
+    "load", "policy", "iterations", "throughputs", "ttft_s", "tpot_s", "e2e_s", "busy_s", "machine",
+    "profile_error", "profile_speedup_error",
+)  # fmt: skip
+Checked = Callable[..., Ran]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder of the stand-in's, which is every engine from now on."""
+    Clock.use(monkeypatch)
+    monkeypatch.setattr(engine, "Engine", StandIn)
+    run = tmp_path / "run"
+    made: Any = StandIn(OPTIONS)
+    table = EngineTable(made, GRID, run / "engine-checkpoint").run()
+    write_latency(table, run / "latency.parquet")
+    trace = synthetic_trace(0.7, requests=4, tokens=16, prompt_length=12, seed=3)
+    write_trace(trace, tmp_path / "trace.parquet")
+    return run
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine was really asked for: an "x" a load."""
+    found: list[str] = []
+    run_load = loads.run_load
+
+    def noted(*given: Any) -> Any:
+        found.append("x")
+        return run_load(*given)
+
+    monkeypatch.setattr(loads, "run_load", noted)
+    return found
+
+
+@pytest.fixture
+def check(run: Run, tmp_path: Path) -> Checked:
+    def checked(folder: Path, repeats: int, *more: object) -> Ran:
+        policies = () if "--policy" in more else ("--policy", "fixed:gamma=2")
+        return run(
+            "validate", "--engine", "vllm", "--run", folder, "--trace",
+            tmp_path / "trace.parquet", "--load", "closed:1,2", "--requests", 5, "--repeats",
+            repeats, *policies, "--json", "-", *more,
+        )  # fmt: skip
+
+    return checked
+
+
+def said(ran: Ran) -> str:
+    return " ".join(ran.err.split())
+
+
+def is_run(kept: Checkpoint) -> bool:
+    return kept.folder.name.startswith(PLACE)
+
+
+def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt what is checked once so many runs are kept."""
+    put, runs = Checkpoint.put, [0]
+
+    def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
+        put(self, name, arrays)
+        runs[0] += is_run(self)
+        if runs[0] == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoint, "put", interrupted)
+
+
+REMEASURED: Any = pytest.mark.parametrize("more", [(), ("--remeasure",)], ids=["own", "between"])
+
+
+@REMEASURED
+@pytest.mark.parametrize("count", [1, PAIR + 1])
+def test_a_stopped_check_goes_on_as_if_it_had_not_been(
+    more: tuple[str, ...], count: int, folder: Path, tmp_path: Path, check: Checked,
+    ran: list[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    expected = check(other, 2, *more)
+    assert len(ran) == 2 * PAIR
+    with monkeypatch.context() as patch:
+        stop_after(count, patch)
+        stopped = check(folder, 2, *more)
+    assert stopped.code == 130
+    assert "the same command goes on" in stopped.err
+    [place] = folder.glob(f"{PLACE}-*")
+    ran.clear()
+    resumed = check(folder, 2, *more)
+    assert len(ran) == 2 * PAIR - count
+    assert f"goes on with {count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
+    assert [row["rounds_differ"] for row in resumed.rows] == [0] * PAIR
+    assert not list(folder.glob(f"{PLACE}-*"))
+    if not more:
+        assert resumed.rows == expected.rows
+        return
+    for row, whole in zip(resumed.rows, expected.rows, strict=True):
+        assert {key: row[key] for key in MEASURED} == {key: whole[key] for key in MEASURED}
+        # Sequences grow while the cells of a block are measured, in an order that is drawn.
+        assert row["error"] == pytest.approx(whole["error"], abs=1e-3)
+    own, whole = (read_latency(f / "latency-check.parquet").cells for f in (folder, other))
+    counts = ["model", "phase", "batch", "new_tokens", "repeats"]
+    assert own[counts].equals(whole[counts])
+
+
+def test_a_finished_check_is_extended_by_more_repeats(
+    folder: Path, tmp_path: Path, check: Checked, ran: list[str]
+) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    first = check(folder, 1)
+    assert "the same command with more --repeats goes on" in said(first)
+    assert {row["repeats"] for row in first.rows} == {1}
+    ran.clear()
+    more = check(folder, 3)
+    assert len(ran) == 2 * PAIR
+    assert f"goes on with {PAIR} of {3 * PAIR} runs done" in said(more)
+    assert more.rows == check(other, 3).rows
+    # With no more repeats than there are, everything is measured anew.
+    ran.clear()
+    again = check(folder, 3)
+    assert len(ran) == 3 * PAIR
+    assert "runs done" not in again.err
+    assert len(list(folder.glob(f"{DONE}-*"))) == 1
+
+
+def test_finished_runs_stay_until_another_check_begins(
+    folder: Path, check: Checked, ran: list[str]
+) -> None:
+    check(folder, 1)
+    check(folder, 1, "--seed", 1)
+    assert len(list(folder.glob(f"{DONE}-*"))) == 1
+    ran.clear()
+    assert "runs done" not in check(folder, 2).err
+    assert len(ran) == 2 * PAIR
+
+
+def test_an_engine_of_another_version_begins_anew(
+    folder: Path, check: Checked, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Newer(StandIn):
+        def __init__(self, options: Any) -> None:
+            super().__init__(options)
+            self.meta["engine"]["version"] = "2"
+
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        check(folder, 1)
+    monkeypatch.setattr(engine, "Engine", Newer)
+    ran.clear()
+    assert "keeps the runs of an unfinished check" in said(check(folder, 1))
+    assert len(ran) == PAIR
+    monkeypatch.setattr(engine, "Engine", StandIn)
+    assert f"goes on with 2 of {PAIR} runs done" in said(check(folder, 1))
+
+
+def test_a_policy_of_ones_own_that_changed_begins_anew(
+    folder: Path, tmp_path: Path, check: Checked, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "from policies import Fixed\n"
+        "class Mine(Fixed):\n"
+        "    def __init__(self):\n"
+        "        super().__init__({})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def checked(longest: int) -> Ran:
+        (tmp_path / "own_rule.py").write_text(code.format(longest))
+        sys.modules.pop("own_rule", None)
+        return check(folder, 1, "--policy", "own_rule.Mine")
+
+    with monkeypatch.context() as patch:
+        stop_after(2, patch)
+        checked(2)
+    ran.clear()
+    assert "begins anew" in said(checked(3))
+    assert len(ran) == PAIR
+    ran.clear()
+    assert f"goes on with 2 of {PAIR} runs done" in said(checked(2))
+    assert len(ran) == PAIR - 2
+
+
+def test_a_run_that_could_not_be_written_is_not_there(
+    folder: Path, tmp_path: Path, check: Checked, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = check(Path(shutil.copytree(folder, tmp_path / "other")), 1)
+    savez, left = np.savez, [4]  # outputs, how many sweeps, and two runs
+
+    def full(file: Any, **arrays: Any) -> None:
+        if not left[0]:
+            file.write(b"PK half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        savez(file, **arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        failed = check(folder, 1)
+    assert failed.code == 2
+    assert "No space left" in failed.err
+    [place] = folder.glob(f"{PLACE}-*")
+    assert len(list(place.glob("*.npz"))) == 2
+    ran.clear()
+    resumed = check(folder, 1)
+    assert len(ran) == PAIR - 2
+    assert resumed.rows == expected.rows
+
+
+def test_what_was_added_on_a_slower_machine_is_predicted_from_both_hours(
+    folder: Path, check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each repeat has as many sweeps beside it, and none is left out for being of a slow hour."""
+    advanced: list[float] = []
+    block = bench.Bench.block
+
+    def counted(self: bench.Bench, *given: Any) -> Any:
+        advanced.append(Clock.slower)
+        return block(self, *given)
+
+    monkeypatch.setattr(bench.Bench, "block", counted)
+    first = check(folder, 1, "--remeasure")
+    assert max(abs(row["error"]) for row in first.rows) < 0.03
+    Clock.slower = 1.5
+    more = check(folder, 2, "--remeasure")
+    assert advanced.count(1.0) == advanced.count(1.5) > 0
+    for before, row in zip(first.rows, more.rows, strict=True):
+        fast, slow = row["throughputs"]
+        assert fast == before["throughput"]
+        assert slow == pytest.approx(fast / 1.5, rel=0.01)
+        # A cell is the middle of 1 and 1.5 times its seconds, throughput that of 1 and 1 / 1.5.
+        assert row["error"] == pytest.approx(1 / 1.25 / ((1 + 1 / 1.5) / 2) - 1, abs=0.03)
+
+
+def test_fewer_repeats_take_no_sweeps_of_others(
+    folder: Path, tmp_path: Path, check: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    monkeypatch.setattr(compare, "SWEEPS", 1)
+    expected = check(other, 1, "--remeasure")
+    with monkeypatch.context() as patch:
+        stop_after(2 * PAIR + 1, patch)
+        check(folder, 3, "--remeasure")
+    Clock.slower = 2.0
+    fewer = check(folder, 1, "--remeasure")
+    for row, alone in zip(fewer.rows, expected.rows, strict=True):
+        assert row["throughputs"] == alone["throughputs"]
+        assert row["error"] == pytest.approx(alone["error"], abs=1e-3)
+
+
+class StandInClients(Clients):
+    """Clients that step a stand-in themselves, and say what its server added."""
+
+    loads: ClassVar[list[tuple[str, int]]] = []
+    """Policy and requests of every load that was sent."""
+
+    def __init__(self, server: Any, trace: Trace, device: str) -> None:
+        del device
+        self.server, self.trace, self.engine = server, trace, StandIn(server.options)
+
+    def decide(self, policy: str) -> None:
+        self.policy = policy
+
+    def _sent(self, jobs: Any, concurrency: Any) -> Any:
+        del concurrency
+        texts = own_texts(
+            self.engine, self.trace, {j.sequence: self.prompts[j.sequence] for j in jobs}
+        )
+        return [SimpleNamespace(sequence=i, tokens=text) for i, text in texts.items()], None
+
+    def run(self, jobs: Any, concurrency: int | None) -> ServedRun:
+        self.loads.append((self.policy, len(jobs)))
+        forced = Forced.read(Path(self._drafts.removeprefix(FORCED)))
+        setup, control = Setup(policy_from(self.policy), forced), Control()
+        load = run_load(self.engine, setup, jobs, self.prompts, concurrency, control)  # type: ignore[arg-type]
+        added = [TICK_S * i for i in range(len(jobs))]
+        return ServedRun(load, added, [2 * TICK_S] * len(load.steps), added)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What was sent to a server in whose place a stand-in is; control loads have 8 requests."""
+
+    @contextmanager
+    def server(options: Any, folder: Path) -> Iterator[Any]:
+        yield SimpleNamespace(options=options, folder=folder)
+
+    monkeypatch.setattr(process, "Server", server)
+    monkeypatch.setattr(process, "check_server", lambda: None)
+    monkeypatch.setattr(clients, "Clients", StandInClients)
+    StandInClients.loads.clear()
+    return StandInClients.loads
+
+
+def test_a_server_s_check_goes_on_and_is_extended(
+    folder: Path, tmp_path: Path, check: Checked, sent: list[tuple[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    expected = check(other, 2, "--http")
+    assert expected.code == 0, expected.err
+    controls = [load for load in sent if load[1] == CONTROL]
+    assert len(controls) == LOADS * 3  # before either repeat, and behind the last
+    with monkeypatch.context() as patch:
+        stop_after(PAIR + 1, patch)
+        assert check(folder, 2, "--http").code == 130
+    sent.clear()
+    resumed = check(folder, 2, "--http")
+    assert resumed.rows == expected.rows
+    # One to read the recording; the loads left, and the control behind them.
+    assert len(sent) == 1 + (PAIR - 1) + LOADS
+    sent.clear()
+    assert {row["repeats"] for row in check(folder, 3, "--http").rows} == {3}
+    assert len(sent) == 1 + PAIR + 2 * LOADS
