@@ -178,7 +178,7 @@ def test_what_the_70b_model_would_have_to_copy() -> None:
 
 def test_a_cycle_is_read_from_the_same_kernel_where_one_is_known() -> None:
     """More than 8 tokens, a draft of 8 and one, are another kernel's in llama.cpp."""
-    rows = {(row.given, row.quantity): row.error for row in ladder_rows() if "MTP" in row.study}
+    rows = {(row.given, row.quantity): row.error for row in ladder_rows("MTP")}
     quantity = "tokens/s at length 7"
     beside = rows[f"{TWO}: 6 and 8", quantity]
     assert abs(beside) < 0.05

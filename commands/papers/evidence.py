@@ -26,9 +26,7 @@ def print_evidence(
     """
     from simulator.papers.measured import by_study, measured_rows, notes_on, sources
 
-    rows = [
-        row for row in measured_rows(logs) if study is None or study.lower() in row.study.lower()
-    ]
+    rows = measured_rows(logs, study or "")
     if not rows:
         raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
     records = by_study(rows)

@@ -30,12 +30,14 @@ __all__ = [
 ]
 
 
-def measured_rows(logs: Path | None = None) -> list[Evidence]:
-    """All rows; those of logs where their folder is named.
+def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
+    """The rows of studies whose name contains `named`; those of logs where their folder is named.
 
     Raises DraftsimError if there are no logs in it.
     """
-    return [*ladder_rows(), *engine_rows(), *roofline_rows(), *(log_rows(logs) if logs else ())]
+    rows = [*ladder_rows(named), *engine_rows(), *roofline_rows()]
+    rows += log_rows(logs) if logs else ()
+    return [row for row in rows if named.lower() in row.study.lower()]
 
 
 def sources() -> dict[str, str]:

@@ -20,15 +20,20 @@ from simulator.papers.measured.rows import Evidence, evidence, ranked
 TWO, ONE = "plain and two lengths", "plain and one length"
 
 
-def ladder_rows() -> list[Evidence]:
-    """Every length of the RTX 3090's ladder from every two others, and from every single one."""
+def ladder_rows(named: str = "") -> list[Evidence]:
+    """Every length of the RTX 3090's ladder from every two others, and from every single one.
+
+    Only of drafters whose study's name contains `named`: these rows take longest of all studies'.
+    """
     rows = []
     for drafter, ladder in RTX3090.items():
         study = f"RTX 3090 llama.cpp 27B 4-bit, {drafter}"
+        if named.lower() not in study.lower():
+            continue
         for count, kind in ((2, TWO), (1, ONE)):
             for given in combinations(sorted(ladder), count):
-                named = f"{kind}: {' and '.join(map(str, given))}"
-                rows += list(_predicted(study, named, ladder, given))
+                text = f"{kind}: {' and '.join(map(str, given))}"
+                rows += list(_predicted(study, text, ladder, given))
     return rows
 
 
