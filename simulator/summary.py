@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from simulator.forks import results_of
 from simulator.pricing import Priced, autoregressive, price
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -232,7 +233,8 @@ def price_all(
             raise DraftsimError(f"the runs of {plain.policy} and {log.policy} have other requests")
         if not len(log):
             raise DraftsimError(f"the run of {log.policy} has no rounds: the outputs are too short")
-    return [price(log, latency) for log in (plain, *logs)]
+    parts = [partial(price, log, latency) for log in (plain, *logs)]
+    return results_of(parts, len(plain) * len(parts), shared=[latency, plain, *logs])
 
 
 def _sums(run: Priced, prefill: bool) -> Floats:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -158,35 +158,55 @@ def replay_system(name: str, trace: Trace, recordings: Recordings) -> list[Round
     return [replay_with(trace, own, [policy], recordings)[0] for own, policy in found]
 
 
-def replay_systems(trace: Trace, recordings: Recordings, latency: LatencyTable) -> list[RoundLog]:
-    """Every named system that can be replayed and priced; a note names the others and why."""
+class Listed(NamedTuple):
+    """Named systems replayed, and what the others lack, by name."""
+
+    logs: list[RoundLog]
+    missing: dict[str, str]
+
+
+def replay_systems(
+    names: Iterable[str], trace: Trace, recordings: Recordings, latency: LatencyTable
+) -> Listed:
+    """Those of the named systems that can be replayed and priced."""
     from traces.sources.registry import SYSTEMS, parse_source
     from traces.sources.starts.features import OnFeatures
 
-    logs: list[RoundLog] = []
-    missing: dict[str, list[str]] = {}
-    for name in SYSTEMS:
+    found = Listed([], {})
+    for name in names:
         source = parse_source(SYSTEMS[name].source)
         by = source.record if isinstance(source, OnFeatures) else RECORD
         try:
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
                 source.open(trace, recordings, trace.first)(0)
-                missing.setdefault(f"{by} measures their latencies", []).append(name)
+                found.missing[name] = f"{by} measures their latencies"
                 continue
-            found = replay_system(name, trace, recordings)
+            logs = replay_system(name, trace, recordings)
         except DraftsimError as error:
             text = str(error)
-            reason = f"{by} records them" if by in text else text
-            missing.setdefault(reason, []).append(name)
+            found.missing[name] = f"{by} records them" if by in text else text
             continue
-        if not all(is_measured(log, latency) for log in found):
-            missing.setdefault(f"{by} measures their latencies", []).append(name)
-        logs += [log for log in found if is_measured(log, latency)]
+        if not all(is_measured(log, latency) for log in logs):
+            found.missing[name] = f"{by} measures their latencies"
+        found.logs.extend(log for log in logs if is_measured(log, latency))
+    return found
+
+
+def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
+    """The logs of all parts in the systems' order; a note names what is missing, and why."""
+    from traces.sources.registry import SYSTEMS
+
+    reasons = {name: why for part in parts for name, why in part.missing.items()}
+    missing: dict[str, list[str]] = {}
+    for name in SYSTEMS:
+        if name in reasons:
+            missing.setdefault(reasons[name], []).append(name)
     if missing:
-        parts = (f"{', '.join(names)} ({why})" for why, names in missing.items())
-        note(f"not listed: {'; '.join(parts)}")
-    return logs
+        said = (f"{', '.join(names)} ({why})" for why, names in missing.items())
+        note(f"not listed: {'; '.join(said)}")
+    logs = [log for part in parts for log in part.logs]
+    return sorted(logs, key=lambda log: list(SYSTEMS).index(log.policy))
 
 
 def is_measured(log: RoundLog, latency: LatencyTable) -> bool:

@@ -25,13 +25,10 @@ from commands.common.output import JsonOption, OutOption, emit, note, say_unjudg
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
-    rank,
 )
 from commands.common.sources import (
     SourceOption,
     load_source,
-    replay_system,
-    replay_systems,
     split_systems,
     with_free_lookups,
 )
@@ -39,7 +36,7 @@ from commands.simulate.runs import (
     decoded_part,
     rank_source,
     recorded_rounds,
-    replay_methods,
+    replay_side_by_side,
     same_requests,
 )
 from commands.simulate.table import (
@@ -154,22 +151,11 @@ def simulate(
         spread = spread_over(speedup_by_gamma(recorded, families, table))
         emit("simulate", spread, json, out=out)
         return
-    ranking = Ranking([])
-    if texts is None or texts:
-        ranking = rank(recorded, table, texts, load_rule(verify, recorded, memory))
-    logs = ranking.logs
-    more: list[RoundLog] = []
-    table = with_free_lookups(table)
     if systems:
         _refuse_with("--policy", verify=verify, systems=systems)
-        recordings = find_recordings(trace, recorded)
-        more = [log for name in systems for log in replay_system(name, recorded, recordings)]
-    # What the papers call by a name is listed with everything else.
-    if verify is None and (texts is None or "all" in texts):
-        more += replay_methods(recorded)
-        recordings = find_recordings(trace, recorded)
-        named = {log.policy for log in more}
-        more += [s for s in replay_systems(recorded, recordings, table) if s.policy not in named]
+    rule = load_rule(verify, recorded, memory)
+    ranking, more = replay_side_by_side(trace, recorded, table, texts, systems, rule)
+    logs, table = ranking.logs, with_free_lookups(table)
     rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []

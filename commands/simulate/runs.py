@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commands.common.inputs import load_latency, load_method, load_trace, replay_all
 from commands.common.ranking import (
     Ranking,
     is_unfitted,
     named,
+    rank,
     ranks_all,
     with_best_fixed,
     without_plain,
 )
-from commands.common.sources import load_source_policies, longest_draft, replay_with
+from commands.common.sources import (
+    Listed,
+    in_listed_order,
+    load_source_policies,
+    longest_draft,
+    replay_system,
+    replay_systems,
+    replay_with,
+    with_free_lookups,
+)
 from traces.errors import DraftsimError, SignalError
 
 if TYPE_CHECKING:
@@ -44,6 +55,67 @@ def rank_source(
     if not ranks_all(texts):
         return ranking
     return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
+
+
+def replay_side_by_side(
+    name: str, trace: Trace, latency: LatencyTable, texts: Sequence[str] | None,
+    systems: Sequence[str], rule: VerifyRule | None = None,
+) -> tuple[Ranking, list[RoundLog]]:  # fmt: skip
+    """The policies of `texts` to be ranked, and what is listed beside them.
+
+    That are the `systems`, and with every policy what the papers call by a name, unless a `rule`
+    is asked for.  ``name`` is that of the trace, beside which lie the recordings of other sources.
+    """
+    from simulator.forks import results_of
+    from traces.sources.base import Recordings
+    from traces.sources.found import find_recordings
+    from traces.sources.registry import SYSTEMS
+
+    free = with_free_lookups(latency)
+
+    def ranked() -> Ranking:
+        return rank(trace, latency, texts, rule) if texts is None or texts else Ranking([])
+
+    def asked() -> list[RoundLog]:
+        recordings = find_recordings(name, trace) if systems else Recordings()
+        return [log for system in systems for log in replay_system(system, trace, recordings)]
+
+    parts: list[Callable[[], Any]] = [ranked, asked]
+    every = rule is None and (texts is None or "all" in texts)
+    if every:
+        parts += [partial(replay_methods, trace), *_listed(name, trace, free)]
+    same = [latency, free, *trace.requests]
+    ranking, more, *found = results_of(parts, trace.tokens * len(SYSTEMS), shared=same)
+    if every:
+        methods, *listed = found
+        more += methods
+        known = {log.policy for log in more}
+        more += [log for log in in_listed_order(listed) if log.policy not in known]
+    return ranking, more
+
+
+def _listed(
+    name: str, trace: Trace, latency: LatencyTable
+) -> list[Callable[[], Listed]]:
+    """Every named system replayed, in two parts, of which one reads the recordings beside `name`.
+
+    The other's drafts are looked up in the trace itself.
+    """
+    from traces.sources.base import Recordings
+    from traces.sources.found import find_recordings
+    from traces.sources.lookups.sources import LookupSource
+    from traces.sources.registry import SYSTEMS, parse_source
+
+    looked_up = [
+        system for system, parts in SYSTEMS.items()
+        if isinstance(parse_source(parts.source), LookupSource)
+    ]  # fmt: skip
+    others = [system for system in SYSTEMS if system not in looked_up]
+
+    def recorded() -> Listed:
+        return replay_systems(others, trace, find_recordings(name, trace), latency)
+
+    return [partial(replay_systems, looked_up, trace, Recordings(), latency), recorded]
 
 
 def replay_methods(trace: Trace) -> list[RoundLog]:
