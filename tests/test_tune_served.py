@@ -147,13 +147,14 @@ def mixed(alone: Floats, share: float) -> tuple[list[Floats], Serve]:
     # (batches, options): constants in both replications, with a spread of a thousandth.
     spread = np.array([0.999, 1.001])
 
-    def serve(table: Ints, i: int) -> Floats:
-        below = alone[i, table[max(i - 1, 0), 0]]
-        return spread * ((1 - share) * alone[i, table[i, 0]] + share * below)
+    def serve(table: Ints) -> Floats:
+        at = np.arange(len(table))
+        own, below = alone[at, table[:, 0]], alone[at, table[np.maximum(at - 1, 0), 0]]
+        return np.asarray(np.outer((1 - share) * own + share * below, spread))
 
     batches, options = alone.shape
-    every = [np.full((batches, 1), k) for k in range(options)]
-    return [np.array([serve(t, i) for t in every]) for i in range(batches)], serve
+    every = np.array([serve(np.full((batches, 1), k)) for k in range(options)])
+    return list(np.swapaxes(every, 0, 1)), serve
 
 
 def test_a_length_that_suits_its_own_batch_but_not_the_next_gives_way() -> None:

@@ -22,8 +22,8 @@ Bools = npt.NDArray[np.bool_]
 NEGLIGIBLE = 5e-4
 """A loss this small is not worth a range of its own."""
 
-Serve = Callable[[Ints, int], Floats]
-"""Tokens per second of a table at one searched batch (its index), shape (replications,)."""
+Serve = Callable[[Ints], Floats]
+"""Tokens per second of a table at every searched batch, shape (batches, replications)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +57,12 @@ def held(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
         the same replications as `serve` runs.
     """
     best = np.array([int(rates.mean(axis=1).argmax()) for rates in fixed])
-    own = [serve(table, i) for i in range(len(fixed))]
+    own = serve(table)
     rivals = [rates[k] for rates, k in zip(fixed, best, strict=True)]
     gains = np.array([o.mean() / max(r.mean(), 1e-300) for o, r in zip(own, rivals, strict=True)])
     worse = np.array([beaten(o, r) for o, r in zip(own, rivals, strict=True)])
     worse &= gains < 1 - NEGLIGIBLE
-    return Held(table, np.array(own), gains, best, worse)
+    return Held(table, own, gains, best, worse)
 
 
 def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,20 @@ def served_rates(
     named = {str(i): policy for i, policy in enumerate(policies)}
     runs = serve(trace, latency, named, replace(scenario, replications=replications)).runs
     return np.array([[counted_rate(run) for run in runs[name]] for name in named])
+
+
+def served_each(
+    trace: Trace, latency: LatencyTable, runs: Sequence[tuple[Policy, Scenario]]
+) -> list[Callable[[], Floats]]:
+    """`served_rates` of each policy at its own load, as parts for `simulator.forks.results_of`.
+
+    What comes of a part has shape (replications,).
+    """
+
+    def rates(policy: Policy, load: Scenario) -> Floats:
+        return np.asarray(served_rates(trace, latency, [policy], load)[0])
+
+    return [partial(rates, *run) for run in runs]
 
 
 def counted_rate(run: Run) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.lengths.basic import Autoregressive
+from simulator.forks import results_of
 from simulator.serving.arrivals import ClosedLoop
 from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
@@ -117,13 +118,9 @@ def tune_sglang(
     found = {steps for grid in grids for steps in _lists(grid, options, names)}
     found |= {(k,) for k in SINGLE if k <= max(options)} | set(defaults)
     lists = sorted(found, key=lambda steps: (sum(steps), len(steps), steps))
-    alone, within, off = [], [], []
-    for batch in sizes:
-        policies = [_policy(batch, steps) for steps in lists]
-        rates, met = _serve(drawn, latency, batch, [Autoregressive(), *policies], slo)
-        alone.append(rates[1:])
-        within.append(met[1:])
-        off.append(rates[0])
+    policies = [[Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes]
+    rates, met = _serve(drawn, latency, sizes, policies, slo)
+    off, alone, within = rates[:, 0], rates[:, 1:], met[:, 1:]
 
     def chosen_on(part: npt.NDArray[np.bool_]) -> Ints:
         good = np.array([unbeaten(rates[:, part]) for rates in alone])[:, None]
@@ -131,15 +128,13 @@ def tune_sglang(
         return fewest
 
     @cache
-    def together(chosen: tuple[int, ...], i: int) -> Floats:
-        policy = SGLangAdaptive(
-            _document([(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)])
-        )
-        rates, _ = _serve(drawn, latency, sizes[i], [policy], slo)
-        return np.asarray(rates[0])
+    def together(chosen: tuple[int, ...]) -> Floats:
+        slots = [(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)]
+        policy = SGLangAdaptive(_document(slots))
+        return _serve(drawn, latency, sizes, [[policy]] * len(sizes), slo)[0][:, 0]
 
     first = chosen_on(np.ones_like(late))
-    best = mended(first, alone, lambda table, i: together(tuple(table[:, 0].tolist()), i))
+    best = mended(first, list(alone), lambda table: together(tuple(table[:, 0].tolist())))
     deploy = deployed(best.rates, off)
     warnings = [*about_recording(trace, latency), *about_batches(sizes)]
     warnings += about_deploying(sizes, best.rates, off)
@@ -239,25 +234,32 @@ def _words(steps: Sequence[int]) -> str:
 
 
 def _serve(
-    traces: Sequence[Trace], latency: LatencyTable, batch: int, policies: Sequence[Policy],
-    slo: Slo | None,
+    traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
+    policies: Sequence[Sequence[Policy]], slo: Slo | None,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Tokens per second that count, (policies, draws); share within targets, (policies,)."""
+    """Tokens per second that count, (batches, policies, draws); share within, (batches, policies).
+
+    Each batch has policies of its own.
+    """
     targets = slo or Slo()
-    rates = np.empty((len(policies), len(traces)))
-    within = np.empty_like(rates)
-    for j, trace in enumerate(traces):
+
+    def rates(trace: Trace, batch: int, policy: Policy) -> tuple[float, float]:
         mean = trace.tokens / len(trace.requests)
         load = Scenario(
             ClosedLoop(batch), Limits(max_batch=batch),
             requests=max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean)),
             ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
         )  # fmt: skip
-        for i, policy in enumerate(policies):
-            run = simulate(trace, latency, policy, load)
-            within[i, j] = run.row()["within_targets"] if slo else 1.0
-            rates[i, j] = counted_rate(run)
-    return rates, np.asarray(within.mean(axis=1))
+        run = simulate(trace, latency, policy, load)
+        return counted_rate(run), run.row()["within_targets"] if slo else 1.0
+
+    parts = [
+        partial(rates, trace, batch, policy)
+        for batch, own in zip(batches, policies, strict=True) for policy in own for trace in traces
+    ]  # fmt: skip
+    found = np.array(results_of(parts, len(parts) * traces[0].tokens))
+    found = found.reshape(len(batches), -1, len(traces), 2)
+    return found[..., 0], found[..., 1].mean(axis=2)
 
 
 def _reach(values: Floats) -> float:

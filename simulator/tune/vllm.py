@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Autoregressive, Fixed
+from simulator.forks import results_of
 from simulator.tune.choice import (
     Objective,
     can_hold_back,
@@ -25,6 +27,7 @@ from simulator.tune.choice import (
 from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     RESTING,
+    Grid,
     Slo,
     default_batches,
     default_contexts,
@@ -42,7 +45,7 @@ from simulator.tune.evidence import (
 )
 from simulator.tune.formats import CONTEXT_END
 from simulator.tune.repair import mended
-from simulator.tune.served import closed_load, deployed, served_rates, unbeaten
+from simulator.tune.served import closed_load, deployed, served_each, unbeaten
 from simulator.tune.settings import Tuned, switched_off
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -111,28 +114,37 @@ def tune_vllm(
     sizes = _rising("batches", batches or default_batches(latency))
     plain, logs = fixed_logs(trace, sorted({0, *lengths}))
     priced = [plain, *logs.values()]
-    grids = [[price_grid(priced, latency, b, c, slo) for c in where] for b in sizes]
     options = list(logs)
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
-    objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
     loads = [closed_load(trace, b, slo, seed) for b in sizes]
     # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
     policies = [Fixed(k) if k else RESTING for k in options]
-    alone = [served_rates(trace, latency, policies, load) for load in drafting]
-    off = [served_rates(trace, latency, [Autoregressive()], load)[0] for load in loads]
+    lone = [(policy, load) for load in drafting for policy in policies]
+    plainly = [(Autoregressive(), load) for load in loads]
+
+    def grids_of() -> list[list[Grid]]:
+        return [[price_grid(priced, latency, b, c, slo) for c in where] for b in sizes]
+
+    parts: list[Callable[[], Any]] = [grids_of, *served_each(trace, latency, [*lone, *plainly])]
+    grids, *rates = results_of(parts, trace.tokens * len(parts))
+    alone = np.reshape(rates[: len(lone)], (len(sizes), len(options), -1))
+    off = rates[len(lone) :]
+    objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
     first = _choose(objectives, served)
 
     @cache
-    def together(ranges: str, i: int) -> Floats:
-        rates = served_rates(trace, latency, [BatchTable(json.loads(ranges))], loads[i])
-        return np.asarray(rates[0])
+    def together(ranges: str) -> Floats:
+        policy = BatchTable(json.loads(ranges))
+        each = served_each(trace, latency, [(policy, load) for load in loads])
+        return np.array(results_of(each, trace.tokens * len(each)))
 
-    found = mended(
-        first, alone, lambda table, i: together(json.dumps(_rows(table, sizes, where, options)), i)
-    )
+    def serve(table: Ints) -> Floats:
+        return together(json.dumps(_rows(table, sizes, where, options)))
+
+    found = mended(first, alone, serve)
     table = found.table
     held_out = can_hold_back(second)
     halves = [
