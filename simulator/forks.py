@@ -1,8 +1,11 @@
-"""Independent parts of one answer, computed in forked processes that share what is loaded."""
+"""Independent parts of one answer at the same time, in processes forked off this one.
+
+The workers of `simulator.executors.Local` last for a study, and take a second to start.  A forked
+process has at once all that this one has loaded, so that a fraction of a second is worth sharing.
+"""
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -11,49 +14,39 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import get_context, parent_process
-from traceback import format_exc
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import redirect_stderr, redirect_stdout
+from contextvars import ContextVar
+from multiprocessing import parent_process
+from typing import Any, NoReturn, TypeVar
 
 from simulator.executors import cores
-from traces.errors import DraftsimError
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 Result = TypeVar("Result")
+Parts = Sequence[Callable[[], Any]]
 
 MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
 FEWEST_TOKENS = 100_000
-"""Of all parts together, below which an answer is there almost before a process is forked."""
-PLACE = 2
-"""Bytes of a part's place; a pipe holds tens of thousands."""
+"""Of all parts together, below which an answer is there almost as soon as a process is forked."""
+NUMBER = 4
+"""Bytes of a part's number among those to be taken."""
 
-
-class Done(NamedTuple):
-    """What came of a part: its result or the error it ended with, and what it said meanwhile."""
-
-    result: Any
-    error: Exception | None
-    said: list[Any]
-    """Pieces of text for standard error, and the arguments of warnings."""
+_in_part: ContextVar[bool] = ContextVar("in_part", default=False)
 
 
 def results_of(
     parts: Sequence[Callable[[], Result]], tokens: int, shared: Sequence[object] = ()
 ) -> list[Result]:
-    """The result of every part, in their order; which process computed it makes no difference.
+    """What each of `parts` returns, in their order.
 
-    The parts run in this process and in forks of it, one per core, each of which takes the next
-    part when it is done with one: the longest ones should come first.  Unlike the processes of
-    `simulator.executors.Local`, forks start at once and have all that is loaded, and what they
-    load and cache is lost with them.  All parts run here, one after another, where there is one
-    core or little to do, and where a fork is not safe: off Linux, beside other threads, and
-    in a worker process.
+    They are taken one by one, so that the longest belong first, by this process and by one forked
+    off it for every other core it may use; by this process alone where there is little to do, and
+    where it is not on Linux, has threads, or is itself a worker or within a part.
 
-    What a part says on standard error, and warnings, come out here, part by part.
+    A part may change nothing that outlives it: what it caches may be lost with its process.  One
+    that raises an error or says anything, as a warning or on a standard stream, and one whose
+    process was killed, is done again by this process when those before it are done: what is
+    raised and said is what it would be without other processes.
 
     Parameters
     ----------
@@ -62,146 +55,121 @@ def results_of(
     shared:
         Objects that stay themselves in results, such as a trace that all parts read: no copies
         of them come back.
-
-    Raises
-    ------
-    DraftsimError
-        If a process was killed.
-    Exception
-        What the first of the parts that failed raised, after what was said before.
     """
-    count = min(len(parts), cores(), MOST) if tokens >= FEWEST_TOKENS and _can_fork() else 1
-    if count < 2:
+    helpers = min(cores(), len(parts), MOST) - 1
+    if helpers < 1 or tokens < FEWEST_TOKENS or not _may_fork():
         return [part() for part in parts]
-    places, filled = os.pipe()
-    os.write(filled, b"".join(i.to_bytes(PLACE, "little") for i in range(len(parts))))
-    os.close(filled)
-
-    def work() -> dict[int, Done]:
-        done = {}
-        while taken := os.read(places, PLACE):
-            place = int.from_bytes(taken, "little")
-            done[place] = _done(parts[place])
-            if done[place].error is not None:
-                # All parts before it were taken, and those after it would not have been begun.
-                while os.read(places, 1 << 16):
-                    pass
-        return done
-
-    def forked(sender: Connection) -> None:
-        # Ctrl-C ends it without a word.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        gc.freeze()  # a collection would copy all that is shared
-        sender.send_bytes(_packed(work(), shared))
-
-    workers: list[tuple[Any, Connection]] = []
-    context = get_context("fork")
+    queue = os.memfd_create("parts")
+    os.write(queue, b"".join(i.to_bytes(NUMBER, "big") for i in range(len(parts))))
+    os.lseek(queue, 0, os.SEEK_SET)
+    started: list[_Helper] = []
+    within = _in_part.set(True)
     try:
+        for _ in range(helpers):
+            try:
+                started.append(_Helper(parts, queue, shared))
+            except OSError:
+                break  # no room for another process
+        found: dict[int, Any] = dict(_taken(parts, queue))
+        for helper in started:
+            found |= helper.results(shared)
+    finally:
+        _in_part.reset(within)
+        for helper in started:
+            helper.end()
+        os.close(queue)
+    return [found[i] if i in found else part() for i, part in enumerate(parts)]
+
+
+def _may_fork() -> bool:
+    """Whether a fork is possible, safe, and of use to a process whose cores are its own."""
+    if sys.platform != "linux" or _in_part.get():
+        return False
+    return threading.active_count() == 1 and parent_process() is None
+
+
+class _Helper:
+    """A process forked off this one, which takes parts until none is left."""
+
+    def __init__(self, parts: Parts, queue: int, shared: Sequence[object]) -> None:
+        self.file = io.FileIO(os.memfd_create("results"), "r+")
+        # Ctrl-C waits until it is decided what it does there.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            for _ in range(count - 1):
-                receiver, sender = context.Pipe(duplex=False)
-                worker = context.Process(target=forked, args=(sender,), daemon=True)
-                worker.start()
-                sender.close()
-                workers.append((worker, receiver))
+            self.process = os.fork()
+            if self.process == 0:
+                self._help(parts, queue, shared)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        done = work()
-        for _, receiver in workers:
-            done |= _unpacked(receiver, shared)
-    finally:
-        os.close(places)
-        for worker, receiver in workers:
-            worker.terminate()
-            worker.join()
-            receiver.close()
-    return _said_and_raised([done[place] for place in sorted(done)])
 
-
-def _can_fork() -> bool:
-    alone = threading.active_count() == 1 and parent_process() is None
-    return sys.platform == "linux" and alone
-
-
-def _done(part: Callable[[], Any]) -> Done:
-    said: list[Any] = []
-    with _heard(said):
+    def _help(self, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
         try:
-            return Done(part(), None, said)
-        except Exception as error:
-            if not isinstance(error, DraftsimError):
-                error.add_note(format_exc())  # of another process its traceback is lost
-            return Done(None, error, said)
+            # It ends without a word: the process that it belongs to has the last one.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            for found in _taken(parts, queue):
+                packed = io.BytesIO()
+                try:
+                    _Packer(packed, shared).dump(found)
+                except Exception:
+                    continue  # no result to hand over: the part is done again
+                self.file.write(packed.getbuffer())
+        finally:
+            os._exit(0)  # nothing of what the other process would do at its end
+
+    def results(self, shared: Sequence[object]) -> dict[int, Any]:
+        """Those of its parts by their place, once it has ended; all that arrived whole."""
+        os.waitpid(self.process, 0)
+        self.process = 0
+        self.file.seek(0)
+        packed, found = io.BytesIO(self.file.readall()), dict[int, Any]()
+        while True:
+            try:
+                place, result = _Unpacker(packed, shared).load()
+            except (EOFError, pickle.UnpicklingError):
+                return found
+            found[place] = result
+
+    def end(self) -> None:
+        """End it, wherever it is."""
+        if self.process:
+            os.kill(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+        self.file.close()
 
 
-class _Ear:
-    """A stream as it is, but for what is written."""
-
-    def __init__(self, stream: Any, said: list[Any]) -> None:
-        self.stream, self.said = stream, said
-
-    def write(self, text: str) -> int:
-        self.said.append(text)
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
-@contextmanager
-def _heard(said: list[Any]) -> Iterator[None]:
-    """Append to `said` what is written to standard error, and warnings."""
-
-    def showwarning(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
-        said.append((message, category, filename, lineno))
-
-    stream, shown = sys.stderr, warnings.showwarning
-    sys.stderr, warnings.showwarning = _Ear(stream, said), showwarning  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sys.stderr, warnings.showwarning = stream, shown
+def _taken(parts: Parts, queue: int) -> Iterator[tuple[int, Any]]:
+    """(place, result) of parts that nobody else took, those left out that are to be done again."""
+    # The place in the file is one for all processes: who reads a number has it alone.
+    while number := os.read(queue, NUMBER):
+        place, said = int.from_bytes(number, "big"), io.StringIO()
+        with warnings.catch_warnings(record=True) as warned:
+            try:
+                with redirect_stdout(said), redirect_stderr(said):
+                    result = parts[place]()
+            except Exception:
+                continue
+        if not warned and not said.getvalue():
+            yield place, result
 
 
-def _said_and_raised(done: Sequence[Done]) -> list[Any]:
-    """The results, after all that was said; the first error is raised in its place."""
-    registry: dict[Any, Any] = {}  # so that what several parts warn of is said once
-    for one in done:
-        for said in one.said:
-            if isinstance(said, str):
-                sys.stderr.write(said)
-            else:
-                warnings.warn_explicit(*said, registry=registry)
-        if one.error is not None:
-            raise one.error
-    return [one.result for one in done]
+class _Packer(pickle.Pickler):
+    """A pickler that names what the other process has."""
+
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.places = {id(one): i for i, one in enumerate(shared)}
+
+    def persistent_id(self, one: object) -> int | None:
+        return self.places.get(id(one))
 
 
-def _packed(done: dict[int, Done], shared: Sequence[object]) -> bytes:
-    numbers = {id(item): i for i, item in enumerate(shared)}
+class _Unpacker(pickle.Unpickler):
+    """What reads what a `_Packer` wrote."""
 
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, item: object) -> int | None:
-            return numbers.get(id(item))
+    def __init__(self, file: io.BytesIO, shared: Sequence[object]) -> None:
+        super().__init__(file)
+        self.shared = shared
 
-    file = io.BytesIO()
-    Pickler(file, protocol=5).dump(done)
-    return file.getvalue()
-
-
-def _unpacked(receiver: Connection, shared: Sequence[object]) -> dict[int, Done]:
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: int) -> object:
-            return shared[number]
-
-    try:
-        content = receiver.recv_bytes()
-    except EOFError:
-        raise DraftsimError(
-            "a forked process was killed, perhaps for want of memory: run the same command again "
-            "with more of it free, or on one core"
-        ) from None
-    found: dict[int, Done] = Unpickler(io.BytesIO(content)).load()
-    return found
+    def persistent_load(self, place: Any) -> object:
+        return self.shared[place]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from simulator.papers import Sampled
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
+
+COLUMNS = 10
+"""Values of a recorded token that take as long to read as it takes to replay."""
 
 
 def papers(
@@ -77,6 +81,7 @@ def papers(
         from commands.papers.evidence import print_evidence
 
         return print_evidence(logs, table, json, out)
+    from simulator.forks import results_of
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings
@@ -88,12 +93,18 @@ def papers(
     if folder is not None and rounds is None:
         check_folder(folder, find_runs(folder))
     files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
+
+    def beside() -> Recordings:
+        return Recordings() if folder is None else read_recordings(folder)
+
+    reading: list[Callable[[], Any]] = [beside, partial(sampled_runs, recorded, folder, sampled)]
+    recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
     ours = Ours(
         recorded,
         load_latency(latency, trace),
         [read_run(file) for file in files],
-        Recordings() if folder is None else read_recordings(folder),
-        sampled_runs(recorded, folder, sampled),
+        recordings,
+        sampled_ones,
         command_of(recorded, folder),
     )
     found = [
