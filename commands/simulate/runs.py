@@ -94,9 +94,7 @@ def replay_side_by_side(
     return ranking, more
 
 
-def _listed(
-    name: str, trace: Trace, latency: LatencyTable
-) -> list[Callable[[], Listed]]:
+def _listed(name: str, trace: Trace, latency: LatencyTable) -> list[Callable[[], Listed]]:
     """Every named system replayed, in two parts, of which one reads the recordings beside `name`.
 
     The other's drafts are looked up in the trace itself.

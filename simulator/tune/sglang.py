@@ -118,7 +118,9 @@ def tune_sglang(
     found = {steps for grid in grids for steps in _lists(grid, options, names)}
     found |= {(k,) for k in SINGLE if k <= max(options)} | set(defaults)
     lists = sorted(found, key=lambda steps: (sum(steps), len(steps), steps))
-    policies = [[Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes]
+    policies: list[list[Policy]] = [
+        [Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes
+    ]
     rates, met = _serve(drawn, latency, sizes, policies, slo)
     off, alone, within = rates[:, 0], rates[:, 1:], met[:, 1:]
 

@@ -144,7 +144,7 @@ def tune_vllm(
     def serve(table: Ints) -> Floats:
         return together(json.dumps(_rows(table, sizes, where, options)))
 
-    found = mended(first, alone, serve)
+    found = mended(first, list(alone), serve)
     table = found.table
     held_out = can_hold_back(second)
     halves = [
