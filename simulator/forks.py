@@ -93,21 +93,24 @@ class _Helper:
 
     def __init__(self, parts: Parts, queue: int, shared: Sequence[object]) -> None:
         self.file = io.FileIO(os.memfd_create("results"), "r+")
+        owner = os.getpid()
         # Ctrl-C waits until it is decided what it does there.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = os.fork()
             if self.process == 0:
-                self._help(parts, queue, shared)
+                self._help(owner, parts, queue, shared)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
-    def _help(self, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
+    def _help(self, owner: int, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
         try:
             # It ends without a word: the process that it belongs to has the last one.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             for found in _taken(parts, queue):
+                if os.getppid() != owner:
+                    break  # nobody waits for the rest
                 packed = io.BytesIO()
                 try:
                     _Packer(packed, shared).dump(found)
