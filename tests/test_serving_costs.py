@@ -5,18 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from policies.core import Round
 from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.prompts import NO_PROMPTS
 from simulator.serving.cost.reader import Coverage
+from simulator.serving.cost.work import Works, work_of
 from tests.serving import CONSTANT, GRID
+from tests.spans import ALONG, TABLES
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.always import drafting_always
 
 LONG, SHORT = 90, 50
 SLOTS: list[Any] = [SimpleNamespace(context=LONG), SimpleNamespace(context=SHORT)]
 # Position, drafted, accepted, emitted, draft passes, tokens caught up on.
 ROUNDS = [Round(0, 2, 1, 2, 2, 3), Round(0, 4, 4, 5, 4, 1)]
+PLAIN = [Round(0, 0, 0, 1, 0, 1)] * 2
 
 
 def draft_s(batch: int, context: float) -> float:
@@ -62,18 +69,26 @@ def test_ragged_passes_are_read_at_their_means() -> None:
 def test_who_drafts_nothing_is_no_part_of_the_drafts_means() -> None:
     resting = [*SLOTS, SimpleNamespace(context=10)]
     rounds = [*ROUNDS, Round(0, 0, 0, 1, 0, 7)]
-    cost = IterationCost(GRID)(resting, rounds, [])
     mean = (LONG + SHORT) / 2
-    drafts = first_s(3, 2, mean - 2) + sum(draft_s(3, mean + k) for k in range(3))
-    assert cost.draft_s == pytest.approx(drafts, rel=1e-12)
+    padded = first_s(3, 2, mean - 2) + sum(draft_s(3, mean + k) for k in range(3))
+    active = first_s(2, 2, mean - 2) + draft_s(2, mean)
+    active += draft_s(1, SHORT + 1) + draft_s(1, SHORT + 2)
+    cost = IterationCost(GRID)(resting, rounds, [])
+    assert cost.draft_s == pytest.approx(padded, rel=1e-12)
     assert cost.target_s == pytest.approx(target_s(3, 3, (LONG + SHORT + 10) / 3 - 1), rel=1e-12)
+    cost = IterationCost(GRID, draft_batch="active")(resting, rounds, [])
+    assert cost.draft_s == pytest.approx(active, rel=1e-12)
 
 
-def test_plain_iterations_pay_no_draft_and_drafts_need_a_drafter() -> None:
-    plain = [Round(0, 0, 0, 1, 0, 1)] * 2
+@pytest.mark.parametrize("draft_batch", ["padded", "active"])
+@pytest.mark.parametrize("passes", ["ragged", "padded"])
+def test_plain_iterations_pay_no_draft_and_drafts_need_a_drafter(
+    draft_batch: Literal["padded", "active"], passes: Literal["ragged", "padded"]
+) -> None:
     for speculates in (True, False):
-        cost = IterationCost(GRID, speculates=speculates)(SLOTS, plain, [])
-        assert (cost.draft_s, cost.host_s) == (0, 7e-4)
+        cost = IterationCost(GRID, speculates=speculates, draft_batch=draft_batch, passes=passes)
+        plain = cost(SLOTS, PLAIN, [])
+        assert (plain.draft_s, plain.host_s) == (0, 7e-4)
     with pytest.raises(DraftsimError, match="told it never would"):
         IterationCost(GRID, speculates=False)(SLOTS, ROUNDS, [])
 
@@ -86,3 +101,52 @@ def test_what_was_read_is_counted_with_its_sizes() -> None:
         Coverage("target", "forward", "measured", 1, (2, 2), (4, 4), (69, 69)),
         Coverage("draft", "forward", "measured", 4, (2, 2), (1, 2), (68, 72)),
     ]
+
+
+@pytest.mark.parametrize("always", [None, 1, 2])
+def test_a_drafter_that_runs_along_takes_that_pass_alone_unless_it_drafts_on(
+    always: int | None,
+) -> None:
+    cost = IterationCost(drafting_always(ALONG, always))(SLOTS, PLAIN, [])
+    mean = (LONG + SHORT) / 2
+    if always == 2:
+        # A draft of two, whose first token leaves the drafter's cache again.
+        assert cost.draft_s == pytest.approx(first_s(2, 1, mean - 1) + draft_s(2, mean), rel=1e-12)
+        assert cost.host_s == pytest.approx(7e-4 + 2 * 3e-4 + 1e-4, rel=1e-12)
+    else:
+        along = ALONG.seconds("draft", "along", batch=2, context=mean - 1)
+        assert cost.draft_s == pytest.approx(float(along), rel=1e-12)
+        assert cost.host_s == 7e-4
+
+
+@pytest.mark.parametrize(
+    "latency", [*TABLES.values(), drafting_always(ALONG, 1), drafting_always(ALONG, 2)]
+)
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_iterations_priced_together_are_the_iterations_one_by_one(
+    latency: LatencyTable, batch: int
+) -> None:
+    rng = np.random.default_rng(batch)
+    works = []
+    for most in [0, 1, 1, 2, *[6] * 60]:  # too many to be read one by one
+        forwards = rng.integers(0, most + 1, batch)
+        drafted = rng.integers(0, forwards + 1)
+        accepted = rng.integers(0, drafted + 1)
+        slots: list[Any] = [SimpleNamespace(context=c) for c in rng.integers(9, 90, batch).tolist()]
+        counts = zip(*(a.tolist() for a in (drafted, accepted, forwards)), strict=True)
+        rounds = [Round(0, d, a, a + 1, f, int(rng.integers(1, 5))) for d, a, f in counts]
+        works.append(work_of(slots, rounds))
+    one_by_one, together = IterationCost(latency), IterationCost(latency)
+    priced = together.together.seconds(Works(*np.array(works, dtype=np.int64).T), batch)
+    assert priced is not None
+    expected = [one_by_one.beside(work, batch, NO_PROMPTS).total_s for work in works]
+    np.testing.assert_allclose(priced[0], expected, rtol=1e-12)
+    together.together.count(priced[1])
+    assert together.coverage == one_by_one.coverage
+
+
+def test_what_has_no_cells_is_named() -> None:
+    assert IterationCost(GRID).unpriced == []
+    assert IterationCost(GRID, reads=True).unpriced == ["signal"]
+    assert IterationCost(CONSTANT).unpriced == ["target prefill", "draft prefill", "host_round"]
+    assert IterationCost(CONSTANT, speculates=False).unpriced == ["target prefill", "host_round"]

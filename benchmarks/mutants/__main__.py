@@ -52,7 +52,8 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=6, help="mutants of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time")
-    parser.add_argument("--tests", default="tests/test_*.py", help="test files, a pattern")
+    parser.add_argument("--tests", nargs="+", default=["tests/test_*.py"], metavar="PATTERN",
+                        help="the test files to measure, in this order")  # fmt: skip
     parser.add_argument("--slowest", type=float, default=60.0,
                         help="seconds above which a test file is not used")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="run survivors anew")
@@ -67,7 +68,8 @@ def main() -> int:
     chosen = [m for turn in zip_longest(*samples) for m in turn if m is not None]
     results = Results(FOLDER / "results.jsonl")
     if not given.report:
-        tests = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(given.tests))
+        named = [path for pattern in given.tests for path in sorted(ROOT.glob(pattern))]
+        tests = list(dict.fromkeys(str(path.relative_to(ROOT)) for path in named))
         reach = Reach(ROOT, FOLDER)
         if not given.known and not reach.measure(tests, given.slowest, deadline):
             print("not all tests are measured yet: call it again")
