@@ -16,10 +16,13 @@ from traces.replay.calls import (
     ADAPTER,
     CALL_DTYPE,
     CALL_KINDS,
+    DRAFTER,
+    DRAFTER_TREE,
     EXIT_HEAD,
     HEAD,
     LAYER,
     PASS,
+    TREE,
 )
 from traces.replay.rounds import RoundLog
 
@@ -90,6 +93,31 @@ def test_behind_no_prompt_a_round_is_read_at_no_context() -> None:
     found, passes = call_seconds(log, table(cells), verify=False)
     np.testing.assert_allclose(found, 1e-3 * (1 + contexts))
     assert passes.extrapolated == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "cell", "attends"),
+    [
+        (LAYER, "exit_layer", True), (LAYER, "target_layer", True), (PASS, "target_pass", True),
+        (TREE, "target_tree", True), (DRAFTER, "draft_forward", True),
+        (DRAFTER_TREE, "draft_tree", True), (HEAD, "target_head", False),
+        (EXIT_HEAD, "exit_head", False), (LOOKUP, "pld_forward", False),
+        (ADAPTER, "adapter_forward", False),
+    ],
+)  # fmt: skip
+def test_what_attends_to_the_context_is_read_at_it(kind: int, cell: str, attends: bool) -> None:
+    log = calling(kind)
+    contexts = np.maximum(log.context - 1, 0)
+    assert contexts.max() > 8
+    model, phase = cell.split("_")
+    cells = {(model, phase, 1, 1, at): 1e-3 * (1 + at) for at in (0, 8)}
+    cells |= {("draft", "forward", 1, 1, at): 1e-3 * (1 + at) for at in (0, 8)}
+    found, passes = call_seconds(log, table(cells), verify=False)
+    inside = contexts <= 8
+    np.testing.assert_allclose(found[inside], 1e-3 * (1 + contexts[inside]))
+    assert passes.extrapolated == (np.count_nonzero(~inside) if attends else 0)
+    if not attends:
+        np.testing.assert_allclose(found[~inside], 1e-3 * 9)
 
 
 def test_passes_behind_light_drafts_are_read_apart_where_they_were_timed_apart() -> None:

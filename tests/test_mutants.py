@@ -166,5 +166,8 @@ def test_results_are_kept_and_survivors_are_asked_again(
     assert [again.wanted(m, again=True) for m in mutants] == [False, True, False]
     rows = [row for m in mutants if (row := again.of(m))]
     assert report(rows, 3) == 1
-    assert "of the other 3, 2 (66.7%) are noticed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "policies: 1 files, 3 mutants, 0 the same program, 2 of 3 noticed" in said
+    assert "of the other 3, 2 (66.7%) are noticed" in said
+    assert "traces" not in said
     assert report([rows[0]], 1) == 0

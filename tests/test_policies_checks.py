@@ -82,6 +82,11 @@ class RenamesParameter(Sound):
         super().__init__(length)
 
 
+class RenamesItsSecond(Sound):
+    def __init__(self, gamma: int = 4, length: int = 4) -> None:
+        super().__init__(min(gamma, length))
+
+
 class ChangesParameter(Sound):
     def __init__(self, gamma: int = 4) -> None:
         super().__init__(gamma + 1)
@@ -186,6 +191,7 @@ class TrustsTheDecoder(Sound):
     ("broken", "message"),
     [
         (RenamesParameter(), "does not store its parameter 'length'"),
+        (RenamesItsSecond(), "does not store its parameter 'length'"),
         (ChangesParameter(), "stores its parameter 'gamma' changed"),
         (NoDefault(3), "no default for its parameter 'gamma'"),
         (ReadsUndeclared(), "reads the signal 'entropy' without declaring it"),

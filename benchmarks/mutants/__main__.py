@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -38,6 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".mutants"
 FIRST_S, THEN_S = 10.0, 30.0
 """Seconds, as measured, of the tests and then of the test files that a mutant is run against."""
+
+AREAS = ("policies", "traces", "simulator/serving", "simulator")
+"""Folders that are counted apart; of two that hold a file, the first."""
 
 PASSED = (0, 5)
 """pytest's exit codes: all passed, and none was left to run."""
@@ -142,7 +144,7 @@ def tried(mutant: Mutant, reach: Reach, tree: Path, deadline: float) -> Row | No
         if not compiles(after):
             return {**row, "outcome": "invalid", "seconds": 0.0}
         for some in filter(None, (first, then)):
-            limit = 20 + 5 * reach.cost(some)
+            limit = 10 + 3 * reach.cost(some)
             left = deadline - time.monotonic()
             if left < 5:
                 return None
@@ -190,6 +192,11 @@ def copied_tree() -> Iterator[Path]:
         yield tree
 
 
+def area_of(path: str) -> str:
+    """That of `AREAS` which a file of the scope lies in."""
+    return next(area for area in AREAS if path.startswith(f"{area}/"))
+
+
 def say(path: str, line: int, row: Row) -> str:
     return f"{path}:{line} {' '.join(row['change'])}"
 
@@ -206,12 +213,17 @@ def report(rows: list[Row], asked: int) -> int:
     """Print how many were noticed, and each that was not."""
     made = [row for row in rows if row["outcome"] != "invalid"]  # the others are no programs
     rows, asked = made, asked - len(rows) + len(made)
-    by_file = Counter(row["path"] for row in rows)
     alive = [row for row in rows if row["outcome"] in ("survived", "unreached")]
-    for path, count in sorted(by_file.items()):
-        lost = sum(row["path"] == path for row in alive)
-        print(f"{path}: {count - lost} of {count}")
     unexplained = [row for row in alive if not reason(row)]
+    for area in AREAS:
+        run, lost, unknown = (
+            [row["path"] for row in some if area_of(row["path"]) == area]
+            for some in (rows, alive, unexplained)
+        )
+        same = len(lost) - len(unknown)
+        said = f"{len(set(run))} files, {len(run)} mutants, {same} the same program"
+        if run:
+            print(f"{area}: {said}, {len(run) - len(lost)} of {len(run) - same} noticed")
     same = len(alive) - len(unexplained)
     for row in alive:
         print(f"{row['outcome']}: {say(row['path'], row['line'], row)}  {reason(row)}")

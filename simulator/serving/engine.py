@@ -255,7 +255,7 @@ def _draw(
         timeline.round(slot.index, start, cost.total_s, outcome, lost)
     for slot, tokens in plan.chunks:
         if not slot.prefilled:
-            since = slot.last_s if slot.preemptions and slot.last_s >= 0 else slot.arrival_s
+            since = max(slot.arrival_s, slot.last_s)
             label = "pre-empted" if slot.preemptions else "waiting"
             if start > since:
                 timeline.request(slot.index, since, start - since, label)

@@ -48,7 +48,7 @@ class Ledger:
         self._work: Ints = np.zeros((ROWS + 2, 1024), np.int64)
         self._at = self._end = 0
 
-    def add(self, sequence: ReplayedSequence, prompt_tokens: int, after: int = 0) -> int:
+    def add(self, sequence: ReplayedSequence, prompt_tokens: int, after: int) -> int:
         """Enter the rounds still to come of a request, the first `after` so many iterations.
 
         Returns the iteration that ends it.

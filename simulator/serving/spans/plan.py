@@ -80,7 +80,7 @@ class Plan:
 
     def _summed(self, changes: list[tuple[int, int]]) -> Ints:
         at, change = np.array(changes).T
-        summed: Ints = np.cumsum(np.bincount(at, change, self.length + 1)).astype(np.int64)
+        summed: Ints = np.cumsum(np.bincount(at, change, self.length)).astype(np.int64)
         return summed[: self.length]
 
 
