@@ -89,6 +89,7 @@ def test_a_statement_is_found_by_any_of_its_lines() -> None:
     assert statement(TEXT, 3) == range(3, 4)
     assert statement(TEXT, 10) == range(9, 11), "the head of a compound one"
     assert statement(TEXT, 11) == range(11, 12)
+    assert statement(TEXT, 7) == statement(TEXT, 8) == range(9, 13), "a function's head is its own"
 
 
 def test_a_larger_sample_holds_the_smaller_and_the_seed_decides() -> None:

@@ -16,6 +16,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.sequence import EngineState, ServedSequence
 from tests.random_traces import recordings
 from tests.test_policies_checks import VARIANTS
+from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay import lanes
@@ -124,6 +125,31 @@ class Noting(DraftPolicy):
 
     def keep_drafting(self, draft: Any) -> bool:
         return len(draft) < 3
+
+
+class Wavering(DraftPolicy):
+    """Ends every draft at two tokens, and would go on if it was asked again."""
+
+    def __init__(self, reads: tuple[str, ...]) -> None:
+        vars(self)["reads"] = reads
+
+    def begin_round(self, load: Load) -> None:
+        self.ended = False
+
+    def keep_drafting(self, draft: Any) -> bool:
+        ended, self.ended = self.ended, len(draft) == 2
+        return len(draft) < (5 if ended else 2)
+
+
+@pytest.mark.parametrize("reads", [(), ("prob",)])
+def test_a_draft_that_has_ended_is_asked_about_no_more(reads: tuple[str, ...]) -> None:
+    trace = synthetic_trace(0.9, requests=3, tokens=30, max_gamma=8, concentration=4.0, seed=2)
+    for i, request in enumerate(trace.requests):
+        job = Job(0.0, i, request.prompt_length, request.tokens)
+        sequence = ServedSequence(trace, job, UNRESERVED, EngineState())
+        rounds = outcome(sequence.rounds, Wavering(reads))
+        assert rounds == outcome(speculate, ReplayDecoder(trace, i, 1), Wavering(reads))
+        assert max(drafted for _, drafted, *_ in rounds) == 2
 
 
 @pytest.mark.invariant(9)

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CMASD, DraftPolicy, Fixed, HFHeuristic, parse_policy
+from policies.estimators import LogisticAcceptance
 from policies.lanes.base import plan_of
 from policies.lengths.basic import Oracle
 from policies.lengths.draft_and_verify import DraftAndVerify
 from policies.lengths.entropy import AdaEDL
 from policies.lengths.gammatune import GammaTune
 from policies.lengths.rate_optimal import RateOptimal
-from policies.lengths.specdec_pp import Disco
+from policies.lengths.specdec_pp import Disco, SpecDecPP
 from policies.registry import POLICIES
 from policies.rules.registry import RULES, parse_rule
 from simulator.whatif.rate import InBatch
@@ -43,6 +44,8 @@ LOOPED = (
     "rate-optimal:recalibrate=0.1",
 )  # fmt: skip
 """Texts that no plan is told of."""
+STEEP = LogisticAcceptance(("prob",), (2.0, -1.0), 2.0)
+"""From about 0.98 at the first token to 0.5 at the fourth."""
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 
 
@@ -105,6 +108,17 @@ def test_built_in_policies(name: str) -> None:
     for trace in (recorded(), tilt_to(recorded(), 0.8), iid_like(recorded(), 0.3)):
         policy = parsed(name, trace)
         alike(one(trace, policy), replay(trace, policy, name="it"))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        RateOptimal(estimator=STEEP), RateOptimal(following=STEEP), SpecDecPP(estimator=STEEP),
+        SpecDecPP(estimator=STEEP, lag=False), Disco(estimator=STEEP),
+    ],
+)  # fmt: skip
+def test_estimates_may_fall_along_the_draft(policy: DraftPolicy) -> None:
+    alike(one(recorded(), policy), replay(recorded(), policy, name="it"))
 
 
 def test_what_is_laned_asks_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,10 @@ def test_sampled_rounds_are_coherent(temperature: float) -> None:
         assert score["draft_rank"] == 0 or score["draft_logit"] < score["top1"]
         assert (score["draft_rank"] == 0) == (token["token_id"] == score["token"])
         assert score["logsumexp"] > score["top1"] > score["top2"]
-        assert token["prob_margin"] <= 1
+        assert 0 <= token["prob_margin"] <= token["top_prob"] <= token["top10_prob"] <= 1
+        assert token["prob"] <= token["top_prob"]
+        assert token["logit_margin"] >= 0
         if temperature == 0:
+            assert token["prob"] == token["top_prob"]
             assert score["match"] == (score["draft_rank"] == 0)
             assert token["prob"] >= token["prob_margin"]

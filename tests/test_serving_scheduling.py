@@ -15,9 +15,12 @@ from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy, policy_names
 from policies.rules.base import VerifyRule
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate
+from simulator.serving.arrivals import Job
 from simulator.serving.cost.policy_cost import TableCost
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.scheduler import Continuous
+from simulator.serving.sequence import EngineState, ServedSequence, Slot
+from simulator.serving.speculation import StopAtMean
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
@@ -119,6 +122,24 @@ def test_single_stream_policies_may_read_the_batch():
     run = simulate(SMALL, CONSTANT, KeepDraftingBelow(4), crowd)
     total = simulate(SMALL, CONSTANT, Fixed(4), crowd)
     assert 0 < run.recorder.drafted < total.recorder.drafted
+
+
+def test_who_has_no_room_left_has_no_vote():
+    class Near(DraftPolicy):
+        """Drafts at short contexts alone."""
+
+        def begin_round(self, load):
+            self.near = load.context < 40
+
+        def keep_drafting(self, draft):
+            return self.near and len(draft) < 3
+
+    engine, slots, speculation = EngineState(), [], StopAtMean(Near())
+    for i, (prompt, output) in enumerate([(10, 2), (50, 20)]):  # the first has a token to go
+        job = Job(0.0, i, prompt, output)
+        slots.append(Slot(i, job, 0.0, ServedSequence(SMALL, job, 4, engine)))
+        speculation.join(slots[i])
+    assert [outcome.drafted for outcome in speculation.step(slots)] == [0, 0]
 
 
 def test_policy_prototypes_stay_untouched():

@@ -130,17 +130,24 @@ def binary_operators(text: str) -> list[Span]:
 
 
 def statement(text: str, line: int) -> range:
-    """Lines of the innermost statement at `line`; of a compound one, its head."""
+    """Lines of the innermost statement at `line`; of a compound one, its head.
+
+    What stands in the head of a function, a default or a decorator, is the body's.
+    """
     best = range(line, line + 1)
     least = float("inf")
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            body = getattr(node, "body", None)
-            end = body[0].lineno if body else (node.end_lineno or node.lineno) + 1
-            lines = range(node.lineno, max(end, node.lineno + 1))
-            if line in lines and len(lines) < least:
-                best, least = lines, len(lines)
+        if isinstance(node, ast.stmt):
+            first, last, body = _first_line(node), span_of(node)[1][0], getattr(node, "body", None)
+            head = range(first, max(_first_line(body[0]) if body else last + 1, first + 1))
+            if line in head and len(head) < least:
+                own = isinstance(node, ast.FunctionDef)
+                best, least = range(head.stop, last + 1) if own else head, len(head)
     return best
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(mark.lineno for mark in getattr(node, "decorator_list", ()))])
 
 
 def span_of(node: ast.AST) -> Span:

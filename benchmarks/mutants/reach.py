@@ -89,7 +89,7 @@ class Reach:
         text = (self.root / path).read_text(encoding="utf-8")
         ran = self.lines.get(path, {})
         names = {name for at in statement(text, line) for name in ran.get(at, ())}
-        if not any(line in body for body in functions(text)):
+        if not names and not any(line in body for body in functions(text)):
             bodies = {at for body in functions(text) for at in body}
             names |= {name for at in bodies & ran.keys() for name in ran[at]}
         return sorted(names, key=lambda name: (self.cost([name]), name))

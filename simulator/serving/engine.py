@@ -208,7 +208,7 @@ class Engine(Replica):
         slot, now = chunk.slot, self.env.now
         slot.prefilled += chunk.tokens
         slot.prefill_left -= chunk.tokens
-        if slot.prefill_left or slot.first_s >= 0:
+        if slot.prefill_left or slot.tokens:
             return
         slot.first_s = slot.last_s = now
         slot.tokens = 1
