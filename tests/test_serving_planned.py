@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policies.batch.tables import BatchTable, DisableByBatchSize
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Scenario, Timeline, simulate
 from simulator.serving.spans import PlannedEngine, SpanEngine
-from tests.serving import GRID
+from tests.serving import GRID, arrival_file
 from tests.spans import LENGTHS, PLAIN, SCENARIOS, SIGNALLED, TABLES, assert_same, ran
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import TailError
@@ -49,6 +49,15 @@ def test_drafts_are_as_many_as_requests_of_the_iteration_that_makes_them_ask_for
     assert drafted[0] == [0] * 4
     # The fifth round's were made, or not, as the other request left.
     assert drafted[1][:6] == [0] * 5 + [3]
+
+
+def test_no_draft_crosses_the_seam_of_a_recording_that_ended_before_its_limit(tmp_path):
+    ended = [replace(r, ended="eos", max_new_tokens=r.tokens + 20) for r in PLAIN.requests]
+    lines = [f"{second},20,90" for second in range(6)]
+    file = arrival_file(tmp_path / "long.csv", *lines)
+    trace = replace(PLAIN, requests=ended)
+    engine = assert_same(trace, GRID, BatchTable([[1, 9, 5]]), Scenario(ArrivalFile(file)))
+    assert isinstance(engine, PlannedEngine)
 
 
 def test_a_length_past_the_recorded_tail_is_refused_alike():

@@ -129,16 +129,17 @@ def test_who_has_no_room_left_has_no_vote():
         """Drafts at short contexts alone."""
 
         def begin_round(self, load):
-            self.near = load.context < 40
+            self.near = load.context < 60
 
         def keep_drafting(self, draft):
             return self.near and len(draft) < 3
 
     engine, slots, speculation = EngineState(), [], StopAtMean(Near())
-    for i, (prompt, output) in enumerate([(10, 2), (50, 20)]):  # the first has a token to go
-        job = Job(0.0, i, prompt, output)
+    for i, prompt in enumerate([10, 100]):
+        job = Job(0.0, i, prompt, 40)
         slots.append(Slot(i, job, 0.0, ServedSequence(SMALL, job, 4, engine)))
         speculation.join(slots[i])
+    slots[0].decoder.commit(37)  # a token to go, none of which can be drafted
     assert [outcome.drafted for outcome in speculation.step(slots)] == [0, 0]
 
 

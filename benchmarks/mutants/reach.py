@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ class Reach:
             left = deadline - time.monotonic()
             if left < 5:
                 return False
-            found = self.folder / "found.json"
+            found = self.folder / f"found-{os.getpid()}.json"
             found.unlink(missing_ok=True)
             try:
                 subprocess.run(
@@ -94,18 +95,20 @@ class Reach:
             names |= {name for at in bodies & ran.keys() for name in ran[at]}
         return sorted(names, key=lambda name: (self.cost([name]), name))
 
-    def files_of(self, tests: Iterable[str]) -> list[str]:
-        """Their files, the quickest first: fixtures and caches are the first test's alone."""
-        files = {file_of(name) for name in tests}
-        return sorted(files, key=lambda file: (self.cost([file]), file))
+    def files_of(self, tests: Iterable[str], path: str) -> list[str]:
+        """Their files, those named like `path` first, then the quickest.
+
+        Whole files, for fixtures and caches are the first test's alone.
+        """
+        files, words = {file_of(name) for name in tests}, named(path)
+        return sorted(files, key=lambda f: (-len(words & named(f)), self.cost([f]), f))
 
     def within(self, tests: list[str], budget_s: float) -> list[str]:
-        """The first of `tests` that take no more than `budget_s` together; one at least."""
+        """`tests` in turn, as far as they take no more than `budget_s` together; one at least."""
         chosen = tests[:1]
         for name in tests[1:]:
-            if self.cost([*chosen, name]) > budget_s:
-                break
-            chosen.append(name)
+            if self.cost([*chosen, name]) <= budget_s:
+                chosen.append(name)
         return chosen
 
     def cost(self, tests: Iterable[str]) -> float:
@@ -133,6 +136,11 @@ class Reach:
 
 def file_of(test: str) -> str:
     return test.partition("::")[0]
+
+
+def named(path: str) -> set[str]:
+    """The words of a path."""
+    return set(re.findall("[a-z]+", path))
 
 
 def environment(root: Path) -> dict[str, str]:
