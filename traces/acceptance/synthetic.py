@@ -18,6 +18,8 @@ Floats = npt.NDArray[np.float64]
 VOCABULARY = 32000
 """Tokens that the synthetic draft distribution spreads over."""
 EOS = 1
+ORDINARY = EOS + 1
+"""The first id of the tokens that end nothing."""
 
 
 class MatchProcess(Protocol):
@@ -173,10 +175,11 @@ def synthetic_trace(
     prob = _beta(chance, concentration, rng)
     match = (rng.random(len(chance)) < prob).astype(np.int8)
     last = np.cumsum(lengths) - 1
-    token = rng.integers(2, VOCABULARY, len(chance))
+    token = rng.integers(ORDINARY, VOCABULARY, len(chance))
     token[last[[r.ended == "eos" for r in table]]] = EOS
     # A wrong draft is any other token, and never EOS.
-    wrong = 2 + (token - 2 + rng.integers(1, VOCABULARY - 2, len(chance))) % (VOCABULARY - 2)
+    others = VOCABULARY - ORDINARY
+    wrong = ORDINARY + (token - ORDINARY + rng.integers(1, others, len(chance))) % others
     repeats = np.where(match == MISMATCH, max_gamma, 1)
     rows = np.repeat(np.arange(len(chance)), repeats)
     offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -184,7 +187,7 @@ def synthetic_trace(
     prob = prob[rows]
     prob[tail] = _beta(chance[rows[tail]], concentration, rng)
     drafted = np.where(match == MATCH, token, wrong)[rows]
-    drafted[tail] = rng.integers(2, VOCABULARY, int(tail.sum()))
+    drafted[tail] = rng.integers(ORDINARY, VOCABULARY, int(tail.sum()))
     columns = {name: values[rows] for name, values in columns.items()} | {
         "offset": offset,
         "match": np.where(tail, UNKNOWN, match[rows]),
