@@ -141,9 +141,11 @@ class Wavering(DraftPolicy):
         return len(draft) < (5 if ended else 2)
 
 
-@pytest.mark.parametrize("reads", [(), ("prob",)])
-def test_a_draft_that_has_ended_is_asked_about_no_more(reads: tuple[str, ...]) -> None:
-    trace = synthetic_trace(0.9, requests=3, tokens=30, max_gamma=8, concentration=4.0, seed=2)
+@pytest.mark.parametrize(("concentration", "reads"), [(None, ()), (4.0, ("prob",))])
+def test_a_draft_that_has_ended_is_asked_about_no_more(
+    concentration: float | None, reads: tuple[str, ...]
+) -> None:
+    trace = synthetic_trace(0.9, requests=3, tokens=30, concentration=concentration, seed=2)
     for i, request in enumerate(trace.requests):
         job = Job(0.0, i, request.prompt_length, request.tokens)
         sequence = ServedSequence(trace, job, UNRESERVED, EngineState())

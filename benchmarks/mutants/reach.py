@@ -49,7 +49,6 @@ class Reach:
             if left < 5:
                 return False
             found = self.folder / f"found-{os.getpid()}.json"
-            found.unlink(missing_ok=True)
             try:
                 subprocess.run(
                     [sys.executable, "-m", "pytest", *PYTEST, "--lines", str(found), test],
@@ -60,6 +59,7 @@ class Reach:
                 if left < limit_s:
                     return False
             said = json.loads(found.read_text()) if found.exists() else {}
+            found.unlink(missing_ok=True)
             sources = [test, *said.get("lines", {})]
             said["shas"] = {path: sha(self.root / path) for path in sources}
             self._file(test).write_text(json.dumps(said))
