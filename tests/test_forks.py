@@ -137,7 +137,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("args", ANSWERS.values(), ids=ANSWERS)
-@pytest.mark.invariant
+@pytest.mark.invariant(6)
 @pytest.mark.usefixtures("two_cores")
 def test_two_cores_give_the_same_answer(
     args: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
