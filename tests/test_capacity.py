@@ -27,7 +27,6 @@ from simulator.serving import (
     Scenario,
     read_results,
 )
-from tests.conftest import Run
 from tests.serving import arrival_file, bernoulli
 from tests.spans import same
 from tests.test_serving_parts import Failing
@@ -255,53 +254,3 @@ def test_the_figure_shows_the_fewest_replicas_at_every_rate() -> None:
             assert round(drawn) == np.searchsorted(steps, rate) + 1
     with pytest.raises(DraftsimError, match="no row has a curve"):
         plots.plot_replicas([{**row, "curve": []} for row in rows])
-
-
-# --- the command --------------------------------------------------------------------------
-
-
-def test_the_command_answers_in_words_and_rows(
-    synthetic_run: Path, run: Run, tmp_path: Path
-) -> None:
-    command = [
-        "capacity", "--trace", synthetic_run, "--rate", 12, "--slo", "ttft=0.5,tpot=0.05",
-        "--policy", "fixed:gamma=3", "--max-batch", 4, "--replications", 2, "--jobs", 1,
-        "--assume-batch-free", "--price", 3, "--requests", 100,
-    ]  # fmt: skip
-    rows = run(*command, "--json", "-", "--plots", tmp_path).rows
-    assert [r["policy"] for r in rows] == ["autoregressive", "fixed:gamma=3"]
-    assert (tmp_path / "replicas.png").read_bytes().startswith(b"\x89PNG")
-    for row in rows:
-        assert row["share"] == 0.95
-        assert row["cost_per_hour"] == pytest.approx(3 * row["replicas"])
-    out = tmp_path / "plan.csv"
-    ran = run(*command, "--out", out)
-    assert f"takes {rows[1]['replicas']} replica" in ran.err
-    assert "saves below" in ran.out
-    assert out.exists()
-    assert not (tmp_path / "plan.csv.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--slo", "ttft=0.5"), "give --rate or --arrivals"),
-        (("--slo", "ttft=0.5", "--rate", 0), "rate is 0"),
-        (("--slo", "latency=1", "--rate", 1), "'latency=1' is none of ttft=S, tpot=S, p=SHARE"),
-        (("--slo", "ttft=soon", "--rate", 1), "ttft is 'soon', expected a number"),
-        (("--slo", "p=0.9", "--rate", 1), "bound nothing"),
-        (("--slo", "ttft=1,ttft=2", "--rate", 1), "stands there twice"),
-        (("--slo", "ttft=1,p=1.5", "--rate", 1), "share is 1.5"),
-        (("--slo", "ttft=-1", "--rate", 1), "ttft_s is -1"),
-        (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
-        (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
-        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "at least 1 replica"),
-    ],
-)
-def test_bad_questions_are_one_line(
-    synthetic_run: Path, run: Run, arguments: tuple[Any, ...], message: str
-) -> None:
-    ran = run("capacity", "--trace", synthetic_run, "--assume-batch-free", *arguments)
-    assert ran.code == 2
-    assert message in ran.err
-    assert ran.err.count("\n") == 1
