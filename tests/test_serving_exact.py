@@ -19,7 +19,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
 from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
-from simulator.serving.outcome.metrics import Series
+from simulator.serving.outcome.statistics import Series
 from simulator.serving.sequence import EngineState, ServedSequence
 from tests.serving import GRID, arrival_file, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace

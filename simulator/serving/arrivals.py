@@ -26,6 +26,8 @@ from traces.errors import DraftsimError, FileError
 FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 LONGEST = 10_000_000
 """Tokens of a prompt or an output that a file may ask for; more is taken for a mistake."""
+AT_ONCE = 4096
+"""Rows of a file that are given sequences together."""
 
 
 class Job(NamedTuple):
@@ -200,22 +202,24 @@ class ArrivalFile(Arrivals):
         if not trace.requests:
             raise DraftsimError("the trace holds no request to replay: record one")
         _, prompts, outputs = self.rows
-        recorded = np.array([r.tokens for r in trace.requests], dtype=float)
-        order = np.argsort(recorded, kind="stable")
-        ranked = np.log(recorded[order])
-        window = min(self.nearest, len(order))
-        asked = np.log(outputs.astype(float))
-        # The nearest in log length are consecutive in rank: grow the window to either side.
+        recorded = np.log([r.tokens for r in trace.requests])
+        order = recorded.argsort(kind="stable")
+        ranked = recorded[order]
+        window, asked = min(self.nearest, len(order)), np.log(outputs.astype(float))
         pick = rng.integers(window, size=len(asked))
-        for i, (arrival_s, prompt, output) in enumerate(
-            zip(self.times(rng), prompts.tolist(), outputs.tolist(), strict=True)
-        ):
-            if requests is not None and i >= requests:
-                return
-            at = int(np.searchsorted(ranked, asked[i]))
-            low = max(at - window, 0)
-            near = np.argsort(np.abs(ranked[low : at + window] - asked[i]), kind="stable")
-            yield Job(arrival_s, int(order[low + near[pick[i]]]), prompt, output)
+        count = len(asked) if requests is None else min(requests, len(asked))
+        rows = zip(self.times(rng), prompts.tolist(), outputs.tolist(), strict=True)
+        for first in range(0, count, AT_ONCE):
+            own = asked[first : min(first + AT_ONCE, count), None]
+            # The nearest in log length are consecutive in rank: as many to either side.
+            at = ranked.searchsorted(own)
+            ranks = np.maximum(at - window, 0) + np.arange(2 * window)
+            last = np.minimum(at + window, len(ranked)) - 1
+            away = np.where(ranks <= last, np.abs(ranked[np.minimum(ranks, last)] - own), np.inf)
+            near = np.take_along_axis(ranks, away.argsort(axis=1, kind="stable"), axis=1)
+            chosen = order[near[np.arange(len(own)), pick[first : first + len(own)]]]
+            for sequence, (arrival_s, prompt, output) in zip(chosen.tolist(), rows, strict=False):
+                yield Job(arrival_s, sequence, prompt, output)
 
     @property
     def rate(self) -> float | None:

@@ -15,6 +15,7 @@ from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
+from simulator.serving.compiled.when import compiles
 from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.engine import Engine
@@ -73,7 +74,7 @@ class Station:
     by_iteration:
         Whether every iteration has an event of its own even where spans would do.
     advance, audit:
-        Called with 1 whenever a request leaves, and with every engine when a run ends.
+        Called with the number of requests that have left, and with every engine when a run ends.
 
     Raises
     ------
@@ -142,7 +143,7 @@ class Station:
         engines = [
             self._engine(
                 env, source, Recorder(self.skip, self.expected, replica=number),
-                timeline if number == 0 else None,
+                timeline if number == 0 else None, marks,
             )
             for number in replicas
         ]  # fmt: skip
@@ -186,8 +187,9 @@ class Station:
         )  # fmt: skip
 
     def _engine(
-        self, env: Clock, source: Source, recorder: Recorder, timeline: Timeline | None
-    ) -> Replica:
+        self, env: Clock, source: Source, recorder: Recorder, timeline: Timeline | None,
+        marks: Mapping[int, float],
+    ) -> Replica:  # fmt: skip
         trace, latency, scenario, policy = self.trace, self.latency, self.scenario, self.policy
         if isinstance(policy, DraftPolicy) and scenario.mode in OVERLAPPED:
             return OVERLAPPED[scenario.mode](
@@ -215,8 +217,14 @@ class Station:
             planned = PlannedLoopEngine if clockless else PlannedEngine
             return planned(*parts, policy=policy, replays=replays)
         if type(speculation) is PerRequest and clock_free(policy, rule):
+            replayed = replays_of(trace, policy, rule, self.lookahead)
+            if self.audit is None and compiles(scenario, latency, self.expected):
+                # Loads the compiler.
+                from simulator.serving.compiled.engine import CompiledEngine
+
+                return CompiledEngine(*parts, replays=replayed, marks=marks)
             spans = LoopEngine if clockless else SpanEngine
-            return spans(*parts, replays=replays_of(trace, policy, rule, self.lookahead))
+            return spans(*parts, replays=replayed)
         return Engine(*parts)
 
     def _unpriced(self, engines: Sequence[Replica]) -> list[str]:

@@ -175,6 +175,13 @@ class IterationCost:
         """What a server puts around a request that ends with `batch` running, itself among them."""
         return self._hosts.around_request_s(batch)
 
+    def hosts_at(self, batch: int) -> tuple[float, ...]:
+        """The host's seconds (`Host`), and a server's around an iteration and a request."""
+        hosts = self._hosts
+        return (
+            *hosts.at(batch), hosts.around_iteration_s(batch), hosts.around_request_s(batch)
+        )  # fmt: skip
+
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""

@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from simulator.serving.outcome.metrics import (
-    REQUEST_COLUMNS,
-    Histogram,
-    Recorder,
-    Series,
-    Window,
-)
+from simulator.serving.outcome.metrics import REQUEST_COLUMNS, Recorder, Window
 from simulator.serving.outcome.report import Run
+from simulator.serving.outcome.statistics import Histogram, Series
 
 COUNTS = (
     "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",

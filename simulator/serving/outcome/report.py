@@ -11,7 +11,8 @@ import pandas as pd
 
 from simulator.serving.cost.reader import Coverage
 from simulator.serving.outcome.merge import joined_coverage, merged_rows, t_interval
-from simulator.serving.outcome.metrics import Recorder, summary
+from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.statistics import summary
 from simulator.serving.scenario import Scenario
 
 

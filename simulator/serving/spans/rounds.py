@@ -66,6 +66,8 @@ class Rounds:
 
     Attributes
     ----------
+    rounds:
+        As given.
     added:
         (ROWS, rounds) int64, what each round adds to its iteration.
     reached:
@@ -77,7 +79,7 @@ class Rounds:
     """
 
     def __init__(self, rounds: Ints, begin: int = 1) -> None:
-        self._rounds = rounds
+        self.rounds = rounds
         position, drafted, accepted, emitted, forwards, catch_up = rounds
         drafting = forwards > 0
         self.added: Ints = np.array([
@@ -113,7 +115,7 @@ class Rounds:
 
     def round(self, index: int) -> Round:
         """One of them."""
-        return Round(*self._rounds[:, index].tolist())
+        return Round(*self.rounds[:, index].tolist())
 
 
 class RoundTable(Rounds):
@@ -146,7 +148,7 @@ class RoundTable(Rounds):
             # reads this one has to be told as well.
             self._refusal = error
             raise
-        super().__init__(np.concatenate([self._rounds, np.array(new, np.int64).T], axis=1))
+        super().__init__(np.concatenate([self.rounds, np.array(new, np.int64).T], axis=1))
 
 
 class Replays:

@@ -1,0 +1,26 @@
+"""numba's compiler where it is installed; else functions stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def installed() -> bool:
+    """Whether numba is, without importing it."""
+    return find_spec("numba") is not None
+
+
+def jit(function: Function) -> Function:
+    """Compile `function` when it is first called; the machine code is kept on disk."""
+    if not installed():
+        return function
+    import numba
+
+    try:
+        return cast("Function", numba.njit(cache=True, error_model="numpy")(function))
+    except RuntimeError:  # neither beside the file nor in the user's cache can anything be written
+        return cast("Function", numba.njit(error_model="numpy")(function))
