@@ -91,7 +91,8 @@ def both(
     pd.testing.assert_frame_equal(run.requests, reference.requests, rtol=1e-9)
     same_series(run, reference)
     same([list(c) for c in run.coverage], [list(c) for c in reference.coverage], "coverage")
-    assert run.recorder.carried == reference.recorder.carried
+    for name in ("carried", "iterations", "peak_batch", "tokens", "drafted", "draft_forwards"):
+        assert getattr(run.recorder, name) == getattr(reference.recorder, name), name
     return run, reference
 
 

@@ -187,7 +187,7 @@ def copied_tree() -> Iterator[Path]:
         # By hash: a change within the second that leaves the size alone would else be missed.
         compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
         subprocess.run([*compiled, str(tree)], check=False, capture_output=True)
-        os.environ["PYTHONPATH"] = environment(tree)["PYTHONPATH"]
+        os.environ.update(environment(tree))
         here = {"", str(ROOT)}
         sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in here)]
         yield tree

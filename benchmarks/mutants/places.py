@@ -17,6 +17,7 @@ SCOPE = (
     "simulator/serving/scheduler.py", "simulator/serving/engine.py",
     "simulator/serving/speculation.py", "simulator/serving/sequence.py",
     "simulator/serving/kv.py", "simulator/serving/cost/*.py", "simulator/serving/spans/*.py",
+    "simulator/serving/compiled/*.py",
 )  # fmt: skip
 """Patterns of the files that are changed."""
 

@@ -144,10 +144,13 @@ def named(path: str) -> set[str]:
 
 
 def environment(root: Path) -> dict[str, str]:
-    """The environment in which the packages are those under `root`."""
+    """The environment in which the packages are those under `root`, and nothing is compiled.
+
+    Coverage does not see into machine code, and a mutant is not worth compiling.
+    """
     others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [str(root), *(p for p in others if p and Path(p) != Path.cwd())]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "NUMBA_DISABLE_JIT": "1"}
 
 
 def sha(path: Path) -> str:

@@ -56,8 +56,8 @@ class CompiledEngine(Engine):
     def run(self) -> Events:
         """All of it at once, and then the time that it took."""
         jobs = list(iter(self.source.take, None))
-        ended_s = self._serve(jobs) if jobs else 0.0
-        yield self.env.at(max([ended_s, *self._marks.values()]))
+        ended_s = [self._serve(jobs)] if jobs else []
+        yield self.env.at(max([*ended_s, *self._marks.values()]))
 
     def _serve(self, jobs: list[Job]) -> float:
         recorder, scheduler = self.recorder, self.scheduler

@@ -129,7 +129,6 @@ def requests_of(scheduler: Scheduler, jobs: Sequence[Job], skip: int) -> Records
     requests[names] = np.array(jobs, REQUEST[names])
     requests.counted = requests.number >= skip
     requests.prefill_left = requests.context = requests.prompt
-    requests.first_s = requests.last_s = -1.0
     requests.admissible = [
         scheduler.admissible(job.prompt_tokens, job.output_tokens) for job in jobs
     ]
