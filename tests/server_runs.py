@@ -18,7 +18,7 @@ from commands.engine.check import arms
 from commands.engine.http import compare_served
 from commands.engine.loads import named_loads
 from profiler.engines.start import EngineOptions
-from tests.engine_runs import BATCH, LONGEST, TRACE, miniature
+from tests.engine_runs import BATCH, LONGEST, MODEL, TRACE, miniature
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
@@ -55,9 +55,7 @@ def made_up(folder: Path) -> LatencyTable:
 
 def main(folder: Path) -> list[dict[str, Any]]:
     model = with_words(miniature(folder / "miniature"))
-    options = EngineOptions(
-        str(model), longest=LONGEST, max_batch=BATCH, max_model_len=256, dtype="float32"
-    )
+    options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **MODEL)
     chosen = arms(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     return compare_served(options, made_up(model), TRACE, chosen, loads, 8, 1, 0, folder)
