@@ -36,7 +36,9 @@ from traces import synthetic_trace, write_latency
 from traces.sources.lookups.sources import PLD
 
 LONGEST, BATCH = 6, 4
-MODEL: dict[str, Any] = {"max_model_len": 256, "dtype": "float32", "more": {"num_gpu_blocks_override": 128}}
+MODEL: dict[str, Any] = {
+    "max_model_len": 256, "dtype": "float32", "more": {"num_gpu_blocks_override": 128},
+}  # fmt: skip
 """Options of an engine of the miniature: to fill two gigabytes of cache with zeros takes longer
 than all that is run."""
 TRACE = synthetic_trace(
