@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from traces.latency.nonnegative import non_negative
+
 Floats = npt.NDArray[np.float64]
 Origins = npt.NDArray[np.int8]
 
@@ -146,16 +148,12 @@ class Grid:
     @cached_property
     def fit(self) -> Floats:
         """Non-negative weights of `_features`, fitted to relative error."""
-        from scipy.optimize import nnls
-
         b, n, c, t = self._points
         features = _features(b, n, c)
         # At a common scale, a size that was never varied is left to the constant term.
         size = np.maximum(features.max(axis=0), 1e-300)
         scale = np.where(t > 0, t, 1.0)
-        weights, _ = nnls(features / size / scale[:, None], t / scale)
-        unscaled: Floats = weights / size
-        return unscaled
+        return non_negative(features / size / scale[:, None], t / scale) / size
 
 
 def _sides(

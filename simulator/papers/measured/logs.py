@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
+from traces.latency.nonnegative import non_negative
 
 Floats = npt.NDArray[np.float64]
 
@@ -124,11 +125,8 @@ def _design(steps: Floats, tokens: Floats) -> Floats:
 
 def _fit(turns: Turns, steps: Floats) -> Floats:
     """Seconds of a turn, of a step, and of a step per token in the cache; none negative."""
-    from scipy.optimize import nnls
-
     weight = 1 / turns.seconds[:, None]
-    found, _ = nnls(_design(steps, turns.tokens) * weight, np.ones(len(steps)))
-    return np.asarray(found)
+    return non_negative(_design(steps, turns.tokens) * weight, np.ones(len(steps)))
 
 
 def _seconds(fitted: Floats, steps: Floats, tokens: Floats) -> Floats:

@@ -80,8 +80,7 @@ class Stretch(NamedTuple):
 class Surface:
     """Lines read together; their stretches are made when first read.
 
-    `fit` gives the roofline, asked for only where a reading leaves the lines: few do, and
-    fitting loads an optimiser.
+    `fit` gives the roofline, asked for only where a reading leaves the lines: few do.
     """
 
     def __init__(self, lines: Sequence[Line], fit: Callable[[], Roofline]) -> None:
