@@ -153,7 +153,9 @@ class Grid:
         # At a common scale, a size that was never varied is left to the constant term.
         size = np.maximum(features.max(axis=0), 1e-300)
         scale = np.where(t > 0, t, 1.0)
-        return non_negative(features / size / scale[:, None], t / scale) / size
+        weights = non_negative(features / size / scale[:, None], t / scale)
+        unscaled: Floats = weights / size
+        return unscaled
 
 
 def _sides(
