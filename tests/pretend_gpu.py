@@ -55,14 +55,22 @@ class PretendedGPU:
         """Whether capturing a graph fails, as where a library allocates within it."""
         self.tape: list[Any] | None = None
         """Operations of the graph that is being captured."""
-        self.makes: list[bool | None] = []
-        """Whether the calls under way make tensors on the device; None: as their operands."""
+        self.makes: list[Any] = []
+        """Whether the calls under way make tensors on the device; None: as their operands.
+
+        What a call was given, where that tells: it is looked at where no operand does.
+        """
         self.moving = False
         """Whether a tensor is just moved, which says itself what it is."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on the device."""
         return _listed(tensor, self._here)
+
+    def places(self, tensors: Iterable[torch.Tensor]) -> list[bool]:
+        """Whether each lies on the device: asked for every operation, so without further calls."""
+        table, strided = self._here, torch.strided
+        return [t.layout == strided and t.untyped_storage()._cdata in table for t in tensors]
 
     def touched(self, branches: Iterable[Any]) -> bool:
         """Whether any tensor in nested lists, tuples and mappings lies on the device."""
@@ -78,6 +86,13 @@ class PretendedGPU:
                 return True
         return False
 
+    def makes_here(self, touched: bool) -> bool:
+        """Whether what an operation makes lies on the device; `touched`: one of its operands."""
+        makes = self.makes[-1] if self.makes else None
+        if touched:
+            return makes is not False
+        return self.touched(makes) if type(makes) is tuple else bool(makes)
+
     def mark(self, tensors: Any, pinned: bool = False) -> Any:
         """Say that all tensors lie on the device (or in pinned memory); returns them."""
         table = self._pinned if pinned else self._here
@@ -86,7 +101,8 @@ class PretendedGPU:
                 del table[key]
         for leaf in tensors_of(tensors):
             storage = leaf.untyped_storage()
-            table[storage._cdata] = StorageWeakRef(storage)
+            if storage._cdata not in table:  # a view's is
+                table[storage._cdata] = StorageWeakRef(storage)
         return tensors
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -118,12 +134,10 @@ def _listed(tensor: torch.Tensor, table: dict[int, StorageWeakRef]) -> bool:
     return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in table
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(*trees: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and mappings."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     found: list[torch.Tensor] = []
-    _gather((tree,), found)
+    _gather(trees, found)
     return found
 
 
@@ -134,7 +148,7 @@ def _gather(branches: Iterable[Any], found: list[torch.Tensor]) -> None:
             found.append(branch)
         elif isinstance(branch, (tuple, list)):  # a union takes twice as long
             _gather(branch, found)
-        elif isinstance(branch, dict):
+        elif isinstance(branch, dict) and branch:
             _gather(branch.values(), found)
 
 

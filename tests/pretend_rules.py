@@ -46,13 +46,27 @@ WHOLE = {ATEN.linear.default, ATEN.matmul.default}
 """Made of others, but of arithmetic alone: the rules need not see their parts."""
 
 
+class Kind:
+    """What the rules ask of an operation, at every call of it."""
+
+    def __init__(self, func: Any) -> None:
+        self.whole = func in WHOLE
+        """Whether it is known not to be made of others."""
+        self.copies = func is ATEN.copy_.default
+        self.waits = WAITING.get(func, "")
+        self.indexes = func in INDEXING
+        self.asks = bool(self.waits) or self.indexes
+        self.between = func in BETWEEN
+        self.scalars = torch.Tag.pointwise in func.tags or func in {*SCALARS, *INDEXING}
+
+
 class Rules(TorchDispatchMode):
     """Which operations are allowed, what they make the host wait for, and where results lie."""
 
     def __init__(self, gpu: PretendedGPU) -> None:
         super().__init__()
         self.gpu = gpu
-        self._whole: set[Any] = {*WHOLE}
+        self._kinds: dict[int, Kind] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,24 +75,26 @@ class Rules(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # By address: every operation lives as long as torch, and hashes itself in Python.
+        kind = self._kinds.get(id(func)) or self._kinds.setdefault(id(func), Kind(func))
         with torch._C.DisableTorchFunction():
-            if torch.is_inference_mode_enabled() and func not in self._whole:
+            if not kind.whole and torch.is_inference_mode_enabled():
                 # Where operations made of others arrive whole.
                 with self:
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-                self._whole.add(func)
+                kind.whole = True
             gpu = self.gpu
-            given = tensors_of((args, kwargs))
-            on = [gpu.has(t) for t in given]
-            if func is ATEN.copy_.default:
+            given = tensors_of(args, kwargs)
+            on = gpu.places(given)
+            here = True in on
+            if kind.copies:
                 self._copy(args[0], args[1], bool(args[2:] and args[2]))
-            elif any(on) and func not in BETWEEN:
-                self._check(func, args, given, on)
+            elif here and (kind.asks or False in on):
+                self._check(func, kind, args, given, on)
             out = func(*args, **kwargs)
-            made = gpu.makes[-1] if gpu.makes else None
-            if func is not ATEN.copy_.default and (any(on) if made is None else made):
+            if not kind.copies and gpu.makes_here(here):
                 gpu.mark(out)
             if gpu.tape is not None:
                 gpu.tape.append((func, args, kwargs, out))
@@ -94,11 +110,11 @@ class Rules(TorchDispatchMode):
             gpu.wait("copy from the host")
 
     def _check(
-        self, func: Any, args: Any, given: Sequence[torch.Tensor], on: Sequence[bool]
+        self, func: Any, kind: Kind, args: Any, given: Sequence[torch.Tensor], on: Sequence[bool]
     ) -> None:
-        if func in WAITING:
-            self.gpu.wait(WAITING[func])
-        if func in INDEXING:
+        if kind.waits:
+            self.gpu.wait(kind.waits)
+        if kind.indexes:
             indices = tensors_of(args[1])
             if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
                 self.gpu.wait("index by a mask")
@@ -106,11 +122,10 @@ class Rules(TorchDispatchMode):
                 self.gpu.wait("index from the host")
                 indexed = {id(i) for i in indices}
                 on = [here or id(t) in indexed for t, here in zip(given, on, strict=True)]
-        if all(on):
+        if kind.between or all(on):
             return
-        scalars = torch.Tag.pointwise in func.tags or func in {*SCALARS, *INDEXING}
         hosts = [t for t, here in zip(given, on, strict=True) if not here]
-        if not (scalars and all(t.dim() == 0 for t in hosts)):
+        if not (kind.scalars and all(t.dim() == 0 for t in hosts)):
             raise PretendedError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"cuda:0 and cpu! ({func})"
@@ -145,28 +160,34 @@ class Calls(TorchFunctionMode):
         # Every other call asks for a shape or type.
         if type(func) is MethodWrapperType and func.__name__ == "__get__":
             return func(*args)
-        gpu, kwargs = self.gpu, dict(kwargs or {})
-        if isinstance(kwargs.get("device"), str | int | torch.device):
-            here = _device(kwargs["device"]).type == "cuda"
-            if here:
-                kwargs["device"] = CPU
-        else:
-            here = gpu.touched((args, kwargs))
-        if func is torch.nn.functional.scaled_dot_product_attention and here:
-            self._attend(*args, **kwargs)
-        generator = kwargs.get("generator")
-        if generator is not None and (generator.device.type == "cuda") != here:
-            raise PretendedError(f"Expected a generator of the other device for {func}")
-        if func in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor) and here:
-            gpu.wait("tensor from the host")
+        gpu, kwargs = self.gpu, kwargs or {}
         # Without a device or operands a factory makes host tensors: left to the operands.
-        # Only what operands and device both leave open is decided here.
-        gpu.makes.append(here or None)
+        # Only what operands and device both leave open is decided by what the call is given.
+        makes: Any = (args, kwargs)
+        device = kwargs.get("device")
+        if isinstance(device, (str, int, torch.device)):
+            makes = _device(device).type == "cuda" or None
+            if makes:
+                kwargs = {**kwargs, "device": CPU}
+        here = False
+        if func in _WATCHED or "generator" in kwargs:
+            here = gpu.touched(makes) if type(makes) is tuple else bool(makes)
+            self._watch(func, here, args, kwargs)
+        gpu.makes.append(makes)
         try:
             out = func(*args, **kwargs)
         finally:
             gpu.makes.pop()
         return gpu.mark(out) if here and func in _FACTORIES else out
+
+    def _watch(self, func: Any, here: bool, args: Any, kwargs: Any) -> None:
+        generator = kwargs.get("generator")
+        if generator is not None and (generator.device.type == "cuda") != here:
+            raise PretendedError(f"Expected a generator of the other device for {func}")
+        if here and func in _FACTORIES:
+            self.gpu.wait("tensor from the host")
+        elif here and func is torch.nn.functional.scaled_dot_product_attention:
+            self._attend(*args, **kwargs)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -233,6 +254,7 @@ class Calls(TorchFunctionMode):
 
 
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_WATCHED = {*_FACTORIES, torch.nn.functional.scaled_dot_product_attention}
 
 
 def _device(value: Any) -> torch.device:
