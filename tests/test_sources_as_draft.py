@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from simulator.tune import tune_vllm
 from simulator.whatif import Prices, Sweep
 from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
-from tests.random_sources import random_outputs, random_recordings
 from tests.serving import GRID, arrival_file
 from tests.spans import ALONG, assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
@@ -240,25 +238,6 @@ def test_estimates_are_fitted_to_every_starts_own_draft(case: Any) -> None:
             expected += [(row, row - ends[at]) for row in own]
             at += min(right, 3) + 1
     assert [*zip(judged[drafted].tolist(), offset.tolist(), strict=True)] == expected
-
-
-def test_a_draft_is_right_as_long_as_its_own_output_goes_on_so() -> None:
-    """Behind its end another request's tokens stand, and none of them accept anything."""
-    for seed in range(20):
-        outputs = random_outputs(seed)
-        recordings = random_recordings(outputs, seed)
-        said = recordings.starts["medusa"].token
-        trace = drafted_trace(outputs, parse_source("medusa"), recordings)
-        bounds, true = outputs.request_starts.tolist(), outputs.columns["token"].tolist()
-        drafts, accepted = [], []
-        for begin, end in pairwise(bounds):
-            # The first token comes with the prompt: the draft of the second, if any, stands there.
-            for row in [min(begin + 1, end - 1), *range(begin + 1, end)]:
-                drafts.append(said[row, 0])
-                right = (a == b for a, b in zip(said[row], true[row:end], strict=False))
-                accepted.append(sum(takewhile(bool, right)))
-        assert trace.columns["accepted"][trace.on_path].tolist() == accepted
-        assert trace.columns["draft_token"][trace.on_path].tolist() == drafts
 
 
 def test_what_cannot_stand_for_a_draft_model_says_why(case: Any) -> None:
