@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from traces.sources.exits.early_exit import StandInExit
 from traces.sources.found import find_recordings
 from traces.sources.lookups import retrieval
 from traces.sources.registry import SYSTEMS
+from traces.sources.starts.as_draft import drafted_trace
 
 FIELDS = ("policy", "source", "drafter", "verify", "fidelity", "reads", "first")
 STOPS = (
@@ -190,3 +192,22 @@ def test_a_draft_that_leaves_the_recording_is_refused_where_it_does() -> None:
         replay_source(
             trace, EarlyExit(0.0, 0.0, 1.0), Fixed(9), recordings=random_recordings(trace, 3, 2)
         )
+
+
+def test_a_draft_is_right_as_long_as_its_own_output_goes_on_so() -> None:
+    """Behind its end another request's tokens stand, and none of them accept anything."""
+    for seed in range(20):
+        outputs = random_outputs(seed)
+        recordings = random_recordings(outputs, seed)
+        said = recordings.starts["medusa"].token
+        trace = drafted_trace(outputs, parse_source("medusa"), recordings)
+        bounds, true = outputs.request_starts.tolist(), outputs.columns["token"].tolist()
+        drafts, accepted = [], []
+        for begin, end in pairwise(bounds):
+            # The first token comes with the prompt: the draft of the second, if any, stands there.
+            for row in [min(begin + 1, end - 1), *range(begin + 1, end)]:
+                drafts.append(said[row, 0])
+                right = (a == b for a, b in zip(said[row], true[row:end], strict=False))
+                accepted.append(sum(takewhile(bool, right)))
+        assert trace.columns["accepted"][trace.on_path].tolist() == accepted
+        assert trace.columns["draft_token"][trace.on_path].tolist() == drafts

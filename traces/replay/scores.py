@@ -27,7 +27,7 @@ SCORE_COLUMNS: dict[str, str] = {
 
 
 class RecordedScore:
-    """A target score as it was recorded; a field that was not recorded is None."""
+    """A target score as it was recorded."""
 
     __slots__ = SCORES
 
@@ -52,15 +52,13 @@ class ScoreTape:
         self._kept: dict[frozenset[str], Rows[RecordedScore]] = {}
 
     def scores(self, needs: Collection[str]) -> Rows[RecordedScore]:
-        """The scores, one per row, that can be asked for those of `needs` alone."""
+        """The scores, one per row, that can be asked for those of `needs` alone, which it holds."""
         key = frozenset(needs)
         if (scores := self._kept.get(key)) is None:
             kind, names = guarded_scores(RecordedScore, key), [n for n in SCORES if n in key]
-            scores = self._kept[key] = Rows(kind, names, len(self.verdicts), self._column)
+            column = self._columns.__getitem__
+            scores = self._kept[key] = Rows(kind, names, len(self.verdicts), column)
         return scores
-
-    def _column(self, name: str) -> Sequence[Any]:
-        return self._columns.get(name) or [None] * len(self.verdicts)
 
 
 _tapes: WeakKeyDictionary[Trace, ScoreTape] = WeakKeyDictionary()

@@ -55,7 +55,7 @@ def tree_rounds(
 def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
     """As `TreeRecording.accepted`, of many rows and as many depths."""
     found = np.zeros(len(row), dtype=np.int64)
-    for layers in np.unique(depth[depth > 0]).tolist():
+    for layers in np.unique(depth).tolist():
         own = np.flatnonzero(depth == layers)
         rank = record.rank[row[own], :layers, layers - 1]
         found[own] = ((rank >= 0) & (rank < budget)).sum(axis=1)
