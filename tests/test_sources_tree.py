@@ -265,6 +265,10 @@ def test_what_was_not_recorded_is_refused(case: Grown) -> None:
             replayed(text, Fixed(2))
     with pytest.raises(ValueError, match="budget is 0"):
         parse_source("eagle2:budget=0")
+    with pytest.raises(ValueError, match="topk is 0"):
+        parse_source("eagle2:topk=0")
+    with pytest.raises(ValueError, match="depth is 0"):
+        parse_source("eagle2:depth=0")
     other = case.trees["eagle2.eagle"]
     fewer = TreeRecording(
         other.rank[: other.request_starts[1]],

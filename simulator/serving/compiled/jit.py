@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import cache
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@cache
 def installed() -> bool:
-    """Whether numba is, without importing it."""
-    return find_spec("numba") is not None
+    """Whether numba is, and takes the numpy that is; loads it."""
+    try:
+        import_module("numba")
+    except ImportError:
+        return False
+    return True
 
 
 def jit(function: Function) -> Function:

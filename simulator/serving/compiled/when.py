@@ -23,8 +23,8 @@ def compiles(scenario: Scenario, latency: LatencyTable, expected: int) -> bool:
     )  # fmt: skip
     one_width = not latency.is_constant and len(latency.grid("target", "forward").widths) == 1
     return (
-        installed() and expected >= MANY and scenario.mode == "continuous"
+        expected >= MANY and scenario.mode == "continuous"
         and scenario.arrivals.concurrency is None and scenario.max_tokens is None
         and scenario.max_time_s is None and (scenario.replicas == 1 or scenario.splits)
-        and not one_size and not one_width
+        and not one_size and not one_width and installed()
     )  # fmt: skip
