@@ -43,6 +43,23 @@ TABLES = {
     "grid": GRID, "narrow": NARROW, "constant": CONSTANT, "along": ALONG,
     "always": drafting_always(GRID, 4), "both": drafting_always(ALONG, 3),
 }  # fmt: skip
+
+
+def beside(*rows: tuple[int, int, float]) -> LatencyTable:
+    """With what prompts make of a pass that decodes, measured."""
+    cells = table([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
+    return LatencyTable(pd.concat([GRID.cells, cells], ignore_index=True))
+
+
+PROMPTED = {
+    **TABLES,
+    "mixed": beside(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
+    "free prompts": table([
+        (model, "forward", b, n, 0, 0.01 * n + 1e-3 * b)
+        for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
+    ]),
+}  # fmt: skip
+"""Prompts beside decoding with cells of their own too, and prompts without a price."""
 LENGTHS = [
     BatchTable([[1, 1, 5], [2, 3, 2], [4, 9, 0]]),
     BatchTable([[1, 2, 0], [3, 4, 4], [5, 9, 1]], in_step=False),

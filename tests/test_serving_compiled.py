@@ -22,7 +22,7 @@ from simulator.serving.fleet.routers import RandomSplit, RoundRobin
 from simulator.serving.outcome.report import Run
 from simulator.serving.station import Policy
 from tests.serving import GRID, SMALL, arrival_file, bernoulli, table
-from tests.spans import SIGNALLED, TABLES, same, same_series
+from tests.spans import LIMITS, PROMPTED, SIGNALLED, same, same_series
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.store.recordings import find_trace
@@ -32,33 +32,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def beside(*rows: tuple[int, int, float]) -> LatencyTable:
-    """With what prompts make of a pass that decodes, and of several prompts, measured."""
-    mixed = table([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
-    prompts = table([
-        (m, "prefill", b, n, 0, 1e-4 * n * b**0.8) for m in ("target", "draft") for b in (2, 4)
-        for n in (8, 40)
-    ]).cells  # fmt: skip
-    around = table([("server", "iteration", 1, 1, 0, 2e-4), ("server", "request", 1, 1, 0, 3e-3)])
-    return LatencyTable(pd.concat([GRID.cells, mixed, prompts, around.cells], ignore_index=True))
+def around() -> LatencyTable:
+    """With several prompts measured in one pass, and what a server puts around its engine."""
+    rows = [
+        (m, "prefill", b, n, 0, 1e-4 * n * b**0.8)
+        for m in ("target", "draft") for b in (2, 4) for n in (8, 40)
+    ]  # fmt: skip
+    rows += [("server", "iteration", 1, 1, 0, 2e-4), ("server", "request", 1, 1, 0, 3e-3)]
+    cells = [PROMPTED["mixed"].cells, table(rows).cells]
+    return LatencyTable(pd.concat(cells, ignore_index=True))
 
 
-CELLS = {
-    **TABLES,
-    "mixed": beside(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
-    "free prompts": table([
-        (model, "forward", b, n, 0, 0.01 * n + 1e-3 * b)
-        for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
-    ]),
-}  # fmt: skip
-LIMITS = st.builds(
-    Limits,
-    max_batch=st.integers(1, 9),
-    token_budget=st.sampled_from([30, 70, 200, 8192]),
-    kv_blocks=st.sampled_from([None, 14, 20, 40]),
-    block_size=st.sampled_from([4, 16]),
-    chunked_prefill=st.booleans(),
-)
+CELLS = {**PROMPTED, "around": around()}
 SCENARIOS = st.builds(
     Scenario,
     st.sampled_from([0.2, 2.0, 20.0, 200.0]).map(Poisson), LIMITS,
@@ -113,7 +98,7 @@ def test_some_of_these_lose_their_place():
     assert run.requests["preemptions"].sum() > 5
 
 
-@pytest.mark.parametrize("cells", ["grid", "mixed"])
+@pytest.mark.parametrize("cells", ["grid", "around"])
 def test_lengths_of_a_file_cut_and_repeat_recordings(tmp_path, cells):
     rows = [
         f"2023-11-16 18:15:{i % 40:02d}.{i:07d},{1 + 7 * i % 90},{1 + 11 * i % 130}"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,10 +16,9 @@ from policies.registry import parse_policy
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario
 from simulator.serving.arrivals import Job
 from simulator.serving.spans import LoopEngine, PlannedLoopEngine, SpanEngine, loop
-from tests.serving import GRID, SMALL, table
-from tests.spans import LENGTHS, SIGNALLED, TABLES, assert_same, ran
+from tests.serving import GRID, SMALL
+from tests.spans import LENGTHS, PROMPTED, SIGNALLED, assert_same, ran
 from traces.acceptance.trace import Trace
-from traces.latency.table import LatencyTable
 
 
 @dataclass(frozen=True)
@@ -33,20 +31,6 @@ class AnyLength(ClosedLoop):
             yield job._replace(prompt_tokens=prompt, output_tokens=rng.choice([1, 2, output]))
 
 
-def beside(*rows: tuple[int, int, float]) -> LatencyTable:
-    """With what prompts make of a pass that decodes, measured."""
-    cells = table([("target", "mixed", b, n, 0, s) for b, n, s in rows]).cells
-    return LatencyTable(pd.concat([GRID.cells, cells], ignore_index=True))
-
-
-CELLS = {
-    **TABLES,
-    "mixed": beside(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
-    "free prompts": table([
-        (model, "forward", b, n, 0, 0.01 * n + 1e-3 * b)
-        for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
-    ]),
-}  # fmt: skip
 SCENARIOS = st.builds(
     Scenario,
     st.one_of(st.builds(ClosedLoop, st.integers(1, 9)), st.builds(AnyLength, st.integers(1, 9))),
@@ -62,24 +46,25 @@ SCENARIOS = st.builds(
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     SCENARIOS, st.sampled_from(["fixed:gamma=3", "autoregressive", "gammatune"]),
-    st.sampled_from([*CELLS]), st.sampled_from([1, 7, 4096]), st.sampled_from([0, 6]),
+    st.sampled_from([*PROMPTED]), st.sampled_from([1, 7, 4096]), st.sampled_from([0, 6]),
 )  # fmt: skip
 def test_a_loop_planned_ahead_is_its_iterations(scenario, policy, cells, ahead, few):
     with patch.object(loop, "AHEAD", ahead), patch.object(loop, "FEW", few):
-        engine = assert_same(SIGNALLED, CELLS[cells], parse_policy(policy), scenario)
+        engine = assert_same(SIGNALLED, PROMPTED[cells], parse_policy(policy), scenario)
     assert isinstance(engine, LoopEngine)
 
 
 @pytest.mark.invariant(3)
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    SCENARIOS, st.sampled_from(LENGTHS), st.sampled_from([*CELLS]), st.sampled_from([1, 7, 4096]),
+    SCENARIOS, st.sampled_from(LENGTHS), st.sampled_from([*PROMPTED]),
+    st.sampled_from([1, 7, 4096]),
 )  # fmt: skip
 def test_a_loop_of_lengths_by_number_planned_ahead_is_its_iterations(
     scenario, policy, cells, ahead
 ):
     with patch.object(loop, "AHEAD", ahead):
-        engine = assert_same(SIGNALLED, CELLS[cells], policy, scenario)
+        engine = assert_same(SIGNALLED, PROMPTED[cells], policy, scenario)
     assert isinstance(engine, PlannedLoopEngine)
 
 

@@ -45,7 +45,7 @@ class Bench:
     scenarios: Sequence[Scenario]
     rule: VerifyRule | None = None
     advance: Callable[[int], None] | None = None
-    """Called with how many requests left; cannot follow to another process."""
+    """Called with the number of requests that have just left; cannot follow to another process."""
     timeline: Timeline | None = None
 
     def run(self, part: Part) -> Run:

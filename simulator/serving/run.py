@@ -71,11 +71,11 @@ def simulate(
     `rule` decides what is accepted; by default the recorded verdicts do.  One copy serves
     all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
     `timeline` is of the first replica.  `audit` is called with every engine at the end of a run
-    of continuous or static batches, `advance` with how many requests left.  `by_iteration`
-    gives every iteration an event of its own even where the iterations of a span could be priced
-    together: slower, and the same to rounding.  `only` runs some of the replicas, where they
-    know nothing of each other (`Scenario.splits`): `simulator.serving.fleet.join.joined_runs`
-    puts the runs of all together.
+    of continuous or static batches, `advance` with the number of requests that have just left.
+    `by_iteration` gives every iteration an event of its own even where the iterations of a span
+    could be priced together: slower, and the same to rounding.  `only` runs some of the replicas,
+    where they know nothing of each other (`Scenario.splits`):
+    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.
 
     Raises
     ------
@@ -155,8 +155,8 @@ def serve(
     """Serve `scenario` under every policy, replication by replication.
 
     `progress` is called with the policy's name and the replication before each run;
-    `timeline` records the first run; `advance` is called with how many
-    requests left.
+    `timeline` records the first run; `advance` is called with the
+    number of requests that have just left.
     """
     runs: dict[str, list[Run]] = {name: [] for name in policies}
     for replication in range(scenario.replications):

@@ -74,7 +74,8 @@ class Station:
     by_iteration:
         Whether every iteration has an event of its own even where spans would do.
     advance, audit:
-        Called with the number of requests that have left, and with every engine when a run ends.
+        Called with the number of requests that have just left, and with every engine when a run
+        ends.
 
     Raises
     ------

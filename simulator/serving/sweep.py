@@ -90,7 +90,7 @@ def sweep(
     With `path`, each row is written as soon as it is finished, after a header with `meta`
     (see `ResultsFile`); rows that an unfinished file of the same question holds are not
     computed again.  `executor` runs the parts; None runs them here.  `advance` is called with
-    how many requests left here, and with a part's requests when it ran elsewhere.
+    the number of requests that have just left here, or of a part that ran elsewhere.
     `timeline` records the first scenario under the first policy that is not plain decoding,
     here.  Rows go to the list `rows` where one is given, so that an interrupted caller still
     has them.

@@ -1,7 +1,7 @@
 """Least squares over a handful of weights none of which may be negative.
 
-`scipy.optimize.nnls` finds the same, and loading scipy's optimisers takes longer than all else that
-reading a latency table beyond its cells does: half a second of every command.
+`scipy.optimize.nnls` finds the same, and loading scipy's optimisers takes half a second of every
+command that reads a latency beyond its cells.
 """
 
 from __future__ import annotations

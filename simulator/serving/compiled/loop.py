@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 from simulator.serving.compiled.jit import jit
-from simulator.serving.compiled.prices import Prompts, Work, iteration_s
+from simulator.serving.compiled.prices import Prompts, iteration_s
 from simulator.serving.compiled.state import BINS, FINEST, WIDTH, Arrays
+from simulator.serving.cost.work import Work
 
 DONE, MORE, STUCK = range(3)
 """Why `run` came back: every request has left, its log is full, nobody can run."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.serving.compiled.jit import jit
+from simulator.serving.cost.work import Work
 from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
 from traces.replay.always import MOST_BEHIND
 
@@ -68,19 +69,6 @@ class Prices(NamedTuple):
     launch_s: float
     always: int
     """Draft passes in every iteration (`traces.replay.always`)."""
-
-
-class Work(NamedTuple):
-    """`simulator.serving.cost.work.Work`."""
-
-    context: int
-    drafted: int
-    longest: int
-    drafting: int
-    catch_up: int
-    draft_context: int
-    rejected: bool
-    unread: bool
 
 
 class Prompts(NamedTuple):
