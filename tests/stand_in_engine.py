@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,6 +73,17 @@ class StandIn:
         self.proposer = Governed(options.longest, self.vocabulary)
         self._requests: dict[str, Any] = {}
         self._drafts: dict[str, list[int]] = {}
+        self._own = self._requests, self._drafts
+
+    @contextmanager
+    def tenants(self, count: int, blocks: int) -> Iterator[list[Any]]:
+        assert count * blocks < self.blocks
+        yield [({}, {}) for _ in range(count)]
+        assert not self.busy
+        self.enter()
+
+    def enter(self, tenant: Any = None) -> None:
+        self._requests, self._drafts = self._own if tenant is None else tenant
 
     def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         self._requests[name] = SimpleNamespace(
@@ -107,7 +119,8 @@ class StandIn:
         work = sum(1 + d.drafted for d in decoded) + sum(p.tokens for p in prompts)
         parts = dict.fromkeys(PARTS, 0.0) | {"execute": Clock.advance(4e-3 + 5e-4 * work)}
         drafts = self.proposer.session.advance(list(running), sampled, verified, self._requests)
-        self._drafts = dict(zip(running, drafts, strict=True))
+        self._drafts.clear()
+        self._drafts.update(zip(running, drafts, strict=True))
         ended = [
             n for n, r in running.items()
             if len(r.output_token_ids) >= r.sampling_params.max_tokens

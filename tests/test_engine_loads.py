@@ -11,7 +11,7 @@ import pytest
 
 from commands.engine.loads import named_loads
 from profiler.engines import loads
-from profiler.engines.loads import Job, run_load
+from profiler.engines.loads import Job, Load
 from profiler.engines.watch import Step
 from simulator.serving import ArrivalTimes, ClosedLoop, Poisson
 from tests.conftest import Run
@@ -59,7 +59,10 @@ class Stepped:
         self.now = 100.0
         self.controls: list[float] = []
         self.running: dict[str, list[int]] = {}
-        self.proposer = SimpleNamespace(use=lambda setup: None, finished={})
+        self.proposer = SimpleNamespace(use=lambda setup: SimpleNamespace(finished={}))
+
+    def enter(self, tenant: Any) -> None:
+        assert tenant is None
 
     @property
     def busy(self) -> bool:
@@ -96,7 +99,9 @@ def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
     monkeypatch.setattr(loads, "time", SimpleNamespace(perf_counter=lambda: engine.now))
     jobs = [Job(i, 0.0, 20) for i in range(4)]
     setup: Any = None
-    run = run_load(engine, setup, jobs, {i: [1] for i in range(4)}, concurrency, engine)
+    load = Load(engine, setup, jobs, {i: [1] for i in range(4)}, concurrency, engine)
+    load.go_on()
+    run = load.result()
     iterations = 40 if concurrency else 20
     assert run.requests["finish_s"].max() == pytest.approx(iterations * STEP_S)
     assert run.busy_s == pytest.approx(iterations * STEP_S)

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commands.engine import compare
+from commands.engine import turns
 from profiler.checks.unfinished import DONE, PLACE
 from profiler.engines import bench, engine, loads
 from profiler.engines.measure import EngineTable
@@ -50,15 +50,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine was really asked for: an "x" a load."""
+    """What the engine really ran: an "x" an arm of a load."""
     found: list[str] = []
-    run_load = loads.run_load
+    result = loads.Load.result
 
-    def noted(*given: Any) -> Any:
+    def noted(load: loads.Load) -> loads.LoadRun:
         found.append("x")
-        return run_load(*given)
+        return result(load)
 
-    monkeypatch.setattr(loads, "run_load", noted)
+    monkeypatch.setattr(loads.Load, "result", noted)
     return found
 
 
@@ -84,7 +84,7 @@ def is_run(kept: Checkpoint) -> bool:
 
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt what is checked once so many runs are kept."""
+    """Interrupt what is checked once so many loads are kept, each under all arms."""
     put, runs = Checkpoint.put, [0]
 
     def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
@@ -100,7 +100,7 @@ REMEASURED: Any = pytest.mark.parametrize("more", [(), ("--remeasure",)], ids=["
 
 
 @REMEASURED
-@pytest.mark.parametrize("count", [1, PAIR + 1])
+@pytest.mark.parametrize("count", [1, LOADS + 1])
 def test_a_stopped_check_goes_on_as_if_it_had_not_been(
     more: tuple[str, ...], count: int, folder: Path, tmp_path: Path, check: Checked,
     ran: list[str], monkeypatch: pytest.MonkeyPatch,
@@ -116,8 +116,8 @@ def test_a_stopped_check_goes_on_as_if_it_had_not_been(
     [place] = folder.glob(f"{PLACE}-*")
     ran.clear()
     resumed = check(folder, 2, *more)
-    assert len(ran) == 2 * PAIR - count
-    assert f"goes on with {count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
+    assert len(ran) == 2 * PAIR - ARMS * count
+    assert f"goes on with {ARMS * count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
     assert [row["rounds_differ"] for row in resumed.rows] == [0] * PAIR
     assert not list(folder.glob(f"{PLACE}-*"))
     if not more:
@@ -172,7 +172,7 @@ def test_an_engine_of_another_version_begins_anew(
             self.meta["engine"]["version"] = "2"
 
     with monkeypatch.context() as patch:
-        stop_after(2, patch)
+        stop_after(1, patch)
         check(folder, 1)
     monkeypatch.setattr(engine, "Engine", Newer)
     ran.clear()
@@ -200,7 +200,7 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
         return check(folder, 1, "--policy", "own_rule.Mine")
 
     with monkeypatch.context() as patch:
-        stop_after(2, patch)
+        stop_after(1, patch)
         checked(2)
     ran.clear()
     assert "begins anew" in said(checked(3))
@@ -214,7 +214,7 @@ def test_a_run_that_could_not_be_written_is_not_there(
     folder: Path, tmp_path: Path, check: Checked, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = check(Path(shutil.copytree(folder, tmp_path / "other")), 1)
-    savez, left = np.savez, [4]  # outputs, how many sweeps, and two runs
+    savez, left = np.savez, [3]  # outputs, how many sweeps, and one load's arms
 
     def full(file: Any, **arrays: Any) -> None:
         if not left[0]:
@@ -229,7 +229,7 @@ def test_a_run_that_could_not_be_written_is_not_there(
     assert failed.code == 2
     assert "No space left" in failed.err
     [place] = folder.glob(f"{PLACE}-*")
-    assert len(list(place.glob("*.npz"))) == 2
+    assert len(list(place.glob("*.npz"))) == 1
     ran.clear()
     resumed = check(folder, 1)
     assert len(ran) == PAIR - 2
@@ -265,10 +265,10 @@ def test_fewer_repeats_take_no_sweeps_of_others(
     folder: Path, tmp_path: Path, check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    monkeypatch.setattr(compare, "SWEEPS", 1)
+    monkeypatch.setattr(turns, "SWEEPS", 1)
     expected = check(other, 1, "--remeasure")
     with monkeypatch.context() as patch:
-        stop_after(2 * PAIR + 1, patch)
+        stop_after(2 * LOADS + 1, patch)
         check(folder, 3, "--remeasure")
     Clock.slower = 2.0
     fewer = check(folder, 1, "--remeasure")

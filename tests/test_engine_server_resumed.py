@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from profiler.engines.drafts import Forced
-from profiler.engines.loads import run_load
+from profiler.engines.loads import Load
 from profiler.engines.server import loads as clients
 from profiler.engines.server import process
 from profiler.engines.server.loads import CONTROL, Clients
@@ -52,9 +52,11 @@ class StandInClients(Clients):
         self.loads.append((self.policy, len(jobs)))
         forced = Forced.read(Path(self._drafts.removeprefix(FORCED)))
         setup, control = Setup(policy_from(self.policy), forced), Control()
-        load = run_load(self.engine, setup, jobs, self.prompts, concurrency, control)  # type: ignore[arg-type]
+        load = Load(self.engine, setup, jobs, self.prompts, concurrency, control)  # type: ignore[arg-type]
+        load.go_on()
+        ran = load.result()
         added = [TICK_S * i for i in range(len(jobs))]
-        return ServedRun(load, added, [2 * TICK_S] * len(load.steps), added)
+        return ServedRun(ran, added, [2 * TICK_S] * len(ran.steps), added)
 
 
 @pytest.fixture

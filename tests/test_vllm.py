@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commands.engine.compare import SWEEPS
+from commands.engine.turns import SWEEPS
 from policies import parse_policy
 from tests.conftest import ROOT
 from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy

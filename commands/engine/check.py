@@ -46,6 +46,7 @@ def engine_check(
     """
     from profiler.checks.unfinished import unfinished
     from profiler.engines.engine import Engine
+    from profiler.engines.loads import TURN_S
     from profiler.engines.measure import BetweenTable
 
     check_engine(name)
@@ -78,10 +79,10 @@ def engine_check(
     grid = grid_of(options, trace, chosen, loads, requests) if remeasure else None
     key = check_key(
         engine, latency, trace, chosen, loads, requests, seed, meta=engine.meta,
-        grid=None if grid is None else vars(grid),
+        grid=None if grid is None else vars(grid), turn_s=TURN_S,
     )  # fmt: skip
     total = repeats * len(loads) * len(chosen)
-    with unfinished(run, key, total, note, grows=True) as kept:
+    with unfinished(run, key, total, note, together=len(chosen), grows=True) as kept:
         between = None
         if grid is not None:
             between = BetweenTable(engine, grid, seed, kept.within("table"))

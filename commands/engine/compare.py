@@ -1,4 +1,4 @@
-"""Loads in a real engine and in the simulator: run in turns, and compared by load and policy."""
+"""Loads in a real engine and in the simulator, compared by load and policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from commands.common.output import note
-from commands.engine.loads import Turn, drawn, in_turn
+from commands.engine.loads import drawn
 from commands.engine.noise import noise_said, with_noise
 from commands.engine.rounds import rounds_differ
+from commands.engine.turns import run_loads
 from policies.core import Round
 from profiler.recording.checkpoint import Checkpoint, once
 from traces.acceptance.trace import Trace
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from simulator.serving.arrivals import Arrivals
     from traces.latency.table import LatencyTable
 
-SWEEPS = 4
-"""Sweeps over the table's cells between the arms, at least; as many as repeats otherwise."""
 MOST = 1.5
 """Times that the control load may make of a machine: beyond, it was disturbed itself."""
 LEAST_ERROR = 0.03
@@ -38,17 +37,14 @@ def compare_loads(
     loads: Mapping[str, Arrivals], requests: int, repeats: int, seed: int = 0,
     between: BetweenTable | None = None, kept: Checkpoint | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every load under every policy, in the engine and in the simulator; arms take turns.
+    """Every load under every policy, in the engine (`run_loads`) and in the simulator.
 
     Speedups are over the first policy.  A table measured `between` the arms predicts instead of
     `latency`, whose errors are then the columns ``profile_error``, ``profile_busy_error`` and
     ``profile_speedup_error``.  What `kept` holds of an earlier call, of fewer repeats perhaps, is
     not run again.
     """
-    from profiler.engines.bench import Control
     from profiler.engines.drafts import Forced
-    from profiler.engines.loads import LoadRun, run_load
-    from profiler.engines.setup import Setup
     from profiler.engines.texts import prompts_of
 
     scenarios, jobs = drawn(loads, engine, trace, requests, seed)
@@ -57,27 +53,9 @@ def compare_loads(
     beside_runs = None if kept is None else kept.within("beside")
     texts = texts_of(engine, trace, prompts, beside_runs)
     forced = Forced(trace, texts, engine.vocabulary)
-    control = Control(engine.meta["device"])
-    measured: dict[tuple[str, str], list[LoadRun]] = {}
-    # The table is of the runs' own time where every repeat has as many sweeps beside it: repeats
-    # added hours later, when the machine is perhaps another, get as many as the first ones had.
-    # Blocks are kept by their place in this order, as runs are, so that a call for fewer repeats
-    # takes none that belong to others.  Only the blocks behind the last run of a stopped check are
-    # measured later than it, when the check goes on.
-    sweeps, of = once(beside_runs, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
-    for done, turn in enumerate(in_turn(list(scenarios), list(chosen), repeats), 1):
-
-        def run(turn: Turn = turn) -> dict[str, Any]:
-            note(turn.said)
-            return run_load(
-                engine, Setup(chosen[turn.text], forced), jobs[turn.load], prompts,
-                scenarios[turn.load].arrivals.concurrency, control,
-            ).written()  # fmt: skip
-
-        found = LoadRun.read(once(kept, turn.name, run))
-        measured.setdefault((turn.load, turn.text), []).append(found)
-        if between is not None:
-            between.advance(sweeps * done / (of * len(scenarios) * len(chosen)))
+    measured = run_loads(
+        engine, chosen, scenarios, jobs, prompts, forced, repeats, between, kept
+    )  # fmt: skip
 
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         return [

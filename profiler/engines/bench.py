@@ -139,6 +139,7 @@ class Bench:
 
         The engine drafts as the cells say from then on, whatever it ran before.
         """
+        self.engine.enter()
         self.engine.proposer.use(self._setup)
         self._running = []
         found: dict[Cell, list[Sample]] = {}

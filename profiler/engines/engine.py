@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from profiler.engines.own_drafter import OwnDrafter
 from profiler.engines.proposer import Proposer
 from profiler.engines.start import EngineOptions, meta_of, start
+from profiler.engines.tenants import lent
 from profiler.engines.watch import PARTS, Decoded, Prompt, Step, Watch
 
 __all__ = ["PARTS", "Decoded", "Engine", "Prompt", "Step"]
@@ -23,7 +26,8 @@ class Engine:
         self.options = options
         llm, self._params, self._prompt = start(options)
         self._engine = llm.llm_engine
-        core = self._engine.engine_core.engine_core
+        self._core = core = self._engine.engine_core.engine_core
+        self._own = core.scheduler
         executor = core.model_executor
         runner = executor.driver_worker.worker.model_runner
         config = self._engine.vllm_config
@@ -47,6 +51,27 @@ class Engine:
         """Drop requests, and let the engine forget them."""
         self._engine.abort_request(list(names))
 
+    @contextmanager
+    def tenants(self, count: int, blocks: int) -> Iterator[list[Any]]:
+        """So many schedulers more, each over `blocks` of the cache; meanwhile no other has those.
+
+        `enter` one, and requests are added to it.  None may have any when they are given back.
+        """
+        self.enter()
+        with lent(self._core, count, blocks) as schedulers:
+            try:
+                yield schedulers
+            finally:
+                self.enter()
+
+    def enter(self, tenant: Any = None) -> None:
+        """Add requests to one of the `tenants` and step it from now on; without one, the engine's.
+
+        Requests of the others wait where they are, and keep their cache.
+        """
+        self._core.scheduler = self._own if tenant is None else tenant
+        self._watch.follow(self._core.scheduler)
+
     @property
     def knows_batch_tables(self) -> bool:
         """Whether this vLLM reads ``num_speculative_tokens_per_batch_size``."""
@@ -56,7 +81,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._engine.has_unfinished_requests())
+        return bool(self._core.scheduler.has_unfinished_requests())
 
     def step(self) -> Step | None:
         """One iteration; None if nothing was to be run."""
@@ -73,12 +98,12 @@ class Engine:
         for name, (prompt, tokens) in requests.items():
             self.add(name, prompt, tokens)
         outputs: dict[str, list[int]] = {}
-        while self._engine.has_unfinished_requests():
+        while self.busy:
             for output in self._engine.step():
                 outputs[output.request_id] = list(output.outputs[0].token_ids)
         return outputs
 
     def _idle_steps(self) -> None:
         """Steps that let the engine drop what has ended."""
-        while self._engine.has_unfinished_requests():
+        while self.busy:
             self._engine.step()

@@ -124,9 +124,15 @@ class Governed:
         self._session: Session | None = None
         self._version: tuple[int, int] | None = None
 
-    def use(self, setup: Setup) -> None:
+    def use(self, setup: Setup) -> Session:
         """Draft so from now on, forgetting every request; keep the rounds of those that end."""
-        self._session, self._version = self._begun(setup, keep=True), None
+        session = self._begun(setup, keep=True)
+        self.go_on(session)
+        return session
+
+    def go_on(self, session: Session) -> None:
+        """Draft as an earlier `use` said, for the requests that it knows."""
+        self._session, self._version = session, None
 
     @property
     def finished(self) -> Mapping[str, Stream]:

@@ -63,18 +63,26 @@ class Watch:
     """
 
     def __init__(self, scheduler: Any, executor: Any = None, runner: Any = None) -> None:
-        self._scheduler = scheduler
+        self._scheduler: Any = None
+        self._followed: list[Any] = []
         self._watch: dict[str, float] = {}
         self._plan: Any = None
         self._before: dict[str, tuple[int, int, int]] = {}
         self._sampled: dict[str, int] = {}
-        self._timed(scheduler, "schedule", "schedule", self._planned)
+        self.follow(scheduler)
         if executor is not None:
             self._timed(executor, "execute_model", "execute")
             self._timed(executor, "sample_tokens", "sample")
         if runner is not None:
             self._timed(runner, "propose_draft_token_ids", "propose")
-        self._timed(scheduler, "update_from_output", "update", before=self._output)
+
+    def follow(self, scheduler: Any) -> None:
+        """The iterations to come are planned by this scheduler."""
+        self._scheduler = scheduler
+        if not any(scheduler is known for known in self._followed):
+            self._followed.append(scheduler)
+            self._timed(scheduler, "schedule", "schedule", self._planned)
+            self._timed(scheduler, "update_from_output", "update", before=self._output)
 
     def begin(self) -> None:
         """An iteration begins."""
