@@ -16,7 +16,7 @@ from profiler.engines.start import EngineOptions
 from profiler.engines.watch import PARTS, Decoded, Prompt, Step
 
 GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
-OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=256)
+OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)
 TICK_S = 2.0**-16
 """Times are whole ticks, so that differences of them are exact, whenever they are taken."""
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from commands.common.drafted import drafted_by
 from commands.common.inputs import load_trace
 from commands.common.output import note
@@ -98,13 +100,19 @@ def grid_of(
     options: EngineOptions, trace: Trace, chosen: Mapping[str, Any], loads: Mapping[str, Arrivals],
     requests: int,
 ) -> Grid:  # fmt: skip
-    """The sizes that loads of so many `requests` can come to under the policies."""
+    """The sizes that loads of so many `requests` can come to under the policies.
+
+    Prompts sent at once share a pass: so many of the trace's mean length, where it is not longer
+    than what an iteration may have.
+    """
     from profiler.engines.plan import Grid
     from simulator.serving.run import lookahead_of
 
-    most = max(min(a.concurrency or options.max_batch, requests) for a in loads.values())
+    at_once = {min(a.concurrency or options.max_batch, requests) for a in loads.values()}
     longest = max(lookahead_of(policy, trace) for policy in chosen.values())
-    return Grid().fitted(replace(options, max_batch=most, longest=max(longest, 1)))
+    mean = round(float(np.mean([r.prompt_length for r in trace.requests])))
+    grid = Grid(prompts=(*Grid.prompts, *((n, mean) for n in sorted(at_once) if n > 1)))
+    return grid.fitted(replace(options, max_batch=max(at_once), longest=max(longest, 1)))
 
 
 def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:

@@ -89,8 +89,8 @@ def room_for(
     """
     options = engine.options
     running = min(scenario.arrivals.concurrency or options.max_batch, len(jobs))
-    longest = max(len(prompts[job.sequence]) + job.tokens for job in jobs) + options.longest + 1
-    each = running * (math.ceil(longest / engine.block_size) + 1)
+    lengths = sorted(len(prompts[job.sequence]) + job.tokens for job in jobs)[-running:]
+    each = sum(math.ceil((n + options.longest + 1) / engine.block_size) + 1 for n in lengths)
     grid = None if between is None else between.grid
     cells = 0 if grid is None else (
         max(grid.batches) * options.max_model_len + max(n * t for n, t in grid.prompts)

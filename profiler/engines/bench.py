@@ -20,7 +20,7 @@ from traces.errors import DraftsimError
 from traces.sources.base import SourceToken
 
 UNTIMED = 2
-"""Iterations before the timed ones: the first still verifies drafts of the last cell."""
+"""Iterations before a prompt's: the first still verifies drafts of the last cell."""
 LARGE = 1024
 """Prompt tokens of an iteration from which it is timed once a sweep: seconds, on a CPU."""
 SHORT = 128
@@ -137,6 +137,8 @@ class Bench:
     def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
         """Samples of the cells; sequences are begun anew for every number of them and context.
 
+        Cells that decode take turns, an iteration at a time: a machine whose speed changes by the
+        second is then the same for all of them.
         The engine drafts as the cells say from then on, whatever it ran before.
         """
         self.engine.enter()
@@ -149,8 +151,13 @@ class Bench:
             own = [c for c in cells if (c.batch, c.context) == states[place]]
             if batch:
                 self._fill(batch, context)
-            for i in self._rng.permutation(len(own)).tolist():
-                found[own[i]] = self._measured(own[i], steps)
+            decoding = [c for c in own if c.kind == "decode"]
+            for _ in range(steps):
+                for i in self._rng.permutation(len(decoding)).tolist():
+                    found.setdefault(decoding[i], []).extend(self._measured(decoding[i], 1))
+            prompted = [c for c in own if c.kind != "decode"]
+            for i in self._rng.permutation(len(prompted)).tolist():
+                found[prompted[i]] = self._measured(prompted[i], -(-steps // 2))
             self.clear()
         return found
 
@@ -163,7 +170,7 @@ class Bench:
     def _measured(self, cell: Cell, steps: int) -> list[Sample]:
         before_s = self.control.seconds()
         if cell.kind == "decode":
-            taken = self._decoding(cell, steps)
+            taken = [self._decoding(cell)]
         elif cell.kind == "prompt":
             large = cell.prompts * cell.tokens >= LARGE
             taken = [self._alone(cell) for _ in range(1 if large else steps)]
@@ -179,10 +186,10 @@ class Bench:
             for step, added_s, base_s in taken
         ]  # fmt: skip
 
-    def _decoding(self, cell: Cell, steps: int) -> list[tuple[Step, float, float]]:
+    def _decoding(self, cell: Cell) -> tuple[Step, float, float]:
         self._policy.length = cell.width - 1
-        taken = [self._step() for _ in range(UNTIMED + steps)]
-        return [(step, 0.0, 0.0) for step in taken[UNTIMED:]]
+        self._step()  # verifies the last cell's drafts
+        return self._step(), 0.0, 0.0
 
     def _alone(self, cell: Cell) -> tuple[Step, float, float]:
         """Prompts as they come in a server: behind iterations that decode, not behind prompts.

@@ -45,7 +45,8 @@ class Grid:
     sweeps:
         Times that everything is measured, in a fresh order each time.
     steps:
-        Timed iterations of a cell in a sweep; of a mixed one, or of a large prompt, one.
+        Timed iterations of a decoding cell in a sweep; half as many of a prompt, of a large one
+        and of a mixed one a single one.
     held_out:
         Relative error of interpolation from which a held-out batch or width joins the grid.
     """
@@ -61,7 +62,7 @@ class Grid:
     beside_widths: Sequence[int] = (1, 5)
     beside_prompts: Sequence[int] = (16, 64, 256, 1024)
     sweeps: int = 3
-    steps: int = 2
+    steps: int = 4
     held_out: float = 0.03
 
     def fitted(self, options: EngineOptions) -> Grid:
@@ -69,7 +70,7 @@ class Grid:
         most, wide, length = options.max_batch, options.longest + 1, options.max_model_len
         # Sequences grow by a token an iteration while the cells of their state are measured.
         cells = max(len(self.widths), len(self.beside_widths) * len(self.beside_prompts)) + 3
-        grown = cells * (self.steps + 4)
+        grown = cells * 2 * (self.steps + 1)
         room = length - 2 * wide - grown
         contexts = [c for c in self.contexts if c < room] or [max(room // 2, 8)]
         return replace(
