@@ -122,7 +122,7 @@ def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
 
 
 def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
-    gpu: PretendedGPU, case: Case, tmp_path: Path
+    gpu: PretendedGPU, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundled heads, whose file names a digest of the weights before they were rounded."""
     modules = load_modules(BUNDLED / "exit_heads", case.pair.target)
@@ -147,6 +147,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         assert others <= most * len(rounds) + (source.name == "pld") * len(rounds), Counter(waits)
     SourceRunner(case.pair.target, case.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
     layered = LayerRunner(case.pair.target, 80)
+    untimed_none(monkeypatch)
     latency = SourceLatency(layered, modules, case.greedy, widths=(1, 2), contexts=(16,))
     latency.sweep()
     assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
