@@ -8,6 +8,7 @@ model's layers (FOLDER/own).
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -186,7 +187,9 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM  # noqa: F401
+    from vllm.v1.worker import cpu_worker  # noqa: F401
 
+    gc.freeze()  # an engine collects again and again while it starts
     for name, made in (("ours", main), ("own", own)):
         fork = multiprocessing.get_context("fork").Process(
             target=run, args=(made, Path(sys.argv[1]) / name)

@@ -31,6 +31,16 @@ def given(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
     return called
 
 
+def untimed_none(patch: pytest.MonkeyPatch) -> None:
+    """No pass runs before those that are timed."""
+    from profiler.latency import passes
+    from profiler.sources import feature_latency, latency, tree_latency
+
+    for module in (passes, latency, feature_latency, tree_latency):
+        for name in {"UNTIMED", "UNTIMED_PLAIN"} & {*vars(module)}:
+            patch.setattr(module, name, 0)
+
+
 @contextmanager
 def few_cells() -> Iterator[None]:
     """The grids that commands measure by default, thinned out; disturbed blocks are kept."""
@@ -62,9 +72,7 @@ def few_cells() -> Iterator[None]:
         patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
         for name, thinned in TREES.items():
             patch.setattr(tree_latency, name, thinned)
-        for module in (passes, latency, feature_latency, tree_latency):
-            for name in {"UNTIMED", "UNTIMED_PLAIN"} & {*vars(module)}:
-                patch.setattr(module, name, 0)
+        untimed_none(patch)
         for owner, name, less in (
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
             (feature_latency, "measure_drafters", few),

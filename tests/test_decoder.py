@@ -22,7 +22,7 @@ from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder, greedy
 from profiler.machine import repeats
 from profiler.models.runner import Runner
-from tests import bundled
+from tests import batched, bundled
 from tests.replayed import assert_decoded_as_replayed
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
@@ -31,7 +31,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
 POLICIES = (
-    "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=24", "confidence",
+    "autoregressive", "fixed:gamma=1", "fixed:gamma=5", "fixed:gamma=8", "confidence",
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
     "oracle:convention=run+1", "hf-heuristic:persist=persistent", "confidence:roc_update=next_call",
@@ -45,8 +45,9 @@ def named(texts: tuple[str, ...], trace: Trace) -> list[Arm]:
 
 @pytest.mark.invariant(1)
 def test_real_rounds_and_outputs_equal_replay_for_every_policy() -> None:
-    trace = bundled.greedy_trace().select(range(2))
-    assert_decoded_as_replayed(bundled.pair(), trace, named(POLICIES, trace))
+    trace = batched.trace().select(range(4))
+    assert {r.ended for r in trace.requests} == {"eos", "length"}
+    assert_decoded_as_replayed(batched.pair(), trace, named(POLICIES, trace))
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["alone", "batched"])
@@ -136,7 +137,7 @@ def test_transformers_needs_the_predicted_number_of_target_passes(
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, 0.9)], ids=["all", "top-p"])
 def test_sampled_rounds_agree_with_replay_in_distribution(sampling: Sampling) -> None:
     """Mean accepted per round of real rejection sampling against the recorded coins."""
-    trace = bundled.record(6, sampling=sampling, seed=5)
+    trace = bundled.record(6, sampling)
     policy = Fixed(4)
     replayed = replay(trace, policy)
     assert replayed.fidelity == "exact in distribution"

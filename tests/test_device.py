@@ -32,7 +32,7 @@ from profiler.suite.latency.rounds import ReadingFixed, loop_trace
 from tests.pretend_gpu import CUDA, PretendedError, PretendedGPU, pretended
 from traces.acceptance.sampling import GREEDY, Sampling
 
-SLOTS, WORDS, NEW = 200, 61, 16
+SLOTS, WORDS, NEW = 200, 61, 10
 HALF = torch.bfloat16
 """What a GPU is given: where signals are read in float32, one operation more than in float32."""
 RUNNERS = (Runner, GraphRunner)
@@ -137,7 +137,7 @@ def test_a_draw_is_never_a_token_without_weight(monkeypatch: pytest.MonkeyPatch)
 
 def test_watching_for_the_end_waits_for_every_token(gpu: PretendedGPU) -> None:
     target, draft = runners(gpu)
-    decoder = ModelDecoder(target, draft, ids(20), 40, frozenset({WORDS + 1}))
+    decoder = ModelDecoder(target, draft, ids(20), 20, frozenset({WORDS + 1}))
     with gpu.counted() as waits:
         rounds = list(speculate(decoder, Fixed(3)))
     assert len(waits) == len(rounds) + sum(r.draft_forwards for r in rounds)
@@ -148,7 +148,7 @@ def test_a_lossy_rule_costs_no_wait_more(gpu: PretendedGPU, text: str) -> None:
     target, draft = runners(gpu, dtype=HALF)
     rule = parse_rule(text)
     rule.begin_run(WORDS, 0.0)
-    decoder = ModelDecoder(target, draft, ids(20), 30, watch_eos=False, rule=rule)
+    decoder = ModelDecoder(target, draft, ids(20), 16, watch_eos=False, rule=rule)
     with gpu.counted() as waits:
         rounds = list(speculate(decoder, Fixed(3)))
     assert len(waits) == len(rounds), Counter(waits)
@@ -161,11 +161,11 @@ def test_rounds_are_those_of_the_cpu() -> None:
             if make is None:
                 plain = Runner(model(3), SLOTS), Runner(model(1), SLOTS)
                 prompt = torch.randint(WORDS, (33,), generator=torch.Generator().manual_seed(0))
-                decoder = ModelDecoder(*plain, prompt, 40, watch_eos=False)
+                decoder = ModelDecoder(*plain, prompt, 24, watch_eos=False)
                 rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
             else:
                 with pretended() as gpu:
-                    decoder = ModelDecoder(*runners(gpu, make), ids(33), 40, watch_eos=False)
+                    decoder = ModelDecoder(*runners(gpu, make), ids(33), 24, watch_eos=False)
                     rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
             outcomes.append((rounds, decoder.output))
     assert outcomes[:3] == outcomes[3:6] == outcomes[6:]

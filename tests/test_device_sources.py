@@ -34,6 +34,7 @@ from profiler.sources.modules import load_modules, record_sources
 from profiler.sources.run import SourceRunner
 from tests import seq2seq
 from tests.conftest import Run
+from tests.few_cells import untimed_none
 from tests.pretend_gpu import CUDA, PretendedGPU, pretended
 from tests.test_device import model
 from traces.acceptance.sampling import Sampling
@@ -59,8 +60,8 @@ class Case:
         torch.set_num_threads(1)
         self.folder = folder
         self.pair: Pair = load_pair(BUNDLED / "target", BUNDLED / "draft", device="cuda")
-        self.greedy = self.trace(Settings(10, 4))
-        self.sampled = self.trace(Settings(10, 4, Sampling(1.0, 0.9)))
+        self.greedy = self.trace(Settings(6, 4))
+        self.sampled = self.trace(Settings(6, 4, Sampling(1.0, 0.9)))
 
     def trace(self, settings: Settings) -> Trace:
         prompts = read_prompts(BUNDLED / "prompts.jsonl", 2)
@@ -83,15 +84,16 @@ def test_a_pair_is_loaded_in_bfloat16_and_recorded(case: Case) -> None:
     assert case.pair.device == CUDA
     assert case.pair.target.dtype is torch.bfloat16
     assert case.pair.meta["device"] == "Pretended GPU"
-    assert case.greedy.tokens == case.sampled.tokens == 20
+    assert case.greedy.tokens == case.sampled.tokens == 12
 
 
 def test_the_latency_table_is_measured(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("measure_host", "measure_batch_host", "measure_rules"):
         monkeypatch.setattr(profile, name, partial(getattr(profile, name), repeats=1))
+    untimed_none(monkeypatch)
     grid = Grid(
         widths=(1, 2), contexts=(64,), prompts=(16,), batches=(1, 2), batch_widths=(1, 2),
-        repeats=1, warmup=1,
+        repeats=1, warmup=0,
     )  # fmt: skip
     measured = LatencyProfile(case.pair, grid)
     measured.sweeps.run()
@@ -120,7 +122,7 @@ def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
 
 
 def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
-    gpu: PretendedGPU, case: Case, tmp_path: Path
+    gpu: PretendedGPU, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundled heads, whose file names a digest of the weights before they were rounded."""
     modules = load_modules(BUNDLED / "exit_heads", case.pair.target)
@@ -145,6 +147,7 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         assert others <= most * len(rounds) + (source.name == "pld") * len(rounds), Counter(waits)
     SourceRunner(case.pair.target, case.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
     layered = LayerRunner(case.pair.target, 80)
+    untimed_none(monkeypatch)
     latency = SourceLatency(layered, modules, case.greedy, widths=(1, 2), contexts=(16,))
     latency.sweep()
     assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
@@ -157,7 +160,7 @@ def test_modules_are_trained_on_the_device(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = case.pair.target
-    monkeypatch.setattr(train, "continuations", partial(train.continuations, new_tokens=24))
+    monkeypatch.setattr(train, "continuations", partial(train.continuations, new_tokens=12))
     encoded = [list(case.greedy.requests[0].prompt_ids or ()) + [5] * 40]
     text = own_text(target, encoded, rounds=2, batch=2)
     layers = default_exit_layers(LayerRunner(target, 16).layers)

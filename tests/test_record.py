@@ -50,11 +50,11 @@ def test_tree_masked_tails_equal_sequential_drafting() -> None:
         ]
         for row in wrong[::3]:
             at = int(c["position"][row])
-            ids = [*(request.prompt_ids or ()), *output[:at], int(c["draft_token"][row])]
+            fed, start = [*(request.prompt_ids or ()), *output[:at], int(c["draft_token"][row])], 0
             tail = row + 1
             while tail < len(trace) and c["offset"][tail] > 0:
                 for name, runner in (("draft", draft), ("target", target)):
-                    logits = runner.forward(torch.tensor(ids), 0, keep=1)
+                    logits = runner.forward(torch.tensor(fed), start, keep=1)
                     of = signals(logits).stack()[0].numpy()
                     columns = [f"{name}_{k}" for k in ("top1", "top2", "logsumexp", "entropy")]
                     recorded = [c[k][tail] for k in columns]
@@ -67,7 +67,7 @@ def test_tree_masked_tails_equal_sequential_drafting() -> None:
                         kept = logits[0].sort(descending=True).values[:10]
                         mine = float(kept.log_softmax(-1)[0])
                         assert c["draft_top10_logprob"][tail] == pytest.approx(mine, abs=1e-3)
-                ids.append(int(c["draft_token"][tail]))
+                start, fed = start + len(fed), [int(c["draft_token"][tail])]
                 compared += 1
                 tail += 1
     assert compared > 100
@@ -129,7 +129,7 @@ def test_sampled_matches_are_coins_of_the_recorded_ratio(sampling: Sampling) -> 
 @pytest.mark.parametrize("sampling", [HOT, CUT], ids=["all", "top-p"])
 def test_overlap_is_the_chance_of_acceptance_on_average(sampling: Sampling) -> None:
     """E over x ~ target of min(1, draft/target) is the sum of the smaller probability."""
-    trace = bundled.record(6, sampling, seed=3)
+    trace = bundled.record(6, sampling)
     rows = trace.on_path
     gap = trace.columns["draft_path_logprob"][rows] - trace.columns["target_path_logprob"][rows]
     chance = np.minimum(1.0, np.exp(gap.astype(float)))

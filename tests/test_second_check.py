@@ -109,12 +109,14 @@ def algorithm_1(
 ) -> dict[tuple[int, int], int]:
     """How often (token proposed, token emitted) came out of one drafted token."""
     counts: dict[tuple[int, int], int] = {}
-    for _ in range(trials):
-        proposed = int(rng.choice(len(draft), p=draft))
-        emitted = proposed
-        if rng.random() > target[proposed] / draft[proposed]:
-            rest = [max(0.0, p - q) for p, q in zip(target, draft, strict=True)]
-            emitted = int(rng.choice(len(rest), p=np.array(rest) / sum(rest)))
+    rest = np.maximum(0.0, target - draft)
+    proposals = rng.choice(len(draft), size=trials, p=draft).tolist()
+    corrections = rng.choice(len(rest), size=trials, p=rest / rest.sum()).tolist()
+    for proposed, corrected, coin in zip(
+        proposals, corrections, rng.random(trials).tolist(), strict=True
+    ):
+        rejected = coin > target[proposed] / draft[proposed]
+        emitted = corrected if rejected else proposed
         counts[proposed, emitted] = counts.get((proposed, emitted), 0) + 1
     return counts
 

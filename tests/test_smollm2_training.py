@@ -148,7 +148,7 @@ def test_the_draft_model_learns_and_becomes_an_ordinary_folder(
     chats = Chats(chats_folder, 2, BOTH)
     draft = _draft(model, chats)
     candidates = Candidates(torch.arange(len(draft.embedding)), torch.arange(0), 0)
-    plan = Plan(steps=40, tokens=600, warmup=5, report_every=10)
+    plan = Plan(steps=20, tokens=600, warmup=5, report_every=10)
     curve = fit(draft, lambda b: draft.loss(b, candidates), chats, plan, tmp_path / "k")
     assert curve[-1]["loss"] < curve[0]["loss"]
     store_draft(draft, tmp_path / "draft.safetensors")
@@ -213,7 +213,7 @@ def test_feature_drafters_learn_and_are_read_back(
         candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
         drafter = new_eagle(model, chats)
     module = Unrolled(drafter, model.get_output_embeddings().weight.detach(), candidates, 3)
-    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == 3
@@ -248,7 +248,7 @@ def test_heads_learn(
         there = batch.weights > 0
         wanted = (lens == own)[there].float().mean()
         torch.testing.assert_close(module.loss(batch)[1][1], wanted, rtol=0, atol=0.02)
-    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
     assert len(curve[-1]["held_out"]) == (2 if kind == "exit" else AHEAD[kind])
@@ -269,7 +269,7 @@ def test_kangaroo_learns_from_the_logit_lens_on(
     own = model.lm_head(batch.states).argmax(-1)
     wanted = (lens == own)[batch.weights > 0].float().mean()
     torch.testing.assert_close(module.loss(batch)[1][0], wanted, rtol=0, atol=0.02)
-    plan = Plan(steps=30, tokens=600, warmup=5, report_every=10)
+    plan = Plan(steps=14, tokens=600, warmup=4, report_every=7)
     curve = fit(module, module.loss, chats, plan, tmp_path / "kept")
     assert curve[-1]["loss"] < curve[0]["loss"]
 

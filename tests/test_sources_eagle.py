@@ -23,6 +23,7 @@ from profiler.sources.modules import Modules, record_sources
 from profiler.sources.run import SourceRunner
 from simulator.pricing import price
 from tests.features import drafters, miniature
+from tests.few_cells import untimed_none
 from tests.outputs import trace_of
 from traces.errors import DraftsimError, TailError
 from traces.latency.schema import CELL_COLUMNS
@@ -211,10 +212,13 @@ def test_ranks_are_those_under_the_drafters_own_vocabulary(case: Case) -> None:
     assert right.any()
 
 
-def test_every_pass_has_a_measured_cell_and_a_price(case: Case) -> None:
+def test_every_pass_has_a_measured_cell_and_a_price(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untimed_none(monkeypatch)
     runner = LayerRunner(case.target, 64)
     cells = measure_sources(
-        runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=2, lookups=[]
+        runner, case.modules, widths=(1, 2, 5), contexts=(8, 32), repeats=1, lookups=[]
     )
     for kind in KINDS:
         table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})

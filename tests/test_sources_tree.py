@@ -21,6 +21,7 @@ from profiler.sources.run import SourceRunner
 from profiler.sources.tree_latency import GrownTrees
 from profiler.sources.tree_record import record_trees
 from simulator.pricing import price
+from tests.few_cells import untimed_none
 from tests.outputs import trace_of
 from tests.test_sources_eagle import OFFSETS, TARGET, Case, Moody
 from traces.acceptance.trace import Trace
@@ -217,10 +218,13 @@ def test_recordings_survive_their_files(case: Grown, tmp_path: Path) -> None:
         TreeRecording(ours.rank[1:], ours.signals, ours.request_starts, ours.meta)
 
 
-def test_every_pass_has_a_measured_cell_and_a_price(case: Grown) -> None:
+def test_every_pass_has_a_measured_cell_and_a_price(
+    case: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untimed_none(monkeypatch)
     runner = LayerRunner(case.target, 128)
     cells = measure_sources(
-        runner, case.growing, widths=(1, 2), contexts=(8, 32), repeats=2, lookups=[]
+        runner, case.growing, widths=(1, 2), contexts=(8, 32), repeats=1, lookups=[]
     )
     table = LatencyTable(pd.concat([cells, TARGET], ignore_index=True), {})
     verified = cells[(cells["model"] == "target") & (cells["phase"] == "tree")]

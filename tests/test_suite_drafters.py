@@ -21,6 +21,7 @@ from profiler.suite.account import COMPLETE, FAILED, REFUSED
 from profiler.suite.environment import open_workplace
 from profiler.suite.runs import drafters, real_pair, trained_stage
 from profiler.suite.runs.checks import Checks
+from profiler.suite.runs.training import QUICK_PROMPTS
 from simulator.hardware import check_recording
 from tests.pretend_gpu import pretended
 from traces.sources.starts.features import Eagle as EagleSource
@@ -104,7 +105,7 @@ def test_drafters_run_on_a_gpu(out: Path, drafters_alone: None) -> None:
     assert not found["left_out"]
     for pair in PAIRS:
         kept = found["drafters"][pair]
-        assert kept["requests"] == 8
+        assert kept["requests"] == QUICK_PROMPTS
         assert "unexplained" not in kept["checked"]["causes"]
         assert all(total > 0 for _, total in kept["checked"]["rounds_differ_of"].values())
 
@@ -123,7 +124,7 @@ def test_a_drafter_that_fails_leaves_the_others_and_is_tried_again(
     assert stage(out) == FAILED
     found = results(out)
     assert found["failed"] == {PAIRS[0]: "CUDA error: misaligned address"}
-    assert found["drafters"][PAIRS[1]]["requests"] == 8
+    assert found["drafters"][PAIRS[1]]["requests"] == QUICK_PROMPTS
     assert set(read_measured(out / "trained-measured.parquet").times["pair"]) == {PAIRS[1]}
     monkeypatch.setattr(drafters, "measure_drafters", real)
     assert stage(out) == COMPLETE

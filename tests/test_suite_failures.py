@@ -24,6 +24,7 @@ from profiler.suite.latency import pair as pair_latency
 from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import forced_stage, real_pair, trained_stage
+from profiler.suite.runs.training import QUICK_PROMPTS
 from tests.pretend_gpu import pretended
 from traces.store.files import read_latency, read_trace
 from traces.store.measured import read_measured
@@ -234,9 +235,9 @@ def test_a_pair_of_the_users_is_recorded(
     prompts = str(PROMPTS)
     assert stage("trained", out, *pair, "--prompts", prompts, "--seconds", "900") == COMPLETE
     trace = read_trace(out / "trained-trace.parquet")
-    assert len(trace.requests) == 8
+    assert len(trace.requests) == QUICK_PROMPTS
     assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
-    assert results(out, "trained")["greedy"]["requests"] == 8
+    assert results(out, "trained")["greedy"]["requests"] == QUICK_PROMPTS
 
 
 def test_smollm2_is_recorded_by_its_shapes_where_its_weights_are_not_here(
@@ -249,7 +250,7 @@ def test_smollm2_is_recorded_by_its_shapes_where_its_weights_are_not_here(
     assert read_trace(out / "trained-sampled.parquet").temperature == 1.0
     for name in ("trace", "sampled"):
         trace = read_trace(out / f"trained-{name}.parquet")
-        assert len(trace.requests) == 8
+        assert len(trace.requests) == QUICK_PROMPTS
         assert trace.meta["target"]["path"] == real_pair.RANDOM
         assert trace.meta["random_weights"]
     assert len({r.category for r in trace.requests}) > 1

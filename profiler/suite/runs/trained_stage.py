@@ -40,7 +40,7 @@ from profiler.suite.runs.kept_pair import given_pair, trained_pair
 from profiler.suite.runs.real_pair import smollm2_pair
 from profiler.suite.runs.recording import ENOUGH, record_early_exits, record_trace, write_within
 from profiler.suite.runs.trained_latency import measure_modes, named, of_mode, write_table
-from profiler.suite.runs.training import DRAFT, PROMPTS, TARGET
+from profiler.suite.runs.training import DRAFT, PROMPTS, QUICK_PROMPTS, TARGET
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -88,7 +88,7 @@ def run_trained(
         )
         shape = PairShape(NAME, TARGET, DRAFT)
     else:
-        most = 8 if place.quick else PROMPTS
+        most = QUICK_PROMPTS if place.quick else PROMPTS
         if target == places.NAME and draft is None:
             pair, texts, name = smollm2_pair(place, prompts, most)
             record, on_features = {}, smollm2_drafters(place, pair.target)
@@ -184,8 +184,8 @@ class _Stage:
         """All parts, in order."""
         place, pair, keep, part = self.place, self.pair, self.keep, self.part
         total = place.seconds
-        new = 16 if place.quick else NEW_TOKENS
-        settings = Settings(max_new_tokens=new, max_gamma=6 if place.quick else 16)
+        new = 12 if place.quick else NEW_TOKENS
+        settings = Settings(max_new_tokens=new, max_gamma=4 if place.quick else 16)
         hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
         trace = self.recorded("greedy", settings, 0.15 * total)
         sampled = self.recorded("sampled", hot, 0.17 * total)

@@ -26,6 +26,8 @@ ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
 PROMPTS = 210
 """Prompts to record, a few more than a recording needs (`recording.ENOUGH`)."""
+QUICK_PROMPTS = 6
+"""Likewise, in miniatures."""
 TARGET = Architecture(
     "trained-12",
     "trained by profiler.suite",
@@ -95,7 +97,8 @@ def train_pair(place: Workplace, seconds: float) -> tuple[Pair, list[Prompt], di
     documents, held_out = read_sources(place, seconds=5 if place.quick else 30)
     tokenizer = sample_tokenizer(documents, place.quick)
     ids = token_line(documents, tokenizer).to(place.device)
-    prompts = held_out_prompts(documents, held_out, tokenizer, 8 if place.quick else PROMPTS)
+    most = QUICK_PROMPTS if place.quick else PROMPTS
+    prompts = held_out_prompts(documents, held_out, tokenizer, most)
     spent = time.monotonic() - begin
     place.say(f"{len(ids)} tokens, {len(prompts)} prompts: prepared in {spent:.0f} s")
     if not place.quick:
