@@ -86,9 +86,7 @@ def cmasd_confidence(
     return score
 
 
-def each(
-    function: Callable[[float], float], values: npt.NDArray[Any]
-) -> npt.NDArray[np.float64]:
+def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """A `function` of `math` of every value: numpy's own may differ in the last bit."""
     found = map(function, values.ravel().tolist())
     return np.fromiter(found, np.float64, values.size).reshape(values.shape)

@@ -49,7 +49,8 @@ class _Arms(LaneState):
 
     def caps(self) -> Ints:
         self.arm = self.pulled(np.arange(self.lengths.shape[1]) < self.count[:, None])
-        return self.lengths[self._own]
+        found: Ints = self.lengths[self._own]
+        return found
 
     @property
     def _own(self) -> tuple[Ints, Ints]:
@@ -72,7 +73,7 @@ class Bounds(_Arms):
     confidence: Floats
     rotation: Ints
 
-    blanks = {"lengths": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0}
+    blanks: ClassVar[dict[str, float]] = {"lengths": 0, "pulls": 0, "rewards": 0.0, "seconds": 1.0}
 
     def pulled(self, real: Bools) -> Ints:
         played, n = self.pulls.sum(axis=1), np.maximum(self.pulls, 1)
@@ -83,7 +84,8 @@ class Bounds(_Arms):
         bonus = np.where(rotates, 0.0, self.spread / 2)[:, None] * wide
         index = np.where(real, self.rewards / n + bonus, -np.inf)
         turn = (played < self.rotation) | (real & (self.pulls == 0)).any(axis=1)
-        return np.where(turn, played % self.count, index.argmax(axis=1))
+        found: Ints = np.where(turn, played % self.count, index.argmax(axis=1))
+        return found
 
     def observe(self, drafted: Ints, accepted: Ints) -> None:
         self.pulls[self._own] += 1
@@ -100,7 +102,7 @@ class Weights(_Arms):
     longest: Ints
     draws: npt.NDArray[np.object_]
 
-    blanks = {"lengths": 0, "losses": math.inf, "chances": 0.0}
+    blanks: ClassVar[dict[str, float]] = {"lengths": 0, "losses": math.inf, "chances": 0.0}
 
     def pulled(self, real: Bools) -> Ints:
         rate = np.sqrt(each(math.log, self.count) / ((self.rounds + 1) * self.count))

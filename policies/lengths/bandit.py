@@ -121,7 +121,6 @@ class UCBSpec(_Bandit):
         inner = 1 + 2 * math.log(len(self.gammas) * t * t * math.sqrt(1 + n) / self.confidence)
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
 
-
     def laned(self, batch: int) -> LanePlan | None:
         del batch
         if not isinstance(self._cost, TextbookCost):
