@@ -94,7 +94,7 @@ def options(
 def main() -> None:
     """Run the command line; bad input is one line on standard error and exit code 2."""
     # Replays make millions of short-lived tuples and no cycles: a fifth of their time otherwise.
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(1_000_000, 20, 20)
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -77,7 +78,7 @@ def cmasd_confidence(
         spread = entropy / math.log(vocab_size)
         score = score + w_entropy * (1.0 - spread if entropy_sign == "intended" else spread)
     if w_margin:
-        exp: Any = math.exp if scalar else exp_each
+        exp: Any = math.exp if scalar else partial(each, math.exp)
         score = score + w_margin / (1.0 + exp(-beta * logit_margin))
     if w_softmax:
         top: Any = prob_margin / (1.0 - 1.0 / vocab_size)
@@ -85,9 +86,9 @@ def cmasd_confidence(
     return score
 
 
-def exp_each(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """exp of every value as `math` has it: numpy's may differ in the last bit."""
-    found = map(math.exp, values.ravel().tolist())
+def each(function: Callable[[float], float], values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """A `function` of `math` of every value: numpy's own may differ in the last bit."""
+    found = map(function, values.ravel().tolist())
     return np.fromiter(found, np.float64, values.size).reshape(values.shape)
 
 

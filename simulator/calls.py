@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.passes import PassCount
+from simulator.passes import NO_PASSES, PassCount, read_each
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
 from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, DRAFTER_TREE, LAYER
@@ -35,31 +35,35 @@ def call_seconds(
     DraftsimError
         If the table lacks the cells of a call; its message names them.
     """
-    seconds = np.zeros(len(log))
     assert log.calls is not None
-    calls: npt.NDArray[Any] = log.calls[log.calls["verify"] == verify]
+    calls: npt.NDArray[Any] = log.calls
+    kinds = np.where(calls["verify"] == verify, calls["kind"], -1)
     context = np.maximum(log.context - 1, 0)
-    total = inside = outside = 0
-    for kind in np.unique(calls["kind"]).tolist():
-        mine = calls[calls["kind"] == kind]
+    rounds, seconds = [np.zeros(0, np.int64)], [np.zeros(0)]
+    passes = NO_PASSES
+    for kind in np.flatnonzero(np.bincount(kinds[kinds >= 0])).tolist():
+        mine = np.flatnonzero(kinds == kind)
+        at_round, width, count = (
+            calls[name][mine].astype(np.int64) for name in ("round", "new_tokens", "count")
+        )
         model, phase = CALL_KINDS[kind]
         if kind in (DRAFTER, DRAFTER_TREE):
             model = latency.drafter(log.drafter)
         model, phase = _cells(latency, model, phase)
-        at = context[mine["round"]]
+        at = context[at_round]
         attends = kind in (DRAFTER, DRAFTER_TREE) or phase == "layer"
         attends |= model == "target" and phase != "head"
         if not attends:
             # Nothing else attends to the context: it is read where it was measured.
-            at = np.clip(at, *latency.grid(model, phase).contexts)
-        read = latency.estimate(
-            model, phase, batch=batch, new_tokens=mine["new_tokens"], context=at
-        )
-        np.add.at(seconds, mine["round"], mine["count"] * read.seconds)
-        total += int(mine["count"].sum())
-        inside += int(mine["count"][read.origin == INTERPOLATED].sum())
-        outside += int(mine["count"][read.origin == EXTRAPOLATED].sum())
-    return seconds, PassCount(total, inside, outside)
+            at = np.clip(at, *latency.grid(model, phase).contexts).astype(np.int64)
+        read = read_each(latency, model, batch, width, at, phase)
+        rounds.append(at_round)
+        seconds.append(count * read.seconds)
+        outside = (int(count[read.origin == o].sum()) for o in (INTERPOLATED, EXTRAPOLATED))
+        passes += PassCount(int(count.sum()), *outside)
+    # In the order of the calls, whose sums depend on it.
+    total = np.bincount(np.concatenate(rounds), np.concatenate(seconds), len(log))
+    return total.astype(np.float64, copy=False), passes
 
 
 def verify_phase(log: RoundLog, latency: LatencyTable) -> str:

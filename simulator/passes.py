@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.latency.settling import settling_s
-from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
+from traces.latency.table import EXTRAPOLATED, INTERPOLATED, Estimate, LatencyTable
+from traces.replay.calls import distinct
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -64,24 +65,23 @@ def pass_seconds(
     latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints,
     phase: str = "forward",
 ) -> tuple[Floats, PassCount]:  # fmt: skip
-    """Seconds of one pass per element; equal (width, context) pairs are read once."""
+    """Seconds of one pass per element."""
     if not len(width):
         return np.zeros(0), NO_PASSES
+    read = read_each(latency, model, batch, width, context, phase)
+    return read.seconds, _count(read.origin)
+
+
+def read_each(
+    latency: LatencyTable, model: str, batch: int, width: Ints, context: Ints, phase: str
+) -> Estimate:  # fmt: skip
+    """The pass of each element, of which there is one; equal (width, context) are read once."""
     scale = int(context.max()) + 1
     keys, inverse = distinct(width * scale + context)
     read = latency.estimate(
         model, phase, batch=batch, new_tokens=keys // scale, context=keys % scale
     )
-    return read.seconds[inverse], _count(read.origin[inverse])
-
-
-def distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Distinct keys and the index of each key among them, by counting where that is faster."""
-    if int(keys.max()) > 100 * len(keys) + 1_000_000:
-        found, inverse = np.unique(keys, return_inverse=True)
-        return found, np.asarray(inverse, dtype=np.int64)
-    present = np.bincount(keys) > 0
-    return np.flatnonzero(present), (np.cumsum(present) - 1)[keys]
+    return Estimate(read.seconds[inverse], read.origin[inverse])
 
 
 def prefill_seconds(

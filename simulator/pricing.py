@@ -33,7 +33,6 @@ from simulator.host import HOSTS, host_seconds, scalar_seconds
 from simulator.passes import (
     NO_PASSES,
     PassCount,
-    distinct,
     draft_seconds,
     pass_seconds,
     prefill_seconds,
@@ -41,6 +40,7 @@ from simulator.passes import (
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted, passes_always
+from traces.replay.calls import distinct
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]

@@ -11,6 +11,7 @@ from policies.batch.base import SingleStream, TextbookCost
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.estimators import ConstantAcceptance, IsotonicAcceptance, LogisticAcceptance
+from policies.lengths.bandit import EXP3Spec, UCBSpec
 from policies.lengths.basic import Autoregressive, Oracle
 from policies.lengths.bild import BiLDFallback
 from policies.lengths.draft_and_verify import DraftAndVerify
@@ -30,6 +31,7 @@ ESTIMATORS = st.sampled_from(
      LOGISTIC]
 )  # fmt: skip
 RATES = st.sampled_from([0.0, 0.4, 1.0, 1.7, 4.0])
+ARMS = st.lists(st.integers(1, 9), min_size=1, max_size=5, unique=True)
 COSTS = st.sampled_from([None, TextbookCost(1.0, 0.02), TextbookCost(1.0, 0.3, 0.05)])
 
 
@@ -83,6 +85,9 @@ LANED: st.SearchStrategy[DraftPolicy] = st.one_of(
               weights=st.sampled_from([(1 / 3, 1 / 3, 1 / 3), (1, 0, 0), (0, 0.5, 0.5)])),
     st.builds(RateOptimal, RATES, gammas(), UNIT, st.booleans(), estimator=ESTIMATORS,
               following=ESTIMATORS, cost=COSTS | st.builds(Bumps)),
+    st.builds(UCBSpec, st.sampled_from(["ucb_paper", "ucb_cost", "greedy_code"]), ARMS,
+              st.sampled_from([0.01, 0.1, 1.0]), COSTS, st.booleans()),
+    st.builds(EXP3Spec, ARMS, st.integers(0, 2), st.booleans()),
     st.builds(_tiers, st.lists(SOME, min_size=1, max_size=4), SOME, UNIT, st.integers(1, 4),
               st.sampled_from([-0.5, 0.0, 0.4]), st.sampled_from([0.0, 1.2]), st.booleans()),
     st.builds(BatchTable, st.sampled_from([

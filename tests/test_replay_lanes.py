@@ -39,7 +39,7 @@ from traces.replay.run import replay
 
 LOOPED = (
     "confidence:roc_update=in_call", "hf-heuristic:roc_update=next_call", "cm-asd:window=lagged",
-    "cm-asd:window=literal", "ucb", "exp3", "disable-by-batch-size", "goodput", "turbospec",
+    "cm-asd:window=literal", "disable-by-batch-size", "goodput", "turbospec",
     "confidence-freeze", "adaptive-verification", "batch-table-hysteresis",
     "rate-optimal:recalibrate=0.1",
 )  # fmt: skip
@@ -208,7 +208,7 @@ def test_settings_are_yielded_in_order_and_a_block_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = recorded()
-    names = [f"gammatune:gamma={g}" for g in range(1, 9)] + ["ucb"] + ["svip"] * 1 + ["fixed"]
+    names = [f"gammatune:gamma={g}" for g in range(1, 9)] + ["goodput"] + ["svip"] * 1 + ["fixed"]
     policies = {name: parsed(name, trace) for name in names}
     expected = [replay(trace, p, name=n) for n, p in policies.items()]
     for held, cells in ((1, 1), (700, 300), (1 << 22, 1 << 18)):

@@ -83,11 +83,12 @@ def replay_side_by_side(
     parts: list[Callable[[], Any]] = [ranked, asked]
     every = rule is None and (texts is None or "all" in texts)
     if every:
-        parts += [partial(replay_methods, trace), *_listed(name, trace, free)]
+        # The longest first.
+        parts = [*_listed(name, trace, free), partial(replay_methods, trace), *parts]
     same = [latency, free, *trace.requests]
-    ranking, more, *found = results_of(parts, trace.tokens * len(SYSTEMS), shared=same)
+    *found, ranking, more = results_of(parts, trace.tokens * len(SYSTEMS), shared=same)
     if every:
-        methods, *listed = found
+        *listed, methods = found
         more += methods
         known = {log.policy for log in more}
         more += [log for log in in_listed_order(listed) if log.policy not in known]

@@ -12,9 +12,13 @@ import numpy as np
 
 from policies.batch.base import IterationCost, TextbookCost
 from policies.core import DraftPolicy, Load, Round
+from policies.lanes.bandits import Bounds, Draws, Weights
+from policies.lanes.base import LanePlan
 from policies.parameters import flag, one_of, whole, within
 
 _ARMS = (1, 2, 3, 4)
+ROTATION = 7
+"""Rounds in which the released code's arms take turns."""
 
 
 class _Bandit(DraftPolicy):
@@ -85,7 +89,7 @@ class UCBSpec(_Bandit):
     def begin_round(self, load: Load) -> None:
         self._context = load.context
         played = sum(self._pulls)
-        rotation = 7 if self.variant == "greedy_code" else 0
+        rotation = ROTATION if self.variant == "greedy_code" else 0
         if played < rotation or 0 in self._pulls:
             self._arm = played % len(self.gammas)
         else:
@@ -116,6 +120,20 @@ class UCBSpec(_Bandit):
             return mean
         inner = 1 + 2 * math.log(len(self.gammas) * t * t * math.sqrt(1 + n) / self.confidence)
         return mean + spread / 2 * math.sqrt((1 + n) / (n * n) * inner)
+
+    def laned(self, batch: int) -> LanePlan | None:
+        del batch
+        if not isinstance(self._cost, TextbookCost):
+            return None  # it may ask for the context, which no state knows
+        lengths, arms = list(self.gammas), len(self.gammas)
+        drafts = range(max(lengths) + 1)
+        blind = self.variant == "ucb_paper"
+        scalars: Any = (
+            lengths, arms, self._arm, self._pulls, self._rewards,
+            [1.0 if blind else self._cost(1, n, n + 1, 0) for n in drafts], self._spread(),
+            self.confidence, ROTATION if self.variant == "greedy_code" else 0,
+        )  # fmt: skip
+        return LanePlan(state=Bounds(*scalars))
 
 
 class EXP3Spec(_Bandit):
@@ -169,3 +187,11 @@ class EXP3Spec(_Bandit):
         loss = (longest - outcome.accepted) / longest
         self._losses[self._arm] += loss / self._chances[self._arm]
         self._rounds += 1
+
+    def laned(self, batch: int) -> LanePlan:
+        del batch
+        scalars: Any = (
+            list(self.gammas), len(self.gammas), self._arm, self._losses, self._chances,
+            self._rounds, max(self.gammas), Draws(self._random),
+        )  # fmt: skip
+        return LanePlan(state=Weights(*scalars))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,13 @@ class OnlineCorrectionMemory:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnlineCorrectionMemory:
+        # Every run takes a copy, and what its containers hold is never changed itself.
+        mine = copy.copy(self)
+        for name in ("sizes", "_counts", "_entered", "_heap"):
+            setattr(mine, name, copy.copy(getattr(self, name)))
+        return mine
 
     def count(self, draft_token: int, target_token: int) -> int:
         """Times this pair has been counted, 0 if it is not held."""

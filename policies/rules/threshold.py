@@ -12,7 +12,7 @@ from policies.confidence import (
     EQUAL_WEIGHTS,
     EntropySign,
     cmasd_confidence,
-    exp_each,
+    each,
     known_vocabulary,
 )
 from policies.lanes.base import Bools, Floats
@@ -227,8 +227,8 @@ class TypicalAcceptance(TokenRule):
         del tokens
         if self.temperature == 0:
             return np.asarray(scores.match)
-        prob = exp_each(scores.draft_logit - scores.logsumexp)
-        return prob > np.fmin(self.epsilon, self.delta * exp_each(-scores.entropy))
+        prob = each(math.exp, scores.draft_logit - scores.logsumexp)
+        return prob > np.fmin(self.epsilon, self.delta * each(math.exp, -scores.entropy))
 
 
 class BiLDRollback(TokenRule):

@@ -47,6 +47,7 @@ class LatencyCost:
         self._steps: dict[tuple[int, float], float] = {}
         self._settling: dict[tuple[int, float], Floats] = {}
         self._host: dict[tuple[str, int], float] = {}
+        self._at = np.arange(1.0, longest + 2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LatencyCost:
         return self  # a table of measurements, which nothing changes
@@ -56,14 +57,13 @@ class LatencyCost:
         draft_length = max(draft_length, self._always)
         key = (batch, context)
         if key not in self._widths:
-            raw, one, first = _read(self.latency, self.longest, batch, context)
-            self._widths[key] = _rising(raw) if self.smooth else raw
+            raw, rising, one, first = _read(self.latency, self.longest, batch, context)
+            self._widths[key] = rising if self.smooth else raw
             self._settling[key] = settling_sums(self.latency, "draft", batch) + first - one
             step = one + self._hosts("host_draft", batch)
             self._steps[key] = step + (self._hosts("signal", batch) if self.signals else 0.0)
         per_sequence = verify_tokens / batch
-        at = np.arange(1, self.longest + 2)
-        verify = float(np.interp(per_sequence, at, self._widths[key]))
+        verify = float(np.interp(per_sequence, self._at, self._widths[key]))
         drafting = draft_length * self._steps[key]
         if draft_length:
             beyond = self._settling[key]
@@ -86,6 +86,8 @@ class _Passes(NamedTuple):
     """Seconds of the target's passes over 1, 2, ... tokens, of a draft pass, and of the first."""
 
     widths: Floats
+    rising: Floats
+    """`widths` as `_rising` fits them."""
     draft: float
     first: float
 
@@ -96,8 +98,10 @@ def _read(latency: LatencyTable, longest: int, batch: int, context: float) -> _P
     if key not in known:
         at: dict[str, Any] = {"batch": batch, "context": context}
         width = np.arange(1, longest + 2)
+        widths = latency.seconds("target", "forward", new_tokens=width, **at)
         known[key] = _Passes(
-            latency.seconds("target", "forward", new_tokens=width, **at),
+            widths,
+            _rising(widths),
             float(latency.seconds("draft", "forward", **at)),
             float(latency.seconds("draft", latency.first_draft_phase("draft"), **at)),
         )

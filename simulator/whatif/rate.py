@@ -116,9 +116,10 @@ def fit_rate_optimal(
         kinds = KINDS if set(NUMERIC) & trace.signals else ("none",)
     fits = []
     plain = [_achieved(learned, latency, [Autoregressive()], batch)[0] for batch in batches]
+    fitted = {kind: fit_estimates(learned, kind, longest) for kind in kinds}
     # Whether a dip of the target's pass is noise or real, the training prompts decide.
     for kind, smooth in product(kinds, (True,) if cost is not None else (True, False)):
-        now, following, first = fit_estimates(learned, kind, longest)
+        now, following, first = fitted[kind]
         priced = cost or LatencyCost(latency, bool(now.reads), longest, smooth)
         rule = RateOptimal(plain[0], longest, first, True, recalibrate, now, following, priced)
         found = [

@@ -201,8 +201,10 @@ class ExitRecording:
         """
         used = usable_exits(self.exit_layers, depth_layers(depth, self.layers), layers)
         confident = self.log_confidence[:, :, self._omega(omega)] >= log_threshold(tau)
-        confident = confident & np.isin(np.arange(len(self.exit_layers)), used)
-        return np.where(confident.any(1), confident.argmax(1), -1)
+        chosen = np.full(len(confident), -1)
+        for i in reversed(used):
+            chosen[confident[:, i]] = i
+        return chosen
 
     def _omega(self, omega: float) -> int:
         for i, recorded in enumerate(self.omegas):
