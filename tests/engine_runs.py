@@ -23,6 +23,7 @@ from commands.engine.loads import named_loads
 from commands.engine.trial import tried
 from policies import DraftPolicy, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
+from profiler.engines import loads as running
 from profiler.engines.drafts import EngineDrafts, Forced, LookedUp
 from profiler.engines.engine import Engine
 from profiler.engines.measure import BetweenTable, EngineTable
@@ -37,6 +38,8 @@ from traces import synthetic_trace, write_latency
 from traces.sources.lookups.sources import PLD
 
 LONGEST, BATCH = 6, 4
+TURN_S = 0.01
+"""A load takes a tenth of a second, in which its arms are to take turns."""
 MODEL: dict[str, Any] = {
     "max_model_len": 256, "dtype": "float32", "more": {"num_gpu_blocks_override": 128},
 }  # fmt: skip
@@ -135,13 +138,20 @@ def main(folder: Path) -> dict[str, Any]:
     sent = [f"{0.02 * i},100,100" for i in range(6)]
     arrivals.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *sent]) + "\n")
     loads = named_loads("closed:1,3,4", "50", arrivals)
+    tenants, side_by_side = engine.tenants, []
+
+    def noted(count: int, blocks: int) -> Any:
+        side_by_side.append(count)
+        return tenants(count, blocks)
+
+    engine.tenants = noted  # type: ignore[method-assign]
     rows = compare_loads(engine, latency, TRACE, chosen, loads, 8, 1)
     tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
     trial = tried(engine, latency, TRACE, tuned, 8, 1)
     return {
         "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
-        "meta": engine.meta, "rows": rows,
+        "meta": engine.meta, "rows": rows, "side_by_side": side_by_side,
     }  # fmt: skip
 
 
@@ -179,6 +189,7 @@ def own(folder: Path) -> dict[str, Any]:
 
 def run(made: Callable[[Path], dict[str, Any]], folder: Path) -> None:
     folder.mkdir()
+    running.TURN_S = TURN_S
     (folder / "runs.json").write_text(json.dumps(made(folder)))
 
 

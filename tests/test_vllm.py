@@ -126,6 +126,12 @@ def test_closed_loops_take_the_simulators_iterations_one_by_one(
     assert row["iterations"] == row["iterations_predicted"] > 0
 
 
+def test_the_arms_of_every_load_took_turns(ran: Any) -> None:
+    arms = [len({r["policy"] for r in ran[rows]}) for rows in ("rows", "tried")]
+    loads = [len({r["load"] for r in ran[rows]}) for rows in ("rows", "tried")]
+    assert ran["side_by_side"] == [arms[0]] * loads[0] + [arms[1]] * loads[1]
+
+
 @pytest.mark.parametrize("load", ["rate:50", "arrivals:arrivals.csv"])
 def test_timed_arrivals_take_the_replays_rounds_and_state_an_interval(ran: Any, load: str) -> None:
     rows = [r for r in ran["rows"] if r["load"] == load and r["policy"] not in BY_BATCH]
