@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import sys
@@ -95,6 +96,8 @@ def main() -> None:
     """Run the command line; bad input is one line on standard error and exit code 2."""
     # Replays make millions of short-lived tuples and no cycles: a fifth of their time otherwise.
     gc.set_threshold(1_000_000, 20, 20)
+    # At its end Python would walk through all that is left, more than once, to free what goes.
+    atexit.register(gc.freeze)
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
