@@ -19,7 +19,7 @@ from profiler.engines.bench import Sample
 from profiler.engines.engine import PARTS
 from profiler.engines.plan import Cell, Grid
 from profiler.engines.start import EngineOptions
-from profiler.engines.table import cells_of, follows, held_out_errors, host_parts
+from profiler.engines.table import cells_of, follows, held_out_errors, host_parts, quiet
 from simulator.serving import ClosedLoop
 from tests.conftest import Run
 from tests.serving import SMALL
@@ -74,11 +74,11 @@ def test_samples_of_a_disturbed_machine_are_left_out() -> None:
     samples = measured()
     cell = Cell("decode", 4, 5, 256)
     samples[cell] = [sample(cell), sample(cell, 2e-3, 3.0), sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(samples))
+    table = LatencyTable(cells_of(quiet(samples)))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(device_s(4, 5, 256))
     samples[cell] = [sample(cell, 2e-3, 3.0)]
-    table = LatencyTable(cells_of(samples))
+    table = LatencyTable(cells_of(quiet(samples)))
     read = table.seconds("target", "forward", batch=4, new_tokens=5, context=256)
     assert read == pytest.approx(3 * device_s(4, 5, 256))
 

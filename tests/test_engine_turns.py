@@ -141,6 +141,18 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
     assert sum(at < turns.SWEEPS for at, _ in took) > len(took) // 2
 
 
+def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
+    """Not even where the control load was disturbed: what ran beside it was as often."""
+    between = BetweenTable(engine, GRID)
+    between.advance(1)
+    usual = between.table()
+    Clock.slower = 1.5
+    between.advance(4)
+    cell: dict[str, Any] = {"batch": 2, "new_tokens": 3, "context": 32}
+    slow, fast = (t.seconds("target", "forward", **cell) for t in (between.table(), usual))
+    assert float(slow) == pytest.approx(1.5 * float(fast), rel=0.01)
+
+
 def test_a_small_cache_has_them_one_after_another(
     engine: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,8 +39,6 @@ class Sample(NamedTuple):
     """Of mixed ones, the mean of the decoding iterations around; else 0."""
     control_s: float
     """The control load's, around the cell."""
-    sweep: int = 0
-    """Which one it is of, where a table tells them apart."""
 
 
 class Dictated(BatchPolicy):

@@ -78,12 +78,14 @@ class _Measured:
         for cell, own in found.items():
             self.samples.setdefault(cell, []).extend(own)
 
-    def _table(self, errors: Mapping[Cell, float]) -> LatencyTable:
-        """`errors`: relative ones of reading held-out cells from the others."""
+    def _table(
+        self, kept: Mapping[Cell, Sequence[Sample]], errors: Mapping[Cell, float]
+    ) -> LatencyTable:
+        """Of the samples `kept`; `errors`: relative ones of reading held-out cells from them."""
         controls = [s.control_s for own in self.samples.values() for s in own]
-        counted = [s.control_s for own in quiet(self.samples).values() for s in own]
+        counted = [s.control_s for own in kept.values() for s in own]
         meta = {
-            **self.meta, "kind": "engine", "host_parts": host_parts(self.samples),
+            **self.meta, "kind": "engine", "host_parts": host_parts(kept),
             "control_s": {
                 "usual": usual_control_s(self.samples), "median": float(np.median(controls)),
                 "p95": float(np.quantile(controls, 0.95)), "counted": float(np.median(counted)),
@@ -92,7 +94,7 @@ class _Measured:
             "held_out": [{"batch": c.batch, "width": c.width, "error": e}
                          for c, e in errors.items()],
         }  # fmt: skip
-        return LatencyTable(cells_of(self.samples, self.meta["engine"]["own_drafter"]), meta)
+        return LatencyTable(cells_of(kept, self.meta["engine"]["own_drafter"]), meta)
 
 
 class BetweenTable(_Measured):
@@ -122,14 +124,15 @@ class BetweenTable(_Measured):
         while self.done < sweeps * len(self._blocks):
             if not self._waiting:
                 self._waiting = self._rng.permutation(len(self._blocks)).tolist()
-            found = self._visited(f"{self.done:05d}", self._blocks[self._waiting.pop()])
-            sweep = self.done // len(self._blocks)
-            self._add({c: [s._replace(sweep=sweep) for s in own] for c, own in found.items()})
+            self._add(self._visited(f"{self.done:05d}", self._blocks[self._waiting.pop()]))
             self.done += 1
 
     def table(self) -> LatencyTable:
-        """The table so far; a whole sweep must be done."""
-        return self._table({})
+        """The table so far, of every sample; a whole sweep must be done.
+
+        What disturbed some of them disturbed the work beside them as often.
+        """
+        return self._table(self.samples, {})
 
 
 class EngineTable(_Measured):
@@ -177,7 +180,7 @@ class EngineTable(_Measured):
             for i, block in enumerate(blocks):
                 if disturbed := self._disturbed(block):
                     self._if_time({f"again-{again}-{i}": disturbed})
-        table = self._table(errors)
+        table = self._table(quiet(self.samples), errors)
         self._folder.close()
         return table
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,18 +26,11 @@ PROPOSE = PARTS.index("propose")
 
 
 def quiet(samples: Samples) -> dict[Cell, list[Sample]]:
-    """The samples taken while the machine was as fast as usual in their sweep; all where none was.
-
-    A machine may be another one hours later: by what is usual over all sweeps, those of its slower
-    hour would be left out, of whose runs beside them nothing is.
-    """
-    by_sweep: dict[int, list[float]] = {}
-    for sample in itertools.chain.from_iterable(samples.values()):
-        by_sweep.setdefault(sample.sweep, []).append(sample.control_s)
-    usual = {sweep: float(np.quantile(own, USUAL)) for sweep, own in by_sweep.items()}
+    """The samples taken while the machine was as fast as usual; all of a cell where none was."""
+    usual = usual_control_s(samples)
     kept = {}
     for cell, own in samples.items():
-        still = [s for s in own if s.control_s < DISTURBED * usual[s.sweep]]
+        still = [s for s in own if s.control_s < DISTURBED * usual]
         kept[cell] = still or list(own)
     return kept
 
@@ -66,15 +58,14 @@ def usual_control_s(samples: Samples) -> float:
     return float(np.quantile([s.control_s for own in samples.values() for s in own], USUAL))
 
 
-def cells_of(samples: Samples, own_passes: bool = False) -> pd.DataFrame:
-    """Cells as in `traces.latency.schema.CELL_COLUMNS`.
+def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
+    """Cells as in `traces.latency.schema.CELL_COLUMNS`, of the samples that are to count.
 
     ``forward`` is the engine's pass with sampling, ``host_round`` the rest of an iteration
     without drafts, ``host_draft`` what a drafted token adds to the proposer's time.
     ``prefill`` and ``mixed`` hold the whole iteration, and the adding of its requests.  With
     ``own_passes`` the proposer's time is that of the engine's own drafter (`drafter_cells`).
     """
-    kept = quiet(samples)
     rows: list[tuple[Any, ...]] = []
     for cell, own in kept.items():
         if cell.kind == "decode":
@@ -177,7 +168,7 @@ def _row(
     return model, phase, batch, width, context, median, (high - low) / 2, len(seconds)
 
 
-def host_parts(samples: Samples) -> list[dict[str, float]]:
+def host_parts(kept: Samples) -> list[dict[str, float]]:
     """Median seconds of every part of a decoding iteration, by batch and width."""
     return [
         {
@@ -185,13 +176,13 @@ def host_parts(samples: Samples) -> list[dict[str, float]]:
             **{f"{p}_s": float(np.median([s.parts[i] for s in own]))
                for i, p in enumerate(PARTS)},
         }
-        for c, own in quiet(samples).items() if c.kind == "decode"
+        for c, own in kept.items() if c.kind == "decode"
     ]  # fmt: skip
 
 
 def held_out_errors(samples: Samples, held_out: Samples) -> dict[Cell, float]:
     """Relative error of reading each held-out cell between the others."""
-    table = LatencyTable(cells_of(samples))
+    table = LatencyTable(cells_of(quiet(samples)))
     errors = {}
     for cell, own in quiet(held_out).items():
         width, context = cell.width, float(np.mean([s.context for s in own]))
