@@ -7,6 +7,7 @@ import importlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer.main
 
@@ -68,6 +69,10 @@ def test_the_readmes_figures_of_the_engine_are_those_recorded() -> None:
     assert f"(`svip` {', '.join(stopping)})" in said
     assert stepped_in_words(rows).removesuffix(".") in said
     assert served_in_words(checks("smollm2-vllm-eagle3-cpu", "http-*.json")) in said
+    beside = checks("smollm2-vllm-eagle3-avx2-cpu", "engine-*.json")
+    errors = [abs(r["speedup_error"]) for r in beside if r["policy"] != "autoregressive"]
+    worst = f"err by {100 * np.median(errors):.1f} % (worst {100 * max(errors):.1f} %)"
+    assert f"(another processor, float32) {worst}" in said
 
 
 def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
