@@ -76,9 +76,9 @@ class StandIn:
         self._own = self._requests, self._drafts
 
     @contextmanager
-    def tenants(self, count: int, blocks: int) -> Iterator[list[Any]]:
-        assert count * blocks < self.blocks
-        yield [({}, {}) for _ in range(count)]
+    def tenants(self, blocks: Sequence[int]) -> Iterator[list[Any]]:
+        assert sum(blocks) < self.blocks
+        yield [({}, {}) for _ in blocks]
         assert not self.busy
         self.enter()
 

@@ -84,7 +84,7 @@ def is_run(kept: Checkpoint) -> bool:
 
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt what is checked once so many loads are kept, each under all arms."""
+    """Interrupt what is checked once so many runs are kept; those of a repeat are at its end."""
     put, runs = Checkpoint.put, [0]
 
     def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
@@ -100,7 +100,7 @@ REMEASURED: Any = pytest.mark.parametrize("more", [(), ("--remeasure",)], ids=["
 
 
 @REMEASURED
-@pytest.mark.parametrize("count", [1, LOADS + 1])
+@pytest.mark.parametrize("count", [PAIR, PAIR + 1])
 def test_a_stopped_check_goes_on_as_if_it_had_not_been(
     more: tuple[str, ...], count: int, folder: Path, tmp_path: Path, check: Checked,
     ran: list[str], monkeypatch: pytest.MonkeyPatch,
@@ -116,8 +116,8 @@ def test_a_stopped_check_goes_on_as_if_it_had_not_been(
     [place] = folder.glob(f"{PLACE}-*")
     ran.clear()
     resumed = check(folder, 2, *more)
-    assert len(ran) == 2 * PAIR - ARMS * count
-    assert f"goes on with {ARMS * count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
+    assert len(ran) == PAIR
+    assert f"goes on with {count} of {2 * PAIR} runs done: remove {place}" in said(resumed)
     assert [row["rounds_differ"] for row in resumed.rows] == [0] * PAIR
     assert not list(folder.glob(f"{PLACE}-*"))
     if not more:
@@ -172,14 +172,14 @@ def test_an_engine_of_another_version_begins_anew(
             self.meta["engine"]["version"] = "2"
 
     with monkeypatch.context() as patch:
-        stop_after(1, patch)
-        check(folder, 1)
+        stop_after(PAIR, patch)
+        check(folder, 2)
     monkeypatch.setattr(engine, "Engine", Newer)
     ran.clear()
-    assert "keeps the runs of an unfinished check" in said(check(folder, 1))
-    assert len(ran) == PAIR
+    assert "keeps the runs of an unfinished check" in said(check(folder, 2))
+    assert len(ran) == 2 * PAIR
     monkeypatch.setattr(engine, "Engine", StandIn)
-    assert f"goes on with 2 of {PAIR} runs done" in said(check(folder, 1))
+    assert f"goes on with {PAIR} of {2 * PAIR} runs done" in said(check(folder, 2))
 
 
 def test_a_policy_of_ones_own_that_changed_begins_anew(
@@ -197,24 +197,24 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
     def checked(longest: int) -> Ran:
         (tmp_path / "own_rule.py").write_text(code.format(longest))
         sys.modules.pop("own_rule", None)
-        return check(folder, 1, "--policy", "own_rule.Mine")
+        return check(folder, 2, "--policy", "own_rule.Mine")
 
     with monkeypatch.context() as patch:
-        stop_after(1, patch)
+        stop_after(PAIR, patch)
         checked(2)
     ran.clear()
     assert "begins anew" in said(checked(3))
-    assert len(ran) == PAIR
+    assert len(ran) == 2 * PAIR
     ran.clear()
-    assert f"goes on with 2 of {PAIR} runs done" in said(checked(2))
-    assert len(ran) == PAIR - 2
+    assert f"goes on with {PAIR} of {2 * PAIR} runs done" in said(checked(2))
+    assert len(ran) == PAIR
 
 
 def test_a_run_that_could_not_be_written_is_not_there(
     folder: Path, tmp_path: Path, check: Checked, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = check(Path(shutil.copytree(folder, tmp_path / "other")), 1)
-    savez, left = np.savez, [3]  # outputs, how many sweeps, and one load's arms
+    expected = check(Path(shutil.copytree(folder, tmp_path / "other")), 2)
+    savez, left = np.savez, [2 + PAIR]  # outputs, how many sweeps, and a repeat's runs
 
     def full(file: Any, **arrays: Any) -> None:
         if not left[0]:
@@ -225,14 +225,14 @@ def test_a_run_that_could_not_be_written_is_not_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
-        failed = check(folder, 1)
+        failed = check(folder, 2)
     assert failed.code == 2
     assert "No space left" in failed.err
     [place] = folder.glob(f"{PLACE}-*")
-    assert len(list(place.glob("*.npz"))) == 1
+    assert len(list(place.glob("*.npz"))) == PAIR
     ran.clear()
-    resumed = check(folder, 1)
-    assert len(ran) == PAIR - 2
+    resumed = check(folder, 2)
+    assert len(ran) == PAIR
     assert resumed.rows == expected.rows
 
 
@@ -268,7 +268,7 @@ def test_fewer_repeats_take_no_sweeps_of_others(
     monkeypatch.setattr(turns, "SWEEPS", 1)
     expected = check(other, 1, "--remeasure")
     with monkeypatch.context() as patch:
-        stop_after(2 * LOADS + 1, patch)
+        stop_after(2 * PAIR, patch)
         check(folder, 3, "--remeasure")
     Clock.slower = 2.0
     fewer = check(folder, 1, "--remeasure")

@@ -1,7 +1,8 @@
-"""Arms of a load side by side in one engine: each as if alone, on the same machine."""
+"""Loads side by side in one engine: each as if alone, on the same machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from commands.engine import turns
-from commands.engine.loads import Group, groups
-from commands.engine.turns import room_for, run_loads
+from commands.engine.loads import in_turn
+from commands.engine.turns import run_loads, together
 from policies import parse_policy
 from profiler.engines import bench, loads
 from profiler.engines.drafts import Forced
@@ -43,19 +44,25 @@ def loads_of(engine: Any, concurrency: int | None, tenants: list[Any]) -> dict[s
     }
 
 
-def side_by_side(engine: Any, concurrency: int | None) -> dict[str, loads.LoadRun]:
-    with engine.tenants(len(ARMS), 100) as tenants:
-        made = loads_of(engine, concurrency, tenants)
+def side_by_side(engine: Any, *sizes: int | None) -> dict[tuple[int | None, str], loads.LoadRun]:
+    """By concurrency and arm."""
+    with engine.tenants([100] * len(ARMS) * len(sizes)) as tenants:
+        free = iter(tenants)
+        made = {
+            (size, text): load
+            for size in sizes
+            for text, load in loads_of(engine, size, [next(free) for _ in ARMS]).items()
+        }
         interleave([*made.values()], lambda share: None)
-        return {text: load.result() for text, load in made.items()}
+        return {arm: load.result() for arm, load in made.items()}
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, None])
 def test_each_runs_as_if_it_were_alone(engine: Any, concurrency: int | None) -> None:
-    together = side_by_side(engine, concurrency)
+    beside = side_by_side(engine, concurrency)
     for text, load in loads_of(engine, concurrency, [None] * len(ARMS)).items():
         load.go_on()
-        alone, run = load.result(), together[text]
+        alone, run = load.result(), beside[concurrency, text]
         assert run.rounds == alone.rounds
         assert [s.decoded for s in run.steps] == [s.decoded for s in alone.steps]
         assert [s.prompts for s in run.steps] == [s.prompts for s in alone.steps]
@@ -70,7 +77,7 @@ def test_each_runs_as_if_it_were_alone(engine: Any, concurrency: int | None) -> 
 def test_a_machine_that_slows_down_is_as_slow_for_all(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = {text: run.busy_s for text, run in side_by_side(engine, 1).items()}
+    usual = {arm: run.busy_s for arm, run in side_by_side(engine, 1, 2).items()}
     monkeypatch.setattr(loads, "TURN_S", 0.02)
     step, begun_s, whole_s = engine.step, Clock.now_s, sum(usual.values())
 
@@ -80,14 +87,17 @@ def test_a_machine_that_slows_down_is_as_slow_for_all(
         return step()
 
     monkeypatch.setattr(engine, "step", slowing)
-    slower = {text: run.busy_s / usual[text] for text, run in side_by_side(engine, 1).items()}
+    slower = {arm: run.busy_s / usual[arm] for arm, run in side_by_side(engine, 1, 2).items()}
     assert min(slower.values()) > 1.5
-    assert max(slower.values()) / min(slower.values()) < 1.02
+    # Two at once end with one alone, whose tokens take longer.
+    assert max(slower.values()) / min(slower.values()) < 1.04
+    alone = [by for (size, _), by in slower.items() if size == 1]
+    assert max(alone) / min(alone) < 1.02
     Clock.slower, begun_s = 1.0, Clock.now_s
     one_by_one = []
     for text, load in loads_of(engine, 1, [None] * len(ARMS)).items():
         load.go_on()
-        one_by_one.append(load.result().busy_s / usual[text])
+        one_by_one.append(load.result().busy_s / usual[1, text])
     assert max(one_by_one) / min(one_by_one) > 1.2
 
 
@@ -97,18 +107,18 @@ def test_rounds_begin_with_another_each_time_and_tell_the_share(
     monkeypatch.setattr(loads, "TURN_S", 0.1)
     begun: list[str] = []
     shares: list[float] = []
-    with engine.tenants(len(ARMS), 100) as tenants:
+    with engine.tenants([100] * len(ARMS)) as tenants:
         made = loads_of(engine, 1, tenants)
         for text, load in made.items():
             own = load.go_on
 
             def noted(
-                seconds: float = float("inf"), tokens: float = float("inf"), text: str = text,
+                seconds: float = float("inf"), share: float = float("inf"), text: str = text,
                 own: Any = own,
             ) -> None:  # fmt: skip
                 if seconds < float("inf"):
                     begun.append(text)
-                own(seconds, tokens)
+                own(seconds, share)
 
             load.go_on = noted  # type: ignore[method-assign]
         interleave([*made.values()], shares.append)
@@ -154,26 +164,49 @@ def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
     assert float(slow) == pytest.approx(1.5 * float(fast), rel=0.01)
 
 
-def test_a_small_cache_has_them_one_after_another(
-    engine: Any, capsys: pytest.CaptureFixture[str]
+def test_what_has_no_room_in_the_cache_runs_alone(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = prompts_of(TRACE, engine.vocabulary)
-    scenario = Scenario(ClosedLoop(2), Limits(), len(JOBS))
-    with room_for(engine, scenario, JOBS, prompts, 3, None) as tenants:
-        assert None not in tenants
-    assert capsys.readouterr().err == ""
-    # Two requests of 12 and 60 tokens, a draft of 4 and what is sampled: 5 blocks, one begun.
-    engine.blocks = 3 * 2 * 6
-    with room_for(engine, scenario, JOBS, prompts, 3, None) as tenants:
-        assert tenants == [None] * 3
-    said = " ".join(capsys.readouterr().err.split())
-    assert "one after the other: side by side they need a cache of 592 tokens" in said
-    engine.blocks += 1
-    with room_for(engine, scenario, JOBS, prompts, 3, None) as tenants:
-        assert None not in tenants
+    forced = Forced(TRACE, own_texts(engine, TRACE, prompts), engine.vocabulary)
+    scenarios = {f"closed:{n}": Scenario(ClosedLoop(n), Limits(), len(JOBS)) for n in (1, 2)}
+    jobs = dict.fromkeys(scenarios, JOBS)
+    made, tenants = [], engine.tenants
+
+    def noted(blocks: Sequence[int]) -> Any:
+        made.append([*blocks])
+        return tenants(blocks)
+
+    monkeypatch.setattr(engine, "tenants", noted)
+
+    def said() -> str:
+        run_loads(engine, ARMS, scenarios, jobs, prompts, forced, 1)
+        return " ".join(capsys.readouterr().err.split())
+
+    # A request of 12 and 60 tokens, a draft of 4 and what is sampled: 5 blocks, one begun.
+    assert "not all" not in said()
+    assert made.pop() == [6] * 3 + [12] * 3
+    engine.blocks = 1 + 3 * (6 + 12) - 1
+    assert "they need a cache of 880 tokens, the engine's has 864" in said()
+    assert made == [[6] * 3, [12] * 3]
+    made.clear()
+    engine.blocks = 1 + 3 * 12 - 1
+    said()
+    assert made == [[6] * 3, [12], [12], [12]]
+    made.clear()
+    engine.blocks = 1 + 11
+    said()
+    assert made == [[6], [6], [6]]
 
 
 def test_arms_rotate_with_the_repeat() -> None:
-    found = list(groups(["closed:1", "closed:2"], ["off", "a", "b"], 2))
-    assert found[1] == Group("closed:2", ["off", "a", "b"], 0, "000-01")
-    assert found[2] == Group("closed:1", ["a", "b", "off"], 1, "001-00")
+    turns = list(in_turn(["closed:1", "closed:2"], ["off", "a", "b"], 2))
+    assert [(t.load, t.text, t.name) for t in turns[3:7]] == [
+        ("closed:2", "off", "000-01-00"), ("closed:2", "a", "000-01-01"),
+        ("closed:2", "b", "000-01-02"), ("closed:1", "a", "001-00-01"),
+    ]  # fmt: skip
+
+
+def test_repeats_are_apart() -> None:
+    turns = list(in_turn(["closed:1", "closed:2"], ["off", "a"], 2))
+    assert list(together(turns, {"closed:1": 1, "closed:2": 2}, 100)) == [turns[:4], turns[4:]]

@@ -126,10 +126,8 @@ def test_closed_loops_take_the_simulators_iterations_one_by_one(
     assert row["iterations"] == row["iterations_predicted"] > 0
 
 
-def test_the_arms_of_every_load_took_turns(ran: Any) -> None:
-    arms = [len({r["policy"] for r in ran[rows]}) for rows in ("rows", "tried")]
-    loads = [len({r["load"] for r in ran[rows]}) for rows in ("rows", "tried")]
-    assert ran["side_by_side"] == [arms[0]] * loads[0] + [arms[1]] * loads[1]
+def test_all_loads_took_turns(ran: Any) -> None:
+    assert ran["side_by_side"] == [len(ran["rows"]), len(ran["tried"])]
 
 
 @pytest.mark.parametrize("load", ["rate:50", "arrivals:arrivals.csv"])
@@ -211,7 +209,9 @@ def test_the_own_drafters_passes_have_cells_of_their_own(own: Any) -> None:
     cells = read_latency(Path(own["folder"]) / "latency.parquet").cells
     drafter = cells[cells["model"] == "draft"]
     assert set(drafter["phase"]) == {"along", "catch_up", "forward", "prefill"}
-    assert (drafter["median_s"][drafter["phase"] != "forward"] > 0).all()
+    # A cell is a difference of two, of which a busy machine may have the smaller one larger.
+    longest_s = drafter[drafter["phase"] != "forward"].groupby("phase")["median_s"].max()
+    assert (longest_s > 0).all()
 
 
 def test_a_table_measured_between_the_arms_predicts_in_the_place_of_the_first(own: Any) -> None:

@@ -84,7 +84,7 @@ def engine_check(
         grid=None if grid is None else vars(grid), turn_s=TURN_S,
     )  # fmt: skip
     total = repeats * len(loads) * len(chosen)
-    with unfinished(run, key, total, note, together=len(chosen), grows=True) as kept:
+    with unfinished(run, key, total, note, grows=True) as kept:
         between = None
         if grid is not None:
             between = BetweenTable(engine, grid, seed, kept.within("table"))

@@ -83,41 +83,25 @@ def generator_of(seed: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence([seed, 0]))
 
 
-class Group(NamedTuple):
-    """A load under every arm, in the order that they begin."""
-
-    load: str
-    arms: Sequence[str]
-    repeat: int
-    name: str
-    """What it is kept under."""
-
-
-def groups(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Group]:
-    """Loads in the order they run; arms rotate with the repeat.
-
-    Of more repeats, the first ones are those of fewer.
-    """
-    for repeat in range(repeats):
-        first = repeat % len(arms)
-        for i, load in enumerate(loads):
-            rotated = [*arms[first:], *arms[:first]]
-            yield Group(load, rotated, repeat, f"{repeat:03d}-{i:02d}")
-
-
 class Turn(NamedTuple):
     """An arm's run of a load: what it is kept under, and what is said as it begins."""
 
     name: str
+    repeat: int
     load: str
     text: str
     said: str
 
 
 def in_turn(loads: Sequence[str], arms: Sequence[str], repeats: int) -> Iterator[Turn]:
-    """The arms of the `groups`, one by one."""
-    for group in groups(loads, arms, repeats):
-        for text in group.arms:
-            name = f"{group.name}-{arms.index(text):02d}"
-            said = f"{group.load} under {text}, repeat {group.repeat + 1}"
-            yield Turn(name, group.load, text, said)
+    """Loads and arms in the order they run: arms rotate with the repeat.
+
+    Of more repeats, the first ones are those of fewer.
+    """
+    for repeat in range(repeats):
+        first = repeat % len(arms)
+        for i, load in enumerate(loads):
+            for text in (*arms[first:], *arms[:first]):
+                name = f"{repeat:03d}-{i:02d}-{arms.index(text):02d}"
+                said = f"{load} under {text}, repeat {repeat + 1}"
+                yield Turn(name, repeat, load, text, said)

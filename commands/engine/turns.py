@@ -1,14 +1,15 @@
-"""Loads in a real engine: the arms of a load side by side, with cells of its table in between."""
+"""Loads in a real engine: all of them side by side, with cells of their table in between."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
-from commands.engine.loads import Group, groups
+from commands.engine.loads import Turn, in_turn
 from profiler.recording.checkpoint import Checkpoint, once
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from simulator.serving import Scenario
 
 SWEEPS = 4
-"""Sweeps over the table's cells between the arms, at least; as many as repeats otherwise."""
+"""Sweeps over the table's cells between the loads, at least; as many as repeats otherwise."""
+SAID = 0.1
+"""Share of what runs side by side, after which it is said how far that is."""
 
 
 def run_loads(
@@ -29,8 +32,8 @@ def run_loads(
 ) -> dict[tuple[str, str], list[LoadRun]]:  # fmt: skip
     """Runs by load and policy, of every repeat.
 
-    The arms of a load take turns of a second, where the engine's cache has room for all of them,
-    and the cells `between` theirs; else arms run one after the other.  What `kept` holds of an
+    The loads of a repeat under all policies take turns of a second, as far as the engine's cache
+    has room for them (`together`), and the cells `between` theirs.  What `kept` holds of an
     earlier call, of fewer repeats perhaps, is not run again.
     """
     from profiler.engines.bench import Control
@@ -42,68 +45,115 @@ def run_loads(
     # The table is of the runs' own time where every repeat has as many sweeps beside it: repeats
     # added hours later, when the machine is perhaps another, get as many as the first ones had.
     # Blocks are kept by their place in this order, as runs are, so that a call for fewer repeats
-    # takes none that belong to others.  Only the blocks beside a group that a stopped check did
-    # not finish are measured at another time than it, when the check goes on.
+    # takes none that belong to others.  Only the blocks beside runs that a stopped check did not
+    # finish are measured at another time than they, when the check goes on.
     sweeps, of = once(beside, "sweeps", lambda: [max(repeats, SWEEPS), repeats])
-    measured: dict[tuple[str, str], list[LoadRun]] = {}
+    blocks = {
+        load: blocks_of(engine, scenario, jobs[load], prompts)
+        for load, scenario in scenarios.items()
+    }
+    room = room_beside(engine, between)
+    say_room(engine, len(chosen) * sum(blocks.values()), room)
 
-    def measure_cells(done: float) -> None:
+    def measure_cells(runs: float) -> None:
         if between is not None:
-            between.advance(sweeps * done / (of * len(scenarios)))
+            between.advance(sweeps * runs / (of * len(scenarios) * len(chosen)))
 
-    for done, group in enumerate(groups(list(scenarios), list(chosen), repeats)):
+    def run(turns: Sequence[Turn], done: int) -> list[LoadRun]:
+        for turn in turns:
+            note(turn.said)
+        own = [blocks[turn.load] for turn in turns]
+        with engine.tenants(own) if sum(own) <= room else nullcontext([None]) as tenants:
+            loads = [
+                Load(
+                    engine, Setup(chosen[turn.text], forced), jobs[turn.load], prompts,
+                    scenarios[turn.load].arrivals.concurrency, control, tenant,
+                )
+                for turn, tenant in zip(turns, tenants, strict=True)
+            ]  # fmt: skip
+            if None in tenants:
+                loads[0].go_on()
+            say = shares_said()
+            interleave(loads, lambda share: (say(share), measure_cells(done + share * len(turns))))
+        return [load.result() for load in loads]
 
-        def run(group: Group = group, done: int = done) -> dict[str, Any]:
-            note(f"{group.load}, repeat {group.repeat + 1}: {', '.join(group.arms)}")
-            with room_for(engine, scenarios[group.load], jobs[group.load], prompts, len(chosen),
-                          between) as tenants:  # fmt: skip
-                loads = {
-                    text: Load(
-                        engine, Setup(chosen[text], forced), jobs[group.load], prompts,
-                        scenarios[group.load].arrivals.concurrency, control, tenant,
-                    )
-                    for text, tenant in zip(group.arms, tenants, strict=True)
-                }  # fmt: skip
-                if None not in tenants:
-                    interleave([*loads.values()], lambda share: measure_cells(done + share))
-                for i, load in enumerate(loads.values()):
-                    load.go_on()
-                    measure_cells(done + (i + 1) / len(loads))
-            return {text: load.result().written() for text, load in loads.items()}
-
-        for text, found in once(kept, group.name, run).items():
-            measured.setdefault((group.load, text), []).append(LoadRun.read(found))
-        measure_cells(done + 1)
+    measured: dict[tuple[str, str], list[LoadRun]] = {}
+    done = 0
+    for turns in together(in_turn(list(scenarios), list(chosen), repeats), blocks, room):
+        found = [None if kept is None else kept.get_json(turn.name) for turn in turns]
+        if None in found:
+            found = [load.written() for load in run(turns, done)]
+            for turn, written in zip(turns, found, strict=True):
+                if kept is not None:
+                    kept.put_json(turn.name, written)
+        for turn, written in zip(turns, found, strict=True):
+            measured.setdefault((turn.load, turn.text), []).append(LoadRun.read(written))
+        done += len(turns)
+        measure_cells(done)
     return measured
 
 
-@contextmanager
-def room_for(
-    engine: Engine, scenario: Scenario, jobs: Sequence[Job], prompts: Mapping[int, Sequence[int]],
-    arms: int, between: BetweenTable | None,
-) -> Iterator[Sequence[Any]]:  # fmt: skip
-    """A tenant of the engine for every arm, or as many None where its cache has not the room.
+def shares_said() -> Callable[[float], None]:
+    """Says a share of what runs side by side, where it is `SAID` more than the last one said."""
+    said = 0.0
 
-    Each has all the blocks that its requests can come to need, and the engine those of the cells
-    measured `between`.
+    def say(share: float) -> None:
+        nonlocal said
+        if said + SAID <= share < 1:
+            said = share
+            note(f"{share:.0%} of these")
+
+    return say
+
+
+def together(turns: Iterable[Turn], blocks: Mapping[str, int], room: int) -> Iterator[list[Turn]]:
+    """The turns in lists of those that run side by side.
+
+    Each holds as many loads of a repeat, under all arms, as there is `room` for with so many
+    `blocks` an arm; where there is none for one load, its arms are alone.
     """
+    group: list[Turn] = []
+    left = room
+    for (repeat, load), own in itertools.groupby(turns, lambda turn: (turn.repeat, turn.load)):
+        arms = list(own)
+        needed = len(arms) * blocks[load]
+        if group and (group[-1].repeat != repeat or needed > left):
+            yield group
+            group, left = [], room
+        if needed > left:
+            yield from ([arm] for arm in arms)
+            continue
+        group += arms
+        left -= needed
+    if group:
+        yield group
+
+
+def blocks_of(
+    engine: Engine, scenario: Scenario, jobs: Sequence[Job], prompts: Mapping[int, Sequence[int]]
+) -> int:
+    """Blocks of the cache that a load can come to need."""
     options = engine.options
     running = min(scenario.arrivals.concurrency or options.max_batch, len(jobs))
     lengths = sorted(len(prompts[job.sequence]) + job.tokens for job in jobs)[-running:]
-    each = sum(math.ceil((n + options.longest + 1) / engine.block_size) + 1 for n in lengths)
+    return sum(math.ceil((n + options.longest + 1) / engine.block_size) + 1 for n in lengths)
+
+
+def room_beside(engine: Engine, between: BetweenTable | None) -> int:
+    """Blocks of the cache that the engine can do without, while it measures cells `between`."""
     grid = None if between is None else between.grid
     cells = 0 if grid is None else (
-        max(grid.batches) * options.max_model_len + max(n * t for n, t in grid.prompts)
+        max(grid.batches) * engine.options.max_model_len + max(n * t for n, t in grid.prompts)
     )  # fmt: skip
-    needed = (arms * each + 1) * engine.block_size + cells
-    if arms > 1 and needed <= engine.blocks * engine.block_size:
-        with engine.tenants(arms, each) as tenants:
-            yield tenants
-        return
-    if arms > 1:
+    return engine.blocks - 1 - math.ceil(cells / engine.block_size)
+
+
+def say_room(engine: Engine, needed: int, room: int) -> None:
+    """A note where so many blocks are more than there is `room` for."""
+    if needed > room:
+        size = engine.block_size
         note(
-            f"arms run one after the other: side by side they need a cache of {needed} tokens, "
-            f"the engine's has {engine.blocks * engine.block_size} (VLLM_CPU_KVCACHE_SPACE, "
-            "gpu_memory_utilization)"
+            f"not all loads run side by side: they need a cache of "
+            f"{(needed + engine.blocks - room) * size} tokens, the engine's has "
+            f"{engine.blocks * size} (VLLM_CPU_KVCACHE_SPACE, gpu_memory_utilization)"
         )
-    yield [None] * arms

@@ -52,13 +52,13 @@ class Engine:
         self._engine.abort_request(list(names))
 
     @contextmanager
-    def tenants(self, count: int, blocks: int) -> Iterator[list[Any]]:
-        """So many schedulers more, each over `blocks` of the cache; meanwhile no other has those.
+    def tenants(self, blocks: Sequence[int]) -> Iterator[list[Any]]:
+        """A scheduler more over so many blocks of the cache each; meanwhile no other has those.
 
         `enter` one, and requests are added to it.  None may have any when they are given back.
         """
         self.enter()
-        with lent(self._core, count, blocks) as schedulers:
+        with lent(self._core, blocks) as schedulers:
             try:
                 yield schedulers
             finally:

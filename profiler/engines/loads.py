@@ -108,8 +108,13 @@ class Load:
         """Emitted so far."""
         self.done = not jobs
 
-    def go_on(self, seconds: float = math.inf, tokens: float = math.inf) -> None:
-        """Until so much time has passed, or so many tokens are emitted in all, or to its end."""
+    @property
+    def share(self) -> float:
+        """Of its tokens, what is emitted."""
+        return self.tokens / self.asked
+
+    def go_on(self, seconds: float = math.inf, share: float = math.inf) -> None:
+        """Until so much time has passed, or that share of its tokens is emitted, or to its end."""
         if self.done:
             return
         engine = self._engine
@@ -123,7 +128,7 @@ class Load:
         if self._concurrency is not None and not self._requests:
             for _ in range(min(self._concurrency, len(self._waiting))):
                 self._send(0.0)
-        while not self.done and self.tokens < tokens and self._now_s < until_s:
+        while not self.done and self.share < share and self._now_s < until_s:
             if self._concurrency is None and self._idle(start_s):
                 continue
             step = engine.step()
@@ -179,16 +184,16 @@ class Load:
 
 
 def interleave(loads: Sequence[Load], after_round: Callable[[float], None]) -> None:
-    """Run loads of the same requests, each of a tenant of its own, to their end, in short turns.
+    """Run loads, each of a tenant of its own, to their end, in short turns.
 
-    Every round one goes on for `TURN_S`, and the others until they have emitted as many tokens:
-    a machine that changes by the minute is the same for all of them.  The first changes with the
-    round.  `after_round` is called with how far the last of them is, up to 1.
+    Every round one goes on for `TURN_S`, and the others until they are as far: a machine that
+    changes by the minute is the same for all of them.  The first changes with the round.
+    `after_round` is called with how far the last of them is, up to 1.
     """
     while not all(load.done for load in loads):
         first, *others = loads
         first.go_on(seconds=TURN_S)
         for load in others:
-            load.go_on(tokens=math.inf if first.done else first.tokens)
-        after_round(min(load.tokens / load.asked for load in loads))
+            load.go_on(share=math.inf if first.done else first.share)
+        after_round(min(load.share for load in loads))
         loads = [*others, first]

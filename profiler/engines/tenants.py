@@ -6,23 +6,25 @@ out, and in again when they are planned (v1/worker/gpu_model_runner.py, ``_updat
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import itertools
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
 @contextmanager
-def lent(core: Any, count: int, blocks: int) -> Iterator[list[Any]]:
-    """`count` schedulers like that of vLLM's engine `core`, each over `blocks` of its own.
+def lent(core: Any, blocks: Sequence[int]) -> Iterator[list[Any]]:
+    """Schedulers like that of vLLM's engine `core`, each over so many blocks of its own.
 
     Those blocks of the cache are no longer the core's scheduler's until the block is left.  None
     of its requests may be running.
     """
     pool = _pool(core.scheduler)
-    first = pool.num_gpu_blocks - count * blocks
-    schedulers = [_like(core) for _ in range(count)]
-    for i, scheduler in enumerate(schedulers):
-        _keep_only(_pool(scheduler), range(first + i * blocks, first + (i + 1) * blocks))
+    first = pool.num_gpu_blocks - sum(blocks)
+    schedulers = [_like(core) for _ in blocks]
+    ends = itertools.accumulate(blocks, initial=first)
+    for scheduler, (begin, end) in zip(schedulers, itertools.pairwise(ends), strict=True):
+        _keep_only(_pool(scheduler), range(begin, end))
     held = _keep_only(pool, range(first))
     try:
         yield schedulers
