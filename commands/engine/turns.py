@@ -74,13 +74,18 @@ def run_loads(
             if None in tenants:
                 loads[0].go_on()
             say = shares_said()
-            interleave(loads, lambda share: (say(share), measure_cells(done + share * len(turns))))
+
+            def after_round(share: float) -> None:
+                say(share)
+                measure_cells(done + share * len(turns))
+
+            interleave(loads, after_round)
         return [load.result() for load in loads]
 
     measured: dict[tuple[str, str], list[LoadRun]] = {}
     done = 0
     for turns in together(in_turn(list(scenarios), list(chosen), repeats), blocks, room):
-        found = [None if kept is None else kept.get_json(turn.name) for turn in turns]
+        found: list[Any] = [None if kept is None else kept.get_json(turn.name) for turn in turns]
         if None in found:
             found = [load.written() for load in run(turns, done)]
             for turn, written in zip(turns, found, strict=True):
