@@ -72,11 +72,11 @@ def _table(name: str, files: str, shown: tuple[tuple[str, Callable[[Row], str]],
 def stepped_in_words(rows: Sequence[Row]) -> str:
     """How far off predictions of an engine stepped by hand are, plain decoding left out."""
     speedups = [r["speedup_predicted"] / r["speedup"] - 1 for r in rows if r["speedup"] != 1]
-    sides = [(r["speedup_predicted"] - 1) * (r["speedup"] - 1) < 0 for r in rows]
+    wrong = sum((r["speedup_predicted"] - 1) * (r["speedup"] - 1) < 0 for r in rows)
     return (
         f"Speedups err by {_errors(speedups)}, tokens/s by {_errors([r['error'] for r in rows])}, "
         f"times to the first token by {_errors([_relative(r, 'ttft_s') for r in rows])}; "
-        f"{sum(sides)} of {len(speedups)} are on the wrong side of 1x."
+        f"{wrong} of {len(speedups)} {'is' if wrong == 1 else 'are'} on the wrong side of 1x."
     )
 
 

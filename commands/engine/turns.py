@@ -60,8 +60,8 @@ def run_loads(
             between.advance(sweeps * runs / (of * len(scenarios) * len(chosen)))
 
     def run(turns: Sequence[Turn], done: int) -> list[LoadRun]:
-        for turn in turns:
-            note(turn.said)
+        for load, arms in itertools.groupby(turns, lambda turn: turn.load):
+            note(f"{load}, repeat {turns[0].repeat + 1}: {', '.join(arm.text for arm in arms)}")
         own = [blocks[turn.load] for turn in turns]
         with engine.tenants(own) if sum(own) <= room else nullcontext([None]) as tenants:
             loads = [
