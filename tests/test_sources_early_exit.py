@@ -201,6 +201,10 @@ def test_what_was_not_recorded_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(FileError, match="truncated"):
         read_exits(path)
+    object.__setattr__(record, "layers", 2)
+    write_exits(record, path)
+    with pytest.raises(FileError, match=rf"^{path}: header and columns .* not ascending within 1"):
+        read_exits(path)
 
 
 class Case:

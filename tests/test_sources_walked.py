@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
-from tests.random_sources import VOCABULARY, random_outputs, random_recordings
+from tests.outputs import trace_of
+from tests.random_sources import EOS, VOCABULARY, random_outputs, random_recordings
 from traces import find_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
@@ -211,3 +212,14 @@ def test_a_draft_is_right_as_long_as_its_own_output_goes_on_so() -> None:
                 accepted.append(sum(takewhile(bool, right)))
         assert trace.columns["accepted"][trace.on_path].tolist() == accepted
         assert trace.columns["draft_token"][trace.on_path].tolist() == drafts
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("text", ["pld", "ngram:k=4,min_n=1,max_n=3", "suffix", "rest"])
+def test_what_a_lookup_finds_behind_an_output_s_end_accepts_nothing(text: str) -> None:
+    """Even where the next request's output goes on as it says."""
+    prompts = [(7, 8, 9, EOS, 5, 6), (3,), (7, 8, 9, EOS, 5, 6)]
+    outputs = [[7, 8, 9, EOS], [5, 6, 7, EOS], [7, 8, 9, EOS]]
+    trace = trace_of(outputs, 24, prompts, [EOS])
+    for policy in (Fixed(4), Fixed(2)):
+        assert check(trace, parse_source(text), policy, Recordings())
