@@ -81,13 +81,13 @@ def test_contexts_reprice() -> None:
 
 def test_a_batch_of_one_is_a_single_stream() -> None:
     log = replay(recorded(), Fixed(4))
-    steps = in_steps(log, 1, np.random.default_rng(0))
+    steps = in_steps(log, 1, [np.random.default_rng(0)])
     single = price(log, TABLE)
     seconds = step_costs(steps, TABLE).seconds
     per_token = seconds.sum() / steps.emitted.sum()
     # Only which prompts were drawn differs.
     assert per_token == pytest.approx(single.total_s / log.rounds["emitted"].sum(), rel=0.15)
-    plain = step_costs(in_steps(autoregressive(log), 1, np.random.default_rng(0)), TABLE).seconds
+    plain = step_costs(in_steps(autoregressive(log), 1, [np.random.default_rng(0)]), TABLE).seconds
     assert plain == pytest.approx(np.full(len(plain), 0.0105))
 
 

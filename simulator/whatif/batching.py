@@ -10,7 +10,8 @@ what arrivals, admission and prefill do to it is the serving simulator's to say.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +31,11 @@ FEWEST_STEPS = 200
 
 
 class Steps(NamedTuple):
-    """Steps of a batch, arrays of shape (steps,)."""
+    """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
 
     batch: int
+    starts: Ints
+    """The first step of each sample, shape (samples,)."""
     emitted: Ints
     """Tokens of all slots."""
     longest: Ints
@@ -51,8 +54,10 @@ class Steps(NamedTuple):
     """Whose round each slot runs, shape (steps, batch)."""
 
 
-def in_steps(log: RoundLog, batch: int, rng: np.random.Generator) -> Steps:
-    """Steps of `batch` slots; requests are drawn with replacement, so that steps vary with them.
+def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> Steps:
+    """Steps of `batch` slots, a sample per generator.
+
+    Each draws requests with replacement, so that steps vary with them.
 
     Raises
     ------
@@ -64,31 +69,45 @@ def in_steps(log: RoundLog, batch: int, rng: np.random.Generator) -> Steps:
     if not len(log):
         raise DraftsimError("the log has no rounds: every request ended with its first token")
     bounds = np.searchsorted(log.rounds["request"], np.arange(len(log.requests) + 1))
+    context = log.context
+    # One sample at a time: of long recordings, the rounds of all would take too much memory.
+    samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
+    counts = [len(emitted) for emitted, *_ in samples]
+    *sums, request = (np.concatenate(column) for column in zip(*samples, strict=True))
+    return Steps(batch, np.cumsum(counts) - counts, *sums, bool(log.reads), request)
+
+
+def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
+    """Rounds dealt to the slots, shape (steps, batch); request i has those from ``bounds[i]``."""
     counts = np.diff(bounds)
     usable = np.flatnonzero(counts)
     # A bootstrap sample of prompts serves all slots, each in its own order.
     drawn = rng.choice(usable, len(usable))
     total = int(counts[drawn].sum())
     steps = min(total, max(FEWEST_STEPS, total // batch))
-    index = np.empty((steps, batch), dtype=np.int64)
-    for slot in range(batch):
-        order = rng.permutation(drawn)
-        lengths = counts[order]
-        ends = np.cumsum(lengths)
-        offset = np.arange(total) - np.repeat(ends - lengths, lengths)
-        rows = np.repeat(bounds[order], lengths) + offset
-        # Slots begin in the midst of a request: else all would begin together.
-        index[:, slot] = np.take(rows, np.arange(steps) + rng.integers(total), mode="wrap")
-    rounds, context = log.rounds[index], log.context[index]
+    # Slots begin in the midst of a request: else all would begin together.
+    slots = [(rng.permutation(drawn), int(rng.integers(total))) for _ in range(batch)]
+    order = np.concatenate([own for own, _ in slots])
+    # The slots' rounds are counted on, so that one search finds whose turn it is in each.
+    ends = np.cumsum(counts[order])
+    place = (np.arange(steps)[:, None] + [begin for _, begin in slots]) % total
+    place += total * np.arange(batch)
+    turn = ends.searchsorted(place, side="right")
+    return np.asarray(place - ends[turn] + bounds[order[turn] + 1])
+
+
+def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[npt.NDArray[Any], ...]:
+    """Columns of `Steps` of the dealt rounds: ``emitted`` to ``rolled_back``, and ``request``."""
+    rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
     drafting = forwards > 0
     some = np.maximum(drafting.sum(axis=1), 1)
-    rejected = np.asarray((rounds["accepted"] < rounds["drafted"]).any(axis=1), dtype=np.bool_)
-    return Steps(
-        batch, rounds["emitted"].sum(axis=1, dtype=np.int64), forwards.max(axis=1),
+    return (
+        rounds["emitted"].sum(axis=1, dtype=np.int64), forwards.max(axis=1),
         rounds["drafted"].mean(axis=1, dtype=np.float64) + 1,
         (rounds["catch_up"] * drafting).sum(axis=1) / some,
-        context.mean(axis=1), rejected, bool(log.reads), rounds["request"].astype(np.int64),
+        context[index].mean(axis=1), (rounds["accepted"] < rounds["drafted"]).any(axis=1),
+        rounds["request"].astype(np.int64),
     )  # fmt: skip
 
 
@@ -150,8 +169,83 @@ class InBatch(NamedTuple):
     """Cost of as many tokens as the log emits, at the batch's rate."""
     below_1: Floats
     """Share of prompts that take longer than under plain decoding, by the steps they are in."""
-    outside: float = 0.0
+    outside: float
     """Share of passes read outside the measured cells, of either side's the larger one."""
+
+
+class _Taken(NamedTuple):
+    """What the samples of a log take."""
+
+    each: Floats
+    """A token of every sample, shape (samples, prices)."""
+    prompt: Floats
+    """Every prompt, its rounds at the mean of their steps, shape (prices, prompts)."""
+    outside: float
+    """Share of passes read outside the measured cells."""
+
+
+class Samples:
+    """Bootstrap samples of a log's prompts in batches of one size.
+
+    Parameters
+    ----------
+    log:
+        Rounds of single streams under a policy.
+    batch:
+        Slots.
+    count:
+        Samples.
+    seed:
+        Of all that is drawn: logs of the same requests draw the same prompts in the same order.
+    """
+
+    def __init__(self, log: RoundLog, batch: int, count: int, seed: int) -> None:
+        rngs = [np.random.default_rng([seed, i]) for i in range(count)]
+        self.steps = in_steps(log, batch, rngs)
+        self._emitted = np.add.reduceat(self.steps.emitted, self.steps.starts)
+        self._rounds = log.per_request(np.ones(len(log)))
+        prompts = len(self._rounds)
+        self._request = self.steps.request.ravel()
+        self._drawn = np.bincount(self._request, minlength=prompts)
+        self._priced: dict[tuple[LatencyTable, float | None], _Taken] = {}
+
+    @property
+    def drawn(self) -> Bools:
+        """Which prompts any sample holds, shape (prompts,)."""
+        return np.asarray(self._drawn > 0)
+
+    def each(self, costs: Floats | Ints) -> Floats:
+        """Costs of the steps per token of every sample, shape (samples,)."""
+        return np.asarray(np.add.reduceat(costs, self.steps.starts) / self._emitted)
+
+    def prompt(self, costs: Floats | Ints) -> Floats:
+        """Cost of each prompt, its rounds at the mean of their steps; shape (prompts,).
+
+        A step takes as long for every slot, whoever drafts longest in it.
+        """
+        total = np.bincount(
+            self._request, np.repeat(costs, self.steps.batch), minlength=len(self._rounds)
+        )
+        return np.asarray(total / np.maximum(self._drawn, 1) * self._rounds)
+
+    def at_latency(self, latency: LatencyTable, context: float | None) -> _Taken:
+        """With measured or assumed passes; one price, kept for whoever asks again."""
+        if (latency, context) not in self._priced:
+            costs = step_costs(self.steps, latency, context)
+            self._priced[latency, context] = _Taken(
+                self.each(costs.seconds)[:, None], self.prompt(costs.seconds)[None],
+                costs.outside / costs.passes,
+            )  # fmt: skip
+        return self._priced[latency, context]
+
+    def at_ratios(self, c: Floats, verify: float) -> _Taken:
+        """With a draft pass of c and a verification of `verify` target passes; prices as `c`."""
+        longest = self.steps.longest
+        target = np.where(longest > 0, verify, 1.0)
+        each, prompt = (
+            np.multiply.outer(c, own(longest)) + own(target) for own in (self.each, self.prompt)
+        )
+        return _Taken(each.T, prompt, 0.0)
 
 
 class InBatches:
@@ -164,93 +258,42 @@ class InBatches:
     batch:
         Slots.
     resamples:
-        Bootstrap samples of prompts.
+        Bootstrap samples of prompts, besides one for the value.
     confidence, seed:
         Of the percentile interval.
+    plain:
+        That of another log of the same requests, with as many resamples.
     """
 
     def __init__(
         self, log: RoundLog, batch: int, resamples: int = 30, confidence: float = 0.95,
-        seed: int = 0,
+        seed: int = 0, plain: Samples | None = None,
     ) -> None:  # fmt: skip
-        self.batch = batch
         self.confidence = confidence
-        plain = autoregressive(log)
+        self._own = Samples(log, batch, resamples + 1, seed)
         # Both sides draw the same prompts in the same order, so that the ratio is paired.
-        self.runs = [
-            [in_steps(one, batch, np.random.default_rng([seed, i])) for one in (log, plain)]
-            for i in range(resamples + 1)
-        ]
-        self._rounds = [one.per_request(np.ones(len(one))) for one in (log, plain)]
+        self.plain = plain or Samples(autoregressive(log), batch, resamples + 1, seed)
         self._tokens = float(log.rounds["emitted"].sum(dtype=np.int64))
 
     def at_latency(self, latency: LatencyTable, context: float | None = None) -> InBatch:
         """With measured or assumed passes; shape (1,)."""
-        sides: list[list[Floats]] = [[], []]
-        passes, outside = np.zeros(2), np.zeros(2)
-        for run in self.runs:
-            for side, steps in enumerate(run):
-                costs = step_costs(steps, latency, context)
-                sides[side].append(costs.seconds[None])
-                passes[side] += costs.passes
-                outside[side] += costs.outside
-        found = self._compared(*sides)
-        return found._replace(outside=float((outside / passes).max()))
+        return self._compared(*(s.at_latency(latency, context) for s in (self._own, self.plain)))
 
     def at_ratios(self, c: Floats, verify: float) -> InBatch:
         """With a draft pass of c and a verification of `verify` target passes; shape of `c`."""
         c = np.atleast_1d(c)
-        ours = [
-            np.multiply.outer(c, run.longest) + np.where(run.longest > 0, verify, 1.0)
-            for run, _ in self.runs
-        ]
-        return self._compared(ours, [np.ones((1, len(plain.emitted))) for _, plain in self.runs])
+        return self._compared(self._own.at_ratios(c, verify), self.plain.at_ratios(np.zeros(1), 1))
 
-    def _compared(self, ours: list[Floats], plain: list[Floats]) -> InBatch:
-        """From the costs of every run's steps, each of shape (prices or 1, steps)."""
-        own, theirs = (
-            np.array([cost.sum(axis=1) / steps.emitted.sum()
-                      for cost, steps in zip(costs, runs, strict=True)])
-            for costs, runs in zip((ours, plain), zip(*self.runs, strict=True), strict=True)
-        )  # fmt: skip
-        ratios = theirs / own
+    def _compared(self, ours: _Taken, plain: _Taken) -> InBatch:
+        ratios = plain.each / ours.each
         value = ratios.mean(axis=0)
         low = high = np.full_like(value, np.nan)
         if len(ratios) > 2:
             tails = [50 * (1 - self.confidence), 50 * (1 + self.confidence)]
             low, high = np.percentile(ratios, tails, axis=0)
-        slower = self._per_prompt(0, ours) > self._per_prompt(1, plain) * (1 + 1e-12)
-        drawn = self._drawn(0) & self._drawn(1)
+        slower = ours.prompt > plain.prompt * (1 + 1e-12)
+        drawn = self._own.drawn & self.plain.drawn
         return InBatch(
-            value, low, high, self._tokens * own.mean(axis=0), slower[:, drawn].mean(axis=1)
-        )
-
-    def _drawn(self, side: int) -> Bools:
-        """Which prompts any run of a side holds, shape (prompts,)."""
-        return np.asarray(self._counts(side) > 0)
-
-    def _counts(self, side: int) -> Ints:
-        """Rounds of each prompt in all runs, shape (prompts,)."""
-        prompts = len(self._rounds[side])
-        return np.asarray(
-            sum(np.bincount(run[side].request.ravel(), minlength=prompts) for run in self.runs)
-        )
-
-    def _per_prompt(self, side: int, costs: list[Floats]) -> Floats:
-        """Cost of each prompt, its rounds at the mean of their steps; shape (prices or 1, prompts).
-
-        A step takes as long for every slot, whoever drafts longest in it.
-        """
-        from scipy.sparse import coo_array
-
-        rounds = self._rounds[side]
-        total = np.zeros((len(costs[0]), len(rounds)))
-        for run, cost in zip(self.runs, costs, strict=True):
-            request = run[side].request
-            # How often each prompt is in each step, as one product over the prices.
-            steps = np.repeat(np.arange(len(request)), self.batch)
-            share = coo_array(
-                (np.ones(request.size), (steps, request.ravel())), (len(request), len(rounds))
-            )
-            total += np.asarray(cost @ share.tocsr())
-        return total / np.maximum(self._counts(side), 1) * rounds
+            value, low, high, self._tokens * ours.each.mean(axis=0),
+            slower[:, drawn].mean(axis=1), max(ours.outside, plain.outside),
+        )  # fmt: skip

@@ -12,12 +12,13 @@ import numpy.typing as npt
 
 from policies.core import DraftPolicy
 from simulator.pricing import autoregressive, price
-from simulator.whatif.batching import InBatch, InBatches
+from simulator.whatif.batching import InBatch, InBatches, Samples
 from simulator.whatif.rate import in_batch
 from simulator.whatif.sweep.prices import ANY, Prices
 from simulator.whatif.sweep.references import family
 from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like
 from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
@@ -76,6 +77,25 @@ class Part:
     policies: tuple[str, ...]
 
 
+class _Plain:
+    """Plain decoding of a part's requests: priced once, for every policy beside it."""
+
+    def __init__(self) -> None:
+        self.samples: Samples | None = None
+        """In batches."""
+        self._priced: dict[tuple[int | None, LatencyTable], tuple[Floats, float]] = {}
+
+    def at(self, latency: LatencyTable, context: int | None, log: RoundLog) -> tuple[Floats, float]:
+        """Decode seconds of each prompt and the share of passes read outside the measured cells.
+
+        `log` is any policy's, of prompts of `context` tokens.
+        """
+        if (context, latency) not in self._priced:
+            priced = price(autoregressive(log), latency)
+            self._priced[context, latency] = priced.decode_s, priced.outside
+        return self._priced[context, latency]
+
+
 @dataclass(frozen=True, eq=False)
 class Bench:
     """Everything a part needs, sent once to whoever computes it."""
@@ -107,7 +127,7 @@ class Bench:
                 trace, source = self.tilter.shifted(self.shifts[part.alpha]), "tilted"
             elif self.iid:
                 trace, source = iid_like(trace, part.alpha, self.seed), "iid"
-        blocks = []
+        blocks, plain = [], _Plain()
         alpha = acceptance(trace)
         policies = {name: in_batch(self.policies[name], part.batch) for name in part.policies}
         logs = replay_many(trace, policies, leave_out=lambda n, _: n in self.references)
@@ -130,7 +150,7 @@ class Bench:
                 if counts["drafted"] else float("nan"),
                 "fidelity": log.fidelity,
             }  # fmt: skip
-            priced = self._priced(log, part.batch)
+            priced = self._priced(log, part.batch, plain)
             blocks.append(
                 {
                     **{k: np.repeat(np.array(v), self.prices.count) for k, v in fixed.items()},
@@ -139,13 +159,14 @@ class Bench:
             )
         return {k: np.concatenate([b[k] for b in blocks]) for k in blocks[0]}
 
-    def _priced(self, log: RoundLog, batch: int) -> dict[str, npt.NDArray[Any]]:
+    def _priced(self, log: RoundLog, batch: int, plain: _Plain) -> dict[str, npt.NDArray[Any]]:
         prices = self.prices
         pieces: list[dict[str, Any]] = []
         batches = None
         if batch > 1:
             resamples = min(self.resamples, 30)
-            batches = InBatches(log, batch, resamples, self.confidence, self.seed)
+            batches = InBatches(log, batch, resamples, self.confidence, self.seed, plain.samples)
+            plain.samples = batches.plain
         if len(prices.ratios):
             c = np.asarray(prices.ratios, dtype=np.float64)
             piece = self._in_batch(batches.at_ratios(c, prices.verify)) if batches else None
@@ -157,14 +178,15 @@ class Bench:
                 if batches is not None:
                     piece = self._in_batch(batches.at_latency(at.table, context))
                 else:
-                    ours, plain = price(seen, at.table), price(autoregressive(seen), at.table)
-                    piece = self._bootstrap(plain.decode_s, ours.decode_s)
-                    piece["outside"] = np.array([max(ours.outside, plain.outside)])
+                    ours = price(seen, at.table)
+                    plain_s, outside = plain.at(at.table, context, seen)
+                    piece = self._bootstrap(plain_s, ours.decode_s)
+                    piece["outside"] = np.array([max(ours.outside, outside)])
                 for name, table in zip(CARRIED, at.bounds or (None, None), strict=True):
                     piece[name] = np.array([
                         np.nan if table is None
                         else batches.at_latency(table, context).speedup[0] if batches
-                        else price(autoregressive(seen), table).total_s / price(seen, table).total_s
+                        else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
                     ])  # fmt: skip
                 pieces.append({"c": np.array([np.nan]), **piece})
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
