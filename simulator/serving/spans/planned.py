@@ -18,7 +18,7 @@ from simulator.serving.arrivals import Job
 from simulator.serving.cost.work import Chunk
 from simulator.serving.sequence import EngineState, ServedSequence, Slot
 from simulator.serving.spans.engine import SpanEngine
-from simulator.serving.spans.rounds import Ints, ReplayedSequence, Rounds
+from simulator.serving.spans.rounds import NOTHING, Ints, ReplayedSequence, Rounds
 from simulator.serving.speculation import Speculation
 from traces.acceptance.trace import Trace
 from traces.replay.layout import layout_of
@@ -123,10 +123,6 @@ class _Starts:
         while served.position < position:
             served.commit(position - served.position - 1)
         next(served.rounds(PlannedLength(self._planned)))
-
-
-NOTHING = Rounds(np.empty((len(Round._fields), 0), np.int64))
-"""Before anything is planned."""
 
 
 class PlannedSequence(ReplayedSequence):

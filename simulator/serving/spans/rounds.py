@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -118,13 +119,25 @@ class Rounds:
         return Round(*self.rounds[:, index].tolist())
 
 
+NOTHING = Rounds(np.empty((len(Round._fields), 0), np.int64))
+"""Before anything is replayed or planned."""
+
+
 class RoundTable(Rounds):
     """The rounds of one sequence from its first token on, replayed as far as anybody asked."""
 
-    def __init__(self, rounds: Iterator[Round]) -> None:
-        super().__init__(np.empty((len(Round._fields), 0), np.int64))
-        self._more = rounds
+    def __init__(self, begin: Callable[[], Iterator[Round]]) -> None:
+        # As of `NOTHING`; a request of a single token asks for no more, and begins nothing.
+        self.rounds, self.added = NOTHING.rounds, NOTHING.added
+        self.totals, self.reached = NOTHING.totals, NOTHING.reached
+        self.alone = {}
+        self._entered = None
+        self._begin = begin
         self._refusal: DraftsimError | None = None
+
+    @cached_property
+    def _more(self) -> Iterator[Round]:
+        return self._begin()
 
     def needed(self, tokens: int) -> int:
         """As of `Rounds`, which it first replays as far as that."""
@@ -176,10 +189,13 @@ class Replays:
         table = self._tables.get((job.sequence, wraps))
         if table is None:
             whole = job._replace(output_tokens=LONGEST if wraps else recorded)
-            served = ServedSequence(self._trace, whole, self._lookahead, EngineState(), self._rule)
-            table = RoundTable(served.rounds(self._policy.fresh()))
+            table = RoundTable(partial(self._replay, whole))
             self._tables[job.sequence, wraps] = table
         return table
+
+    def _replay(self, whole: Job) -> Iterator[Round]:
+        served = ServedSequence(self._trace, whole, self._lookahead, EngineState(), self._rule)
+        return served.rounds(self._policy.fresh())
 
 
 def replays_of(
