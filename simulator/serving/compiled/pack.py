@@ -99,14 +99,18 @@ def rounds_of(replays: Replays, jobs: Sequence[Job], requests: Records) -> Recor
     for i, job in enumerate(jobs):
         table = replays.table(job)
         place[i] = tables.setdefault(id(table), (len(tables), table))[0]
+    order = place.argsort(kind="stable")
+    groups = np.split(order, np.bincount(place).cumsum()[:-1])
+    outputs, first, rounds, over = (
+        requests[name] for name in ("output", "first_round", "rounds", "over")
+    )
     before, parts = 0, []
-    for own, table in tables.values():
-        of = place == own
-        wanted = requests.output[of]
+    for (_, table), of in zip(tables.values(), groups, strict=True):
+        wanted = outputs[of]
         table.needed(int(wanted.max()))
         count = table.reached.searchsorted(wanted)
-        requests.first_round[of], requests.rounds[of] = before, count
-        requests.over[of] = np.maximum(table.reached[count] - wanted, 0)
+        first[of], rounds[of] = before, count
+        over[of] = np.maximum(table.reached[count] - wanted, 0)
         parts.append(table.rounds)
         before += table.rounds.shape[1]
     _, *columns = np.concatenate(parts, axis=1)  # positions are those of contexts
