@@ -65,6 +65,7 @@ def simulate(
     advance: Callable[[int], None] = lambda _: None,
     by_iteration: bool = False,
     only: Sequence[int] | None = None,
+    of_many: bool = False,
 ) -> Run:
     """One replication of `scenario` under `policy`.
 
@@ -75,7 +76,8 @@ def simulate(
     `by_iteration` gives every iteration an event of its own even where the iterations of a span
     could be priced together: slower, and the same to rounding.  `only` runs some of the replicas,
     where they know nothing of each other (`Scenario.splits`):
-    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.
+    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.  `of_many` says that
+    hundreds of runs follow each other, which are worth loading a compiler for where one is not.
 
     Raises
     ------
@@ -100,7 +102,7 @@ def simulate(
     station = Station(
         trace, latency, policy, scenario, name=name, expected=expected, rule=rule,
         lookahead=_longest_draft(policy, trace, scenario), by_iteration=by_iteration,
-        advance=advance, audit=audit,
+        advance=advance, audit=audit, of_many=of_many,
     )  # fmt: skip
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:

@@ -76,6 +76,8 @@ class Station:
     advance, audit:
         Called with the number of requests that have just left, and with every engine when a run
         ends.
+    of_many:
+        Whether this is one of hundreds of runs.
 
     Raises
     ------
@@ -97,10 +99,11 @@ class Station:
         by_iteration: bool = False,
         advance: Callable[[int], None] = lambda _: None,
         audit: Callable[[Engine], None] | None = None,
+        of_many: bool = False,
     ) -> None:
         self.trace, self.latency, self.scenario, self.rule = trace, latency, scenario, rule
         self.name, self.policy = name, policy
-        self.by_iteration = by_iteration
+        self.by_iteration, self.of_many = by_iteration, of_many
         self.advance, self.audit = advance, audit
         self.expected, self.skip = expected, int(scenario.warmup * expected)
         self.lookahead = lookahead
@@ -219,7 +222,8 @@ class Station:
             return planned(*parts, policy=policy, replays=replays)
         if type(speculation) is PerRequest and clock_free(policy, rule):
             replayed = replays_of(trace, policy, rule, self.lookahead)
-            if self.audit is None and compiles(scenario, latency, self.expected):
+            many = self.expected, self.of_many
+            if self.audit is None and compiles(scenario, latency, *many):
                 # Loads the compiler.
                 from simulator.serving.compiled.engine import CompiledEngine
 
