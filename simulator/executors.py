@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -93,49 +93,67 @@ class Cluster:
 
     Notes
     -----
-    The scheduler gives the parts of a lost worker to another one; a part that outlives no
-    worker is reported as `Lost`.
+    Within a ``with`` block one connection serves all runs, and workers keep the benches they were
+    sent; outside, every run makes its own.  The scheduler gives the parts of a lost worker to
+    another one; a part that outlives no worker is reported as `Lost`.
     """
 
     def __init__(self, address: str, timeout_s: float = 15.0) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._client: Any = None
+        self._sent: dict[Any, Any] = {}
+        """Benches that the workers have."""
 
-    def run(
-        self, bench: Bench[Part, Result], parts: Sequence[Part]
-    ) -> Iterator[tuple[int, Result | Lost]]:
+    def __enter__(self) -> Self:
         try:
             import distributed
-            from distributed.client import FutureCancelledError
         except ImportError:
             raise DraftsimError(
                 "--cluster needs Dask: install it with `pip install 'draftsim[cluster]'`"
             ) from None
         dask: Any = distributed  # untyped
         try:
-            client = dask.Client(self.address, timeout=self.timeout_s, set_as_default=False)
+            self._client = dask.Client(self.address, timeout=self.timeout_s, set_as_default=False)
         except (OSError, ValueError) as error:
             raise DraftsimError(
                 f"no Dask scheduler answers at {self.address} ({error}): start one with "
                 "`dask scheduler`, and workers with `dask worker ADDRESS`"
             ) from None
-        with client:
-            if not client.scheduler_info()["workers"]:
-                raise DraftsimError(
-                    f"the scheduler at {self.address} has no workers: start them with "
-                    f"`dask worker {self.address}`"
-                )
-            # To every worker at once, so that no part waits for another worker's copy.
-            shared = client.scatter(bench, broadcast=True, hash=False)
-            futures = client.map(
-                _numbered, [shared] * len(parts), range(len(parts)), parts, pure=False
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._sent.clear()
+        self._client.close()
+        self._client = None
+
+    def run(
+        self, bench: Bench[Part, Result], parts: Sequence[Part]
+    ) -> Iterator[tuple[int, Result | Lost]]:
+        if self._client is None:
+            with self:
+                yield from self.run(bench, parts)
+            return
+        from distributed import KilledWorker, as_completed
+        from distributed.client import FutureCancelledError
+
+        client = self._client
+        if not client.scheduler_info()["workers"]:
+            raise DraftsimError(
+                f"the scheduler at {self.address} has no workers: start them with "
+                f"`dask worker {self.address}`"
             )
-            places = {future.key: i for i, future in enumerate(futures)}
-            for future in dask.as_completed(futures, loop=client.loop):
-                try:
-                    yield future.result()
-                except (dask.KilledWorker, FutureCancelledError):
-                    yield places[future.key], Lost()
+        if bench not in self._sent:
+            # To every worker at once, so that no part waits for another worker's copy.
+            self._sent[bench] = client.scatter(bench, broadcast=True, hash=False)
+        shared = [self._sent[bench]] * len(parts)
+        futures = client.map(_numbered, shared, range(len(parts)), parts, pure=False)
+        places = {future.key: i for i, future in enumerate(futures)}
+        for future in as_completed(futures, loop=client.loop):
+            try:
+                yield future.result()
+            except (KilledWorker, FutureCancelledError):
+                yield places[future.key], Lost()
 
 
 class _Packed:

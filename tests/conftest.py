@@ -84,7 +84,7 @@ def _kept_frozen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 LONG = (
     "test_vllm.py", "test_vllm_server.py", "test_notebooks.py", "test_suite_gpu.py",
     "test_suite_failures.py", "test_suite_drafters.py", "test_device_sources.py",
-    "test_serving_cluster.py",
+    "test_cluster.py",
 )  # fmt: skip
 """Files that take a good part of a minute."""
 

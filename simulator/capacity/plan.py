@@ -17,7 +17,7 @@ from simulator.capacity.points import Bench, Point
 from simulator.capacity.rows import plan_rows
 from simulator.capacity.study import Progress, Study
 from simulator.capacity.targets import Targets
-from simulator.executors import Executor
+from simulator.executors import Cluster, Executor
 from simulator.serving.outcome.results import ResultsFile
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
@@ -81,7 +81,8 @@ def plan(
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None
     file = ResultsFile(path, meta, command="capacity", key=key) if path is not None else None
-    with file or nullcontext():
+    # Searches ask in turn: a cluster is connected to once, not for every question.
+    with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
         study = Study(bench, executor, file, progress)
         asks = {name: partial(_points, name, base.replications) for name in policies}
         starts = study.drive({name: stages.start(ask) for name, ask in asks.items()})
