@@ -158,11 +158,12 @@ def test_rounds_of_a_sequence_end_where_the_recording_does():
 def test_readings_equal_the_table_s_on_ragged_grids_too(cells, batch, width, contexts):
     reader = PassReader(cells, "target")
     origins = []
+    asked = [*contexts, 0, 40, 100, 300, 900, *contexts]
+    wanted = cells.estimate("target", "forward", batch=batch, new_tokens=width, context=asked)
     # One reader for all: what it keeps of one context must not spoil the next.
-    for context in [*contexts, 0, 40, 100, 300, 900, *contexts]:
-        wanted = cells.estimate("target", "forward", batch=batch, new_tokens=width, context=context)
-        assert reader(batch, width, context) == pytest.approx(float(wanted.seconds), rel=1e-12)
-        origins.append(int(wanted.origin))
+    for context, seconds, origin in zip(asked, *wanted, strict=True):
+        assert reader(batch, width, context) == pytest.approx(float(seconds), rel=1e-12)
+        origins.append(int(origin))
     names = {MEASURED: "measured", INTERPOLATED: "interpolated", EXTRAPOLATED: "extrapolated"}
     seen = {entry.origin: entry for entry in reader.coverage}
     assert {n: e.passes for n, e in seen.items()} == {

@@ -65,8 +65,10 @@ def test_a_full_engine_reads_no_row_of_a_smaller_batch(batch: int) -> None:
 def test_lengths_that_lose_when_served_are_changed_and_the_row_says_so() -> None:
     trace, latency = iid(0.8, 30, 30), dear_prompts(0.2)
     # By context, lengths are chosen by rounds alone, which do not show what prompts cost.
-    tuned = tune_vllm(trace, latency, [1, 4], by_context=True, draws=50)
-    naive = tune_vllm(trace, batched(), [1, 4], by_context=True, draws=50)
+    tuned, naive = (
+        tune_vllm(trace, table, [1, 4], lengths=LENGTHS, by_context=True, draws=50)
+        for table in (latency, batched())
+    )
     loads = [closed_load(trace, b, seed=check_seed(0)) for b in (1, 4)]
     before = compare_served(trace, latency, naive.policy, loads)
     after = compare_served(trace, latency, tuned.policy, loads)
@@ -89,7 +91,7 @@ def test_where_no_table_can_be_as_fast_as_no_draft_model_the_row_says_off() -> N
     # One at a time drafting pays well.  At 64 it does not, but an engine that drafts at all
     # prefills the draft model too, which `off` does not.
     trace, latency = iid(0.8, 40, 60), dear_above(64, 4)
-    tuned = tune_vllm(trace, latency, [1, 64], draws=50)
+    tuned = tune_vllm(trace, latency, [1, 64], lengths=LENGTHS, draws=50)
     one, many = tuned.rows
     assert (one["deploy"], many["deploy"]) == ("on", "off")
     assert one["setting"] != "K=0"
@@ -113,7 +115,7 @@ def test_off_in_a_table_is_not_priced_as_an_engine_without_a_draft_model() -> No
     idle, drafting = served_rates(trace, latency, [RESTING, Fixed(2)], prompts, 2).mean(axis=1)
     bare = served_rates(trace, latency, [Fixed(0)], closed_load(trace, 16), 2).mean()
     assert idle < drafting < bare
-    tuned = tune_vllm(trace, latency, [1, 16], draws=50)
+    tuned = tune_vllm(trace, latency, [1, 16], lengths=LENGTHS, draws=50)
     assert "K=0" not in [row["setting"] for row in tuned.rows]
     assert tuned.rows[1]["deploy"] == "off"
 

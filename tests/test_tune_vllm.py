@@ -42,6 +42,9 @@ from traces.errors import DraftsimError
 from traces.importers.vllm import import_vllm
 from traces.latency.table import LatencyTable
 
+FEW = (1, 3, 8)
+"""Lengths tried where no test is about those between."""
+
 
 @pytest.mark.parametrize(("alpha", "c"), [(0.8, 0.1), (0.6, 0.1), (0.5, 0.05)])
 def test_the_length_chosen_is_as_good_as_leviathans(alpha: float, c: float) -> None:
@@ -112,11 +115,12 @@ def test_the_context_form_follows_the_context() -> None:
     # Checking drafts over a long context is made as slow as decoding them: it cannot pay there.
     far = (cells["model"] == "target") & (cells["context"] == 512) & (cells["new_tokens"] > 1)
     cells.loc[far, "median_s"] *= cells.loc[far, "new_tokens"]
-    tuned = tune_vllm(trace, LatencyTable(cells), [1, 4], by_context=True, draws=200)
+    table = LatencyTable(cells)
+    tuned = tune_vllm(trace, table, [1, 4], by_context=True, lengths=FEW, draws=200)
     assert tuned.document is not None
-    table = tuned.document["num_speculative_tokens_per_batch_size"]
-    assert all(len(row) == 5 for row in table)
-    policy = BatchTable(table)
+    ranges = tuned.document["num_speculative_tokens_per_batch_size"]
+    assert all(len(row) == 5 for row in ranges)
+    policy = BatchTable(ranges)
     assert policy.plan([Load(1, 20)]) > 0
     assert policy.plan([Load(1, 500)]) == policy.plan([Load(1, 9000)]) == 0
     assert {row["context"] for row in tuned.rows} == {18, 502}
@@ -157,20 +161,20 @@ def test_targets_count_only_requests_that_meet_them() -> None:
 
 
 def test_thin_evidence_is_said() -> None:
-    tuned = tune_vllm(iid(0.7, 4, 60), batched(), [1, 256], draws=50)
+    tuned = tune_vllm(iid(0.7, 4, 60), batched(), [1, 256], lengths=FEW, draws=50)
     said = " ".join(tuned.warnings)
     assert "only 4 prompts" in said
     assert "batch 256" in said
     assert "no batch between 1 and 256" in said
     assert "outside the measured cells" in said
     assert "vLLM keeps the last K beyond batch 256" in said or tuned.rows[-1]["setting"] == "K=0"
-    lone = tune_vllm(iid(0.7, 1, 60), CHEAP, draws=50)
+    lone = tune_vllm(iid(0.7, 1, 60), CHEAP, lengths=FEW, draws=50)
     assert any("no interval" in w for w in lone.warnings)
     assert default_batches(batched()) == [1, 2, 4, 8, 16, 32, 64]
     assert default_batches(CHEAP) == [1]
     noisy = batched().cells.assign(spread_s=batched().cells["median_s"] * 0.4)
-    said = " ".join(tune_vllm(iid(0.7, 40, 60), LatencyTable(noisy), [1], draws=50).warnings)
-    assert "timings scatter by 40%" in said
+    noise = tune_vllm(iid(0.7, 40, 60), LatencyTable(noisy), [1], lengths=FEW, draws=50)
+    assert "timings scatter by 40%" in " ".join(noise.warnings)
 
 
 def test_targets_are_parsed() -> None:
