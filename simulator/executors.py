@@ -134,9 +134,10 @@ class Cluster:
             with self:
                 yield from self.run(bench, parts)
             return
-        from distributed import KilledWorker, as_completed
+        import distributed
         from distributed.client import FutureCancelledError
 
+        dask: Any = distributed  # untyped
         client = self._client
         if not client.scheduler_info()["workers"]:
             raise DraftsimError(
@@ -149,10 +150,10 @@ class Cluster:
         shared = [self._sent[bench]] * len(parts)
         futures = client.map(_numbered, shared, range(len(parts)), parts, pure=False)
         places = {future.key: i for i, future in enumerate(futures)}
-        for future in as_completed(futures, loop=client.loop):
+        for future in dask.as_completed(futures, loop=client.loop):
             try:
                 yield future.result()
-            except (KilledWorker, FutureCancelledError):
+            except (dask.KilledWorker, FutureCancelledError):
                 yield places[future.key], Lost()
 
 

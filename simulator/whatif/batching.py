@@ -34,6 +34,8 @@ class Steps(NamedTuple):
     """Steps of a batch, arrays of shape (steps,): those of one sample of prompts after another."""
 
     batch: int
+    reads: bool
+    """Whether the policy reads signals."""
     starts: Ints
     """The first step of each sample, shape (samples,)."""
     emitted: Ints
@@ -48,8 +50,6 @@ class Steps(NamedTuple):
     """Mean tokens in the cache per slot."""
     rolled_back: Bools
     """Whether any slot had a draft rejected."""
-    reads: bool
-    """Whether the policy reads signals."""
     request: Ints
     """Whose round each slot runs, shape (steps, batch)."""
 
@@ -73,8 +73,8 @@ def in_steps(log: RoundLog, batch: int, rngs: Sequence[np.random.Generator]) -> 
     # One sample at a time: of long recordings, the rounds of all would take too much memory.
     samples = [_summed(log, context, _dealt(bounds, batch, rng)) for rng in rngs]
     counts = [len(emitted) for emitted, *_ in samples]
-    *sums, request = (np.concatenate(column) for column in zip(*samples, strict=True))
-    return Steps(batch, np.cumsum(counts) - counts, *sums, bool(log.reads), request)
+    columns = (np.concatenate(column) for column in zip(*samples, strict=True))
+    return Steps._make([batch, bool(log.reads), np.cumsum(counts) - counts, *columns])
 
 
 def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
@@ -96,8 +96,8 @@ def _dealt(bounds: Ints, batch: int, rng: np.random.Generator) -> Ints:
     return np.asarray(place - ends[turn] + bounds[order[turn] + 1])
 
 
-def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[npt.NDArray[Any], ...]:
-    """Columns of `Steps` of the dealt rounds: ``emitted`` to ``rolled_back``, and ``request``."""
+def _summed(log: RoundLog, context: Ints, index: Ints) -> tuple[Any, ...]:
+    """Columns of `Steps` of the dealt rounds, from ``emitted`` on."""
     rounds = log.rounds[index]
     forwards = rounds["draft_forwards"].astype(np.int64)
     drafting = forwards > 0
