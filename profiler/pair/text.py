@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import os
 import re
 import sysconfig
 import textwrap
@@ -70,19 +71,24 @@ def load_documents(root: Path | None = None) -> tuple[list[Document], list[Docum
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     train: dict[str, Document] = {}
     held_out: dict[str, Document] = {}
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _SKIPPED_DIRS.isdisjoint(relative.parts):
-            for category, source, piece in _file_pieces(path, relative.as_posix()):
-                text = "\n".join(map(str.rstrip, piece.splitlines())).strip("\n")
-                if len(text) >= _MIN_CHARS:
-                    split = held_out if is_held_out(source) else train
-                    split.setdefault(text, Document(category, source, text))
+    for path in sorted(_sources(root)):
+        for category, source, piece in _file_pieces(path, path.relative_to(root).as_posix()):
+            text = "\n".join(map(str.rstrip, piece.splitlines())).strip("\n")
+            if len(text) >= _MIN_CHARS:
+                split = held_out if is_held_out(source) else train
+                split.setdefault(text, Document(category, source, text))
     if not train:
         raise FileNotFoundError(
             f"no Python source under {root}; give the standard library's folder"
         )
     return list(train.values()), [d for text, d in held_out.items() if text not in train]
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """The Python files of `root`; folders that are left out are not walked through."""
+    for folder, inner, files in os.walk(root):
+        inner[:] = [name for name in inner if name not in _SKIPPED_DIRS]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def _file_pieces(path: Path, source: str) -> Iterator[tuple[str, str, str]]:
