@@ -53,23 +53,25 @@ def drawn_trace(
     limit: int,
     eos: int,
 ) -> Trace:
-    """As `trace_of`, of outputs drawn token by token from the target `model`."""
+    """As `trace_of`, of outputs drawn from the target `model`: a token of each at a time."""
     import torch
 
-    from profiler.models.stack import LayerRunner
-    from profiler.sources.draws import RandomDraws
+    from profiler.models.sampling import draw, probs
 
-    runner = LayerRunner(model, 64)
-    draws = RandomDraws(sampling, torch.Generator().manual_seed(seed))
-    outputs = []
-    for prompt in prompts:
-        feed, start, output = torch.tensor(prompt), 0, []
-        while len(output) < limit and eos not in output:
-            following = draws.first(runner.forward(feed, start, keep=1))
-            start += len(feed)
-            feed = following
-            output.append(int(feed))
-        outputs.append(output)
+    generator = torch.Generator().manual_seed(seed)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    growing = list(range(len(prompts)))
+    while growing:
+        texts = [[*prompts[i], *outputs[i]] for i in growing]
+        longest = max(map(len, texts))
+        with torch.inference_mode():  # no token sees the padding behind it
+            rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+            logits = model(input_ids=rows).logits
+        ends = logits[range(len(texts)), [len(text) - 1 for text in texts]]
+        drawn = draw(probs(ends, sampling), generator).tolist()
+        for i, token in zip(growing, drawn, strict=True):
+            outputs[i].append(token)
+        growing = [i for i in growing if len(outputs[i]) < limit and eos not in outputs[i]]
     trace = trace_of(outputs, limit, prompts, [eos])
     return Trace(trace.columns, trace.requests, None, {**trace.meta, "sampling": sampling.meta})
 
