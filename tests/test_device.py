@@ -58,7 +58,7 @@ def gpu() -> Iterator[PretendedGPU]:
 
 def pair(gpu: PretendedGPU, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A target and a draft on the device; they agree now and then."""
-    models = model(3, dtype), model(1, dtype)
+    models = model(2, dtype), model(1, dtype)
     for one in models:
         gpu.mark([*one.parameters(), *one.buffers()])
     return models
@@ -159,7 +159,7 @@ def test_rounds_are_those_of_the_cpu() -> None:
     for make in (*RUNNERS, None):
         for text in ("fixed:gamma=4", "svip", "gammatune-plus"):
             if make is None:
-                plain = Runner(model(3), SLOTS), Runner(model(1), SLOTS)
+                plain = Runner(model(2), SLOTS), Runner(model(1), SLOTS)
                 prompt = torch.randint(WORDS, (33,), generator=torch.Generator().manual_seed(0))
                 decoder = ModelDecoder(*plain, prompt, 24, watch_eos=False)
                 rounds = list(speculate(decoder, parse_policy(text, max_gamma=24)))
