@@ -16,7 +16,7 @@ WIDTHS, CONTEXTS, PROMPTS = (1, 2, 5), (32, 128), (32, 128)
 TREES = {"FIRST": (1, 2), "WIDTHS": (1, 2, 40), "PROMPTS": PROMPTS}
 """What is timed of rounds with trees."""
 GAMMAS = (0, 1, 4)
-"""Draft lengths over which the host's time is fitted."""
+"""Draft lengths over which the host's time is fitted, and which rules judge."""
 
 
 def given(call: Callable[..., Any], **less: Any) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def few_cells() -> Iterator[None]:
         yield
         return
     from profiler import profile
-    from profiler.latency import host, passes, table
+    from profiler.latency import batch, host, passes, table
     from profiler.sources import feature_latency, latency, tree_latency
 
     @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def few_cells() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "Grid", Few)
         patch.setitem(table.Sweeps.__init__.__kwdefaults__, "warmup", 0)
-        patch.setattr(host, "HOST_GAMMAS", GAMMAS)
+        for module in (host, batch):
+            patch.setattr(module, "HOST_GAMMAS", GAMMAS)
         patch.setattr(feature_latency, "PROMPTS", PROMPTS)
         patch.setattr(passes, "PLAIN_BLOCKS", 1)
         patch.setattr(passes, "decoding_blocks", partial(passes.decoding_blocks, untimed=0))
@@ -77,7 +78,9 @@ def few_cells() -> Iterator[None]:
             (latency, "measure_sources", few), (latency, "SourceLatency", few),
             (feature_latency, "measure_drafters", few),
             (tree_latency, "measure_trees", {"contexts": CONTEXTS, "repeats": 1}),
-            (profile, "measure_host", {"repeats": 1}), (profile, "measure_rules", {"repeats": 1}),
+            (profile, "measure_host", {"repeats": 1}),
+            (profile, "measure_batch_host", {"repeats": 1, "tokens": 8}),
+            (profile, "measure_rules", {"repeats": 1, "drafted": GAMMAS}),
         ):  # fmt: skip
             patch.setattr(owner, name, given(getattr(owner, name), **less))
         for name in ("MOST", "WARMING"):
