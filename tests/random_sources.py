@@ -114,9 +114,9 @@ def random_trees(trace: Trace, seed: int) -> TreeRecording:
 
 
 def random_recordings(
-    trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02
+    trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02, *, exits: bool = True
 ) -> Recordings:
-    """Of all sources that are recorded."""
+    """Of all sources that are recorded, or but for those that leave early."""
     heads = {n: random_starts(trace, seed + i, {}) for i, n in enumerate(("medusa", "space"))}
     skipping = random_starts(trace, seed + 2, {"layers": 4, "skip": [2]})
     drafter = {"kind": "eagle", "modules": 1, "model": "eagle"}
@@ -126,7 +126,7 @@ def random_recordings(
         "eagle.mtp": random_starts(trace, seed + 4, several),
     }  # fmt: skip
     return Recordings(
-        random_exits(trace, seed + 5, (2, 4), gamma_max, missing), starts,
-        random_exits(trace, seed + 6, (2,), gamma_max, missing),
+        random_exits(trace, seed + 5, (2, 4), gamma_max, missing) if exits else None, starts,
+        random_exits(trace, seed + 6, (2,), gamma_max, missing) if exits else None,
         {"eagle2.eagle": random_trees(trace, seed + 7)},
     )  # fmt: skip
