@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from tests.shared import made_once
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
 
@@ -100,6 +103,11 @@ def decoded(slots: int, count: int = 4) -> Decoded:
     pair = load_pair(folder / "target", folder / "draft")
     prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:count]]
     target = LayerRunner(pair.target, slots)
-    outputs = [greedy(target, ids, LIMIT, pair.eos) for ids in prompts]
+
+    def make(folder: Path) -> None:
+        said = [greedy(target, ids, LIMIT, pair.eos) for ids in prompts]
+        (folder / "outputs.json").write_text(json.dumps(said), encoding="utf-8")
+
+    outputs = json.loads((made_once(f"outputs-{count}", make) / "outputs.json").read_text())
     trace = trace_of(outputs, LIMIT, [ids.tolist() for ids in prompts], sorted(pair.eos))
     return Decoded(pair, target, prompts, outputs, trace)

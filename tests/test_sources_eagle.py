@@ -15,7 +15,7 @@ from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed
 from policies.lengths.huggingface import Confidence
 from profiler.decoding.single import greedy
-from profiler.features import DrafterRunner, FeatureDrafter
+from profiler.features import DrafterRunner, FeatureDrafter, target_features, unroll
 from profiler.models.stack import LayerRunner
 from profiler.sources.feature_latency import measure_drafters
 from profiler.sources.latency import measure_sources
@@ -25,6 +25,7 @@ from simulator.pricing import price
 from tests.features import drafters, miniature
 from tests.few_cells import untimed_none
 from tests.outputs import trace_of
+from tests.shared import made_once
 from traces.errors import DraftsimError, TailError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -44,24 +45,27 @@ OFFSETS = 6
 LIMIT = 30
 
 
-def _trained(drafter: FeatureDrafter, target: Any, texts: list[torch.Tensor]) -> None:
-    """A moment of training, so that some drafts are accepted and some are not."""
-    from profiler.features import target_features, unroll
+def _trained(kind: str, drafter: FeatureDrafter, target: Any, texts: list[torch.Tensor]) -> None:
+    """A moment of training, once for all tests, so that some drafts are accepted, some are not."""
 
-    drafter.train()
-    optimiser = torch.optim.Adam(drafter.parameters(), lr=0.01)
-    steps = drafter.modules_in_turn if drafter.modules_in_turn > 1 else 3
-    for turn in range(60):
-        ids = texts[turn % len(texts)][None]
-        states = unroll(drafter, ids, target_features(target, ids, drafter.feature_layers), steps)
-        loss = torch.zeros(())
-        for step, out in enumerate(states):
-            labels = drafter.draft_ids(ids)[:, 2 + step :].flatten()
-            logits = drafter.logits(out)[:, : len(labels)].flatten(0, 1)
-            loss = loss + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+    def make(folder: Path) -> None:
+        drafter.train()
+        optimiser = torch.optim.Adam(drafter.parameters(), lr=0.01)
+        steps = drafter.modules_in_turn if drafter.modules_in_turn > 1 else 3
+        for turn in range(60):
+            ids = texts[turn % len(texts)][None]
+            features = target_features(target, ids, drafter.feature_layers)
+            loss = torch.zeros(())
+            for step, out in enumerate(unroll(drafter, ids, features, steps)):
+                labels = drafter.draft_ids(ids)[:, 2 + step :].flatten()
+                logits = drafter.logits(out)[:, : len(labels)].flatten(0, 1)
+                loss = loss + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        torch.save(drafter.state_dict(), folder / "weights.pt")
+
+    drafter.load_state_dict(torch.load(made_once(f"drafter-{kind}", make) / "weights.pt"))
     drafter.eval().requires_grad_(False)
 
 
@@ -77,17 +81,16 @@ class Case:
         self.outputs = [greedy(runner, p, LIMIT, frozenset()) for p in prompts]
         # A token of one output ends it.
         self.eos = [self.outputs[3][-1]]
-        self.outputs[3] = self.outputs[3][: self.outputs[3].index(self.eos[0]) + 1]
-        for i in range(3):
-            if self.eos[0] in self.outputs[i]:
-                self.outputs[i] = self.outputs[i][: self.outputs[i].index(self.eos[0]) + 1]
+        for i, output in enumerate(self.outputs):
+            if self.eos[0] in output:
+                self.outputs[i] = output[: output.index(self.eos[0]) + 1]
         self.trace = trace_of(self.outputs, LIMIT, [p.tolist() for p in prompts], self.eos)
         texts = [
             torch.cat([p, torch.tensor(o)]) for p, o in zip(prompts, self.outputs, strict=True)
         ]
         made = drafters(self.target)
         for kind in kinds:
-            _trained(made[kind], self.target, texts)
+            _trained(kind, made[kind], self.target, texts)
         self.modules = Modules(drafters={f"eagle.{kind}": made[kind] for kind in kinds})
         self.recordings = record_sources(
             self.target, self.trace, self.modules, draft_offsets=OFFSETS,
