@@ -86,13 +86,12 @@ def tilted(
     """
     recorded = _significant(recorded_alpha(trace))
     wanted = [a for a in stops if 0 < a < 1]
-    found = []
+    found, sums = [], carried(trace, latency, own)  # plain decoding drafts nothing: alike in all
     try:
         tilter = Tilter(trace)
         for alpha, shift in zip(wanted, tilter.shifts(wanted), strict=True):
             # At its own rate the recording speaks for itself.
             other = trace if alpha == recorded else tilter.shifted(float(shift))
-            sums = carried(other, latency, own)
             found.append([sums(log) for log in _at_lengths(other, gammas).values()])
         error = tilt_errors(trace).lengths  # fixed lengths read no signal
     except DraftsimError:
