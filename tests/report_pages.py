@@ -14,7 +14,9 @@ import pandas as pd
 
 from policies.registry import parse_policy
 from simulator.pricing import autoregressive, price
+from simulator.ratios import OwnRatios
 from simulator.report import build_report
+from simulator.report.ratio_model import tilted
 from tests.browser import Browser
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
@@ -93,6 +95,16 @@ def data_of(text: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found is not None
     return dict(json.loads(found[1]))
+
+
+_tilted = cache(tilted)
+
+
+def tilted_once(
+    trace: Trace, latency: LatencyTable, own: OwnRatios, stops: list[float], gammas: list[int]
+) -> dict[str, Any] | None:
+    """What `tilted` gives of a recording, computed once."""
+    return _tilted(trace, latency, own, tuple(stops), tuple(gammas))
 
 
 class _Reader(HTMLParser):

@@ -10,7 +10,7 @@ import pytest
 
 from policies.registry import parse_policy
 from simulator.pricing import price
-from simulator.report import build_report, write_report
+from simulator.report import build_report, ratio_model, write_report
 from simulator.report.ratio_model import (
     fixed_lengths,
 )
@@ -29,6 +29,7 @@ from tests.report_pages import (
     page,
     reader,
     recording,
+    tilted_once,
 )
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError, FileError
@@ -37,6 +38,12 @@ from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 from traces.store.files import write_latency, write_trace
 from traces.store.measured import write_measured
+
+
+@pytest.fixture(autouse=True)
+def _tilted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These pages have one recording: it is tilted for the first of them alone."""
+    monkeypatch.setattr(ratio_model, "tilted", tilted_once)
 
 
 def test_the_page_is_whole_and_refers_to_nothing_outside() -> None:
