@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT
 from tests.shared import made_once
 from traces.acceptance.sampling import Sampling
 from traces.acceptance.trace import Request, Trace
@@ -92,16 +91,15 @@ class Decoded(NamedTuple):
 @cache
 def decoded(slots: int, count: int = 4) -> Decoded:
     """The first `count` bundled prompts, decoded greedily with a cache of `slots` tokens."""
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     from profiler.decoding.single import greedy
-    from profiler.models.loading import load_pair
     from profiler.models.stack import LayerRunner
     from profiler.prompts import read_prompts
+    from profiler.recording.run import BUNDLED
+    from tests import bundled
 
-    torch.set_num_threads(1)
-    folder = ROOT / "profiler" / "bundled"
-    pair = load_pair(folder / "target", folder / "draft")
-    prompts = [pair.encode(p.text) for p in read_prompts(folder / "prompts.jsonl")[:count]]
+    pair = bundled.pair()
+    prompts = [pair.encode(p.text) for p in read_prompts(BUNDLED / "prompts.jsonl")[:count]]
     target = LayerRunner(pair.target, slots)
 
     def make(folder: Path) -> None:

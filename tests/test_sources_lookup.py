@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_policy
 from policies.rules.threshold import TypicalAcceptance
-from tests.outputs import trace_of
+from tests.outputs import LIMIT, decoded, trace_of
 from traces.errors import DraftsimError, SignalError
 from traces.sources import PLD, REST, Lookahead, parse_source, replay_source
 from traces.sources.lookups.sources import read_corpus
@@ -123,38 +123,18 @@ def test_corpus_file(tmp_path: Path) -> None:
         read_corpus(path)
 
 
-LIMIT = 40
-
-
-@pytest.fixture(scope="module")
-def bundled() -> Any:
-    """The pair, its target's runner, and prompts with their outputs."""
-    pytest.importorskip("torch")
-    from profiler.decoding.single import greedy
-    from profiler.models.runner import Runner
-    from profiler.prompts import read_prompts
-    from profiler.recording.run import BUNDLED
-    from tests.bundled import pair
-
-    runner = Runner(pair().target, 256)
-    encoded = [pair().encode(p.text) for p in read_prompts(BUNDLED / "prompts.jsonl")[:5]]
-    outputs = [greedy(runner, ids, LIMIT, pair().eos) for ids in encoded]
-    return pair(), runner, encoded, outputs
-
-
 @pytest.mark.invariant(1)
 @pytest.mark.parametrize("num_tokens", [3, 10])
 def test_real_prompt_lookup_is_the_replay_and_transformers_generate(
-    bundled: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     from policies.core import speculate
     from profiler.sources.start_decoders import LookupDecoder
 
-    pair, runner, encoded, outputs = bundled
-    trace = trace_of(outputs, LIMIT, [ids.tolist() for ids in encoded], sorted(pair.eos))
+    pair, runner, encoded, outputs, trace = decoded(256, 5)
     log = replay_source(trace, PLD(num_tokens), Fixed(num_tokens), first=0)
     sent: list[int] = []
     original = PromptLookupCandidateGenerator.get_candidates
