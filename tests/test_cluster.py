@@ -35,6 +35,9 @@ from tests.test_capacity import planned
 from tests.test_serving_parts import POLICIES, fleet, timeless
 from traces.errors import DraftsimError
 
+WAIT = "5s"
+"""How long a killed worker is asked for the results that it had; usually half a minute."""
+
 
 class Started(NamedTuple):
     """A scheduler's address, and two of its three workers."""
@@ -50,7 +53,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
 
     One of the workers is started as users start them; the others have imported all that they need.
     """
-    dask: Any = pytest.importorskip("distributed")
+    distributed: Any = pytest.importorskip("distributed")
+    from dask import config
+
     folder = tmp_path_factory.mktemp("cluster")
     where = folder / "scheduler.json"
     here = {"host": "127.0.0.1", "scheduler_file": str(where), "dashboard": False}
@@ -60,36 +65,39 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         "--no-nanny", "--no-dashboard", "--host", "127.0.0.1", "--local-directory", str(folder),
         "--death-timeout", "60",
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+           "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": WAIT}  # fmt: skip
     with ExitStack() as ended:
+        ended.enter_context(config.set({
+            # A part is not tried again, so that what a worker held is lost with it, and that alone.
+            "distributed.scheduler.allowed-failures": 0,
+            "distributed.comm.timeouts.connect": WAIT,
+        }))  # fmt: skip
 
         def start(make: Callable[[], Any]) -> BaseProcess:
             process = ended.enter_context(forked(lambda: _runs(make)))
             ended.callback(process.kill)
             return process
 
-        start(lambda: dask.Scheduler(port=0, **here))
+        start(lambda: distributed.Scheduler(port=0, **here))
         worker = subprocess.Popen(
             usual, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         ended.callback(worker.wait, 20)
         ended.callback(worker.kill)
-        doomed = [start(lambda: dask.Worker(**here, **alone)) for _ in range(2)]
+        doomed = [start(lambda: distributed.Worker(**here, **alone)) for _ in range(2)]
         yield Started(_address(where), doomed)
 
 
 def _runs(make: Callable[[], Any]) -> None:
     """A node of the cluster, until it is killed."""
-    import dask
 
     async def run() -> None:
         async with make() as node:
             await node.finished()
 
     logging.disable()
-    # A part is not tried again, so that what a worker held is lost with it, and that alone.
-    with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 def _address(where: Path) -> str:
