@@ -25,6 +25,7 @@ def demo(
     """Profile the bundled pair here, predict every policy, and check against real decoding."""
     from commands.common.figures import save_all
     from commands.profile.recording import Recording, run_profile
+    from profiler.checks.unfinished import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
     from profiler.recording.folder import claimed, only_writer
@@ -35,11 +36,13 @@ def demo(
     info = RunInfo("bundled", "bundled", threads=1)
     settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
     with only_writer(out):
-        # A folder of another pair is refused; an earlier demo's is measured anew, here and now.
-        claimed(info, out)
-        info = claimed(info, out, force=True)
+        # A folder of another pair is refused; an earlier demo's is measured anew, here and now, but
+        # one that was stopped while it decoded goes on.
+        info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))
+        if anew:
+            info = claimed(info, out, force=True)
         recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, limit)
-        run_profile(recording, force=True)
+        run_profile(recording, force=anew)
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
     ranking = rank(trace, latency, None)
     runs = price_all(ranking.logs, latency)
