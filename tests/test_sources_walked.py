@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.core import DraftPolicy
@@ -97,6 +97,7 @@ SUBSETS = st.sampled_from([None, None, [0, 2], [1, 2, 3], [3, 1], []])
 
 @pytest.mark.invariant(9)
 @pytest.mark.parametrize("text", RECORDED)
+@example(seed=4, gamma_max=1, policy=Fixed(0), first=3, requests=[0, 2])  # no round at all
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000), gamma_max=st.integers(1, 7), policy=POLICIES,
