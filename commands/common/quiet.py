@@ -19,6 +19,11 @@ QUIETLY = ("left_out", "slowdown")
 """Columns that the JSON has and the printed table has not."""
 
 
+def shown(rows: pd.DataFrame) -> list[str]:
+    """The columns that the printed table has."""
+    return [column for column in rows.columns if column not in QUIETLY]
+
+
 def machine_of(meta: Mapping[str, Any]) -> State | None:
     """The state kept in the metadata of a measurement, if any was."""
     state = meta.get("machine")

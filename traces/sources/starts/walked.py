@@ -41,9 +41,7 @@ def tree_rounds(
     before[np.diff(rounds["request"][ran], prepend=-1) > 0] = 0
     own, ones = layers[start], np.ones(len(start), dtype=np.int64)
     deepest = own.max(initial=0)  # outputs may all end in the prefill
-    nodes = np.array(
-        [min(decoder.budget, candidates(record.topk, d)) for d in range(deepest + 1)]
-    )
+    nodes = np.array([min(decoder.budget, candidates(record.topk, d)) for d in range(deepest + 1)])
     calls = [
         Counted(False, DRAFTER, ran, rounds["position"][ran] - before, ones[ran]),
         Counted(False, DRAFTER_TREE, ran, ones[ran] * record.topk, own[ran] - 1),
