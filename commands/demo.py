@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from commands.common.output import JsonOption, emit, note
-from commands.common.quiet import shown
+from commands.common.quiet import columns_shown
 from commands.common.ranking import rank
 from commands.simulate.table import compared, print_ranked
 from commands.validate.spot_check import say_verdict, spot_check
@@ -52,7 +52,7 @@ def demo(
     if json is None:
         note("Predicted from the recording:")
         print_ranked(compared(summary, runs, latency, None, 2000))
-    emit("demo", rows, json, show=shown(rows))
+    emit("demo", rows, json, show=columns_shown(rows))
     say_verdict(rows)
     for path in save_all(trace, latency, ranking.logs, out / "plots", rows):
         note(f"wrote {path}")

@@ -19,7 +19,7 @@ QUIETLY = ("left_out", "slowdown")
 """Columns that the JSON has and the printed table has not."""
 
 
-def shown(rows: pd.DataFrame) -> list[str]:
+def columns_shown(rows: pd.DataFrame) -> list[str]:
     """The columns that the printed table has."""
     return [column for column in rows.columns if column not in QUIETLY]
 

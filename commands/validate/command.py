@@ -17,7 +17,7 @@ from commands.common.inputs import (
     VerifyOption,
 )
 from commands.common.output import JsonOption, OutOption, emit, say_unjudged
-from commands.common.quiet import shown
+from commands.common.quiet import columns_shown
 from commands.common.sources import SourceOption, split_systems
 from commands.engine.options import (
     AcceptanceOption,
@@ -173,7 +173,7 @@ def validate(
             run, policy, source, verify, memory, batch, sampled, forced, repeats, limit, assisted,
             remeasure, trust_remote_code,
         )  # fmt: skip
-    emit("validate", rows, json, show=shown(rows), out=out)
+    emit("validate", rows, json, show=columns_shown(rows), out=out)
     if json is None:
         say_verdict(rows)
 
