@@ -98,7 +98,7 @@ def decoded(slots: int, count: int = 4) -> Decoded:
     from profiler.recording.run import BUNDLED
     from tests import bundled
 
-    pair = bundled.pair()
+    pair = bundled.whole()
     prompts = [pair.encode(p.text) for p in read_prompts(BUNDLED / "prompts.jsonl")[:count]]
     target = LayerRunner(pair.target, slots)
 

@@ -25,7 +25,7 @@ from traces.store.files import read_trace
 from traces.store.outputs import find_runs, quality, read_run, write_run
 
 LIMIT = 32
-ENDED, WRONG, CUT, BARE = "method-03", "function-05", "reference-02", "header-05"
+ENDED, WRONG, CUT, BARE = "method-05", "function-11", "reference-01", "header-03"
 """Prompts of the bundled pair: three whose outputs end below the limit, and one that does not."""
 
 
@@ -137,7 +137,7 @@ def made(tmp_path: Path) -> Made:
         rows[name]["reference"] = [f"so it is\n#### {number + (name == WRONG)}"]
     prompts = written(tmp_path / "prompts.jsonl", list(rows.values()))
     return Made(prompts, (
-        "profile", "--target", "bundled", "--draft", "bundled", "--prompts", prompts, "--out",
+        "profile", *bundled.named(), "--prompts", prompts, "--out",
         tmp_path / "run", "--max-new-tokens", LIMIT, "--max-gamma", 4, "--repeats", 3,
     ))  # fmt: skip
 

@@ -17,10 +17,12 @@ from policies import parse_policy
 from profiler.checks.spot_check import Arm, DraftModel, Measured, run_arms
 from profiler.checks.unfinished import PLACE, unfinished
 from profiler.recording.checkpoint import Checkpoint
+from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
 from tests.conftest import Ran, Run
 from tests.few_cells import few_cells
+from tests.shared import made_once
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -118,8 +120,19 @@ def test_what_ran_keeps_its_seconds_and_counts(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def folder(small_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(small_run, tmp_path / "run"))
+def folder(request: pytest.FixtureRequest, run: Run, tmp_path: Path) -> Path:
+    """A profile of short outputs; one with the cells of sources for what asks for a source."""
+
+    def make(folder: Path) -> None:
+        prompts = ("--prompts", BUNDLED / "prompts.jsonl", "--limit", 2, "--max-new-tokens", 8)
+        ran = run("profile", *bundled.named(), *prompts, "--max-gamma", 4, "--out", folder)
+        assert ran.code == 0, ran.err
+
+    if "source" in request.node.name:
+        run_folder = request.getfixturevalue("small_run")
+    else:
+        run_folder = made_once("short-outputs", make)
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
 
 
 def stopped(
