@@ -61,7 +61,7 @@ def test_a_short_recording_is_unfinished_and_extended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    real, most = trained_stage.record_trace, [5]
+    real, most = trained_stage.record_trace, [3]
 
     def record(place: Any, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
         return real(place, pair, prompts[: most[0]], settings, until)
@@ -70,8 +70,8 @@ def test_a_short_recording_is_unfinished_and_extended(
     results = stage(tmp_path, UNFINISHED)
     for name in ("greedy", "sampled"):
         assert results[name]["unfinished"]
-        assert results[name]["requests"] == results[name]["recorded"] == 5
-        assert f"{name}: 5 of 6 prompts, no time left" in results["left_out"]
+        assert results[name]["requests"] == results[name]["recorded"] == 3
+        assert f"{name}: 3 of 4 prompts, no time left" in results["left_out"]
     assert "goes on with them" in " ".join(capsys.readouterr().err.split())
     first = read_trace(tmp_path / "trained-trace.parquet")
     assert sorted(f.name for f in tmp_path.iterdir()) == FILES
@@ -83,19 +83,19 @@ def test_a_short_recording_is_unfinished_and_extended(
     assert not results["left_out"]
     for name in ("greedy", "sampled"):
         assert not results[name]["unfinished"]
-        assert results[name]["recorded"] == 6
+        assert results[name]["recorded"] == 4
     assert done == ran  # nothing that was finished ran again
     assert sorted(f.name for f in tmp_path.iterdir()) == FILES
     trace = read_trace(tmp_path / "trained-trace.parquet")
-    assert list(trace.requests[:5]) == list(first.requests)
+    assert list(trace.requests[:3]) == list(first.requests)
     assert not open_workplace("cpu", tmp_path, seconds=1, quick=True).work.exists()
 
 
 def test_a_finished_recording_keeps_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str]
 ) -> None:
-    monkeypatch.setattr(trained_stage, "ENOUGH", 4)
-    real, most = trained_stage.record_trace, [5]
+    monkeypatch.setattr(trained_stage, "ENOUGH", 2)
+    real, most = trained_stage.record_trace, [3]
 
     def record(place: Any, pair: Any, prompts: Any, settings: Any, until: float) -> Any:
         return real(place, pair, prompts[: most[0]], settings, until)
@@ -109,15 +109,15 @@ def test_a_finished_recording_keeps_its_length(
         assert stage(tmp_path, UNFINISHED)["left_out"] == ["sampled-rounds: no time left"]
     most[0] = 1000
     results = stage(tmp_path)
-    assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 5
+    assert results["greedy"]["recorded"] == results["sampled"]["recorded"] == 3
     assert results["sampled"]["gamma"] == 4
 
 
 def test_a_recording_cut_to_its_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: list[str]
 ) -> None:
-    monkeypatch.setattr(trained_stage, "write_within", lambda trace, path: 5)
+    monkeypatch.setattr(trained_stage, "write_within", lambda trace, path: 3)
     results = stage(tmp_path)
-    assert results["left_out"][0] == "greedy: the file holds 5 of 6 prompts"
+    assert results["left_out"][0] == "greedy: the file holds 3 of 4 prompts"
     assert not results["greedy"]["unfinished"]
-    assert results["greedy"]["requests"] == 5
+    assert results["greedy"]["requests"] == 3

@@ -184,7 +184,7 @@ class _Stage:
         """All parts, in order."""
         place, pair, keep, part = self.place, self.pair, self.keep, self.part
         total = place.seconds
-        new = 12 if place.quick else NEW_TOKENS
+        new = 8 if place.quick else NEW_TOKENS
         settings = Settings(max_new_tokens=new, max_gamma=4 if place.quick else 16)
         hot = Settings(new, settings.max_gamma, Sampling(1.0), seed=1)
         trace = self.recorded("greedy", settings, 0.15 * total)

@@ -26,7 +26,7 @@ ROW_TOKENS = 512
 BATCH_TOKENS = 32_768
 PROMPTS = 210
 """Prompts to record, a few more than a recording needs (`recording.ENOUGH`)."""
-QUICK_PROMPTS = 6
+QUICK_PROMPTS = 4
 """Likewise, in miniatures."""
 TARGET = Architecture(
     "trained-12",
