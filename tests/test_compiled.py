@@ -81,7 +81,7 @@ def test_layers_compile_once_for_all_widths_contexts_and_layers(
     with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         few = passes(2)
         assert 0 < few <= 20  # some pieces of a layer, for one token and for more
-        assert passes(5) == few  # more layers are served by the same
+        assert passes(3) == few  # more layers are served by the same
     torch.compiler.reset()
 
 

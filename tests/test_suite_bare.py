@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,8 +26,9 @@ def test_stages_and_gpu_tests_need_nothing_but_the_libraries_named() -> None:
         "assert not loaded, loaded\n"
         "sys.exit(left)"
     )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}  # ours alone
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          check=False)  # fmt: skip
+                          env=environment, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "stages imported" in done.stdout
     assert "tests/test_graphs.py::" in done.stdout
