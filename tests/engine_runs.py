@@ -38,7 +38,7 @@ from traces import synthetic_trace, write_latency
 from traces.sources.lookups.sources import PLD
 
 LONGEST, BATCH = 6, 4
-TURN_S = 0.01
+TURN_S = 0.03
 """A load takes a tenth of a second, in which its arms are to take turns."""
 MODEL: dict[str, Any] = {
     "max_model_len": 256, "dtype": "float32", "more": {"num_gpu_blocks_override": 512},
@@ -145,9 +145,9 @@ def main(folder: Path) -> dict[str, Any]:
         return tenants(blocks)
 
     engine.tenants = noted  # type: ignore[method-assign]
-    rows = compare_loads(engine, latency, TRACE, chosen, loads, 8, 1)
+    rows = compare_loads(engine, latency, TRACE, chosen, loads, len(TRACE.requests), 1)
     tuned = tune_vllm(TRACE, latency, [1, 3], lengths=range(LONGEST + 1), draws=40)
-    trial = tried(engine, latency, TRACE, tuned, 8, 1)
+    trial = tried(engine, latency, TRACE, tuned, len(TRACE.requests), 1)
     return {
         "tuned": tuned.document, "tried": trial, "tables": engine.knows_batch_tables,
         "policies": found, "batch": batch, "lookup": lookup, "prompts": prompts, "texts": texts,
@@ -175,7 +175,9 @@ def own(folder: Path) -> dict[str, Any]:
     loads = named_loads("closed:1,3", None, None)
     between = BetweenTable(engine, small)
     by_start, rows = (
-        compare_loads(engine, latency, t, arms(chosen[1:3], t, LONGEST), loads, 8, 1, 0, beside)
+        compare_loads(
+            engine, latency, t, arms(chosen[1:3], t, LONGEST), loads, len(t.requests), 1, 0, beside
+        )
         for t, beside in ((BY_START, None), (TRACE, between))
     )
     write_latency(between.table(), folder / "between.parquet")
