@@ -58,7 +58,9 @@ def main(folder: Path) -> list[dict[str, Any]]:
     options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **MODEL)
     chosen = arms(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
-    return compare_served(options, made_up(model), TRACE, chosen, loads, 8, 1, 0, folder)
+    return compare_served(
+        options, made_up(model), TRACE, chosen, loads, len(TRACE.requests), 1, 0, folder
+    )
 
 
 if __name__ == "__main__":

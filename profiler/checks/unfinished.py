@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from profiler.models.loading import Pair
 from profiler.recording.checkpoint import Checkpoint
 from profiler.recording.folder import digest_of
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
 from traces.store.identity import identity
+
+if TYPE_CHECKING:
+    from profiler.models.loading import Pair
 
 PLACE, DONE = ".validate", ".validated"
 """What names of folders begin with that keep a check's runs: of an unfinished one, and of one that

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from profiler.models.loading import Pair, load_pair
 from profiler.smollm2 import places
 from traces.errors import DraftsimError
 from traces.store.identity import RUN_ID, check_folder
 from traces.store.parquet import write_atomically
+
+if TYPE_CHECKING:
+    from profiler.models.loading import Pair
 
 BUNDLED = Path(__file__).parents[1] / "bundled"
 NAME = "run.json"
@@ -33,6 +36,9 @@ class RunInfo:
 
     def load(self) -> Pair:
         """The pair, as the run had it; DraftsimError if it cannot be loaded."""
+        # Only now: what a run says of itself is also read where no model is to be loaded.
+        from profiler.models.loading import load_pair
+
         if self.threads is not None:
             import torch
 

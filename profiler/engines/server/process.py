@@ -155,8 +155,6 @@ class Server:
     def _environment(self) -> dict[str, str]:
         return {
             "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1",
-            # The engine begins with what the server has imported; with CUDA, vLLM spawns it.
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # Else the process that runs the model takes as many threads as there are processors.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ,
             "OMP_NUM_THREADS": str(self.options.threads), setup.VARIABLE: str(self._setup),
