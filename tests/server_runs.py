@@ -23,6 +23,8 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
 POLICIES = ("fixed:gamma=3", "gammatune")
+ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs the model in the engine's process, as on one GPU; on CPUs vLLM starts another for it."""
 
 
 def with_words(folder: Path) -> Path:
@@ -55,7 +57,9 @@ def made_up(folder: Path) -> LatencyTable:
 
 def main(folder: Path) -> list[dict[str, Any]]:
     model = with_words(miniature(folder / "miniature"))
-    options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **MODEL)
+    more = {**MODEL["more"], "distributed_executor_backend": ALONE}
+    settings = {**MODEL, "more": more}
+    options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **settings)
     chosen = arms(POLICIES, TRACE, LONGEST)
     loads = named_loads("closed:1,3", "20")
     return compare_served(
