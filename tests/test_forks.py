@@ -17,6 +17,8 @@ from simulator import forks
 from simulator.forks import results_of
 from tests.conftest import ROOT, Run
 from traces.errors import DraftsimError
+from traces.store.files import write_trace
+from traces.store.recordings import BUNDLED, find_trace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks nowhere else")
 
@@ -136,12 +138,25 @@ ANSWERS = {
 """Commands, with which an answer is not long in coming."""
 
 
+@pytest.fixture
+def few_prompts(tmp_path: Path) -> Path:
+    """A run folder with some of the bundled recording's prompts, two a category."""
+    trace, folder = find_trace("bundled"), tmp_path / "few"
+    folder.mkdir()
+    some = [i for i, r in enumerate(trace.requests) if r.id.endswith(("00", "01"))]
+    write_trace(trace.select(some), folder / "trace.parquet")
+    shutil.copy(BUNDLED / "bundled" / "latency.parquet", folder)
+    return folder
+
+
 @pytest.mark.parametrize("args", ANSWERS.values(), ids=ANSWERS)
 @pytest.mark.invariant(6)
 @pytest.mark.usefixtures("two_cores")
 def test_two_cores_give_the_same_answer(
-    args: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+    args: tuple[str, ...], few_prompts: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "papers" not in args:  # whose systems need the recordings of all prompts
+        args = (*args, "--trace", str(few_prompts))
     monkeypatch.setattr(forks, "FEWEST_TOKENS", 0)
     both = run(*args, "--json", "-")
     monkeypatch.setattr(forks, "cores", lambda: 1)
