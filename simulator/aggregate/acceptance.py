@@ -110,10 +110,14 @@ def iid_mean(gamma: int, emitted: float) -> float:
 
     Raises DraftsimError where no acceptance does.
     """
-    found = _means(gamma, emitted, [TwoState(0.5)])
-    if not found:
+    if not 1 <= emitted <= gamma + 1 or gamma < 1:
         raise DraftsimError(f"no acceptance gives {emitted:g} tokens a round of {gamma}")
-    return found[0].mean
+    low, high = 0.0, 1.0
+    while high - low > 1e-15:
+        mean = (low + high) / 2
+        under = sum(mean**k for k in range(gamma + 1)) < emitted
+        low, high = (mean, high) if under else (low, mean)
+    return high
 
 
 def members(totals: Mapping[int, float], later: Sequence[float] = LATER) -> list[TwoState]:
@@ -264,26 +268,33 @@ def _nearest(
     fixed = _columns(shapes)
 
     def misses(x: Floats) -> Floats:
-        made = (x[:, 0], fixed[1], fixed[2], fixed[3], x[:, 1])
+        uneven, share, memory = (np.tile(column, len(x) // len(shapes)) for column in fixed[1:4])
+        made = (x[:, 0], uneven, share, memory, x[:, 1])
         tokens = 1.0 + np.cumsum(_survival(gammas[-1], *made), axis=1)
         chances = _chances(*made)
         outside = 10 * np.clip(np.abs(chances - 0.5) - 0.5, 0, None)
         return np.concatenate([tokens[:, [g - 1 for g in gammas]] / wanted - 1, outside], axis=1)
 
+    def with_slopes(x: Floats) -> tuple[Floats, Floats]:
+        # At once: calls are what takes the time.
+        moved = np.concatenate([x, *(x + h for h in 1e-5 * np.eye(2))])
+        here, *beside = misses(moved).reshape(3, len(x), -1)
+        return here, np.stack([(there - here) / 1e-5 for there in beside], axis=2)
+
     start = TwoState(min(0.95, max(0.05, iid_mean(gammas[0], wanted[0]))))
     x = np.tile([start.mean, 0.95], (len(shapes), 1))
-    damp, gaps = np.full(len(shapes), 1e-3), misses(x)
+    damp, (gaps, slopes) = np.full(len(shapes), 1e-3), with_slopes(x)
     for _ in range(30):
-        slopes = np.stack([(misses(x + h) - gaps) / 1e-5 for h in 1e-5 * np.eye(2)], axis=2)
         normal = slopes.transpose(0, 2, 1) @ slopes + damp[:, None, None] * np.eye(2)
         move = np.linalg.solve(normal, -(slopes.transpose(0, 2, 1) @ gaps[..., None]))[..., 0]
         tried = np.clip(x + move, [0.001, 0.3], [0.999, 1.3])
-        after = misses(tried)
+        if np.abs(tried - x).max() < 1e-12:  # which changes nothing
+            break
+        after, steeper = with_slopes(tried)
         better = np.square(after).sum(1) < np.square(gaps).sum(1)
         x, gaps = np.where(better[:, None], tried, x), np.where(better[:, None], after, gaps)
+        slopes = np.where(better[:, None, None], steeper, slopes)
         damp = np.clip(np.where(better, damp / 5, damp * 10), 1e-12, 1e6)
-    found = [
-        replace(shape, mean=float(m), later=float(f))
-        for shape, (m, f) in zip(shapes, x, strict=True)
-    ]
+    pairs = zip(shapes, x.tolist(), strict=True)
+    found = [replace(shape, mean=mean, later=later) for shape, (mean, later) in pairs]
     return found, np.sqrt(np.square(gaps[:, : len(gammas)]).mean(axis=1)).tolist()
