@@ -32,7 +32,7 @@ from profiler.recording.trace import Recorder
 from profiler.sources.latency import SourceLatency
 from profiler.sources.modules import load_modules, record_sources
 from profiler.sources.run import SourceRunner
-from tests import seq2seq
+from tests import bundled, seq2seq
 from tests.conftest import Run
 from tests.few_cells import untimed_none
 from tests.pretend_gpu import CUDA, PretendedGPU, pretended
@@ -54,12 +54,12 @@ SOURCES: list[tuple[Source, int]] = [
 
 
 class Case:
-    """The bundled pair as a GPU would have it, and traces of it."""
+    """A pair as a GPU would have it, and traces of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, models: Path, folder: Path) -> None:
         torch.set_num_threads(1)
         self.folder = folder
-        self.pair: Pair = load_pair(BUNDLED / "target", BUNDLED / "draft", device="cuda")
+        self.pair: Pair = load_pair(models / "target", models / "draft", device="cuda")
         self.greedy = self.trace(Settings(6, 4))
         self.sampled = self.trace(Settings(6, 4, Sampling(1.0, 0.9)))
 
@@ -71,13 +71,20 @@ class Case:
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[PretendedGPU]:
+    bundled.folder()  # made before there is another device
     with pretended() as device:
         yield device
 
 
 @pytest.fixture(scope="module")
 def case(gpu: PretendedGPU, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(tmp_path_factory.mktemp("traces"))
+    return Case(bundled.folder(), tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture(scope="module")
+def whole(gpu: PretendedGPU, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Of the bundled pair, which the bundled heads were trained for."""
+    return Case(BUNDLED, tmp_path_factory.mktemp("whole"))
 
 
 def test_a_pair_is_loaded_in_bfloat16_and_recorded(case: Case) -> None:
@@ -126,16 +133,16 @@ def test_real_and_forced_runs_of_single_streams_and_batches(case: Case) -> None:
 
 
 def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
-    gpu: PretendedGPU, case: Case, monkeypatch: pytest.MonkeyPatch
+    gpu: PretendedGPU, whole: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundled heads, whose file names a digest of the weights before they were rounded."""
-    modules = load_modules(BUNDLED / "exit_heads", case.pair.target)
+    modules = load_modules(BUNDLED / "exit_heads", whole.pair.target)
     assert modules.exits is not None
-    recordings = record_sources(case.pair.target, case.greedy, modules, [EarlyExit().setting(4)])
+    recordings = record_sources(whole.pair.target, whole.greedy, modules, [EarlyExit().setting(4)])
     assert recordings.exits is not None
     assert set(recordings.starts) >= {"blockwise", "medusa", "specdec", "space", "layer-skip"}
-    record_sources(case.pair.target, case.sampled, modules, [EarlyExit().setting(4)])
-    runner = SourceRunner(case.pair.target, case.greedy, modules)
+    record_sources(whole.pair.target, whole.sampled, modules, [EarlyExit().setting(4)])
+    runner = SourceRunner(whole.pair.target, whole.greedy, modules)
     # Lookups work on the host, and early exits ask at every exit whether to stop.
     for source, most in SOURCES:
         decoder = runner.decoder(source, 0)
@@ -149,10 +156,10 @@ def test_heads_trained_in_float32_serve_the_target_in_bfloat16(
         assert len(asked) <= exits
         others = len(waits) - len(token) - len(asked)
         assert others <= most * len(rounds) + (source.name == "pld") * len(rounds), Counter(waits)
-    SourceRunner(case.pair.target, case.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
-    layered = LayerRunner(case.pair.target, 80)
+    SourceRunner(whole.pair.target, whole.sampled, modules).run(EarlyExit(tau=0.3), Fixed(3))
+    layered = LayerRunner(whole.pair.target, 80)
     untimed_none(monkeypatch)
-    latency = SourceLatency(layered, modules, case.greedy, widths=(1, 2), contexts=(16,))
+    latency = SourceLatency(layered, modules, whole.greedy, widths=(1, 2), contexts=(16,))
     latency.sweep()
     assert {"layer", "head", "forward"} <= set(latency.cells()["phase"])
     # Of a width that is not the target's they are refused whatever the precision.
