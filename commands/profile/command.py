@@ -215,6 +215,11 @@ def profile(
             "--source (but eagle and eagle2:model=DIR) and --heads-text belong to --exit-layers: "
             "add it"
         )
+    if others:
+        from commands.profile.source_runs import settable
+
+        for text in others:  # refused now, and not after minutes of recording
+            settable(text)
     for only, name in ((latency_only, "--latency-only"), (signals_only, "--signals-only")):
         if only and (again or exit_layers or drafters or force):
             raise DraftsimError(f"{name} records nothing: drop what asks for recordings")

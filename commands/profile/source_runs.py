@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.sources.base import Recordings, Source
+    from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.exits.recording import ExitSetting
+    from traces.sources.starts.sources import LayerSkip
 
 SKIP_OFFSETS = 8
 """Longest draft recorded of layer skip."""
@@ -37,6 +39,20 @@ def check_layers(pair: Pair) -> None:
     from profiler.models.stack import LayerRunner
 
     LayerRunner(pair.target, 8)
+
+
+def settable(text: str) -> EarlyExit | LayerSkip:
+    """The source that `text` names; DraftsimError if a recording does not hang on its parameters."""
+    from traces.sources.exits.early_exit import EarlyExit
+    from traces.sources.starts.sources import LayerSkip
+
+    source = load_source(text)
+    if isinstance(source, LayerSkip) or type(source) is EarlyExit:
+        return source
+    raise DraftsimError(
+        f"--source {text} has nothing to set in a recording: name early-exit or layer-skip with "
+        "its parameters"
+    )
 
 
 def has_sources(folder: Path) -> bool:
@@ -151,14 +167,9 @@ def wanted(
         follow(parse_source(system.source), int(getattr(policy, "gamma", most)))
     skip = None
     for text in sources:
-        source = load_source(text)
+        source = settable(text)
         if isinstance(source, LayerSkip):
             skip = None if source.skip is None else list(source.skip)
-        elif type(source) is not EarlyExit:
-            raise DraftsimError(
-                f"--source {text} has nothing to set in a recording: name early-exit or "
-                "layer-skip with its parameters"
-            )
         follow(source, most)
     for text in FOLLOWED_SOURCES if sweeps else ():
         follow(parse_source(text), int(START.width))
