@@ -42,7 +42,7 @@ def check_layers(pair: Pair) -> None:
 
 
 def settable(text: str) -> EarlyExit | LayerSkip:
-    """The source that `text` names; DraftsimError if a recording does not hang on its parameters."""
+    """The source that `text` names; DraftsimError if no recording hangs on its parameters."""
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.starts.sources import LayerSkip
 
