@@ -2,7 +2,8 @@
 
 .venv-vllm/bin/python -m tests.server_runs FOLDER
 
-Writes what came of it as JSON: rows of `draftsim validate --engine vllm --http`.
+FOLDER holds the model (`with_words`).  Writes what came of it as JSON: rows of
+`draftsim validate --engine vllm --http`.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's process, as on one GPU; on CPUs vLLM starts another for it."""
 
 
-def with_words(folder: Path) -> Path:
-    """The miniature with a tokenizer, without which no server starts."""
+def with_words(folder: Path) -> None:
+    """Save the miniature with a tokenizer, without which no server starts.
+
+    By who holds transformers already: the server's client does without.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(512)}, unk_token="w0 "))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0 ").save_pretrained(folder)
-    return folder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0 ")
+    tokenizer.save_pretrained(miniature(folder))
 
 
 def made_up(folder: Path) -> LatencyTable:
@@ -56,7 +60,7 @@ def made_up(folder: Path) -> LatencyTable:
 
 
 def main(folder: Path) -> list[dict[str, Any]]:
-    model = with_words(miniature(folder / "miniature"))
+    model = folder / "miniature"
     more = {**MODEL["more"], "distributed_executor_backend": ALONE}
     settings = {**MODEL, "more": more}
     options = EngineOptions(str(model), longest=LONGEST, max_batch=BATCH, **settings)

@@ -17,7 +17,7 @@ from profiler.suite.latency import stage as latency_stage
 from profiler.suite.latency.grids import Grids
 from profiler.suite.latency.passes import MODES
 from profiler.suite.runs import forced_stage, kept_pair, recording
-from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS
+from profiler.suite.runs.arms import ARMS, COLUMNS, MORE_ARMS, REPEATS
 from tests.suite_results import check_files
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -44,7 +44,7 @@ def test_files_of_full_size_are_small_enough(tmp_path: Path) -> None:
     trace = forced_stage.forced_trace(False)
     write_trace(trace, tmp_path / "forced-trace.parquet")
     policies = len(ARMS) + len(MORE_ARMS)
-    runs = len(PAIRS) * len(MODES) * 3 * forced_stage.REPEATS * policies * len(trace.requests)
+    runs = len(PAIRS) * len(MODES) * 3 * REPEATS * policies * len(trace.requests)
     measured = [["llama-3.1-8b+1b", "eager", ARMS[5], "exact", 1, True, 0, f"r{i}", i * 1e-7, i]
                 for i in range(runs)]  # fmt: skip
     write_measured(

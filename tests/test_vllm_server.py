@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.server_runs import POLICIES
+from tests.server_runs import POLICIES, with_words
 from tests.test_vllm import PYTHON
 from traces import read_latency
 
@@ -23,6 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not PYTHON.is_file():
         pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
     folder = tmp_path_factory.mktemp("server")
+    with_words(folder / "miniature")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [str(PYTHON), "-m", "tests.server_runs", str(folder)]
     done = subprocess.run(

@@ -35,6 +35,8 @@ MORE_QUICK_ARMS = ("ucb",)
 LEAST_REPEATS = 2
 """From one repeat alone nobody can tell a difference from chance."""
 
+REPEATS = 3
+
 COLUMNS = ("pair", "mode", *MEASURED_COLUMNS)
 """Columns of the suite's measured runs."""
 
@@ -47,6 +49,11 @@ def arms_of(trace: Trace, quick: bool) -> list[Arm]:
 def more_arms_of(trace: Trace, quick: bool) -> list[Arm]:
     """The arms that come after those of `arms_of`."""
     return _arms(MORE_QUICK_ARMS if quick else MORE_ARMS, trace)
+
+
+def repeats_of(quick: bool) -> int:
+    """How often an arm runs: once in miniatures, whose times nobody asks."""
+    return 1 if quick else REPEATS
 
 
 def _arms(names: Sequence[str], trace: Trace) -> list[Arm]:

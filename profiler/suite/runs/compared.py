@@ -10,7 +10,7 @@ from policies.core import DraftPolicy, Round, speculate
 from profiler.checks.spot_check import Arm, rounds_differ
 from profiler.machine.stopwatch import timed
 from profiler.suite.environment import Workplace
-from profiler.suite.runs.arms import sweeps
+from profiler.suite.runs.arms import repeats_of, sweeps
 from profiler.suite.runs.differences import explain
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
@@ -53,7 +53,8 @@ def compared_runs(
         return spent(), len(log)
 
     rows = sweeps(
-        arms, range(len(recorded.requests)), one, repeats=2 if place.quick else 3, warm=1,
+        arms, range(len(recorded.requests)), one,
+        repeats=repeats_of(place.quick), warm=0 if place.quick else 1,
         left=lambda: begin + seconds - time.monotonic(), check_time=place.check_time,
     )  # fmt: skip
     # As many requests as the time held.

@@ -150,7 +150,7 @@ class DrafterPair:
         """The target's cells with the drafter's in the place of the draft model's."""
         place = self.place
         widths, contexts = ((1, 2), (16, 48)) if place.quick else ((1, 2, 3, 5, 9), (64, 384))
-        repeats = 2 if place.quick else 5
+        repeats = 1 if place.quick else 5
         limit = int(self.pair.target.config.get_text_config().max_position_embeddings)
         target = LayerRunner(self.pair.target, min(limit, max(contexts) + max(widths)))
         place.check_time()

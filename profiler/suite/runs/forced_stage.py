@@ -38,14 +38,13 @@ from profiler.suite.latency.passes import (
 from profiler.suite.latency.rounds import run_group, run_single
 from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here, unfinished
 from profiler.suite.ledger import Ledger, earlier_units
-from profiler.suite.runs.arms import COLUMNS, LEAST_REPEATS, arms_of, more_arms_of, sweeps
+from profiler.suite.runs.arms import COLUMNS, LEAST_REPEATS, arms_of, more_arms_of, repeats_of, sweeps
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.store.files import write_trace
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
 
-REPEATS = 3
 ORDER = (GRAPH, EAGER, COMPILED)
 """In which modes run."""
 
@@ -209,10 +208,10 @@ def _unit(
             captured, result = now, once(arm, group)
         return result
 
-    arms = arms_of(trace, place.quick)
+    arms, asked = arms_of(trace, place.quick), repeats_of(place.quick)
     rows = sweeps(
         [*arms, *more_arms_of(trace, place.quick)], groups, run,
-        repeats=LEAST_REPEATS if place.quick else REPEATS, needed=len(arms),
+        repeats=asked, needed=len(arms),
         left=lambda: begin + share - time.monotonic(), check_time=place.check_time,
     )  # fmt: skip
     repeats = len({repeat for _, repeat, *_ in rows})
@@ -224,7 +223,7 @@ def _unit(
         ],
         "repeats": repeats,
         "groups": len({group for _, _, group, *_ in rows}),
-        "unfinished": repeats < LEAST_REPEATS,
+        "unfinished": repeats < min(asked, LEAST_REPEATS),
         "anchors": anchors,
         "clocks": [state, clocks(place.device)],
     }  # fmt: skip
