@@ -38,7 +38,14 @@ from profiler.suite.latency.passes import (
 from profiler.suite.latency.rounds import run_group, run_single
 from profiler.suite.latency.stage import build_or_none, chosen_pairs, modes_here, unfinished
 from profiler.suite.ledger import Ledger, earlier_units
-from profiler.suite.runs.arms import COLUMNS, LEAST_REPEATS, arms_of, more_arms_of, repeats_of, sweeps
+from profiler.suite.runs.arms import (
+    COLUMNS,
+    LEAST_REPEATS,
+    arms_of,
+    more_arms_of,
+    repeats_of,
+    sweeps,
+)
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
