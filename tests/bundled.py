@@ -23,7 +23,7 @@ from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Request, Trace
 from traces.store.files import read_trace, write_trace
 
-MAX_NEW = 40
+MAX_NEW = 24
 MAX_GAMMA = 24
 SLOTS = 1500
 LAYERS = 2

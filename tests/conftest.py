@@ -35,7 +35,7 @@ os.environ["DRAFTSIM_TRACE"] = "bundled"
 
 SMALL_PROFILE = (
     "profile", "--target", "bundled", "--draft", "bundled", "--prompts",
-    str(ROOT / "profiler" / "bundled" / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "16",
+    str(ROOT / "profiler" / "bundled" / "prompts.jsonl"), "--limit", "2", "--max-new-tokens", "10",
     "--max-gamma", "4", "--repeats", "3",
 )  # fmt: skip
 """The command that profiles the bundled pair on a few prompts."""

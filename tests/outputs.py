@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
     from profiler.models.stack import LayerRunner
 
-LIMIT = 40
+LIMIT = 24
 """Tokens of an output of the bundled target."""
 
 

@@ -35,7 +35,7 @@ from tests.test_capacity import planned
 from tests.test_serving_parts import POLICIES, fleet, timeless
 from traces.errors import DraftsimError
 
-WAIT = "5s"
+WAIT = "2s"
 """How long a killed worker is asked for the results that it had; usually half a minute."""
 
 

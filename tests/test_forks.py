@@ -131,7 +131,7 @@ def test_the_parts_of_a_killed_process_are_done_again() -> None:
 
 ANSWERS = {
     "simulate": ("simulate", "--by-category"),
-    "papers": ("papers", "--table", "SpecBound"),
+    "papers": ("papers", "--table", "CSD"),
     "tune": ("tune", "--engine", "vllm", "--batch", "1,4"),
     "sglang": ("tune", "--engine", "sglang", "--batch", "1,4", "--resamples", "4"),
 }

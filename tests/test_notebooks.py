@@ -28,7 +28,7 @@ warnings.filters[:] = builtins.kept_filters
 %reset -f
 """
 """A new kernel would import the same libraries again: of what ran before it keeps nothing else."""
-FEWER = """
+MEASURED = """
 from profiler.checks import spot_check
 from tests.few_cells import few_cells, given
 fewer = few_cells()
@@ -36,6 +36,14 @@ fewer.__enter__()
 spot_check.run_arms = given(spot_check.run_arms, repeats=1)
 """
 """Notebooks 1 and 5 measure: what they show does not depend on how often."""
+SIMULATED = """
+import simulator, simulator.serving
+from tests.few_cells import given
+simulator.run_checks = given(simulator.run_checks, tokens=500)
+simulator.serving.Scenario = given(simulator.serving.Scenario, requests=20)
+"""
+"""Nor what notebooks 3 and 4 draw on how many requests and tokens that is of."""
+FEWER = {"1": MEASURED, "3": SIMULATED, "4": SIMULATED, "5": MEASURED}
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 
 
@@ -78,7 +86,7 @@ def test_it_runs_from_a_clean_kernel(path: Path, kernel: KernelManager) -> None:
     if not any(r.name == "bundled" for r in recordings()):
         pytest.skip("needs the bundled recording in traces/recorded/bundled")
     pytest.importorskip("torch", reason="notebooks 1 and 5 run real models")
-    fewer = FEWER if path.stem[0] in "15" else ""
+    fewer = FEWER.get(path.stem[0], "")
     complete(executed(path, CLEAN + fewer, kernel), path)
 
 

@@ -20,6 +20,9 @@ from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
 from traces.store.files import read_trace, write_trace
 
+LONG = 40
+"""Tokens of an output in which some tail is as long as tails become."""
+
 
 @pytest.mark.invariant(8)
 def test_recorded_output_is_what_transformers_generates() -> None:
@@ -36,7 +39,7 @@ def test_recorded_output_is_what_transformers_generates() -> None:
 
 def test_tree_masked_tails_equal_sequential_drafting() -> None:
     """Each tail again, alone: token by token on a fresh cache, both models."""
-    trace = bundled.greedy_trace()
+    trace = bundled.record(6, max_new=LONG)
     target, draft = bundled.runners()
     c = trace.columns
     compared = 0
@@ -94,7 +97,7 @@ def test_signals_added_afterwards_are_those_recorded(sampling: Sampling) -> None
 
 
 def test_tails_stop_at_the_limit_at_max_gamma_and_at_a_drafted_eos() -> None:
-    trace = bundled.greedy_trace()
+    trace = bundled.record(6, max_new=LONG)
     c = trace.columns
     offset, position = c["offset"], c["position"]
     tails = offset > 0

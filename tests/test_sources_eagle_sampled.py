@@ -64,7 +64,7 @@ def record(trace: Trace, seed: int, only: tuple[str, ...] = KINDS) -> Recordings
 
 @cache
 def case(sampling: Sampling) -> tuple[Trace, Recordings]:
-    trace = sampled_trace(12, 0, sampling)
+    trace = sampled_trace(8, 0, sampling)
     return trace, record(trace, 1)
 
 
@@ -159,7 +159,7 @@ def test_drafts_follow_the_drafter_and_match_as_often_as_rejection_sampling() ->
 
 @SAMPLINGS
 def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
-    count, source, policy = 60, Eagle("eagle3"), Fixed(3)
+    count, source, policy = 40, Eagle("eagle3"), Fixed(3)
     trace = sampled_trace(count, 21, sampling)
     log = replay_source(trace, source, policy, recordings=record(trace, 22, ("eagle3",)))
     torch.manual_seed(23)

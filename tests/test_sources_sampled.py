@@ -167,7 +167,7 @@ def test_coupled_draws_follow_the_head_and_match_as_often_as_rejection_sampling(
     ("bonus", "sampling"), [(False, Sampling(1.3, 0.7)), (True, Sampling(1.3))]
 )
 def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampling) -> None:
-    trials, head = 3_000, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
+    trials, head = 1_500, torch.tensor([[1.0, 0.2, -0.5], [0.0, 0.8, 0.1]])
     target = torch.tensor([[0.1, 0.9, 0.0], [0.7, -0.3, 0.2], [0.0, 1.0, 0.4]])
     torch.set_num_threads(1)
     draws = RandomDraws(sampling, torch.Generator().manual_seed(8))
@@ -194,7 +194,7 @@ def test_random_draws_emit_the_targets_distribution(bonus: bool, sampling: Sampl
 @SAMPLINGS
 def test_real_and_replayed_rounds_have_one_distribution(sampling: Sampling) -> None:
     source, policy, _ = ARMS["specbound"]
-    count = 80
+    count = 50
     trace = sampled_trace(count, 21, sampling)
     replayed = replay_source(trace, source, policy, recordings=record(trace, 22, ["specbound"]))
     torch.manual_seed(23)

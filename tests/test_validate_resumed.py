@@ -75,7 +75,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @cache
 def whole(sampling: Sampling) -> tuple[Trace, Measured]:
     """Requests, and what comes of decoding them in one go."""
-    trace = bundled.record(REQUESTS, sampling, max_new=16)
+    trace = bundled.record(REQUESTS, sampling, max_new=12)
     return trace, decoded(trace, None)
 
 
