@@ -137,6 +137,7 @@ def validate(
     if run is None:
         raise DraftsimError("name a run folder with --run, or a recording with --recorded")
     from profiler.recording.folder import only_writer
+    from profiler.recording.run import read_run
 
     if engine is not None:
         from commands.engine.check import SHOWN, engine_check
@@ -167,8 +168,11 @@ def validate(
         raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
     if remeasure and (batch or verify):
         raise DraftsimError("--remeasure is for lossless runs, one at a time")
-    # Refused now where it may only be read, and not after minutes of decoding.
-    with only_writer(run, COPY) if run.is_dir() else nullcontext():
+    _check_kind(policy, source, verify, memory, batch, sampled, forced)
+    # Refused now where it is no run or may only be read, and not once torch is loaded or after
+    # minutes of decoding.
+    read_run(run, trust_remote_code)
+    with only_writer(run, COPY):
         rows = _decoded(
             run, policy, source, verify, memory, batch, sampled, forced, repeats, limit, assisted,
             remeasure, trust_remote_code,
@@ -176,6 +180,27 @@ def validate(
     emit("validate", rows, json, show=columns_shown(rows), out=out)
     if json is None:
         say_verdict(rows)
+
+
+def _check_kind(
+    policy: list[str] | None, source: str | None, verify: str | None, memory: Path | None,
+    batch: str | None, sampled: bool, forced: bool,
+) -> None:  # fmt: skip
+    """DraftsimError if the options ask for real runs of several kinds at once."""
+    if source is not None or split_systems(policy)[1]:
+        if batch is not None or verify is not None or memory is not None or sampled or forced:
+            raise DraftsimError(
+                "other draft sources are run greedily, one request at a time: drop --batch, "
+                "--verify, --memory, --sampled and --forced"
+            )
+    elif batch is not None:
+        if verify is not None or memory is not None or sampled:
+            raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
+    elif verify is not None:
+        if forced:
+            raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
+    elif memory is not None:
+        raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
 
 
 def _decoded(
@@ -187,29 +212,18 @@ def _decoded(
     if source is not None or split_systems(policy)[1]:
         from commands.validate.sources import source_check
 
-        if batch is not None or verify is not None or memory is not None or sampled or forced:
-            raise DraftsimError(
-                "other draft sources are run greedily, one request at a time: drop --batch, "
-                "--verify, --memory, --sampled and --forced"
-            )
         return source_check(run, policy, source, repeats, limit, remeasure, trust_remote_code)
     if batch is not None:
         from commands.validate.batched import batch_check
 
-        if verify is not None or memory is not None or sampled:
-            raise DraftsimError("--batch runs greedily: drop --verify, --memory and --sampled")
         return batch_check(run, policy, batch, forced, repeats, limit, trust_remote_code)
     if verify is not None:
         from commands.validate.lossy import lossy_check
         from traces.store.files import read_latency
 
-        if forced:
-            raise DraftsimError("a forced run takes its verdicts from the trace: drop --verify")
         rows = lossy_check(run, policy, verify, memory, sampled, repeats, limit, trust_remote_code)
         say_unjudged(read_latency(run / "latency.parquet"))
         return rows
-    if memory is not None:
-        raise DraftsimError("--memory belongs to a rule that has one: add --verify csd")
     return spot_check(
         run, policy, forced, sampled, repeats, limit, assisted, remeasure, trust_remote_code
     )
