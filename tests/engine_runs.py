@@ -3,7 +3,7 @@
 .venv-vllm/bin/python -m tests.engine_runs FOLDER
 
 Once with drafts of ours (FOLDER/ours), and once with vLLM drafting by itself, with the first of the
-model's layers (FOLDER/own).
+model's layers (FOLDER/own); and what its lookups draft without any model (FOLDER/lookups).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from profiler.engines.setup import Setup, policy_from
 from profiler.engines.start import EngineOptions
 from profiler.engines.texts import own_texts, prompts_of
 from simulator.tune import tune_vllm
+from tests.engine_lookups import looked_up
 from tests.lane_traces import random_trace
 from tests.own_policy import Told
 from traces import synthetic_trace, write_latency
@@ -189,6 +190,10 @@ def own(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def lookups(folder: Path) -> dict[str, Any]:
+    return looked_up()
+
+
 def run(made: Callable[[Path], dict[str, Any]], folder: Path) -> None:
     folder.mkdir()
     running.TURN_S = TURN_S
@@ -203,7 +208,7 @@ if __name__ == "__main__":
     from vllm.v1.worker import cpu_worker  # noqa: F401
 
     gc.freeze()  # an engine collects again and again while it starts
-    for name, made in (("ours", main), ("own", own)):
+    for name, made in (("ours", main), ("own", own), ("lookups", lookups)):
         fork = multiprocessing.get_context("fork").Process(
             target=run, args=(made, Path(sys.argv[1]) / name)
         )

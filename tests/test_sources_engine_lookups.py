@@ -1,42 +1,22 @@
-"""N-grams and suffix decoding: against the engines' own code, and against plain searches."""
+"""N-grams and suffix decoding as engines have them, against plain searches.
+
+`tests/test_vllm.py` holds them against the engines' own code.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from policies.lengths.basic import Fixed
+from tests.engine_lookups import NGRAMS, random_texts
 from tests.outputs import decoded, trace_of
 from traces.sources import NGram, NGramSimple, Suffix, parse_source, replay_source
 from traces.sources.lookups.ngram import NGramLookup, NGramSimpleLookup
 from traces.sources.lookups.sources import Served, served_before
 from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
-
-
-def _missing(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:
-        return True
-
-
-needs_vllm = pytest.mark.skipif(
-    _missing("vllm.v1.spec_decode.ngram_proposer"),
-    reason="vLLM is not installed here: run with the engine's own environment (make vllm)",
-)
-needs_arctic = pytest.mark.skipif(
-    _missing("arctic_inference.suffix_decoding"),
-    reason="arctic-inference is not installed: pip install arctic-inference",
-)
-
-
-def _texts(seed: int, count: int, most: int, tokens: int) -> Iterator[list[int]]:
-    random = np.random.default_rng(seed)
-    for _ in range(count):
-        yield random.integers(tokens, size=random.integers(1, most)).tolist()
 
 
 def _searched(ids: list[int], k: int, min_n: int, max_n: int) -> list[int]:
@@ -48,13 +28,10 @@ def _searched(ids: list[int], k: int, min_n: int, max_n: int) -> list[int]:
     return []
 
 
-SETTINGS = [(5, 5, 5), (3, 1, 4), (4, 2, 3), (1, 1, 1), (8, 2, 6)]
-
-
-@pytest.mark.parametrize(("k", "min_n", "max_n"), SETTINGS)
+@pytest.mark.parametrize(("k", "min_n", "max_n"), NGRAMS)
 def test_ngrams_are_those_a_search_finds(k: int, min_n: int, max_n: int) -> None:
     found = 0
-    for ids in _texts(1, 300, 60, 3):
+    for ids in random_texts(1, 300, 60, 3):
         lookup = NGramLookup(k, min_n, max_n)
         half = len(ids) // 2
         lookup.extend(ids[:half])
@@ -79,7 +56,7 @@ def _copied(ids: list[int], size_n: int, size_m: int) -> list[int]:
 @pytest.mark.parametrize(("size_n", "size_m"), [(3, 8), (1, 1), (2, 5), (4, 4), (12, 48)])
 def test_simple_ngrams_are_those_a_search_finds(size_n: int, size_m: int) -> None:
     found = 0
-    for ids in _texts(5, 400, 120, 2):
+    for ids in random_texts(5, 400, 120, 2):
         lookup, steps = NGramSimpleLookup(size_n, size_m), np.random.default_rng(len(ids))
         at = 0
         while at < len(ids):
@@ -90,20 +67,6 @@ def test_simple_ngrams_are_those_a_search_finds(size_n: int, size_m: int) -> Non
             assert mine == _copied(ids[:at], size_n, size_m)
             found += bool(mine)
     assert found >= (10 if size_n == 12 else 300)
-
-
-@needs_vllm
-@pytest.mark.parametrize(("k", "min_n", "max_n"), SETTINGS)
-def test_ngrams_are_vllms(k: int, min_n: int, max_n: int) -> None:
-    from vllm.v1.spec_decode import ngram_proposer
-
-    theirs = ngram_proposer._find_longest_matched_ngram_and_propose_tokens
-    for seed, tokens in ((2, 2), (3, 5), (4, 30)):
-        for ids in _texts(seed, 300, 80, tokens):
-            lookup = NGramLookup(k, min_n, max_n)
-            lookup.extend(ids)
-            want = theirs(np.array(ids, np.int32), min_n, max_n, 10_000, k).tolist()
-            assert [p.token_id for p in lookup.propose()] == want
 
 
 class Plain:
@@ -160,12 +123,12 @@ def test_suffix_drafts_are_those_a_dictionary_gives() -> None:
     # One token over and over: no string is followed that would be longer than the tree is deep.
     for seed, tokens in ((5, 3), (6, 8), (7, 1)):
         own, all_, tree = Plain(8), Plain(8), SuffixTree(8)
-        for served in _texts(seed, 4, 40, tokens):
+        for served in random_texts(seed, 4, 40, tokens):
             tree.begin()
             tree.extend(served)
             for i, token in enumerate(served):
                 all_.add(served[:i], token)
-        prompt, output = list(_texts(seed + 10, 2, 60, tokens))
+        prompt, output = list(random_texts(seed + 10, 2, 60, tokens))
         for i, token in enumerate(prompt):
             own.add(prompt[:i], token)
         lookup = SuffixLookup(tree, 6, 8, 1.5, 0.15)
@@ -182,36 +145,6 @@ def test_suffix_drafts_are_those_a_dictionary_gives() -> None:
             assert sum(p.prob or 0 for p in mine) == pytest.approx(want[1], abs=1e-5)
             drafted += len(mine)
     assert drafted > 40
-
-
-@needs_arctic
-@pytest.mark.parametrize(
-    ("depth", "factor", "least", "tokens"),
-    [(24, 1.0, 0.1, 6), (6, 2.0, 0.0, 3), (10, 1.5, 0.3, 12), (64, 0.5, 0.1, 2)],
-)
-def test_suffix_drafts_are_arctics(depth: int, factor: float, least: float, tokens: int) -> None:
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    cache, tree, drafted = SuffixDecodingCache(depth, 10_000), SuffixTree(depth), 0
-    texts = list(_texts(depth, 24, 120, tokens))
-    for number, (prompt, output) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
-        cache.start_request(number, prompt)
-        lookup = SuffixLookup(tree, depth, depth, factor, least)
-        lookup.extend(prompt)
-        for i, token in enumerate(output):
-            cache.add_active_response(number, [token])
-            lookup.extend([token])
-            context = [*prompt, *output[: i + 1]][-depth:]
-            theirs = cache.speculate(
-                number, context, max_spec_tokens=depth, max_spec_factor=factor,
-                min_token_prob=least,
-            )  # fmt: skip
-            mine = lookup.propose()
-            assert [p.token_id for p in mine] == list(theirs.token_ids)
-            assert [p.prob for p in mine] == list(theirs.probs)
-            drafted += len(mine)
-        cache.stop_request(number)
-    assert drafted > 100
 
 
 def test_nothing_is_proposed_behind_the_end() -> None:

@@ -14,10 +14,13 @@ import pytest
 from commands.engine.turns import SWEEPS
 from policies import parse_policy
 from tests.conftest import ROOT
+from tests.engine_lookups import NGRAMS, SUFFIXES, ngram_texts, suffix_texts
 from tests.engine_runs import BATCH, BY_BATCH, LONGEST, OWN, TRACE, names, policy
 from traces import Request, Trace, read_latency, replay
 from traces.replay.rounds import RoundLog
+from traces.sources.lookups.ngram import NGramLookup
 from traces.sources.lookups.sources import PLD
+from traces.sources.lookups.suffix import SuffixLookup, SuffixTree
 from traces.sources.replay import replay_source
 
 PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
@@ -45,6 +48,11 @@ def ran(runs: Path) -> Any:
 @pytest.fixture(scope="module")
 def own(runs: Path) -> Any:
     return {**json.loads((runs / "own" / "runs.json").read_text()), "folder": runs / "own"}
+
+
+@pytest.fixture(scope="module")
+def lookups(runs: Path) -> Any:
+    return json.loads((runs / "lookups" / "runs.json").read_text())
 
 
 def test_the_command_line_starts_in_the_engines_environment(ran: Any) -> None:
@@ -224,3 +232,31 @@ def test_a_table_measured_between_the_arms_predicts_in_the_place_of_the_first(ow
         assert row["profile_error"] != row["error"]
         assert row["throughput_predicted"] / row["throughput"] - 1 == pytest.approx(row["error"])
     assert not [key for row in own["by_start"] for key in row if key.startswith("profile_")]
+
+
+@pytest.mark.parametrize("number", range(len(NGRAMS)))
+def test_ngrams_are_vllms(lookups: Any, number: int) -> None:
+    mine = []
+    for ids in ngram_texts():
+        lookup = NGramLookup(*NGRAMS[number])
+        lookup.extend(ids)
+        mine.append([p.token_id for p in lookup.propose()])
+    assert mine == lookups["ngrams"][number]
+    assert sum(map(len, mine)) > 100
+
+
+@pytest.mark.parametrize("number", range(len(SUFFIXES)))
+def test_suffix_drafts_are_arctics(lookups: Any, number: int) -> None:
+    if lookups["suffixes"] is None:
+        pytest.skip("arctic-inference is not in .venv-vllm: see what `make vllm` said of it")
+    depth, factor, least, vocabulary = SUFFIXES[number]
+    tree, mine = SuffixTree(depth), []
+    for prompt, output in suffix_texts(depth, vocabulary):
+        lookup = SuffixLookup(tree, depth, depth, factor, least)
+        lookup.extend(prompt)
+        for token in output:
+            lookup.extend([token])
+            draft = lookup.propose()
+            mine.append([[p.token_id for p in draft], [p.prob for p in draft]])
+    assert mine == lookups["suffixes"][number]
+    assert sum(len(tokens) for tokens, _ in mine) > 100
