@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the costs as a latency table, for --latency."),
+        typer.Option(
+            metavar="FILE",
+            callback=placed,
+            help="Write the costs as a latency table, for --latency.",
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
 from commands.common.written import TABLES
 from traces.errors import DraftsimError
@@ -28,6 +28,7 @@ def import_file(
         Path | None,
         typer.Option(
             metavar="T",
+            callback=placed,
             help="Trace or latencies to write; of counts, which make no trace, FILE.json.",
         ),
     ] = None,

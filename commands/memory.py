@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
-from commands.common.output import note
+from commands.common.output import note, placed
 
 
 def calibrate_memory(
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Memory file to write (.npz).")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=placed, help="Memory file to write (.npz).")
+    ],
     trace: TraceOption = DEFAULT_TRACE,
     policy: Annotated[
         str, typer.Option(metavar="P", help="Length policy whose rejections are counted.")
@@ -24,7 +26,8 @@ def calibrate_memory(
         ),
     ] = 1.0,
     rest: Annotated[
-        Path | None, typer.Option(metavar="T", help="Write the other prompts' trace there.")
+        Path | None,
+        typer.Option(metavar="T", callback=placed, help="Write the other prompts' trace there."),
     ] = None,
     capacity: Annotated[
         int | None, typer.Option(min=1, help="Bound on the pairs kept; default none.")

@@ -22,7 +22,7 @@ from commands.common.inputs import (
     PolicyOption,
     load_trace,
 )
-from commands.common.output import note
+from commands.common.output import note, placed
 from commands.common.ranking import rank
 from commands.common.working import working
 
@@ -41,9 +41,9 @@ def report(
             help="Run folder of `draftsim profile`, or bundled recording.",
         ),
     ] = DEFAULT_TRACE,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=placed, help="The page to write.")
+    ] = Path("report.html"),
     latency: LatencyOption = None,
     policy: PolicyOption = None,
     always_draft: AlwaysOption = None,

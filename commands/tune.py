@@ -23,7 +23,7 @@ from commands.common.inputs import (
     TraceOption,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
@@ -85,7 +85,11 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what the engine reads; the rows are --json's."),
+        typer.Option(
+            metavar="FILE",
+            callback=placed,
+            help="Write what the engine reads; the rows are --json's.",
+        ),
     ] = None,
     check: Annotated[
         bool,

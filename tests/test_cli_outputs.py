@@ -16,6 +16,7 @@ from commands.common.output import OutOption
 from profiler.suite.__main__ import main
 from tests.conftest import ROOT, Run
 from tests.suite_results import MODES, cells, write_forced, write_latencies
+from traces.errors import FileError
 
 COMMANDS = {name: listed.function() for name, listed in app.COMMANDS.items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
@@ -23,6 +24,10 @@ MAKE_SOMETHING = {"demo", "import", "calibrate", "tune"}
 """Their --out names what they make, and rows are --json's."""
 OWN = {"serve", "sweep"}
 """Their --out also holds what an interrupted run goes on from."""
+WRITTEN = {"out", "json", "rest", "timeline", "markdown", "plots"}
+"""Options that name what a command writes at its end."""
+CLAIMED = {"profile", "demo"}
+"""Their --out is a run folder, which is claimed while it is written to."""
 DIFFER = {
     "sampled",  # a run's own outputs, or those of several runs
     "engine",  # one whose settings are written, or one that is run
@@ -50,6 +55,21 @@ def test_an_option_is_the_same_thing_in_every_command() -> None:
     for option in ("batch", "context", "verify"):
         assert kinds[option] == {"str"}
     assert kinds["prompts"] == {"Path"}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(c, o) for c in COMMANDS for o in sorted(WRITTEN & set(hints(c))) if (c, o) not in
+     {(claimed, "out") for claimed in CLAIMED}],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_to_is_refused_as_options_are_read(
+    command: str, option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    refuses = typing.get_args(hints(command)[option])[1].callback
+    with pytest.raises(FileError, match=r"file/x\.csv: cannot be written .*file is no folder"):
+        refuses(tmp_path / "file" / "x.csv")
+    assert refuses(tmp_path / "x.csv") == tmp_path / "x.csv"
 
 
 @pytest.mark.parametrize("old", ["batches", "contexts"])

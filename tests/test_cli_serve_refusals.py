@@ -34,8 +34,8 @@ from tests.serving import arrival_file
         (["--token-budget", "2", "--batch", "1", "--policy", "fixed"], "token_budget is 2"),
         (["--ttft", "0"], "--ttft is 0.0"),
         (["--seed=-1", "--batch", "1"], "seed is -1, expected a whole number >= 0"),
-        (["--out", "missing/r.jsonl", "--batch", "1"], "results file missing/r.jsonl cannot"),
-        (["--timeline", "missing/t.json", "--batch", "1"], "timeline missing/t.json cannot"),
+        (["--out", "missing/r.jsonl", "--batch", "1"], "missing/r.jsonl: cannot be written"),
+        (["--timeline", "missing/t.json", "--batch", "1"], "missing/t.json: cannot be written"),
     ],
 )
 def test_impossible_options_are_one_line_and_exit_2(

@@ -146,7 +146,7 @@ def test_a_trace_without_signals_or_categories_has_a_page(tmp_path: Path) -> Non
     assert "By prompt category" not in plain
     with pytest.raises(DraftsimError, match="no round log was given"):
         build_report(trace, latency(), [])
-    with pytest.raises(FileError, match="cannot write"):
+    with pytest.raises(FileError, match="cannot be written"):
         write_report(plain, tmp_path / "absent" / "report.html")
     assert list(tmp_path.iterdir()) == []
 

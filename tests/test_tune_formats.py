@@ -181,5 +181,5 @@ def test_what_an_engine_would_refuse_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         write_settings(settings, path)
     assert path.read_text() == "kept"
-    with pytest.raises(FileError, match="cannot write"):
+    with pytest.raises(FileError, match="cannot be written"):
         write_settings(tuned([[1, 3, 1]]), tmp_path / "absent" / "file.json")

@@ -22,7 +22,7 @@ from commands.common.inputs import (
     load_rule,
     load_trace,
 )
-from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.working import working
@@ -87,7 +87,11 @@ def capacity(
     out: OutOption = None,
     plots: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also draw replicas over request rates as a PNG file."),
+        typer.Option(
+            metavar="DIR",
+            callback=placed_folder,
+            help="Also draw replicas over request rates as a PNG file.",
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:

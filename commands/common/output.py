@@ -11,7 +11,7 @@ import pandas as pd
 import typer
 
 from commands.common.printed import console, print_table, printable
-from commands.common.written import TABLES, check_place, document, write_rows
+from commands.common.written import TABLES, check_folder, check_place, document, write_rows
 from traces.errors import DraftsimError
 from traces.store.parquet import write_atomically
 
@@ -19,13 +19,24 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 
-def _placed(path: Path | None) -> Path | None:
-    """`path`, refused before any work is done for it."""
-    if path is not None and path.suffix not in TABLES:
-        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+def placed(path: Path | None) -> Path | None:
+    """`path` of a file to write, refused before any work is done for it: an option's callback."""
     if path is not None:
         check_place(path)
     return path
+
+
+def placed_folder(path: Path | None) -> Path | None:
+    """`path` of a folder to write files into, likewise; it is made when they are."""
+    if path is not None:
+        check_folder(path)
+    return path
+
+
+def _placed_table(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in TABLES:
+        raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
+    return placed(path)
 
 
 def _placed_json(path: str | None) -> str | None:
@@ -48,7 +59,7 @@ OutOption = Annotated[
     typer.Option(
         "--out",
         metavar="FILE",
-        callback=_placed,
+        callback=_placed_table,
         help="Also write the rows: .csv, .tex, .parquet or .json.",
     ),
 ]

@@ -34,6 +34,18 @@ def check_place(path: Path) -> None:
     raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
 
 
+def check_folder(path: Path) -> None:
+    """Raise FileError where files in a folder at `path`, made if need be, could not be written."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        reason = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"{there} may only be read"
+    else:
+        return
+    raise FileError(f"{path}: cannot be written to ({reason}): choose another folder")
+
+
 def write_rows(
     path: Path,
     records: Sequence[Mapping[Any, Any]],

@@ -22,7 +22,7 @@ from commands.common.inputs import (
     load_rule,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note
+from commands.common.output import JsonOption, emit, note, placed, placed_folder
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
@@ -111,6 +111,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="RESULTS",
+            callback=placed,
             help="Keep the rows: JSON lines, each written when finished, behind which an "
             "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
             "at the end, until then the lines in RESULTS.jsonl.",
@@ -121,11 +122,15 @@ def serve(
         typer.Option(min=1, help="Processes here. Default: one; for many requests, one per core."),
     ] = None,
     cluster: ClusterOption = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw PNG files into this folder.")] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(callback=placed_folder, help="Draw PNG files into this folder."),
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
+            callback=placed,
             help="Chrome trace of the first load under the first policy that drafts, of the "
             "first replica (opens in ui.perfetto.dev).",
         ),

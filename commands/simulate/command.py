@@ -21,7 +21,7 @@ from commands.common.inputs import (
     load_trace,
     say_memory,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, say_unjudged
+from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
@@ -91,7 +91,10 @@ def simulate(
     ] = None,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
     plots: Annotated[
-        Path | None, typer.Option(help="Also draw the results as PNG files into this folder.")
+        Path | None,
+        typer.Option(
+            callback=placed_folder, help="Also draw the results as PNG files into this folder."
+        ),
     ] = None,
     out: OutOption = None,
     json: JsonOption = None,

@@ -16,7 +16,7 @@ from commands.common.inputs import (
     TrustOption,
     VerifyOption,
 )
-from commands.common.output import JsonOption, OutOption, emit, say_unjudged
+from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
 from commands.common.quiet import columns_shown
 from commands.common.sources import SourceOption, split_systems
 from commands.engine.options import (
@@ -79,7 +79,10 @@ def validate(
         ),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of --recorded: the tables, as Markdown.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", callback=placed, help="Of --recorded: the tables, as Markdown."
+        ),
     ] = None,
     trust_remote_code: TrustOption = False,
     engine: CheckedEngineOption = None,

@@ -12,6 +12,7 @@ import pandas as pd
 from commands.common.output import emit, note
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
+from traces.store.parquet import write_atomically
 
 if TYPE_CHECKING:
     from simulator.hardware.measured import Bounds
@@ -72,7 +73,7 @@ def recorded_check(
     if markdown is not None:
         lines = "".join(f"\n* {remark}" for remark in remarks)
         tables = f"{markdown_table(shown)}\n{markdown_table(said)}"
-        _write(markdown, f"{tables}{lines}\n" if lines else tables)
+        write_atomically(markdown, (f"{tables}{lines}\n" if lines else tables).encode())
         note(f"wrote {markdown}")
 
 
@@ -178,10 +179,3 @@ def _plain(item: tuple[str, Bounds]) -> dict[str, Any]:
 
     name, kept = item
     return {"recording": name, **asdict(kept), "met": kept.met}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise DraftsimError(f"cannot write --markdown {path}: {error.strerror}") from None

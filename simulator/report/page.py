@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -17,10 +15,11 @@ from markupsafe import Markup, escape
 from simulator.palette import COLOURS
 from simulator.report.data import report_data
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, FileError
+from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MeasuredRuns
+from traces.store.parquet import write_atomically
 
 
 def build_report(
@@ -95,19 +94,7 @@ def render(data: dict[str, Any], title: str) -> str:
 
 def write_report(page: str, path: str | os.PathLike[str]) -> None:
     """Write the page: whole, or not at all; `FileError` says why not."""
-    target = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise FileError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise FileError(f"cannot write {target}: {error.strerror}") from None
+    write_atomically(path, page.encode())
 
 
 def _asset(name: str) -> str:

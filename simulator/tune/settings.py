@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from policies.batch.base import BatchPolicy
@@ -16,8 +14,8 @@ from policies.lengths.basic import Autoregressive
 from simulator.tune.costs import Grid
 from simulator.tune.evidence import about_row, origin, summed_up
 from simulator.tune.formats import CHECKS, check_settings
-from traces.errors import FileError
 from traces.latency.table import LatencyTable
+from traces.store.parquet import write_atomically
 
 ENGINES = tuple(CHECKS)
 
@@ -104,20 +102,7 @@ def write_settings(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """
     if tuned.document is not None:
         check_settings(tuned.engine, tuned.document)
-    target = Path(path)
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise FileError(f"cannot write {target}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_laid_out(tuned.document) + "\n")
-        # mkstemp makes files private; a configuration is read by another user's server.
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except OSError as error:
-        Path(name).unlink(missing_ok=True)
-        raise FileError(f"cannot write {target}: {error.strerror}") from None
+    write_atomically(path, f"{_laid_out(tuned.document)}\n".encode())
 
 
 def _laid_out(document: Mapping[str, Any] | None) -> str:
