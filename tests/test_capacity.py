@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands.capacity.said import remarks
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.capacity import Targets, parse_targets, plan, plots, stages
 from simulator.capacity.points import Bench, Point, Verdict
@@ -84,6 +85,25 @@ def test_the_share_within_a_target_has_the_standard_error_that_it_claims() -> No
     error = float(np.std(shares, ddof=1) / math.sqrt(len(shares)))
     assert error < 0.02
     assert abs(np.mean(shares) - 0.9) < 4 * error
+
+
+@pytest.mark.parametrize("requests", [None, 100])
+def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> None:
+    """Batches that cost no more than one; where one takes in every request, no rate is too much."""
+    at_once, alone_s = 100, 40 * 0.02
+    base = Scenario(Poisson(1.0), Limits(max_batch=at_once, token_budget=1 << 30), warmup=0.2,
+                    replications=2)  # fmt: skip
+    found = plan(TRACE, LATENCY, PAIR, base, 10.0, Targets(tpot_s=9.0), requests=requests,
+                 curve=True)  # fmt: skip
+    said = " ".join(remarks(with_cost(found)))
+    for row in found:
+        assert row["replicas"] == 1
+        if requests is None:
+            # Overloaded is what still queues for a tenth of the requests when the last one comes.
+            assert 0.9 * at_once / alone_s < row["rate_limit"] < 4 * at_once / alone_s
+        else:
+            assert (row["rate_limit"], row["curve"]) == (math.inf, [])
+    assert ("raise --requests to find one that is too much" in said) == (requests is not None)
 
 
 # --- the plan -----------------------------------------------------------------------------

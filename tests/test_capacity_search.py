@@ -49,6 +49,9 @@ def test_an_answer_that_is_chance_is_passed_over(bad: set[int], guess: int) -> N
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(1.05, 4))
 def test_the_highest_rate_is_found_from_any_start(limit: float, start: float, step: float) -> None:
-    found, _ = answered(highest(start, step, 0.01, 1e-6), lambda rate: rate <= limit)
+    found, _ = answered(highest(start, step, 0.01, 1e-6, 1e6), lambda rate: rate <= limit)
     assert limit / 1.01 <= found <= limit
-    assert answered(highest(start, step, 0.01, start / 50), lambda rate: False)[0] == 0
+    assert answered(highest(start, step, 0.01, start / 50, 1e6), lambda rate: False)[0] == 0
+    least, most = start / 50, start * 50
+    found, asked = answered(highest(start, step, 0.01, least, most), lambda rate: True)
+    assert (math.isinf(found), max(asked) < most * step) == (True, True)

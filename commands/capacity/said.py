@@ -51,6 +51,11 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         "raise --requests"
         for row in rows if row["too_short"]
     ]  # fmt: skip
+    said += [
+        f"{row['policy']}: {row['replicas']} replica(s) serve all {row['requests']} requests at "
+        "whatever rate they come: raise --requests to find one that is too much"
+        for row in rows if math.isinf(row["rate_limit"])
+    ]  # fmt: skip
     if rejected := sum(row["rejected"] for row in rows):
         said.append(f"{rejected} request(s) could never fit a replica and count as late")
     if outside := [row["policy"] for row in rows if row["extrapolated"]]:

@@ -85,18 +85,20 @@ def plan(
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
         study = Study(bench, executor, file, progress)
         asks = {name: partial(_points, name, base.replications) for name in policies}
-        starts = study.drive({name: stages.start(ask) for name, ask in asks.items()})
+        at_once = base.limits.max_batch
+        starts = study.drive({name: stages.start(ask, at_once) for name, ask in asks.items()})
         able = {name: found for name, found in starts.items() if found.limit}
         each = max((found.requests for found in able.values()), default=stages.FEW)
 
         def horizon(replicas: int) -> int | None:
             return None if whole_file else requests or each * replicas
 
-        guesses = {n: min(math.ceil(rate / found.limit), most) for n, found in able.items()}
         # Who needs more replicas sees more of the same stream.
-        answers = study.drive(
-            {n: stages.answer(asks[n], rate, k, most, horizon(k)) for n, k in guesses.items()}
-        )
+        answers = study.drive({
+            n: stages.answer(
+                asks[n], rate, found.limit, most, horizon(min(math.ceil(rate / found.limit), most))
+            ) for n, found in able.items()
+        })  # fmt: skip
         rates = _rates([found.limit for found in able.values()])
         shares = study.drive({n: stages.shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []

@@ -39,9 +39,11 @@ def fewest(guess: int, most: int) -> Generator[int, bool, int | None]:
 
 
 def highest(
-    start: float, step: float, tolerance: float, least: float
+    start: float, step: float, tolerance: float, least: float, most: float
 ) -> Generator[float, bool, float]:
-    """The highest rate that keeps the targets, to a relative `tolerance`; 0 if below `least`.
+    """The highest rate that keeps the targets, to a relative `tolerance`.
+
+    0 if it is below `least`, infinite if it is above `most`.
 
     From `start` it goes up or down by factors of `step`, then halves on a logarithmic scale.
     """
@@ -56,6 +58,8 @@ def highest(
             if at < least:
                 return 0.0
         elif math.isinf(high):
+            if low >= most:
+                return math.inf
             at = low * step
         elif high <= low * (1 + tolerance):
             return low

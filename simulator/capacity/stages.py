@@ -17,6 +17,13 @@ TRIED, FEW = 100, 200
 """Requests that are tried alone, and the least that a replica gets."""
 MOST_REQUESTS = 3000
 """The most that a replica gets, however slow its requests."""
+BATCHES = 4
+"""A replica gets at least so many times what it serves at once, so far as `MOST_REQUESTS` go: fewer
+would wait at no rate."""
+UNTOLD, FAR = 1e4, 100
+"""Where rates end: times what one replica takes request by request, and times what it takes at all.
+
+Where the targets are kept still, no rate is too much for so few requests."""
 ROUGH, FINE = 0.1, 0.03
 """To what part rates are found: to look around from, and to report."""
 ENOUGH = 3
@@ -50,32 +57,40 @@ class Answer:
     low: int | None = None
     high: int | None = None
     limit: float = math.nan
-    """The rate up to which so many replicas keep the targets."""
+    """The rate up to which so many replicas keep the targets; infinite where none is too much."""
 
 
-def start(ask: Ask) -> Search[Start]:
-    """Whether one replica keeps the targets at any rate, and roughly up to which."""
+def start(ask: Ask, at_once: int) -> Search[Start]:
+    """Whether one replica keeps the targets at any rate, and roughly up to which.
+
+    It serves `at_once` requests at once.
+    """
+    few = max(FEW, min(BATCHES * at_once, MOST_REQUESTS))
     alone = yield ask(1, EMPTY_RATE, TRIED, 1)
     if not alone.kept:
-        return Start(alone, 0.0, FEW)
+        return Start(alone, 0.0, few)
     rate = 1 / alone.mean("e2e_s", "mean")
     verdicts: dict[float, Verdict] = {}
     limit = yield from _asked(
-        highest(rate, 2.0, ROUGH, rate / 1000), lambda r: ask(1, r, FEW, 2), verdicts
+        highest(rate, 2.0, ROUGH, rate / 1000, rate * UNTOLD), lambda r: ask(1, r, few, 2), verdicts
     )
+    limit = min(limit, max(verdicts))
     slowest = (verdicts[limit] if limit else alone).mean("e2e_s", "p95")
     needed = math.ceil(1.5 * LONG * slowest * limit)
-    return Start(alone, limit, min(max(FEW, needed), MOST_REQUESTS))
+    return Start(alone, limit, max(few, min(needed, MOST_REQUESTS)))
 
 
-def answer(ask: Ask, rate: float, guess: int, most: int, requests: int | None) -> Search[Answer]:
-    """The fewest replicas at `rate`, their interval, and the rate that is too much for them."""
+def answer(ask: Ask, rate: float, limit: float, most: int, requests: int | None) -> Search[Answer]:
+    """The fewest replicas at `rate`, their interval, and the rate that is too much for them.
+
+    One takes about `limit`; `most` are tried.
+    """
     verdicts: dict[int, Verdict] = {}
 
     def points(replicas: int) -> Sequence[Point]:
         return ask(replicas, rate, requests, None)
 
-    count = yield from _asked(fewest(guess, most), points, verdicts)
+    count = yield from _asked(fewest(math.ceil(rate / limit), most), points, verdicts)
     if count is None:
         return Answer(verdicts[most], None)
     share = verdicts[count].targets.share
@@ -93,11 +108,11 @@ def answer(ask: Ask, rate: float, guess: int, most: int, requests: int | None) -
             high = high + 1 if high < min(2 * count + 4, most) else None
             if high is not None and high not in verdicts:
                 verdicts[high] = yield points(high)
-    limit = yield from _asked(
-        highest(rate, 1 + 1 / max(count, 2), FINE, rate / 2),
+    too_much = yield from _asked(
+        highest(rate, 1 + 1 / max(count, 2), FINE, rate / 2, FAR * max(rate, limit)),
         lambda r: ask(count, r, requests, ENOUGH), {},
     )  # fmt: skip
-    return Answer(verdicts[count], count, low, high, limit)
+    return Answer(verdicts[count], count, low, high, too_much)
 
 
 def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float]]:
@@ -112,9 +127,12 @@ def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float
 def curve(
     ask: Ask, found: Answer, counts: Sequence[int], requests: Callable[[int], int | None]
 ) -> Search[list[tuple[int, float]]]:
-    """Pairs of replicas and the rate up to which they keep the targets, ascending."""
+    """Pairs of replicas and the rate up to which they keep the targets, ascending.
+
+    None where no rate is too much.
+    """
     pairs = []
-    if found.replicas is not None:
+    if found.replicas is not None and math.isfinite(found.limit):
         pairs.append((found.replicas, found.limit))
         for count in counts:
             if count == found.replicas:
@@ -124,9 +142,9 @@ def curve(
             def points(rate: float, count: int = count) -> Sequence[Point]:
                 return ask(count, rate, requests(count), ENOUGH)
 
-            search = highest(about, 1.1, FINE, about / 10)
+            search = highest(about, 1.1, FINE, about / 10, FAR * about)
             pairs.append((count, (yield from _asked(search, points, {}))))
-    return sorted(pairs)
+    return sorted(pair for pair in pairs if math.isfinite(pair[1]))
 
 
 def _asked(
