@@ -22,6 +22,7 @@ from commands.common.inputs import (
     LatencyOption,
     TraceOption,
     load_trace,
+    origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
@@ -191,7 +192,8 @@ def tune(
         from commands.engine.trial import try_settings
 
         tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
-    emit("tune", rows, json, show=shown, title=f"Settings for {engine.value}", more=more)
+    title = f"Settings for {engine.value}: {origin_of(trace, latency)}"
+    emit("tune", rows, json, show=shown, title=title, more=more)
     if tried:
         from commands.engine.trial import TRIED, say_tried
 

@@ -155,3 +155,18 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     assert ran.code == 2
     assert said in ran.err
     assert ran.err.count("\n") == 1
+
+
+SERVED = {
+    "serve": ("--batch", 1, "--requests", 2),
+    "capacity": ("--rate", 1, "--slo", "tpot=9", "--requests", 20),
+    "tune": ("--engine", "llamacpp", "--resamples", 4),
+}
+
+
+@pytest.mark.parametrize("command", SERVED)
+def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
+    policy = () if command == "tune" else ("--policy", "fixed:gamma=1")
+    latency = "const:target=0.001,draft=0.0001"
+    ran = run(command, *SERVED[command], *policy, "--latency", latency, "--assume-batch-free")
+    assert f"bundled, at the costs of {latency}" in " ".join(ran.out.split()), ran.err

@@ -21,6 +21,7 @@ from commands.common.inputs import (
     load_latency,
     load_rule,
     load_trace,
+    origin_of,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
 from commands.common.printed import print_table
@@ -133,7 +134,8 @@ def capacity(
         ),
         gpus, price,
     )  # fmt: skip
-    emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows)))
+    title = origin_of(trace, latency)
+    emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows), title=title))
     for remark in remarks(rows):
         note(remark)
     if plots is not None:

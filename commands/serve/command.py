@@ -21,6 +21,7 @@ from commands.common.inputs import (
     load_latency,
     load_rule,
     load_trace,
+    origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed, placed_folder
 from commands.common.printed import print_table
@@ -188,7 +189,7 @@ def serve(
                 rows=rows, executor=executor,
             )  # fmt: skip
     if json is None:
-        print_table(shown(rows))
+        print_table(shown(rows), title=origin_of(trace, latency))
     else:
         emit("serve", rows, json)
     for remark in remarks(rows):
