@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,13 @@ def test_serve_and_sweep_write_tables_too(synthetic_run: Path, tmp_path: Path, r
     assert ran.code == 0, ran.err
     assert len(list(csv.DictReader(out.open()))) == 2
     assert out.with_suffix(".parquet").is_file()
+
+
+@pytest.mark.parametrize("command", ["simulate", "serve", "check"])
+def test_a_trace_by_itself_asks_for_latencies(
+    command: str, synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    alone = shutil.copy(synthetic_run / "trace.parquet", tmp_path / "log.parquet")
+    ran = run(command, "--trace", alone)
+    assert (ran.code, ran.out) == (2, "")
+    assert "log.parquet says nothing of what passes cost: name latencies with --latency" in ran.err

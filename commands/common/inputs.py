@@ -135,9 +135,17 @@ def origin_of(trace: str, latency: str | None) -> str:
 def load_latency(
     name: str | None, trace_name: str, assume_batch_free: bool = False
 ) -> LatencyTable:
-    """The latency table `name` stands for, by default the one recorded with the trace."""
-    from traces.store.recordings import find_latency
+    """The latency table `name` stands for, by default the one recorded with the trace.
 
+    Raises DraftsimError if the trace is a file by itself, as of a log, and none is named.
+    """
+    from traces.store.recordings import find_latency, folder_of
+
+    if name is None and folder_of(trace_name) is None:
+        raise DraftsimError(
+            f"{trace_name} says nothing of what passes cost: name latencies with --latency, a run "
+            "folder, a recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
+        )
     table = find_latency(name if name is not None else trace_name)
     return table.assumed_batch_free() if assume_batch_free else table
 
