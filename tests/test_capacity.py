@@ -93,16 +93,16 @@ def test_loose_targets_end_at_what_is_served_at_once(requests: int | None) -> No
     at_once, alone_s = 100, 40 * 0.02
     base = Scenario(Poisson(1.0), Limits(max_batch=at_once, token_budget=1 << 30), warmup=0.2,
                     replications=2)  # fmt: skip
-    found = plan(TRACE, LATENCY, PAIR, base, 10.0, Targets(tpot_s=9.0), requests=requests,
-                 curve=True)  # fmt: skip
-    said = " ".join(remarks(with_cost(found)))
-    for row in found:
-        assert row["replicas"] == 1
-        if requests is None:
-            # Overloaded is what still queues for a tenth of the requests when the last one comes.
-            assert 0.9 * at_once / alone_s < row["rate_limit"] < 4 * at_once / alone_s
-        else:
-            assert (row["rate_limit"], row["curve"]) == (math.inf, [])
+    plain = {"autoregressive": Autoregressive()}
+    rows = plan(TRACE, LATENCY, plain, base, 10.0, Targets(tpot_s=9.0), requests=requests,
+                curve=True)  # fmt: skip
+    said = " ".join(remarks(with_cost(rows)))
+    assert rows[0]["replicas"] == 1
+    if requests is None:
+        # Overloaded is where a tenth of the requests still queue when the last one comes.
+        assert 0.9 * at_once / alone_s < rows[0]["rate_limit"] < 4 * at_once / alone_s
+    else:
+        assert (rows[0]["rate_limit"], rows[0]["curve"]) == (math.inf, [])
     assert ("raise --requests to find one that is too much" in said) == (requests is not None)
 
 
