@@ -21,7 +21,6 @@ from profiler.recording.run import BUNDLED
 from profiler.sources.run import SourceRunner
 from tests import bundled
 from tests.conftest import Ran, Run
-from tests.few_cells import few_cells
 from tests.shared import made_once
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace
@@ -271,26 +270,6 @@ def test_sweeps_between_the_runs_are_kept_with_them(
     cells = read_latency(folder / "latency-check.parquet").cells
     assert cells.loc[cells["phase"] == "forward", "repeats"].ge(2).any()
     assert not list(folder.glob(".*"))
-
-
-def test_a_demo_stopped_while_it_decodes_keeps_its_recording(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run"
-    found = []
-
-    def interrupted(run: Path, **_: Any) -> None:
-        found.append((run / "trace.parquet").read_bytes())
-        (run / f"{PLACE}-0").mkdir(exist_ok=True)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("commands.demo.spot_check", interrupted)
-    with few_cells():
-        for _ in range(2):
-            ran = run("demo", "--out", folder, "--limit", 4, "--max-new-tokens", 8)
-            assert ran.code == 130
-    assert f"{folder} is finished and kept as it is" in said(ran)
-    assert found[0] == found[1]
 
 
 def test_nothing_is_left_of_a_check_without_runs(tmp_path: Path) -> None:

@@ -170,6 +170,6 @@ def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:
     from simulator.plots import save
 
     if not any(row["curve"] for row in rows):
-        note("no policy keeps the targets at any load: there is nothing to draw")
+        note("no load was found up to which a policy keeps the targets: nothing to draw")
         return
     note(f"wrote {save(plot_replicas(rows), folder / 'replicas.png', label=label)}")

@@ -22,28 +22,22 @@ TABLES = (".csv", ".tex", ".parquet", ".json")
 
 def check_place(path: Path) -> None:
     """Raise FileError where a file at `path` could not be written, so far as can be told."""
-    parent = path.parent
-    if not parent.is_dir():
-        reason = f"{parent} is no folder"
-    elif path.is_dir():
-        reason = "it is a folder"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        reason = f"{parent} may only be read"
-    else:
-        return
-    raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
+    if reason := "it is a folder" if path.is_dir() else _closed(path.parent):
+        raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
 
 
 def check_folder(path: Path) -> None:
     """Raise FileError where files in a folder at `path`, made if need be, could not be written."""
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
-        reason = f"{there} is no folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        reason = f"{there} may only be read"
-    else:
-        return
-    raise FileError(f"{path}: cannot be written to ({reason}): choose another folder")
+    if reason := _closed(there):
+        raise FileError(f"{path}: cannot be written to ({reason}): choose another folder")
+
+
+def _closed(folder: Path) -> str:
+    """Why nothing can be put into `folder`; empty if it can, so far as can be told."""
+    if not folder.is_dir():
+        return f"{folder} is no folder"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may only be read"
 
 
 def write_rows(

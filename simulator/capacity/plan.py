@@ -54,7 +54,8 @@ def plan(
         The kind of arrivals, the engine, the router, the seed and how many replications.
     requests:
         That arrive in a run; None: of a file all, else as many as a judgement needs (15 times
-        what the slowest twentieth takes, and 200 a replica).
+        what the slowest twentieth takes, and for every replica 200 or four times what it serves
+        at once, up to 3000).
     most:
         Replicas to try at most.
     curve:
@@ -93,12 +94,9 @@ def plan(
         def horizon(replicas: int) -> int | None:
             return None if whole_file else requests or each * replicas
 
-        # Who needs more replicas sees more of the same stream.
-        answers = study.drive({
-            n: stages.answer(
-                asks[n], rate, found.limit, most, horizon(min(math.ceil(rate / found.limit), most))
-            ) for n, found in able.items()
-        })  # fmt: skip
+        answers = study.drive(
+            {n: stages.answer(asks[n], rate, able[n].limit, most, horizon) for n in able}
+        )
         rates = _rates([found.limit for found in able.values()])
         shares = study.drive({n: stages.shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []

@@ -20,10 +20,10 @@ MOST_REQUESTS = 3000
 BATCHES = 4
 """A replica gets at least so many times what it serves at once, so far as `MOST_REQUESTS` go: fewer
 would wait at no rate."""
-UNTOLD, FAR = 1e4, 100
-"""Where rates end: times what one replica takes request by request, and times what it takes at all.
+BATCHED, FAR = 1e4, 100
+"""Rates are tried up to so many times what a replica takes one by one, and in batches.
 
-Where the targets are kept still, no rate is too much for so few requests."""
+Where the targets are kept even then, no rate is too much for so few requests."""
 ROUGH, FINE = 0.1, 0.03
 """To what part rates are found: to look around from, and to report."""
 ENOUGH = 3
@@ -72,7 +72,9 @@ def start(ask: Ask, at_once: int) -> Search[Start]:
     rate = 1 / alone.mean("e2e_s", "mean")
     verdicts: dict[float, Verdict] = {}
     limit = yield from _asked(
-        highest(rate, 2.0, ROUGH, rate / 1000, rate * UNTOLD), lambda r: ask(1, r, few, 2), verdicts
+        highest(rate, 2.0, ROUGH, rate / 1000, rate * BATCHED),
+        lambda r: ask(1, r, few, 2),
+        verdicts,
     )
     limit = min(limit, max(verdicts))
     slowest = (verdicts[limit] if limit else alone).mean("e2e_s", "p95")
@@ -80,17 +82,22 @@ def start(ask: Ask, at_once: int) -> Search[Start]:
     return Start(alone, limit, max(few, min(needed, MOST_REQUESTS)))
 
 
-def answer(ask: Ask, rate: float, limit: float, most: int, requests: int | None) -> Search[Answer]:
+def answer(
+    ask: Ask, rate: float, limit: float, most: int, horizon: Callable[[int], int | None]
+) -> Search[Answer]:
     """The fewest replicas at `rate`, their interval, and the rate that is too much for them.
 
-    One takes about `limit`; `most` are tried.
+    One takes about `limit`, `most` are tried, and so many get the requests of `horizon`.
     """
     verdicts: dict[int, Verdict] = {}
+    guess = min(math.ceil(rate / limit), most)
+    # Who needs more replicas sees more of the same stream.
+    requests = horizon(guess)
 
     def points(replicas: int) -> Sequence[Point]:
         return ask(replicas, rate, requests, None)
 
-    count = yield from _asked(fewest(math.ceil(rate / limit), most), points, verdicts)
+    count = yield from _asked(fewest(guess, most), points, verdicts)
     if count is None:
         return Answer(verdicts[most], None)
     share = verdicts[count].targets.share
@@ -125,7 +132,7 @@ def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float
 
 
 def curve(
-    ask: Ask, found: Answer, counts: Sequence[int], requests: Callable[[int], int | None]
+    ask: Ask, found: Answer, counts: Sequence[int], horizon: Callable[[int], int | None]
 ) -> Search[list[tuple[int, float]]]:
     """Pairs of replicas and the rate up to which they keep the targets, ascending.
 
@@ -140,7 +147,7 @@ def curve(
             about = found.limit / found.replicas * count
 
             def points(rate: float, count: int = count) -> Sequence[Point]:
-                return ask(count, rate, requests(count), ENOUGH)
+                return ask(count, rate, horizon(count), ENOUGH)
 
             search = highest(about, 1.1, FINE, about / 10, FAR * about)
             pairs.append((count, (yield from _asked(search, points, {}))))
