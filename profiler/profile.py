@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Settings:
     grid: Grid = field(default_factory=Grid)
     chat: bool = False
     """Whether prompts are users' turns, to be put into the target's chat template."""
+    together: int = 1
+    """Prompts that the target decodes at once while recording."""
 
 
 def progress_bar() -> Progress:
@@ -143,6 +146,8 @@ def latency_options(pair: Pair, settings: Settings) -> dict[str, Any]:
 def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
     """What a trace is recorded under."""
     recorded = {k: v for k, v in asdict(settings).items() if k != "grid"}
+    if settings.together == 1:
+        del recorded["together"]  # recordings made before it existed stay finished
     return {"settings": recorded, "meta": pair.meta, "prompts": [p.id for p in prompts]}
 
 
@@ -156,32 +161,62 @@ def profile_trace(
     generator = torch.Generator(pair.device)
     # Sized for what is recorded, beyond the positions a model knows: branches share them.
     slots = longest + settings.max_new_tokens * (settings.max_gamma + 1)
+    target = make_runner(pair.target, slots)
+    if settings.together > 1:
+        if isinstance(target, Seq2SeqRunner):
+            raise DraftsimError("encoder-decoder pairs are recorded one prompt at a time")
+        target = Runner(pair.target, slots, settings.together + 1)
     recorder = Recorder(
-        make_runner(pair.target, slots), make_runner(pair.draft, slots),
+        target, make_runner(pair.draft, slots),
         max_new_tokens=settings.max_new_tokens, max_gamma=settings.max_gamma, eos=pair.eos,
         sampling=settings.sampling, generator=generator,
     )  # fmt: skip
     name = "trace" if settings.sampling.greedy else "sampled"
     options = trace_options(pair, prompts, settings)
     checkpoint = Checkpoint(folder / f".{name}", options)
-    task = progress.add_task(f"recording {name}", total=len(prompts))
-    recorded: list[Columns] = []
-    for i, ids in enumerate(encoded):
-        columns = checkpoint.get(f"{i:05d}")
-        if columns is None:
-            # A seed per prompt: a resumed recording draws what an uninterrupted one would.
-            generator.manual_seed(settings.seed * 1_000_003 + i)
-            begin = time.perf_counter()
-            columns = recorder.record(ids)
-            columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
-            checkpoint.put(f"{i:05d}", columns)
-        recorded.append(columns)
+    recorded = {i: checkpoint.get(f"{i:05d}") for i in range(len(encoded))}
+    missing = [i for i, columns in recorded.items() if columns is None]
+    done = len(prompts) - len(missing)
+    task = progress.add_task(f"recording {name}", total=len(prompts), completed=done)
+    # A seed per prompt: a resumed recording draws what an uninterrupted one would.
+    seeds = [settings.seed * 1_000_003 + i for i in range(len(encoded))]
+    begin = time.perf_counter()
+    for i, columns, decode_s in _record(recorder, encoded, seeds, missing, settings.together):
+        columns["seconds"] = np.array([decode_s, time.perf_counter() - begin])
+        checkpoint.put(f"{i:05d}", columns)
+        recorded[i] = columns
+        begin = time.perf_counter()
         progress.advance(task)
-    trace = _assemble(pair, prompts, encoded, recorded, settings)
+    made = [columns for columns in recorded.values() if columns is not None]
+    trace = _assemble(pair, prompts, encoded, made, settings)
     trace = replace(trace, meta={**trace.meta, DONE_WITH: digest_of(options)})
     write_trace(trace, folder / f"{name}.parquet")
     checkpoint.close()
     return trace
+
+
+def _record(
+    recorder: Recorder,
+    encoded: Sequence[torch.Tensor],
+    seeds: Sequence[int],
+    missing: Sequence[int],
+    together: int,
+) -> Iterator[tuple[int, Columns, float]]:
+    """Record the prompts `missing`; yield place, columns and seconds of plain decoding.
+
+    The seconds are NaN where several prompts are decoded together.
+    """
+    if together == 1:
+        for i in missing:
+            assert recorder.generator is not None
+            recorder.generator.manual_seed(seeds[i])
+            yield i, recorder.record(encoded[i]), recorder.decode_s
+        return
+    # Prompts of like lengths: a pass attends to as many slots as the longest needs.
+    order = sorted(missing, key=lambda i: int(encoded[i].shape[0]))
+    prompts, own = [encoded[i] for i in order], [seeds[i] for i in order]
+    for place, columns in recorder.record_together(prompts, own):
+        yield order[place], columns, math.nan
 
 
 def _assemble(
@@ -192,7 +227,7 @@ def _assemble(
     settings: Settings,
 ) -> Trace:
     seconds = np.array([columns.pop("seconds") for columns in recorded])
-    requests, eos = [], pair.eos
+    requests, eos, together = [], pair.eos, settings.together > 1
     for i, (prompt, ids, columns) in enumerate(zip(prompts, encoded, recorded, strict=True)):
         on_path = columns["offset"] == 0
         last = int(columns["token"][on_path][-1])
@@ -201,7 +236,7 @@ def _assemble(
             Request(
                 prompt.id, prompt.category, int(ids.shape[0]), int(on_path.sum()),
                 settings.max_new_tokens, "eos" if last in eos else "length",
-                tuple(ids.tolist()), float(seconds[i, 0]),
+                tuple(ids.tolist()), None if together else float(seconds[i, 0]),
             )
         )  # fmt: skip
     columns = {name: np.concatenate([c[name] for c in recorded]) for name in recorded[0]}
@@ -213,7 +248,11 @@ def _assemble(
         "sampling": {**settings.sampling.meta, "seed": settings.seed},
         "eos_token_ids": sorted(eos),
         "near_ties": {"below": NEAR_TIE, "count": int((margins < NEAR_TIE).sum())},
-        "recording_s": {"plain": float(seconds[:, 0].sum()), "all": float(seconds[:, 1].sum())},
+        "recording_s": {
+            "plain": None if together else float(seconds[:, 0].sum()),
+            "all": float(seconds[:, 1].sum()),
+        },
+        **({"decoded_together": settings.together} if together else {}),
     }
     trace = Trace(columns, requests, settings.max_gamma, meta)
     answers = answers_to(trace, prompts)

@@ -184,3 +184,36 @@ def test_nan_logits_are_reported() -> None:
 def test_an_impossible_length_is_refused_with_its_value() -> None:
     with pytest.raises(ValueError, match="max_gamma is 0"):
         Recorder(*bundled.runners(), max_new_tokens=4, max_gamma=0)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, 0.9)], ids=lambda s: s.label)
+def test_prompts_decoded_together_are_recorded_as_one_by_one(sampling: Sampling) -> None:
+    """Five prompts through three rows, so that prompts take the rows of those that ended."""
+    pair = bundled.pair()
+    prompts = [pair.encode(prompt.text) for prompt in bundled.prompts(5)]
+
+    def recorder(rows: int) -> Recorder:
+        return Recorder(
+            Runner(pair.target, bundled.SLOTS, rows), Runner(pair.draft, bundled.SLOTS),
+            max_new_tokens=24, max_gamma=6, eos=pair.eos, sampling=sampling,
+            generator=torch.Generator(),
+        )  # fmt: skip
+
+    alone, together = recorder(1), dict(recorder(4).record_together(prompts, range(5)))
+    assert sorted(together) == list(range(5))
+    for i, prompt in enumerate(prompts):
+        assert alone.generator is not None
+        alone.generator.manual_seed(i)
+        for name, wanted in alone.record(prompt).items():
+            values = together[i][name]
+            if wanted.dtype.kind == "f":
+                np.testing.assert_allclose(values, wanted, atol=2e-3, err_msg=name)
+            else:
+                np.testing.assert_array_equal(values, wanted, err_msg=name)
+
+
+def test_decoding_together_needs_rows() -> None:
+    target, draft = bundled.runners()
+    recorder = Recorder(target, draft, max_new_tokens=4)
+    with pytest.raises(DraftsimError, match="at least 2 sequences"):
+        next(recorder.record_together([torch.tensor([1, 2])], [0]))

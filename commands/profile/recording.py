@@ -90,9 +90,13 @@ def run_profile(recording: Recording, force: bool = False) -> None:
         note(f"{out} is finished and kept as it is: --force records it anew")
     else:
         spent = trace.meta["recording_s"]
+        took = (
+            f"{spent['all'] / 60:.0f} minutes" if spent["plain"] is None
+            else f"{spent['all'] / spent['plain']:.2f} times plain decoding"
+        )  # fmt: skip
         note(
             f"recorded {trace.tokens} tokens of {len(trace.requests)} prompts into {out}; "
-            f"recording took {spent['all'] / spent['plain']:.2f} times plain decoding"
+            f"recording took {took}"
         )
     if answers := answers_to(trace, texts):
         note(f"the target {score(pair, trace, answers)}")

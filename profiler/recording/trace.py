@@ -19,6 +19,9 @@ draft(x) may be 0: x is then never proposed.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,8 +36,28 @@ from profiler.recording.sides import Sides
 from profiler.recording.tails import Tails
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import COLUMNS, MATCH, MISMATCH
+from traces.errors import DraftsimError
 
 Columns = dict[str, "np.ndarray[Any, Any]"]
+
+
+@dataclass
+class _Stream:
+    """One of several prompts that the target decodes together."""
+
+    index: int
+    """Its place among the prompts."""
+    prompt: Tensor
+    generator: torch.Generator
+    """Random numbers of this prompt alone: its draws do not depend on its neighbours."""
+    sides: Sides
+    output: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+    def take(self, logits: Tensor) -> None:
+        """Pick the next output token from `logits` (1, vocab) and keep both."""
+        self.logits.append(logits.clone())
+        self.output.append(self.sides.pick(logits))
 
 
 class Recorder:
@@ -44,7 +67,8 @@ class Recorder:
     ----------
     target, draft:
         Runners over a shared vocabulary.  Their caches need room for prompt, output and
-        tails: see `slots_needed`.
+        tails: see `slots_needed`.  `record_together` decodes as many prompts at once as the
+        target's cache has rows after the first.
     max_new_tokens, max_gamma:
         Output limit, and the longest draft that can be replayed.
     eos:
@@ -86,12 +110,79 @@ class Recorder:
         """
         check_prompt(int(prompt.shape[0]), self.max_new_tokens, self.target, self.draft)
         begin = time.perf_counter()
-        prompt, source = self.target.begin(prompt), prompt
-        output, target_logits = self._decode(prompt)
+        path, source = self.target.begin(prompt), prompt
+        output, target_logits = self._decode(path)
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)  # where no EOS is looked for, nothing has
         self.decode_s = time.perf_counter() - begin
         self.draft.begin(source)
+        return self._recorded(path, output, target_logits)
+
+    @torch.inference_mode()
+    def record_together(
+        self, prompts: Sequence[Tensor], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, Columns]]:
+        """Record several prompts, decoded together; yield (place in `prompts`, columns).
+
+        A pass over several sequences reads the weights once for all of them, which is most of
+        its time.  The columns are those of `record` up to rounding: a near-tie between two
+        tokens may go the other way (`near_ties` of a trace counts them).  Prompts that end
+        make room for the next ones.
+
+        ``prompts``: (tokens,) ids each; ``seeds``: one per prompt, for sampling.
+        Raises DraftsimError as `record`, or if the target's cache has one row.
+        """
+        size = self.target.cache.batch - 1
+        if size < 1:
+            raise DraftsimError("decoding together needs a target cache of at least 2 sequences")
+        for prompt in prompts:
+            check_prompt(int(prompt.shape[0]), self.max_new_tokens, self.target, self.draft)
+        waiting = deque(enumerate(zip(prompts, seeds, strict=True)))
+        streams: list[_Stream] = []
+        while waiting or streams:
+            while waiting and len(streams) < size:
+                index, (prompt, seed) = waiting.popleft()
+                generator = torch.Generator(prompt.device)
+                generator.manual_seed(seed)
+                sides = Sides(self.sampling, generator, self.eos)
+                streams.append(_Stream(index, prompt, generator, sides))
+                slots = torch.arange(prompt.shape[0], device=prompt.device)[None]
+                logits = self.target.forward_batch(
+                    prompt[None], slots, prompt.shape[0], first=len(streams), keep=1
+                )
+                streams[-1].take(logits[0])
+            if not any(self._is_done(stream) for stream in streams):
+                self._step_together(streams)
+            for place in [i for i, s in enumerate(streams) if self._is_done(s)][::-1]:
+                done = streams[place]
+                self.target.cache.copy_row(place + 1, 0)
+                last = streams.pop()
+                if last is not done:  # the last row moves into the gap
+                    self.target.cache.copy_row(len(streams) + 1, place + 1)
+                    streams[place] = last
+                if self.generator is not None:
+                    self.generator.set_state(done.generator.get_state())
+                output, logits = torch.cat(done.output), torch.cat(done.logits)
+                done.logits.clear()
+                yield done.index, self._recorded(done.prompt, output, logits)
+
+    def _step_together(self, streams: Sequence[_Stream]) -> None:
+        """Decode one more token of every stream in one pass of the target."""
+        at = [s.prompt.shape[0] + len(s.output) - 1 for s in streams]
+        tokens = torch.stack([s.output[-1] for s in streams])  # (streams, 1)
+        positions = torch.tensor(at, device=tokens.device)[:, None]
+        logits = self.target.forward_batch(tokens, positions, max(at) + 1, first=1, keep=1)
+        for stream, row in zip(streams, logits, strict=True):
+            stream.take(row)
+
+    def _is_done(self, stream: _Stream) -> bool:
+        """True if the stream has reached the limit or an end-of-sequence token."""
+        if len(stream.output) >= self.max_new_tokens:
+            return True
+        return bool(self.eos) and int(stream.output[-1]) in self.eos
+
+    def _recorded(self, prompt: Tensor, output: Tensor, target_logits: Tensor) -> Columns:
+        """Columns of an output whose path is in the first row of the target's cache."""
         count = output.shape[0]
         path = torch.cat([prompt, output[:-1]])
         draft_logits = self.draft.forward(path, 0, keep=count)  # (count, vocab)
