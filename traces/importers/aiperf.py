@@ -17,6 +17,7 @@ from typing import Any
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_DRAFTED, digits, shown, whole
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -83,8 +84,9 @@ def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     metrics = row.get("metrics")
     for name in ("usage_prompt_tokens", "input_sequence_length"):
         found = metrics.get(name) if isinstance(metrics, dict) else None
-        if isinstance(found, dict) and isinstance(found.get("value"), int | float):
-            return {"prompt_tokens": int(found["value"])}
+        value = found.get("value") if isinstance(found, dict) else None
+        if type(value) in (int, float):
+            return {"prompt_tokens": int(value) if value == value // 1 else value}
     return {}
 
 
@@ -109,9 +111,10 @@ def _without(row: Mapping[str, Any]) -> str:
 
 def _dense(at: str, histogram: Any) -> list[int]:
     """``{"0": 8, "2": 6}`` as a list by accepted drafts."""
-    if not isinstance(histogram, dict) or not all(
-        str(k).isdigit() and type(v) is int and v >= 0 for k, v in histogram.items()
-    ):
-        raise FileError(f"{at}: its histogram of accepted drafts holds no whole numbers")
-    counts = {int(k): v for k, v in histogram.items()}
+    name = "its histogram of accepted drafts"
+    if not isinstance(histogram, dict):
+        raise FileError(f"{at}: {name} is {shown(histogram)}, expected an object")
+    counts = {
+        digits(at, name, k, most=MOST_DRAFTED): whole(at, name, v) for k, v in histogram.items()
+    }
     return [counts.get(k, 0) for k in range(max(counts, default=0) + 1)]
