@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from traces.replay.lanes import replay_many
 from traces.store.files import read_latency
 from traces.store.measured import read_measured
 from traces.store.recordings import find_trace
+from traces.store.text import read_object
 
 MEDIAN_BOUND = 0.02
 """Largest median |error| of predictions made from latencies measured on the same device."""
@@ -70,7 +70,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     latency = read_latency(folder / "latency.parquet")
     found: dict[int, list[float]] = {}
     try:
-        units = json.loads(path.read_text()).get("forced", {}).get("units", {})
+        units = read_object(path, "unpack the recording again").get("forced", {}).get("units", {})
         for unit in units.values():
             for at in unit.get("anchors", ()):
                 tabled = latency.seconds(

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 from traces.store.parquet import write_file
 
@@ -136,8 +137,8 @@ def read_results(path: str | Path) -> Results:
         if not line:
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
+            value = parse_json(line)
+        except JSONError:
             if i == len(lines) - 1:
                 break  # killed while writing it
             raise FileError(
