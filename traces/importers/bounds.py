@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from reprlib import repr as shown
 from typing import Any
 
+from traces.acceptance.schema import MOST_DRAFTED as MOST_DRAFTED  # noqa: PLC0414
+from traces.acceptance.schema import MOST_TOKENS as MOST_TOKENS  # noqa: PLC0414
 from traces.errors import FileError
 
-MOST_DRAFTED = 4096
-"""Most tokens drafted in one round."""
-MOST_TOKENS = 10_000_000
-"""Most tokens of one prompt or output."""
 MOST_COUNT = 2**53
 """Largest count over many rounds: up to here a counter kept as a float is exact."""
 MOST_SECONDS = 1e9
