@@ -97,7 +97,8 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
     text = read_text(path)
     found = _whole(path, text)
     if found is None:
-        found = list(json_lines(path, text, "is it truncated? copy the file again"))
+        lines = json_lines(path, text, "is it truncated? copy the file again")
+        found = [(f"{path} line {number}", item) for number, item in lines]
     if not found:
         raise FileError(f"{path}: holds no rows: expected JSON or JSON Lines")
     for where, item in found:

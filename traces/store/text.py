@@ -71,8 +71,8 @@ def read_object(path: str | os.PathLike[str], remedy: str = AGAIN) -> dict[str, 
 
 def json_lines(
     path: str | os.PathLike[str], text: str | None = None, remedy: str = AGAIN
-) -> Iterator[tuple[str, Any]]:
-    """Yield ``FILE line N`` and the value of each line of JSON Lines; empty lines are left out.
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the value of each line of JSON Lines that is not empty.
 
     ``text`` is the file's text where it was read before.
 
@@ -84,11 +84,10 @@ def json_lines(
     lines = (read_text(path) if text is None else text).split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            where = f"{path} line {number}"
             try:
-                yield where, parse_json(line)
+                yield number, parse_json(line)
             except JSONError as error:
-                raise FileError(f"{where}: is not JSON ({error}): {remedy}") from None
+                raise FileError(f"{path} line {number}: is not JSON ({error}): {remedy}") from None
 
 
 def _bounded(file: IO[bytes], most: int) -> bytes | None:

@@ -69,7 +69,8 @@ def read_tests(file: Path, text: str) -> list[Test]:
 
 def _json(file: Path, text: str) -> Iterator[tuple[str, Any]]:
     if not text.lstrip().startswith("["):
-        yield from json_lines(file, text)
+        for number, row in json_lines(file, text):
+            yield f"{file} line {number}", row
         return
     try:
         rows = parse_json(text)

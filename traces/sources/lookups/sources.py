@@ -278,8 +278,10 @@ def proposed(proposal: Proposal) -> SourceToken:
 def read_corpus(path: str | Path) -> list[list[int]]:
     """Token sequences from a file of one JSON list of ids a line; DraftsimError naming the line."""
     sequences: list[list[int]] = []
-    for where, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
+    for number, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-            raise DraftsimError(f"{where}: is not a JSON list of token ids: write one a line")
+            raise DraftsimError(
+                f"{path} line {number}: is not a JSON list of token ids: write one a line"
+            )
         sequences.append(ids)
     return sequences
