@@ -55,7 +55,7 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
     except csv.Error as error:
         raise DraftsimError(f"{path} is not CSV: {error}") from None
     if len(set(names)) < len(names):
-        raise DraftsimError(f"{path}: names a column twice, of {', '.join(names)}")
+        raise DraftsimError(f"{path}: names a column twice, of {shown(names)}")
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
             raise DraftsimError(f"{path}, run {number}: has not as many values as the head names")
@@ -65,8 +65,8 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
 def _run(row: Any, where: str) -> ServerRun:
     if not isinstance(row, dict):
         raise DraftsimError(f"{where}: is {shown(row)}, expected an object")
-    if unknown := sorted(set(row) - set(COLUMNS)):
-        raise DraftsimError(f"{where}: unknown {unknown[0]!r}{choice(unknown[0], COLUMNS)}")
+    if unknown := sorted(set(map(str, row)) - set(COLUMNS)):
+        raise DraftsimError(f"{where}: unknown {shown(unknown[0])}{choice(unknown[0], COLUMNS)}")
     if missing := [name for name in COLUMNS[:3] if row.get(name) in (None, "")]:
         raise DraftsimError(f"{where}: has no {missing[0]}")
     positions = row.get(POSITIONS) or ()

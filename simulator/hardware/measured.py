@@ -69,8 +69,9 @@ def anchor_drift(folder: Path) -> dict[int, float]:
         return {}
     latency = read_latency(folder / "latency.parquet")
     found: dict[int, list[float]] = {}
+    document = read_object(path, "unpack the recording again")
     try:
-        units = read_object(path, "unpack the recording again").get("forced", {}).get("units", {})
+        units = document.get("forced", {}).get("units", {})
         for unit in units.values():
             for at in unit.get("anchors", ()):
                 tabled = latency.seconds(
@@ -78,7 +79,7 @@ def anchor_drift(folder: Path) -> dict[int, float]:
                     context=at["context"],
                 )  # fmt: skip
                 found.setdefault(at["batch"], []).append(at["median_s"] / float(tabled) - 1)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, DraftsimError) as error:
         raise DraftsimError(f"{path}: damaged ({error}): unpack the recording again") from None
     return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
 

@@ -17,7 +17,7 @@ from typing import Any
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_DRAFTED, digits, shown, whole
+from traces.importers.bounds import MOST_DRAFTED, digits, label, shown, whole
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -51,9 +51,9 @@ class AIPerf:
         left_out = [f"{at}: {_without(row)}" for at, row in rows if not row.get(RECORD)]
         meta = {
             "kind": self.name, "source": [file.name for file in files], "left_out": left_out,
-            "engine": sorted({str(record.get("engine")) for _, _, record in records}),
+            "engine": sorted({label(at, "engine", r.get("engine"), "?") for at, _, r in records}),
         }  # fmt: skip
-        if all(isinstance(record.get(name), list) for _, _, record in records for name in STEPS):
+        if all(record.get(name) is not None for _, _, record in records for name in STEPS):
             return _trace(records, meta)
         return pooled([_summary(at, record) for at, _, record in records], meta)
 
@@ -63,7 +63,7 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     for at, row, record in records:
         about = row.get("metadata")
         about = about if isinstance(about, dict) else {}
-        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(row)}
+        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}
         usage = {name: value for name, value in tokens.items() if value is not None}
         response = {"id": about.get("x_request_id"), "usage": usage}
         request, rounds = stepped_request(at, response, {}, record)
@@ -79,9 +79,11 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     return logged_trace(requests, match, {**meta, **lengths})
 
 
-def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens of the prompt, as far as AIPerf measured them."""
     metrics = row.get("metrics")
+    if metrics is not None and not isinstance(metrics, dict):
+        raise FileError(f"{at}: metrics is {shown(metrics)}, expected an object")
     for name in ("usage_prompt_tokens", "input_sequence_length"):
         found = metrics.get(name) if isinstance(metrics, dict) else None
         value = found.get("value") if isinstance(found, dict) else None

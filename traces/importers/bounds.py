@@ -55,6 +55,15 @@ def digits(where: str, name: str, text: str | None, least: int = 0, most: int = 
     return whole(where, name, int(given) if plain else text, least, most)
 
 
+def label(where: str, name: str, value: Any, default: str = "") -> str:
+    """Return an id or category as text, `default` where there is none; FileError for others."""
+    if value is None:
+        return default
+    if type(value) not in (str, int):
+        raise FileError(f"{where}: {name} is {shown(value)}, expected text or a number")
+    return str(value)
+
+
 def is_seconds(value: Any) -> bool:
     """Return whether `value` is a number of seconds above 0 and up to `MOST_SECONDS`."""
     return type(value) in (int, float) and 0 < value <= MOST_SECONDS

@@ -20,7 +20,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_DRAFTED, MOST_ID, wholes
+from traces.importers.bounds import MOST_DRAFTED, MOST_ID, label, wholes
 from traces.importers.rows import read_json_rows
 
 PREFIX = "acc_"
@@ -55,7 +55,8 @@ class ByStart:
                 tokens += output
                 requests.append(
                     Request(
-                        str(row.get("id", len(requests))), str(row.get("category", file.stem)),
+                        label(where, "id", row.get("id"), str(len(requests))),
+                        label(where, "category", row.get("category"), file.stem),
                         len(prompt), len(output), len(output), "length", prompt,
                     )
                 )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_TOKENS, is_seconds, shown
+from traces.importers.bounds import MOST_TOKENS, is_seconds, label, shown
 from traces.importers.rows import only_file, read_json_rows
 from traces.importers.totals import Totals
 
@@ -98,6 +98,7 @@ def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str,
 def _turns(file: Path) -> list[Turn]:
     turns = []
     for where, row in zip(*read_json_rows(file), strict=True):
+        question = label(where, "question_id", row.get("question_id"), "?")
         choices = row.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         lists = [choice.get(n) if isinstance(choice, dict) else None for n in _FIELDS]
@@ -113,7 +114,7 @@ def _turns(file: Path) -> list[Turn]:
                     f"wall_time={shown(wall)}: expected counts, at most {MOST_TOKENS:,}, and "
                     "seconds; use an unedited file"
                 )
-            turns.append(Turn((str(row.get("question_id", "?")), i), last + 1, tokens, float(wall)))
+            turns.append(Turn((question, i), last + 1, tokens, float(wall)))
     return turns
 
 

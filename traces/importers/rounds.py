@@ -42,7 +42,8 @@ class Rounds:
             raise FileError(f"{file}: lacks the column(s) {', '.join(sorted(missing))}")
         if unknown := sorted(set(names) - set(COLUMNS)):
             raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)}: expected {', '.join(COLUMNS)}"
+                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected "
+                f"{', '.join(COLUMNS)}"
             )
         reader.fieldnames = names
         groups: dict[str, list[LoggedRound]] = {}

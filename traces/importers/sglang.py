@@ -82,7 +82,8 @@ def _accepted(at: str, info: Mapping[str, Any]) -> int:
 
 def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
     """Rounds by accepted drafts; empty where it is not there."""
-    values: Any = next((info[name] for name in HISTOGRAMS if info.get(name)), [])
+    told = (info[name] for name in HISTOGRAMS if info.get(name) is not None)
+    values: Any = next(told, [])
     wholes(at, "its histogram of accepted drafts", values)
     whole(at, "the length of its histogram", len(values), most=MOST_DRAFTED + 1)
     if values and sum(values) != info["spec_verify_ct"]:

@@ -24,7 +24,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, wholes
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
 from traces.importers.rows import LoggedTurn, logged_trace, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
 
@@ -219,13 +219,14 @@ def _read(file: str | os.PathLike[str]) -> _Log:
     models: dict[str, None] = {}
     left_out: list[str] = []
     for where, row in zip(*read_json_rows(file), strict=True):
-        question = str(row.get("question_id", "?"))
+        question = label(where, "question_id", row.get("question_id"), "?")
         at = f"{where}, question {question}"
         choices = row.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict):
             raise FileError(f"{at}: has no choices[0]: expected a Spec-Bench result file")
-        models[str(row.get("model_id", ""))] = None
+        models[label(at, "model_id", row.get("model_id"))] = None
+        category = label(at, "category", row.get("category"))
         steps, tokens, lengths = (
             wholes(at, name, choice.get(name), *span) for name, span in _LISTS.items()
         )
@@ -244,7 +245,7 @@ def _read(file: str | os.PathLike[str]) -> _Log:
             )
         begin = 0
         for i, count in enumerate(steps):
-            name, category = f"{at}, turn {i + 1}", str(row.get("category", ""))
+            name = f"{at}, turn {i + 1}"
             mine = lengths[begin : begin + count]
             begin += count
             # Spec-Bench writes this in place of the text where generation failed, beside the

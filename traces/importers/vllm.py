@@ -19,7 +19,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, whole, wholes
+from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, shown, whole, wholes
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -195,17 +195,24 @@ def stepped_request(
     # Without the request's own limit, one that caps no draft that was made.
     limit = tokens if limited else tokens + max(drafted, default=0) + 1
     request = Request(
-        id=str(outer.get("id") or outer.get("request_id") or at), prompt_length=prompt,
-        category=str(outer.get("category") or ""), tokens=tokens, max_new_tokens=limit, ended=ended,
+        id=_name(at, outer), prompt_length=prompt,
+        category=label(at, "category", outer.get("category")), tokens=tokens,
+        max_new_tokens=limit, ended=ended,
     )  # fmt: skip
     rounds = [LoggedRound(a, n) for n, a in zip(drafted, accepted, strict=True)]
     return request, rounds
 
 
+def _name(at: str, outer: Mapping[str, Any]) -> str:
+    given = next((n for n in ("id", "request_id") if outer.get(n) not in (None, "")), "id")
+    return label(at, given, outer.get(given), at) or at
+
+
 def _usage(at: str, outer: Mapping[str, Any], emitted: int, last: int) -> tuple[int, int]:
     """Output and prompt tokens."""
-    usage = outer.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
+    usage = outer.get("usage") or {}
+    if not isinstance(usage, dict):
+        raise FileError(f"{at}: usage is {shown(usage)}, expected an object")
     tokens, prompt = usage.get("completion_tokens", emitted), usage.get("prompt_tokens", 0)
     for name, value in (("completion_tokens", tokens), ("prompt_tokens", prompt)):
         whole(at, f"usage.{name}", value, most=MOST_TOKENS)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from policies.rules.registry import RULES
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
 from traces.errors import DraftsimError, FileError
@@ -148,6 +149,9 @@ def read_rounds(path: PathLike) -> RoundLog:
     requests = requests_of(path, header)
     for name in ("policy", "source", "verify"):
         check(path, name, header.get(name), isinstance(header.get(name), str), "text")
+    rule = RULES.get(header["verify"].partition(":")[0])
+    if rule is not None and not rule.lossless and "mismatched" not in columns:
+        raise file_error(path, f"lacks the column 'mismatched', which {header['verify']} has")
     fidelity, drafter = header.get("fidelity"), header.get("drafter", "draft")
     check(path, "fidelity", fidelity, fidelity in get_args(Fidelity), ", ".join(get_args(Fidelity)))
     check(path, "drafter", drafter, isinstance(drafter, str), "text")
@@ -172,6 +176,10 @@ def _check_rounds(
     request = own["request"]
     named = (request >= 0) & (request < len(requests))
     check_rows(path, {f"0 <= request < {len(requests)}": named})
+    decoded = np.bincount(request, minlength=len(requests)) > 0
+    for i in np.flatnonzero(~decoded).tolist():
+        if requests[i].tokens > 1:
+            raise file_error(path, f"holds no round of request {i}, of {requests[i].tokens} tokens")
     prompt = np.array([r.prompt_length for r in requests], dtype=np.int64)[request]
     tokens = np.array([r.tokens for r in requests], dtype=np.int64)[request]
     position, emitted = own["position"], own["emitted"]
@@ -186,6 +194,9 @@ def _check_rounds(
             "1 <= emitted": emitted >= 1,
             "position + emitted <= the request's tokens": position + emitted <= tokens,
             "position + emitted = the next round's position": follows,
+            "position + emitted = the request's tokens in its last round": (
+                same | (position + emitted == tokens)
+            ),
             f"0 <= accepted <= drafted <= {MOST_DRAFTED}": (
                 (own["accepted"] >= 0)
                 & (own["accepted"] <= own["drafted"])

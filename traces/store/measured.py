@@ -68,7 +68,7 @@ def read_measured(path: str | os.PathLike[str]) -> MeasuredRuns:
     check_rows(
         path,
         {
-            f"{low} <= {name} <= {MOST}": _within(times[name].to_numpy(float), low)
+            f"{low} <= {name} <= {MOST}": _within(times, name, low)
             for name, low in least.items()
             if name in times
         },
@@ -89,9 +89,11 @@ _KINDS: Mapping[str, Callable[[pa.DataType], bool]] = {
 }
 
 
-def _within(values: npt.NDArray[np.float64], low: float) -> npt.NDArray[np.bool_]:
+def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]:
     """Whether values are in range; what was not watched is NaN."""
-    return np.isnan(values) | ((values >= low) & (values <= MOST))
+    values = times[name].to_numpy(float)
+    unwatched = np.isnan(values) & (name in OFF_COLUMNS)
+    return np.asarray(unwatched | ((values >= low) & (values <= MOST)))
 
 
 def _check_whole(path: str | os.PathLike[str], times: pd.DataFrame) -> None:

@@ -44,7 +44,7 @@ class Latency:
         if unknown := sorted(set(names) - {*NEEDED, *DEFAULTS}):
             expected = ", ".join((*NEEDED, *DEFAULTS))
             raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)}: expected {expected}"
+                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected {expected}"
             )
         reader.fieldnames = names
         cells: list[list[object]] = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, shown, whole
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, label, shown, whole
 from traces.store.text import json_lines
 
 NORMAL_IQR = 0.6744897501960817
@@ -87,7 +87,11 @@ def _from_record(at: str, row: Any) -> Test:
     depth = _count(at, row, "n_depth") if row.get("n_depth") is not None else 0
     mean = _number(at, row, "avg_ns")
     samples = row.get("samples_ns")
-    if isinstance(samples, list) and samples:
+    # CSV has them in a cell, as text.
+    in_csv = isinstance(row.get("avg_ns"), str) and isinstance(samples, str)
+    if not (samples is None or in_csv or isinstance(samples, list)):
+        raise FileError(f"{at}: samples_ns is {shown(samples)}, expected a list")
+    if samples and isinstance(samples, list):
         each = [_number(at, {"samples_ns": sample}, "samples_ns") for sample in samples]
         low, high = np.percentile(each, [25, 75])
         spread, repeats = float(high - low) / 2, len(samples)
@@ -96,11 +100,17 @@ def _from_record(at: str, row: Any) -> Test:
     if prompt + generated < 1 or mean <= 0:
         raise FileError(f"{at}: {prompt} and {generated} tokens in {mean:g} ns are no test")
     return Test(
-        at, str(row.get("model_filename") or row.get("model_type")),
+        at, _model(at, row),
         _number(at, row, "model_size") if row.get("model_size") else 0.0,
         prompt, generated, depth, mean / 1e9, spread / 1e9, repeats,
         str(row.get("gpu_info") or row.get("cpu_info") or "not said"), _settings(row.items()),
     )  # fmt: skip
+
+
+def _model(at: str, row: Mapping[str, Any]) -> str:
+    names = ("model_filename", "model_type")
+    given = next((name for name in names if row.get(name) not in (None, "")), names[1])
+    return label(at, given, row.get(given), "?")
 
 
 def _markdown(file: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
