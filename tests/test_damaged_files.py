@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
+from policies.lengths.basic import Fixed
 from policies.registry import describe, parse_policy
 from policies.rules.memory import OnlineCorrectionMemory
 from profiler.prompts import read_prompts
@@ -52,7 +53,9 @@ from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.files import write_recordings
 from traces.sources.lookups.sources import read_corpus
-from traces.store.files import write_latency, write_trace
+from traces.sources.registry import parse_source
+from traces.sources.replay import replay_source
+from traces.store.files import read_rounds, write_latency, write_rounds, write_trace
 from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns, write_measured
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder
@@ -66,7 +69,10 @@ MEMORY = 2 * 2**30
 CPU_S = 20
 """Seconds of processor time that end a reader that does not."""
 
-UNNAMED = ("latency table has no", "past what was recorded", "made counts, and no trace")
+UNNAMED = (
+    "latency table has no", "past what was recorded", "made counts, and no trace",
+    "which this trace does not hold",
+)  # fmt: skip
 """Refusals that are about an object as a whole, and so need not name its file."""
 
 CONST = ("--latency", "const:target=0.0143,draft=0.00176", "--resamples", 1)
@@ -108,16 +114,17 @@ def said(*arguments: object) -> Callable[[Path], Any]:
     return answer
 
 
-def imported(form: str) -> Callable[[Path], Any]:
-    """What an import of a format prints and writes."""
-    makes_rows = form in ("specbench", "vllm", "rounds", "by-start", "aiperf", "latency")
-    out = "{}/imported.parquet" if makes_rows or form == "llama-bench" else "{}/imported.json"
+def imported(log: str) -> Reader:
+    """What an import of one of `LOGS` prints and writes."""
+    form = log.partition(" ")[0]
+    counts = form in ("sglang", "tensorrt-llm", "llamacpp", "prometheus", "eagle") or log != form
+    out = f"imported.{'json' if counts else 'parquet'}"
 
     def answer(place: Path) -> Any:
-        printed = said("import", form, f"{{}}/log-{form}", "--json", "-", "--out", out)(place)
-        return printed, Path(out.replace("{}", str(place))).read_bytes()
+        command = ("import", form, f"{{}}/log {log}", "--json", "-", "--out", f"{{}}/{out}")
+        return said(*command)(place), (place / out).read_bytes()
 
-    return answer
+    return Reader(f"log {log}", answer, free=FREE_IN_LOGS.get(form, ""))
 
 
 def simulated(*more: object) -> Callable[[Path], Any]:
@@ -138,10 +145,32 @@ def results(place: Path) -> Any:
     return kept, read_results(place / "serve.jsonl")
 
 
+SGLANG_SCRAPE = """sglang:spec_verify_calls_total{m="a"} 40.0
+sglang:generation_tokens_total{m="a"} 130.0
+sglang:num_requests_total{m="a"} 3.0
+sglang:spec_num_steps{m="a"} 4.0
+"""
+TENSORRT_SCRAPE = """trtllm_spec_decode_drafted_tokens_total{token_position="0"} 50.0
+trtllm_spec_decode_drafted_tokens_total{token_position="1"} 50.0
+trtllm_spec_decode_accepted_tokens_total{token_position="0"} 30.0
+trtllm_spec_decode_accepted_tokens_total{token_position="1"} 20.0
+"""
+_STEPS = ("per_step_drafted", "per_step_accepted")
+_AIPERF = logs.AIPERF["spec_decode_acceptance"]
+LOGS: Mapping[str, Any] = {
+    **{form: logs.example(form) for form in IMPORTERS},
+    "vllm in summary": logs.SUMMARY,
+    "aiperf in summary": {
+        **logs.AIPERF,
+        "spec_decode_acceptance": {k: v for k, v in _AIPERF.items() if k not in _STEPS},
+    },
+    "prometheus of SGLang": SGLANG_SCRAPE, "prometheus of TensorRT-LLM": TENSORRT_SCRAPE,
+}  # fmt: skip
+"""A log of every format; a name's first word is the format's."""
 FREE_IN_LOGS = {
     "specbench": "question_id|category", "vllm": "^id", "by-start": "^id", "aiperf": "request_id",
     "eagle": "question_id",
-    "llama-bench": "model_|type|cpu|gpu|flash|batch|layers|threads|build|backend",
+    "llama-bench": "_ns|model_|type|cpu|gpu|flash|batch|layers|threads|build|backend",
 }  # fmt: skip
 """Names and numbers of a log that may be any."""
 
@@ -150,36 +179,36 @@ READERS: Mapping[str, Reader] = {
         "plain/trace.parquet",
         said("simulate", "--trace", "{}/plain/trace.parquet", *CONST, "--json", "-", "--policy",
              "gammatune", "--policy", "confidence", "--policy", "oracle"),
-        True, r"header\.meta|draft_|target_|overlap",
+        True,
     ),
     "latency": Reader(
         "plain/latency.parquet",
         said("simulate", "--trace", "{}/plain/trace.parquet", "--latency",
              "{}/plain/latency.parquet", *CONST[2:], "--policy", "fixed:gamma=2", "--json", "-"),
-        True, r"header\.meta",
+        True,
     ),
     "starts": Reader(
-        "starts-medusa.parquet", simulated("--source", "medusa", "--policy", "fixed:gamma=2"), True,
-        r"header\.meta",
+        "starts-medusa.parquet", simulated("--source", "medusa", "--policy", "fixed:gamma=2"), True
     ),
     "exits": Reader(
         "exits.parquet",
         simulated("--source", "early-exit:omega=0.3,tau=0.5,depth=0.5", "--policy",
                   "fixed:gamma=2"),
-        True, r"header\.meta",
+        True,
     ),
     "trees": Reader(
         "trees-eagle2.eagle.parquet",
         said("simulate", "--trace", "{}", *CONST, "--source", "eagle2:model=eagle", "--policy",
              "fixed:gamma=2", "--json", "-"),
-        True, r"header\.meta",
+        True,
     ),
     "rounds": Reader(
         f"rounds/{LOSSY}.parquet",
         said("simulate", "--rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
              "--resamples", 1, "--json", "-"),
-        True, r"header\.(policy|verify|source|requests.*(id|category))",
+        True,
     ),
+    "rounds of calls": Reader("calls.parquet", lambda p: _rounds(p / "calls.parquet"), True),
     "outputs": Reader(
         f"rounds/{LOSSY}.json",
         said("simulate", "--rounds", f"{{}}/rounds/{LOSSY}.parquet", "--trace", "bundled",
@@ -187,11 +216,10 @@ READERS: Mapping[str, Reader] = {
         True,
     ),
     "measured": Reader(
-        "suite/measured.parquet", lambda place: check_recording(place / "suite").to_csv(), True,
-        r"header\.meta|off_s|repeated",
+        "suite/measured.parquet", lambda place: check_recording(place / "suite").to_csv(), True
     ),
     "provenance": Reader(
-        "suite/provenance.json", lambda place: anchor_drift(place / "suite"), free="units|forced"
+        "suite/provenance.json", lambda place: anchor_drift(place / "suite")
     ),
     "run.json": Reader(f"run/{NAME}", lambda place: read_run(place / "run")),
     "results": Reader("serve.jsonl", results, free="."),
@@ -211,16 +239,18 @@ READERS: Mapping[str, Reader] = {
     "corpus": Reader("corpus.jsonl", lambda place: read_corpus(place / "corpus.jsonl")),
     "elsewhere": Reader("plain/elsewhere.json", lambda place: trace_folder(place / "plain")),
     "memory": Reader("memory.npz", lambda place: _memory(place / "memory.npz")),
-    **{
-        f"import {form}": Reader(f"log-{form}", imported(form), free=FREE_IN_LOGS.get(form, "$"))
-        for form in IMPORTERS
-    },
+    **{f"import {log}": imported(log) for log in LOGS},
 }  # fmt: skip
 
 
 def _settings(path: Path) -> Any:
     engine, policy = read_settings(path)
     return engine, describe(policy)  # type: ignore[arg-type]
+
+
+def _rounds(path: Path) -> Any:
+    log = read_rounds(path)
+    return log.rounds.tolist(), None if log.calls is None else log.calls.tolist(), log.requests
 
 
 def _memory(path: Path) -> Any:
@@ -253,7 +283,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "plain" / "elsewhere.json").write_text(json.dumps({"trace": "plain"}))
     outputs = random_outputs(3)
     write_trace(outputs, folder / "trace.parquet")
-    write_recordings(random_recordings(outputs, 3, missing=0.0), folder)
+    recordings = random_recordings(outputs, 3, missing=0.0)
+    write_recordings(recordings, folder)
+    log = replay_source(outputs, parse_source("medusa"), Fixed(2), recordings=recordings)
+    write_rounds(log, folder / "calls.parquet")
     for suffix in (".parquet", ".json"):
         (folder / "rounds" / f"{LOSSY}{suffix}").write_bytes(
             (BUNDLED_ROUNDS / f"{LOSSY}{suffix}").read_bytes()
@@ -281,7 +314,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompts.jsonl": '{"id": "a", "category": "c", "prompt": "One?", "answer": "1"}\n'
         '{"question_id": 7, "turns": ["Two?"], "reference": ["#### 2"]}\n{"text": "Three?"}\n',
         "corpus.jsonl": "[1, 2, 3]\n[4, 5]\n",
-        **{f"log-{form}": logs.example(form) for form in IMPORTERS},
+        **{f"log {log}": content for log, content in LOGS.items()},
     }
     for name, content_of in texts.items():
         logs.written(folder, content_of, name)
@@ -552,9 +585,9 @@ def damaged(rng: random.Random, name: str, content: bytes, sealed: bool, scratch
         return in_bytes(rng, content, sealed)
     if content.startswith(b"PAR1"):
         return in_parquet(rng, content, scratch)
-    if name.endswith((".csv", "-rounds", "-latency")):
+    if name.endswith((".csv", " rounds", " latency")):
         return in_csv(rng, content)
-    if name.endswith("-prometheus"):
+    if "prometheus" in name:
         return in_numbers(rng, content)
     if name.endswith(".npz"):
         return in_bytes(rng, content, sealed)
@@ -566,7 +599,11 @@ def damaged(rng: random.Random, name: str, content: bytes, sealed: bool, scratch
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """End this process's reader where it takes too much memory or processor time."""
+    """End this process's reader where it takes too much memory or processor time.
+
+    Nothing waits for the disk: thousands of small files are written.
+    """
+    os.fsync = lambda fd: None  # in a process of its own
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
