@@ -25,6 +25,7 @@ from commands.common.inputs import (
 from commands.common.output import note, placed
 from commands.common.ranking import rank
 from commands.common.working import working
+from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
@@ -107,5 +108,9 @@ def measured_file(run: str) -> Path | None:
     for folder in (FOLDER / run, Path(run)):
         if (trace_folder(folder) / "trace.parquet").is_file():
             file = folder / "measured.parquet"
-            return file if file.is_file() else None
+            if not (file.exists() or file.is_symlink()):
+                return None
+            if not file.is_file():
+                raise DraftsimError(f"{file}: is no regular file: remove it, or copy it again")
+            return file
     return None

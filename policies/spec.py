@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from policies.json_text import JSONError, parse_json
+
 
 class Spec(NamedTuple):
     """A text form taken apart."""
@@ -112,9 +114,9 @@ def _value(where: str, annotation: Any, text: str) -> Any:
         raise ValueError(f"{where}{choice(text, options)}")
     if text.startswith(("[", "{")):
         try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not a JSON list or object ({error.msg})") from None
+            return parse_json(text)
+        except JSONError as error:
+            raise ValueError(f"{where}: not a JSON list or object ({error})") from None
     for kind, meaning in ((int, "an integer"), (float, "a number")):
         if kind in kinds:
             try:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Protocol, TypeVar
 
 from traces.errors import DraftsimError
 from traces.replay.exact_match import reference_number
+from traces.store.text import json_lines, read_text
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,30 @@ def read_prompts(
     category, so that none is left out.  Raises DraftsimError naming file and line.
     """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DraftsimError(f"cannot read prompts from {path}: {error}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompts.append(
-            _prompt(line, f"{path}:{number}", number)
-            if path.suffix in (".jsonl", ".json")
-            else Prompt(str(number), "all", line)
-        )
+    text = read_text(path)
+    prompts: dict[int, Prompt] = {}
+    if path.suffix in (".jsonl", ".json"):
+        for number, row in json_lines(path, text, "write one JSON object a line"):
+            prompts[number] = _prompt(row, f"{path} line {number}", number)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                prompts[number] = Prompt(str(number), "all", line)
     if not prompts:
         raise DraftsimError(f"{path} holds no prompts: give one JSON object or one text a line")
-    return chosen_of(prompts, str(path), limit, categories)
+    _check_ids(path, prompts)
+    return chosen_of(prompts.values(), str(path), limit, categories)
+
+
+def _check_ids(path: Path, prompts: Mapping[int, Prompt]) -> None:
+    """DraftsimError if two prompts, by their lines, have the same id: results are filed by it."""
+    lines: dict[str, int] = {}
+    for number, prompt in prompts.items():
+        if (before := lines.setdefault(prompt.id, number)) != number:
+            raise DraftsimError(
+                f"{path} line {number}: has the id {shown(prompt.id)} of line {before}: give each "
+                "prompt an id of its own, or none"
+            )
 
 
 def chosen_of(
@@ -86,20 +95,22 @@ def chosen_of(
     return [group[i] for i in depth for group in groups.values() if i < len(group)][:limit]
 
 
-def _prompt(line: str, where: str, number: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DraftsimError(f"{where} is not JSON: {error}") from None
+def _prompt(row: Any, where: str, number: int) -> Prompt:
     if not isinstance(row, dict):
         raise DraftsimError(f"{where} is not a JSON object")
-    text = row.get("prompt") or row.get("text") or (row.get("turns") or [None])[0]
+    turns = row.get("turns")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    text = row.get("prompt") or row.get("text") or first
     if not isinstance(text, str) or not text:
         raise DraftsimError(f"{where} has no text under 'prompt', 'text' or 'turns'")
     name = row.get("id", row.get("question_id", number))
+    category = row.get("category", "all")
+    for key, value in (("id", name), ("category", category)):
+        if type(value) not in (str, int):
+            raise DraftsimError(f"{where}: {key!r} is {shown(value)}, expected text or a number")
     answers = [_answer(row, key, where) for key in ("reference", "answer")]
     answer = next((found for found in answers if found is not None), None)
-    return Prompt(str(name), str(row.get("category", "all")), text, answer)
+    return Prompt(str(name), str(category), text, answer)
 
 
 def _answer(row: dict[str, Any], key: str, where: str) -> str | None:

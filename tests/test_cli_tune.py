@@ -156,7 +156,7 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot read"),
+        (None, "no such file"),
         ("{", "is not JSON"),
         ("[1]", "holds a list, expected an object"),
         ('{"temperature": 1}', "expected num_speculative_tokens_per_batch_size"),

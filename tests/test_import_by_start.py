@@ -117,7 +117,7 @@ def test_simulate_takes_it(run: Run, file: Path, tmp_path: Path) -> None:
 def test_bad_files_are_named(file: Path) -> None:
     for change, message in (
         ({}, "holds accepted lengths of eagle, ngram: name one with --drafter"),
-        ({"acc_eagle": {"acc_len": [0]}}, "no list of lengths of 1 or more"),
+        ({"acc_eagle": {"acc_len": [0]}}, "acc_eagle is no list of whole numbers >= 1"),
         ({"generated_token_ids": [1]}, "40 accepted lengths and 1 output tokens"),
         ({"prompt_token_ids": None}, "has no prompt_token_ids"),
     ):

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from commands.validate import spot_check
+from profiler.prompts import read_prompts
 from profiler.recording.folder import HOLDER, claimed, only_writer
-from profiler.recording.run import RunInfo, read_run
+from profiler.recording.run import NAME, RunInfo, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
 from tests.forked import forked
 from traces.acceptance.trace import Trace
@@ -52,6 +54,82 @@ def test_a_mixed_folder_is_refused_by_name(folder: Path, run: Run) -> None:
     # What was meant can still be named by its file.
     files = ("--trace", folder / "trace.parquet", "--latency", folder / "latency.parquet")
     assert run("simulate", *files, "--policy", "fixed:gamma=2", "--json", "-").code == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"run_id": "another"}, "is of another run than"),
+        ({"run_id": None}, "is of another run than"),
+        ({"threads": 3}, "their threads is 3 and"),
+        ({"dtype": "float16"}, "their dtype is 'float16' and 'float32'"),
+        ({"target": -1}, "is damaged: target is -1"),
+        ({"device": True}, "is damaged: device is True"),
+        ({"threads": 10**11}, "is damaged: threads is 100000000000"),
+        ({"model": "x"}, "is damaged: model is 'x'"),
+    ],
+)
+def test_a_damaged_run_file_is_named_before_any_work(
+    folder: Path, changed: dict[str, object], message: str
+) -> None:
+    fields = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**fields, **changed}))
+    with pytest.raises(DraftsimError, match=message):
+        read_run(folder)
+
+
+def _with_trace(folder: Path, trace: Trace) -> None:
+    write_trace(trace, folder / "trace.parquet")
+
+
+def test_validate_leaves_out_what_was_not_recorded_and_says_so(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with --max-gamma 2: its defaults and transformers' own schedules draft more."""
+    trace = read_trace(folder / "trace.parquet")
+    short = {name: values[trace.columns["offset"] < 2] for name, values in trace.columns.items()}
+    _with_trace(folder, Trace(short, trace.requests, 2, trace.meta))
+    notes: list[str] = []
+    monkeypatch.setattr(spot_check, "note", notes.append)
+    monkeypatch.setattr(spot_check, "ARMS", ("fixed:gamma=2", "fixed:gamma=4"))
+    ran = run("validate", "--run", folder, "--repeats", 1, "--limit", 1, "--json", "-")
+    assert {row["policy"] for row in ran.rows} >= {"autoregressive", "fixed:gamma=2"}
+    assert "left out: fixed:gamma=4; drafts of up to 2 were recorded" in notes
+    assert any("transformers' own generation, heuristic schedule" in note for note in notes)
+
+
+@pytest.mark.parametrize("more", [(), ("--batch", "1"), ("--verify", "lossy-global")])
+def test_requests_of_one_id_are_refused_before_decoding(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    trace = read_trace(folder / "trace.parquet")
+    same = [replace(request, id="same") for request in trace.requests]
+    _with_trace(folder, Trace(trace.columns, same, trace.max_gamma, trace.meta))
+    monkeypatch.setattr(RunInfo, "load", lambda self: pytest.fail("the pair was loaded"))
+    ran = run("validate", "--run", folder, *more)
+    assert ran.code == 2
+    assert "'same', and measured times are filed by them" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"id": "same", "prompt": "a"}', "", '{"id": "same", "prompt": "b"}'],
+         r"line 3: has the id 'same' of line 1"),
+        (['{"id": 2, "prompt": "a"}', '{"prompt": "b"}'], "line 2: has the id '2' of line 1"),
+        (['{"turns": 5}'], "has no text under"), (['{"turns": {}}'], "has no text under"),
+        (['{"prompt": "a", "id": []}'], r"'id' is \[\], expected text or a number"),
+        (["[" * 100_000], "nested deeper than 64 levels"),
+        (['{"prompt": "a", "answer": ' + "9" * 5000 + "}"], "a number of 5000 digits"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_told_apart_or_read(
+    tmp_path: Path, lines: list[str], message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines))
+    with pytest.raises(DraftsimError, match=message):
+        read_prompts(file)
 
 
 def test_an_older_recording_is_given_the_signals_it_lacks(folder: Path, run: Run) -> None:

@@ -125,7 +125,7 @@ def test_what_pays_is_found() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"spec-draft-n-max": 0}, "whole number >= 1"),
+        ({"spec-draft-n-max": 0}, "whole number, 1 to"),
         ({"spec-draft-n-min": 6}, "0 to 5"),
         ({"spec-draft-p-min": 1.5}, "expected a probability"),
         ({"spec-draft-p-min": "0.5"}, "expected a number"),

@@ -38,7 +38,7 @@ def batch_check(
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
     """
     from commands.serve.policies import load_serving_policies
-    from commands.validate.spot_check import spread_over_categories
+    from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
     from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
     from profiler.profile import progress_bar
     from profiler.recording.run import read_run
@@ -49,11 +49,12 @@ def batch_check(
 
     info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
+    check_ids(trace)
     batches = batch_sizes("--batch", batch)
     _check_measured(latency, batches)
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
-    names = list(policy or BATCH_ARMS)
+    names = list(policy or as_recorded(BATCH_ARMS, trace))
     if "autoregressive" not in names:
         names.insert(0, "autoregressive")
     policies = load_serving_policies(names, trace, latency, "static")

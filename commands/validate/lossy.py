@@ -38,7 +38,7 @@ def lossy_check(
     second over the first, less 1) and ``speedup_bias`` (the same of the predicted
     speedups), and the fields of `traces.store.outputs.Quality`.
     """
-    from commands.validate.spot_check import spread_over_categories
+    from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
     from profiler.checks.outputs import real_run
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
@@ -54,15 +54,19 @@ def lossy_check(
     greedy = read_trace(run / "trace.parquet")
     trace = read_trace(run / "sampled.parquet") if sampled else greedy
     latency = read_latency(run / "latency.parquet")
+    check_ids(greedy)
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
     rule = load_rule(verify, trace, memory)
     if rule is None or rule.lossless:
         raise DraftsimError(f"--verify {verify} is lossless: leave it out, its replay is exact")
-    chosen = [c for c in load_policies(policy or list(LOSSY_ARMS), trace) if c[0] != PLAIN]
+    named = load_policies(policy or as_recorded(LOSSY_ARMS, trace), trace)
+    chosen = [c for c in named if c[0] != PLAIN]
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)
+    for log in replayed:
+        price(log, latency)  # a table that cannot price it is refused before any work
     pair = info.load()
     with progress_bar() as progress:
         task = progress.add_task(

@@ -68,7 +68,7 @@ def source_check(
     from commands.profile.source_modules import modules_of
     from commands.profile.trees import load_trees
     from commands.validate.remeasure import Remeasured, seconds_of
-    from commands.validate.spot_check import REMEDY, spread_over_categories
+    from commands.validate.spot_check import REMEDY, check_ids, spread_over_categories
     from profiler.checks import interleaved as checks
     from profiler.checks.outputs import output_of
     from profiler.checks.spot_check import rounds_differ
@@ -86,6 +86,7 @@ def source_check(
 
     info = read_run(run, trust_remote_code)
     trace, latency = read_trace(run / "trace.parquet"), read_latency(run / "latency.parquet")
+    check_ids(trace)
     recordings = find_recordings(str(run), trace)
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
     every = arms(trace, recordings, chosen, policy, source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from commands.common.inputs import load_policies, replay_all, say_left_out
 from commands.common.output import note
 from commands.common.quiet import say_machine, with_machine
 from commands.common.ranking import is_unfitted, named
+from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -76,9 +79,10 @@ def spot_check(
     info = read_run(run, trust_remote_code)
     trace = read_trace(run / ("sampled.parquet" if sampled else "trace.parquet"))
     latency = read_latency(run / "latency.parquet")
+    check_ids(trace)
     if limit is not None:
         trace = trace.select(spread_over_categories(trace, limit))
-    chosen = named(load_policies(policy or list(ARMS), trace))
+    chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace))
     if not policy:
         lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
         say_left_out(lacking, trace.signals)
@@ -88,6 +92,8 @@ def spot_check(
     if "autoregressive" not in dict(chosen):
         chosen = load_policies(["autoregressive"], trace) + chosen
     replayed = {log.policy: log for log in replay_all(trace, chosen)}
+    greedy = assisted and not forced and trace.temperature == 0
+    others = _assisted_logs(trace) if greedy else {}
     pair = info.load()
     total = repeats * len(trace.requests) * len(chosen)
     logs = list(replayed.values())
@@ -121,24 +127,57 @@ def spot_check(
                 ]
                 # With encoder-decoders transformers 5.23 drafts otherwise than the draft model
                 # would.
-                if assisted and not forced and not is_seq2seq(pair.target):
-                    others = _assisted_rows(pair, trace, progress)
-                    rows = pd.concat([rows, others], ignore_index=True)
+                if others and not is_seq2seq(pair.target):
+                    assisted_rows = _assisted_rows(pair, trace, others, progress)
+                    rows = pd.concat([rows, assisted_rows], ignore_index=True)
         say_machine(latency, measured.machine, None if remeasure else REMEDY)
         meta = {**pair.meta, "machine": measured.machine}
         write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
     return rows
 
 
-def _assisted_rows(pair: Pair, trace: Trace, progress: Any) -> pd.DataFrame:
+def check_ids(trace: Trace) -> None:
+    """Raise DraftsimError if two requests have the same id: measured times are filed by it."""
+    times = Counter(request.id for request in trace.requests)
+    if again := [name for name, count in times.items() if count > 1]:
+        raise DraftsimError(
+            f"the trace has {len(again)} ids more than once, as {again[0]!r}, and measured times "
+            "are filed by them: record prompts with ids of their own"
+        )
+
+
+def as_recorded(texts: Sequence[str], trace: Trace) -> list[str]:
+    """Return those of the default arms `texts` whose fixed length the trace was recorded for."""
+    longest = trace.max_gamma or 0
+    fixed = {text: text.removeprefix("fixed:gamma=") for text in texts}
+    beyond = [t for t, gamma in fixed.items() if gamma.isdigit() and int(gamma) > longest]
+    if beyond:
+        note(f"left out: {', '.join(beyond)}; drafts of up to {longest} were recorded")
+    return [text for text in texts if text not in beyond]
+
+
+def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
+    """The replay of each of transformers' schedules, as far as their drafts were recorded."""
+    logs = {}
+    for schedule, (text, _) in ASSISTED.items():
+        try:
+            logs[schedule] = replay_all(trace, load_policies([text], trace), first=0)[0]
+        except (TailError, SignalError) as error:
+            note(f"left out: transformers' own generation, {schedule} schedule: {error}")
+    return logs
+
+
+def _assisted_rows(
+    pair: Pair, trace: Trace, logs: Mapping[str, RoundLog], progress: Any
+) -> pd.DataFrame:
     """transformers' assisted generation: its target passes against the replayed rounds."""
     import torch
 
     from profiler.checks.assisted import assisted_generation
 
     rows = []
-    for schedule, (text, settings) in ASSISTED.items():
-        log: RoundLog = replay_all(trace, load_policies([text], trace), first=0)[0]
+    for schedule, log in logs.items():
+        settings = ASSISTED[schedule][1]
         expected = log.per_request([1] * len(log))
         task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
         seconds, differ = 0.0, 0

@@ -6,6 +6,7 @@ import copy
 import heapq
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,15 @@ class OnlineCorrectionMemory:
                 capacity, table = int(stored["capacity"]), stored["table"]
         except FileNotFoundError:
             raise ValueError(f"{path}: no such correction memory: calibrate one first") from None
-        except (OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, ValueError) as error:
+        except (
+            OSError,
+            EOFError,
+            KeyError,
+            TypeError,
+            zipfile.BadZipFile,
+            ValueError,
+            zlib.error,
+        ) as error:
             if "calibrate it again" in str(error):
                 raise
             raise ValueError(

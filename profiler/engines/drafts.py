@@ -19,6 +19,7 @@ from traces.sources.lookups.sources import LookupSource, Served, proposed
 from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
 from traces.store.parquet import write_atomically
+from traces.store.text import read_object
 
 NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
 """What vLLM makes of a caller's name: a number behind, and of one sent to a server more."""
@@ -133,7 +134,7 @@ class Forced(DraftSource):
     def read(cls, path: Path) -> Forced:
         """What `write` wrote.  Raises FileError if that cannot be read."""
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            kept = read_object(path)
             texts = {int(i): text for i, text in kept["texts"].items()}
             return cls(read_trace(path.with_suffix(".parquet")), texts, int(kept["vocabulary"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
 from policies.spec import parse_spec
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
@@ -19,6 +19,7 @@ from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookups.sources import LookupSource
 from traces.sources.registry import parse_source
+from traces.store.text import read_json
 
 VARIABLE = "DRAFTSIM_PROPOSER"
 """Environment variable that holds the setup as JSON, or the name of a file that does."""
@@ -91,10 +92,8 @@ def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
             f'{VARIABLE} is not set: give it {{"policy": "gammatune", "source": "pld"}}, or a file'
         )
     try:
-        given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        given = parse_json(text) if text.lstrip().startswith("{") else read_json(text)
         return given["policy"], given["source"]
-    except OSError as error:
-        raise DraftsimError(f"{VARIABLE}: cannot read {text}: {error.strerror}") from None
     except (KeyError, TypeError) as error:
         raise DraftsimError(f"{VARIABLE}: expected policy and source, missing {error}") from None
     except ValueError as error:

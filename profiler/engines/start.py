@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from profiler.engines.proposer import Proposer
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
+from traces.store.text import read_object
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,7 @@ class EngineOptions:
 
 def _is_eagle3(folder: Path) -> bool:
     """Whether a drafter's ``config.json`` is of EAGLE-3, whose vocabulary is its own."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DraftsimError(f"{folder} holds no drafter with a config.json: {error}") from None
+    config = read_object(folder / "config.json", "name the folder of a drafter")
     return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
 
 

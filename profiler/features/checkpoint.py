@@ -9,7 +9,6 @@ as ``model.mtp_layers.*`` among the target's own weights.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from profiler.features.eagle3 import Eagle3
 from profiler.features.mtp import Mtp
 from profiler.features.target import default_depths
 from traces.errors import DraftsimError
+from traces.store.text import read_object
 
 Weights = dict[str, Tensor]
 
@@ -65,16 +65,7 @@ def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DraftsimError(
-            f"cannot read {path} ({error}): name the folder of a drafter, with its config.json"
-        ) from None
-    if not isinstance(found, dict):
-        raise DraftsimError(f"{path} holds no settings: name the folder of a drafter")
-    return found
+    return read_object(folder / "config.json", "name the folder of a drafter, with its config.json")
 
 
 def _weights(folder: Path) -> Weights:

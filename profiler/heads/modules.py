@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from policies.json_text import parse_json
 from profiler.models.loading import fingerprint
 from traces.errors import DraftsimError
 
@@ -141,7 +142,7 @@ def load_module(path: Path, target: Any, factory: type[nn.Module]) -> Any:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-        settings = json.loads(header["settings"])
+        settings = parse_json(header["settings"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DraftsimError(
             f"cannot load trained heads from {path}: {error}: train them again"

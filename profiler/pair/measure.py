@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from profiler.pair.models import load
 from profiler.pair.prompts import continue_greedily, unique_4gram_share
 from profiler.pair.text import load_documents
 from profiler.pair.training import Stream
+from traces.store.text import json_lines
 
 
 @torch.inference_mode()
@@ -37,10 +37,10 @@ def step_seconds(model: LlamaForCausalLM, prompt: Sequence[int], steps: int = 10
 def measure_pair(out: Path) -> None:
     """Prints the figures of CARD.md as Markdown: agreement and repetition, held-out loss, times."""
     target, draft, tokenizer = load(out)
-    lines = (out / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = [row for _, row in json_lines(out / "prompts.jsonl")]
     table: dict[str, list[tuple[float, ...]]] = {}
     prompt: list[int] = []
-    for row in track([json.loads(line) for line in lines], description="measuring   "):
+    for row in track(lines, description="measuring   "):
         prompt = tokenizer.encode(row["prompt"])
         new = continue_greedily(target, prompt)
         path = torch.tensor([prompt + new[:-1]])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.json_text import parse_json
 from traces.errors import DraftsimError
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -58,7 +59,7 @@ class Checkpoint:
     def get_json(self, name: str) -> Any:
         """The value kept under `name` by `put_json`, or None."""
         kept = self.get(name)
-        return None if kept is None else json.loads(kept["json"].tobytes())
+        return None if kept is None else parse_json(kept["json"].tobytes())
 
     def put_json(self, name: str, value: Any) -> None:
         """Keep `value`, of what JSON has words for and numpy's numbers, as `put` does."""

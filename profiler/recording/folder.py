@@ -17,6 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from policies.json_text import parse_json
 from profiler.recording.run import NAME, RunInfo, read_run, write_run
 from traces.errors import DraftsimError
 from traces.store.parquet import write_atomically
@@ -76,7 +77,7 @@ def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
 
 def _holder(folder: Path) -> str:
     try:
-        about = json.loads((folder / HOLDER).read_text())
+        about = parse_json((folder / HOLDER).read_text())
         return f"process {about['pid']} on {about['host']} since {about['since']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process"

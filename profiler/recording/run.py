@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from reprlib import repr as shown
+from typing import TYPE_CHECKING, Any
 
 from profiler.smollm2 import places
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, FileError
+from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
-from traces.store.parquet import write_atomically
+from traces.store.parquet import read_meta, write_atomically
+from traces.store.text import read_object
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -89,19 +93,58 @@ def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
 
     Raises DraftsimError if it is no run folder, or its files are of several runs.
     """
-    try:
-        fields = json.loads((folder / NAME).read_text())
-        if TRUST in fields:
-            raise TypeError(f"it may not say {TRUST}")
-        info = RunInfo(**fields, trust_remote_code=trust_remote_code)
-    except OSError:
+    path = folder / NAME
+    if not path.exists():
         raise DraftsimError(
             f"{folder} is not a run folder (it has no {NAME}): "
             "make one with `draftsim profile --out`"
-        ) from None
-    except (json.JSONDecodeError, TypeError) as error:
-        raise DraftsimError(
-            f"{folder / NAME} is damaged ({error}): profile the pair again"
-        ) from None
+        )
+    info = RunInfo(**_fields(path), trust_remote_code=trust_remote_code)
     check_folder(folder)
+    _check_recordings(folder, info)
     return info
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """The fields of `RunInfo` in a run's own file; FileError naming the one that is damaged."""
+    found = read_object(path, AGAIN)
+    if TRUST in found:
+        raise FileError(f"{path} may not say {TRUST}: {AGAIN}")
+    for name in [*_FIELDS, *found]:
+        value = found.get(name)
+        if name not in _FIELDS or not _FIELDS[name](value):
+            raise FileError(f"{path} is damaged: {name} is {shown(value)}: {AGAIN}")
+    return found
+
+
+def _check_recordings(folder: Path, info: RunInfo) -> None:
+    """FileError if a recording in the folder says that it is of another run than `info`."""
+    own = {RUN_ID: info.run_id, "dtype": info.dtype, "threads": info.threads}
+    for name in ("trace", "sampled", "latency"):
+        path = folder / f"{name}.parquet"
+        meta = read_meta(path) if path.is_file() else {}
+        for field_of, value in own.items():
+            other = meta.get(field_of)
+            # Precision and threads may be left to the device.
+            unsaid = value is None and field_of != RUN_ID
+            if other is not None and other != value and not unsaid:
+                raise FileError(
+                    f"{folder / NAME} is of another run than {path}: their {field_of} is {value!r} "
+                    f"and {other!r}: {AGAIN}"
+                )
+
+
+AGAIN = "copy it again, or profile the pair again"
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("target", "draft", "device"), _name),
+    "dtype": lambda value: value in (None, "float32", "bfloat16", "float16"),
+    "threads": lambda value: value is None or is_whole(value, 1, 4096),
+    RUN_ID: lambda value: value is None or _name(value),
+}
+"""What is checked of each field of a run's own file."""

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from policies.json_text import parse_json
 from profiler.features import Eagle, Eagle3, FeatureDrafter, layer_config, write_drafter
 from profiler.smollm2.draft import ProjectedDraft, draft_config, draft_model
 
@@ -49,7 +50,7 @@ def store_drafter(drafter: FeatureDrafter, path: Path) -> None:
 def read_stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The settings and weights of a drafter as the project holds them."""
     with safe_open(path, "pt") as file:
-        settings = json.loads(file.metadata()["settings"])
+        settings = parse_json(file.metadata()["settings"])
         return settings, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 

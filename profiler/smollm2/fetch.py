@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from policies.json_text import parse_json
 from profiler.smollm2.places import DRAFTERS, NAME, STORED, folder
 from traces.errors import DraftsimError
 
@@ -127,7 +128,7 @@ def digest(path: Path) -> str:
 
 def _made_from(path: Path) -> str | None:
     try:
-        found = json.loads((path / MARKER).read_text())["sha256"]
+        found = parse_json((path / MARKER).read_text())["sha256"]
     except (OSError, ValueError, KeyError):
         return None
     return str(found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.json_text import parse_json
 from profiler.recording.checkpoint import Checkpoint
 from profiler.suite.account import Account
 from profiler.suite.environment import Workplace
@@ -37,7 +38,7 @@ class Ledger:
     def _read(self, name: str) -> Unit:
         kept = self._kept.get(name)
         assert kept is not None
-        unit: Unit = json.loads(str(kept["unit"]))
+        unit: Unit = parse_json(str(kept["unit"]))
         return unit
 
     def get(self, name: str) -> Unit | None:
@@ -80,14 +81,14 @@ def earlier_units(
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_text())
         named: Collection[str] = [name for name in document["units"] if not again(name)]
         meta = document["meta"]
     except (ValueError, KeyError, TypeError) as error:
         raise DraftsimError(f"{path} is damaged ({error}): use another --out") from None
     if not named:
         return {}
-    own = json.loads(json.dumps(place.meta()))
+    own = parse_json(json.dumps(place.meta()))
     if other := sorted(k for k in {*own, *meta} if own.get(k) != meta.get(k)):
         raise DraftsimError(
             f"{path} holds figures measured with another {', '.join(other)}: one --out holds one "

@@ -17,6 +17,7 @@ from traces.store.files import read_latency, read_trace, write_latency, write_tr
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.parquet import write_atomically
 from traces.store.recordings import ELSEWHERE, SAMPLED
+from traces.store.text import read_object
 
 STAGES = {
     "latency": ("latency.parquet", None, None),
@@ -44,7 +45,7 @@ def unpack(out: Path, into: Path) -> list[Path]:
         If there is nothing of the suite in `out`, or a file is damaged.
     """
     found = [
-        (stage, folder, json.loads((folder / f"{stage}.json").read_text()))
+        (stage, folder, read_object(folder / f"{stage}.json"))
         for folder in (out, *sorted(p for p in out.glob("*") if p.is_dir()))
         for stage in STAGES if (folder / f"{stage}.json").is_file()
     ]  # fmt: skip
@@ -166,7 +167,7 @@ def _folder(into: Path, device: str, pair: str, mode: str, made: dict[str, Path]
 def _provenance(place: Path, stage: str, results: dict[str, Any], unit: str) -> None:
     """Add a stage's account of the unit to ``provenance.json``."""
     path = place / "provenance.json"
-    kept = json.loads(path.read_text()) if path.is_file() else {}
+    kept = read_object(path) if path.is_file() else {}
     units = results.get("units", {})
     own = {name: value for name, value in units.items() if name.startswith(unit)}
     shared = {k: v for k, v in results.items() if k != "units"}

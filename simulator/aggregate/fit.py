@@ -85,6 +85,8 @@ def calibrate(
         return plain
     best = min(tried, key=_squares)
     freedom = len(runs) - len(best.intervals)
+    if noise is None and not _squares(best):
+        return plain  # the runs say nothing of chance
     if noise is None:
         ratio = (_squares(plain) - _squares(best)) / (_squares(best) / freedom)
         doubt = float(f.sf(ratio, 1, freedom))

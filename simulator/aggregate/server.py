@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from simulator.aggregate.acceptance import TwoState
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
@@ -47,6 +49,15 @@ class ServerRun:
             raise DraftsimError(
                 f"batch {self.batch}, k {self.k}, context {self.context:g}, tokens_per_s "
                 f"{self.tokens_per_s:g}: expected at least 1, 0, 0 and more than 0"
+            )
+        if self.k > MOST_DRAFTED or not self.context <= MOST_TOKENS:
+            raise DraftsimError(
+                f"k {self.k}, context {self.context:g}: expected at most {MOST_DRAFTED} and "
+                f"{MOST_TOKENS}"
+            )
+        if not all(0 <= b <= a for a, b in pairwise((1.0, *self.accepted))):
+            raise DraftsimError(
+                f"acceptance {self.accepted}: expected chances from 1 to 0 that do not rise"
             )
         if self.accepted and len(self.accepted) != self.k:
             raise DraftsimError(

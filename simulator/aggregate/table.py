@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import pandas as pd
 
+from policies.spec import choice
 from simulator.aggregate.fit import Calibration
 from simulator.aggregate.server import ServerRun
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.text import json_lines, read_text
 
 POSITIONS = "acceptance"
+COLUMNS = ("batch", "k", "tokens_per_s", "context", "emitted", POSITIONS)
+MOST = 1e9
+"""Largest number of a run; no server comes near it, and fits of larger ones overflow."""
 
 
 def read_runs(path: Path) -> list[ServerRun]:
@@ -31,37 +37,67 @@ def read_runs(path: Path) -> list[ServerRun]:
     DraftsimError
         Naming file and line of what is wrong.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".jsonl":
-            rows: list[Mapping[str, Any]] = [json.loads(x) for x in text.splitlines() if x.strip()]
-        else:
-            lines = [line for line in text.splitlines() if line.strip() and line[0] != "#"]
-            rows = list(csv.DictReader(lines))
-    except (OSError, ValueError) as error:
-        raise DraftsimError(f"cannot read the runs in {path}: {error}") from None
+    text = read_text(path)
+    if path.suffix == ".jsonl":
+        rows: list[Any] = [row for _, row in json_lines(path, text)]
+    else:
+        rows = _csv_rows(path, text)
     if not rows:
         raise DraftsimError(f"{path} holds no runs: a head batch,k,tokens_per_s, and a run a line")
     return [_run(row, f"{path}, run {number}") for number, row in enumerate(rows, 1)]
 
 
-def _run(row: Mapping[str, Any], where: str) -> ServerRun:
-    if missing := [name for name in ("batch", "k", "tokens_per_s") if row.get(name) in (None, "")]:
-        raise DraftsimError(f"{where}: has no {missing[0]}")
+def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
+    lines = [line for line in text.split("\n") if line.strip() and line[0] != "#"]
+    reader = csv.DictReader(lines, skipinitialspace=True)
     try:
-        positions = row.get(POSITIONS) or ()
-        if isinstance(positions, str):
-            positions = [float(part) for part in positions.split()]
-        emitted = row.get("emitted")
+        names, rows = list(reader.fieldnames or ()), list(reader)
+    except csv.Error as error:
+        raise DraftsimError(f"{path} is not CSV: {error}") from None
+    if len(set(names)) < len(names):
+        raise DraftsimError(f"{path}: names a column twice, of {shown(names)}")
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise DraftsimError(f"{path}, run {number}: has not as many values as the head names")
+    return rows
+
+
+def _run(row: Any, where: str) -> ServerRun:
+    if not isinstance(row, dict):
+        raise DraftsimError(f"{where}: is {shown(row)}, expected an object")
+    if unknown := sorted(set(map(str, row)) - set(COLUMNS)):
+        raise DraftsimError(f"{where}: unknown {shown(unknown[0])}{choice(unknown[0], COLUMNS)}")
+    if missing := [name for name in COLUMNS[:3] if row.get(name) in (None, "")]:
+        raise DraftsimError(f"{where}: has no {missing[0]}")
+    positions = row.get(POSITIONS) or ()
+    if isinstance(positions, str):
+        positions = positions.split()
+    if not isinstance(positions, list | tuple):
+        positions = [positions]
+    given = {name: row[name] for name in COLUMNS[:5] if row.get(name) not in (None, "")}
+    found = {name: _number(where, name, value) for name, value in given.items()}
+    for name in ("batch", "k"):
+        if not found[name].is_integer():
+            raise DraftsimError(f"{where}: {name} is {found[name]:g}, expected a whole number")
+    try:
         return ServerRun(
-            int(row["batch"]), int(row["k"]), float(row["tokens_per_s"]),
-            float(row.get("context") or 0), None if emitted in (None, "") else float(emitted),
-            tuple(map(float, positions)),
+            int(found["batch"]), int(found["k"]), found["tokens_per_s"], found.get("context", 0.0),
+            found.get("emitted"), tuple(_number(where, POSITIONS, value) for value in positions),
         )  # fmt: skip
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
-    except (TypeError, ValueError) as error:
-        raise DraftsimError(f"{where}: {error}: expected numbers") from None
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= MOST:
+        raise DraftsimError(
+            f"{where}: {name} is {shown(value)}, expected numbers of at most {MOST:g}"
+        )
+    return number
 
 
 def latency_table(found: Calibration, runs: Sequence[ServerRun]) -> LatencyTable:

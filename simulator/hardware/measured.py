@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,10 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
 from traces.store.files import read_latency
+from traces.store.header import is_number, is_whole
 from traces.store.measured import read_measured
 from traces.store.recordings import find_trace
+from traces.store.text import read_object
 
 MEDIAN_BOUND = 0.02
 """Largest median |error| of predictions made from latencies measured on the same device."""
@@ -69,16 +70,20 @@ def anchor_drift(folder: Path) -> dict[int, float]:
         return {}
     latency = read_latency(folder / "latency.parquet")
     found: dict[int, list[float]] = {}
+    document = read_object(path, "unpack the recording again")
     try:
-        units = json.loads(path.read_text()).get("forced", {}).get("units", {})
+        units = document.get("forced", {}).get("units", {})
         for unit in units.values():
             for at in unit.get("anchors", ()):
+                sizes = all(is_whole(at[name]) for name in ("batch", "width", "context"))
+                if not (sizes and is_number(at["median_s"]) and at["median_s"] > 0):
+                    raise ValueError(f"an anchor is {at}")
                 tabled = latency.seconds(
                     at["model"], "forward", batch=at["batch"], new_tokens=at["width"],
                     context=at["context"],
                 )  # fmt: skip
                 found.setdefault(at["batch"], []).append(at["median_s"] / float(tabled) - 1)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, DraftsimError) as error:
         raise DraftsimError(f"{path}: damaged ({error}): unpack the recording again") from None
     return {batch: float(np.median(ratios)) for batch, ratios in found.items()}
 

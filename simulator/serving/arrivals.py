@@ -26,6 +26,8 @@ from traces.errors import DraftsimError, FileError
 FILE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 LONGEST = 10_000_000
 """Tokens of a prompt or an output that a file may ask for; more is taken for a mistake."""
+MOST_S = 1e9
+"""Seconds that a file may span, some thirty years; more is taken for a mistake."""
 AT_ONCE = 4096
 """Rows of a file that are given sequences together."""
 
@@ -263,17 +265,18 @@ def _read_file(
         seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
     lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
     checks = [
-        ~np.isfinite(seconds) | (seconds < 0),
+        ~np.isfinite(seconds) | (seconds < 0) | (seconds - seconds[0] > MOST_S),
         *(~((v >= 1) & (v <= LONGEST)) | (v % 1 != 0) for v in lengths),
     ]
     for name, bad in zip(FILE_COLUMNS, checks, strict=True):
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             whole = f"a whole number, 1 to {LONGEST}"
-            want = "a date or seconds >= 0" if name == "TIMESTAMP" else whole
+            dated = f"a date or seconds >= 0, at most {MOST_S:g} s after the first"
+            want = dated if name == "TIMESTAMP" else whole
             value = frame[name].iloc[row]
             raise FileError(
-                f"arrivals file {path}, row {row + 1}: {name} is {value}, expected {want}"
+                f"arrivals file {path}, row {row + 1}: {name} is {str(value)[:40]}, expected {want}"
             )
     if (back := np.flatnonzero(np.diff(seconds) < 0)).size:
         raise FileError(

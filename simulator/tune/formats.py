@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from reprlib import repr as shown
 from typing import Any, NoReturn
 
+from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError
 
 CONTEXT_END = 2**31 - 1
@@ -51,8 +53,8 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     """
     name = "num_speculative_tokens_per_batch_size"
     most = document.get("num_speculative_tokens")
-    if not _whole(most, 1):
-        _fail("num_speculative_tokens", most, "expected a whole number >= 1")
+    if not _whole(most, 1, MOST_DRAFTED):
+        _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
     table = document.get(name)
     if not isinstance(table, list) or not table:
         _fail(name, table, "expected a list of rows [lo, hi, K]")
@@ -62,8 +64,8 @@ def check_vllm(document: Mapping[str, Any]) -> None:
             _fail(name, row, "expected [lo, hi, K] or [lo, hi, context_lo, context_hi, K]")
         widths.add(len(row))
         for low, high in [row[:2]] + ([row[2:4]] if len(row) == 5 else []):
-            if not (_whole(low, 1) and _whole(high, 1)):
-                _fail(name, row, "its ranges must be whole numbers >= 1")
+            if not (_whole(low, 1, CONTEXT_END) and _whole(high, 1, CONTEXT_END)):
+                _fail(name, row, f"its ranges must be whole numbers, 1 to {CONTEXT_END}")
             if low > high:
                 _fail(name, row, f"the range {low}..{high} is empty")
         if not _whole(row[-1], 0) or row[-1] > most:
@@ -99,7 +101,7 @@ def check_sglang(document: Mapping[str, Any]) -> None:
     SettingsError
         Naming the slot and the rule.
     """
-    slots = {key: value for key, value in document.items() if str(key).isdigit()}
+    slots = {key: value for key, value in document.items() if is_batch(key)}
     if not slots:
         _fail("config", sorted(document), 'expected a slot such as {"1": {"candidate_steps": [1]}}')
     if "1" not in slots:
@@ -115,8 +117,12 @@ def check_sglang(document: Mapping[str, Any]) -> None:
         if not place:
             continue
         steps = settings.get("candidate_steps")
-        if not isinstance(steps, list) or not steps or not all(_whole(s, 0) for s in steps):
-            _fail(f"{place}candidate_steps", steps, "expected a list of whole numbers >= 0")
+        sound = isinstance(steps, list) and all(_whole(s, 0, MOST_DRAFTED) for s in steps)
+        if not sound or not steps:
+            _fail(
+                f"{place}candidate_steps", steps,
+                f"expected a list of whole numbers, 0 to {MOST_DRAFTED}",
+            )  # fmt: skip
         if steps != sorted(set(steps)):
             _fail(f"{place}candidate_steps", steps, "expected them to rise, each once")
 
@@ -149,8 +155,8 @@ def check_huggingface(document: Mapping[str, Any]) -> None:
     keys = HF_KEYS
     if set(document) != set(keys):
         _fail("keys", sorted(document), f"expected {', '.join(keys)}")
-    if not _whole(document[keys[0]], 1):
-        _fail(keys[0], document[keys[0]], "expected a whole number >= 1")
+    if not _whole(document[keys[0]], 1, MOST_DRAFTED):
+        _fail(keys[0], document[keys[0]], f"expected a whole number, 1 to {MOST_DRAFTED}")
     if document[keys[1]] not in SCHEDULES:
         _fail(keys[1], document[keys[1]], f"expected one of {', '.join(SCHEDULES)}")
     _probability(keys[2], document[keys[2]])
@@ -167,8 +173,8 @@ def check_llamacpp(document: Mapping[str, Any]) -> None:
     most, least, threshold = LLAMACPP_KEYS
     if set(document) != set(LLAMACPP_KEYS):
         _fail("keys", sorted(document), f"expected {', '.join(LLAMACPP_KEYS)}")
-    if not _whole(document[most], 1):
-        _fail(most, document[most], "expected a whole number >= 1")
+    if not _whole(document[most], 1, MOST_DRAFTED):
+        _fail(most, document[most], f"expected a whole number, 1 to {MOST_DRAFTED}")
     if not _whole(document[least], 0) or document[least] > document[most]:
         _fail(least, document[least], f"expected a whole number, 0 to {document[most]}")
     _probability(threshold, document[threshold])
@@ -202,9 +208,14 @@ def _probability(key: str, value: Any) -> None:
         _fail(key, value, "expected a probability, 0 to 1; 0 switches the test off")
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_batch(key: object) -> bool:
+    """Return whether a key of SGLang's file is a batch size in digits."""
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 9
+
+
+def _whole(value: object, least: int, most: int = CONTEXT_END) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _fail(where: str, value: Sequence[Any] | object, rule: str) -> NoReturn:
-    raise SettingsError(f"{where} is {value!r}: {rule}")
+    raise SettingsError(f"{where} is {shown(value)}: {rule}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from policies.batch.base import BatchPolicy
@@ -13,10 +11,10 @@ from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
-from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, SettingsError, check_settings
+from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, SettingsError, check_settings, is_batch
 from simulator.tune.huggingface import Setting
 from simulator.tune.llamacpp import LlamaCppSetting
-from traces.errors import FileError
+from traces.store.text import read_json
 
 
 def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | BatchPolicy]:
@@ -32,12 +30,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | Batc
     SettingsError
         If no engine's keys are in it, or the engine would refuse them.
     """
-    try:
-        document = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise FileError(f"{path} is not JSON: {error}") from None
+    document = read_json(path, "name a file that `draftsim tune` wrote")
     if document is None:
         return "off", Autoregressive()
     if not isinstance(document, dict):
@@ -60,7 +53,7 @@ def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy
         mine = {key: document[key] for key in LLAMACPP_KEYS if key in document}
         check_settings("llamacpp", mine)
         return "llamacpp", LlamaCppSetting(*(mine[key] for key in LLAMACPP_KEYS)).policy()
-    if any(key.isdigit() for key in document):
+    if any(is_batch(key) for key in document):
         check_settings("sglang", document)
         return "sglang", SGLangAdaptive(document)
     raise SettingsError(

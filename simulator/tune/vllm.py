@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.batch.tables import BatchTable
+from policies.json_text import parse_json
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.forks import results_of
 from simulator.tune.choice import (
@@ -137,7 +138,7 @@ def tune_vllm(
 
     @cache
     def together(ranges: str) -> Floats:
-        policy = BatchTable(json.loads(ranges))
+        policy = BatchTable(parse_json(ranges))
         each = served_each(trace, latency, [(policy, load) for load in loads])
         return np.array(results_of(each, trace.tokens * len(each)))
 

@@ -183,6 +183,9 @@ def _check_values(columns: Mapping[str, Array]) -> None:
     match, offset = columns["match"], columns["offset"]
     if not np.isin(match, (MATCH, MISMATCH, UNKNOWN)).all():
         raise DraftsimError("trace column 'match' holds values other than 1, 0 and -1")
+    for name in ("token", "draft_token", "target_token", "target_draft_rank"):
+        if name in columns and (columns[name] < -1).any():
+            raise DraftsimError(f"trace column {name!r} holds values below -1")
     undrafted = columns["draft_token"] < 0 if "draft_token" in columns else np.False_
     for name, values in columns.items():
         if values.dtype.kind != "f":

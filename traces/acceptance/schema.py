@@ -13,6 +13,11 @@ Array = npt.NDArray[Any]
 
 MATCH, MISMATCH, UNKNOWN = 1, 0, -1
 
+MOST_DRAFTED = 4096
+"""Most tokens drafted in one round, in any file that is read."""
+MOST_TOKENS = 10_000_000
+"""Most tokens of one prompt or output, in any file that is read."""
+
 COLUMNS: dict[str, tuple[str, str]] = {
     "request": ("int32", "row of the request table"),
     "position": ("int32", "output position t, 0 = first generated token"),

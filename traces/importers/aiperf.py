@@ -17,6 +17,7 @@ from typing import Any
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_DRAFTED, digits, label, shown, whole
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -50,9 +51,9 @@ class AIPerf:
         left_out = [f"{at}: {_without(row)}" for at, row in rows if not row.get(RECORD)]
         meta = {
             "kind": self.name, "source": [file.name for file in files], "left_out": left_out,
-            "engine": sorted({str(record.get("engine")) for _, _, record in records}),
+            "engine": sorted({label(at, "engine", r.get("engine"), "?") for at, _, r in records}),
         }  # fmt: skip
-        if all(isinstance(record.get(name), list) for _, _, record in records for name in STEPS):
+        if all(record.get(name) is not None for _, _, record in records for name in STEPS):
             return _trace(records, meta)
         return pooled([_summary(at, record) for at, _, record in records], meta)
 
@@ -62,7 +63,7 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     for at, row, record in records:
         about = row.get("metadata")
         about = about if isinstance(about, dict) else {}
-        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(row)}
+        tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}
         usage = {name: value for name, value in tokens.items() if value is not None}
         response = {"id": about.get("x_request_id"), "usage": usage}
         request, rounds = stepped_request(at, response, {}, record)
@@ -78,13 +79,16 @@ def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     return logged_trace(requests, match, {**meta, **lengths})
 
 
-def _prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens of the prompt, as far as AIPerf measured them."""
     metrics = row.get("metrics")
+    if metrics is not None and not isinstance(metrics, dict):
+        raise FileError(f"{at}: metrics is {shown(metrics)}, expected an object")
     for name in ("usage_prompt_tokens", "input_sequence_length"):
         found = metrics.get(name) if isinstance(metrics, dict) else None
-        if isinstance(found, dict) and isinstance(found.get("value"), int | float):
-            return {"prompt_tokens": int(found["value"])}
+        value = found.get("value") if isinstance(found, dict) else None
+        if type(value) in (int, float):
+            return {"prompt_tokens": int(value) if value == value // 1 else value}
     return {}
 
 
@@ -109,9 +113,10 @@ def _without(row: Mapping[str, Any]) -> str:
 
 def _dense(at: str, histogram: Any) -> list[int]:
     """``{"0": 8, "2": 6}`` as a list by accepted drafts."""
-    if not isinstance(histogram, dict) or not all(
-        str(k).isdigit() and type(v) is int and v >= 0 for k, v in histogram.items()
-    ):
-        raise FileError(f"{at}: its histogram of accepted drafts holds no whole numbers")
-    counts = {int(k): v for k, v in histogram.items()}
+    name = "its histogram of accepted drafts"
+    if not isinstance(histogram, dict):
+        raise FileError(f"{at}: {name} is {shown(histogram)}, expected an object")
+    counts = {
+        digits(at, name, k, most=MOST_DRAFTED): whole(at, name, v) for k, v in histogram.items()
+    }
     return [counts.get(k, 0) for k in range(max(counts, default=0) + 1)]

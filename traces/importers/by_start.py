@@ -20,6 +20,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_DRAFTED, MOST_ID, label, wholes
 from traces.importers.rows import read_json_rows
 
 PREFIX = "acc_"
@@ -54,7 +55,8 @@ class ByStart:
                 tokens += output
                 requests.append(
                     Request(
-                        str(row.get("id", len(requests))), str(row.get("category", file.stem)),
+                        label(where, "id", row.get("id"), str(len(requests))),
+                        label(where, "category", row.get("category"), file.stem),
                         len(prompt), len(output), len(output), "length", prompt,
                     )
                 )  # fmt: skip
@@ -93,13 +95,12 @@ def _lengths(where: str, row: dict[str, Any], drafter: str | None) -> tuple[str,
     if drafter not in found:
         raise FileError(f"{where}: has no accepted lengths of {drafter!r} (there are: {have})")
     entry = found[drafter]
-    if not isinstance(entry, list) or not entry or not all(type(n) is int and n > 0 for n in entry):
-        raise FileError(f"{where}: {PREFIX}{drafter} holds no list of lengths of 1 or more")
+    if not wholes(where, f"{PREFIX}{drafter}", entry, 1, MOST_DRAFTED + 1):
+        raise FileError(f"{where}: {PREFIX}{drafter} holds no accepted length")
     return drafter, np.array(entry, dtype=np.int64)
 
 
 def _ids(where: str, row: dict[str, Any], name: str) -> list[int]:
-    ids = row.get(name)
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    if row.get(name) is None:
         raise FileError(f"{where}: has no {name}: expected a list of token ids")
-    return ids
+    return wholes(where, name, row[name], most=MOST_ID)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_TOKENS, is_seconds, label, shown
 from traces.importers.rows import only_file, read_json_rows
 from traces.importers.totals import Totals
 
@@ -97,6 +98,7 @@ def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str,
 def _turns(file: Path) -> list[Turn]:
     turns = []
     for where, row in zip(*read_json_rows(file), strict=True):
+        question = label(where, "question_id", row.get("question_id"), "?")
         choices = row.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         lists = [choice.get(n) if isinstance(choice, dict) else None for n in _FIELDS]
@@ -105,13 +107,14 @@ def _turns(file: Path) -> list[Turn]:
         if len({len(values) for values in lists if values is not None}) != 1:
             raise FileError(f"{where}: its lists differ in length: use an unedited file")
         for i, (last, tokens, wall) in enumerate(zip(*(v or [] for v in lists), strict=True), 1):
-            sound = type(last) is type(tokens) is int and last >= 0 and tokens >= 0
-            if not (sound and isinstance(wall, int | float) and wall > 0):
+            counts = all(type(n) is int and 0 <= n <= MOST_TOKENS for n in (last, tokens))
+            if not (counts and is_seconds(wall)):
                 raise FileError(
-                    f"{where}, turn {i}: idxs={last!r}, new_tokens={tokens!r}, wall_time={wall!r}: "
-                    "expected counts and seconds; use an unedited file"
+                    f"{where}, turn {i}: idxs={shown(last)}, new_tokens={shown(tokens)}, "
+                    f"wall_time={shown(wall)}: expected counts, at most {MOST_TOKENS:,}, and "
+                    "seconds; use an unedited file"
                 )
-            turns.append(Turn((str(row.get("question_id", "?")), i), last + 1, tokens, float(wall)))
+            turns.append(Turn((question, i), last + 1, tokens, float(wall)))
     return turns
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from traces.errors import FileError
+from traces.importers.bounds import MOST_DRAFTED, check_drafted, summed, whole, wholes
 from traces.importers.totals import Totals
 
 
@@ -33,16 +32,18 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     FileError
         If a count is none, or a histogram contradicts the counts beside it.
     """
-    for at, histogram, rounds, drafted, accepted, _ in summaries:
+    for at, histogram, rounds, drafted, accepted, longest in summaries:
         for name, value in (("rounds", rounds), ("drafted", drafted), ("accepted", accepted)):
-            if type(value) is not int or value < 0:
-                raise FileError(f"{at}: {name} is {value!r}, expected a whole number >= 0")
+            whole(at, name, value)
+        check_drafted(at, "drafted", drafted, rounds)
+        if longest is not None:
+            whole(at, "its longest draft", longest, most=MOST_DRAFTED)
         if accepted > drafted:
             raise FileError(f"{at}: {accepted} tokens accepted of {drafted} drafted")
         if histogram is None:
             continue
-        if not isinstance(histogram, list) or not all(type(n) is int and n >= 0 for n in histogram):
-            raise FileError(f"{at}: its histogram of accepted drafts is no list of whole numbers")
+        wholes(at, "its histogram of accepted drafts", histogram)
+        whole(at, "the length of its histogram", len(histogram), most=MOST_DRAFTED + 1)
         sums = sum(histogram), sum(k * n for k, n in enumerate(histogram))
         if sums != (rounds, accepted):
             raise FileError(
@@ -59,6 +60,5 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
         longest = max(n for n in told if n is not None) if None not in told else None
         return Totals(rounds, drafted, accepted, longest, requests=len(summaries), meta=meta)
     longest = max(max(s.longest or 0, len(s.histogram) - 1) for s in summaries)
-    rows = [np.pad(s.histogram, (0, longest + 1 - len(s.histogram))) for s in summaries]
-    at_least = np.sum(rows, axis=0)[::-1].cumsum()[::-1][1:].tolist()
+    at_least = summed([s.histogram for s in summaries], longest)
     return Totals(rounds, drafted, accepted, longest, at_least, len(summaries), meta=meta)

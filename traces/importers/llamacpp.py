@@ -18,6 +18,14 @@ from typing import Any
 
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import (
+    MOST_COUNT,
+    MOST_TOKENS,
+    check_drafted,
+    is_seconds,
+    shown,
+    whole,
+)
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Totals
 
@@ -43,15 +51,19 @@ class LlamaCpp:
                     if row.get("error") is not None:
                         continue  # a request that failed
                     raise FileError(f"{where}: has no timings: expected llama.cpp's responses")
-                n, d, a = (_count(where, timings, k) for k in _COUNTS)
+                n, d, a = (
+                    whole(where, f"timings.{name}", timings.get(name, 0), most=most)
+                    for name, most in _COUNTS.items()
+                )
                 if a > d:
                     raise FileError(
                         f"{where}: draft_n_accepted={a} of draft_n={d}: they do not belong together"
                     )
-                requests, tokens = requests + 1, tokens + n
+                own = max(n - a - 1, int(d > 0))
+                check_drafted(where, "timings.draft_n", d, own)
+                requests, tokens, rounds = requests + 1, tokens + n, rounds + own
                 drafted, accepted = drafted + d, accepted + a
-                rounds += max(n - a - 1, int(d > 0))
-                wall_s += float(timings.get("predicted_ms") or 0) / 1e3
+                wall_s += _seconds(where, timings.get("predicted_ms"))
         if not drafted:
             raise FileError(
                 f"{files[0]}: is a log of plain decoding, its timings have no draft_n: serve with "
@@ -64,11 +76,16 @@ class LlamaCpp:
         return Totals(rounds, drafted, accepted, requests=requests, meta=meta)
 
 
-_COUNTS = ("predicted_n", "draft_n", "draft_n_accepted")
+_COUNTS = {"predicted_n": MOST_TOKENS, "draft_n": MOST_COUNT, "draft_n_accepted": MOST_COUNT}
+"""Counts of a request, and how large each can be."""
 
 
-def _count(at: str, timings: dict[str, Any], name: str) -> int:
-    value = timings.get(name, 0)
-    if type(value) is not int or value < 0:
-        raise FileError(f"{at}: timings.{name} is {value!r}, expected a whole number >= 0")
-    return value
+def _seconds(where: str, predicted_ms: Any) -> float:
+    """Seconds of decoding; 0 where they are not told."""
+    if predicted_ms is None or predicted_ms == 0:
+        return 0.0
+    if not is_seconds(predicted_ms):
+        raise FileError(
+            f"{where}: timings.predicted_ms is {shown(predicted_ms)}, expected milliseconds"
+        )
+    return float(predicted_ms) / 1e3

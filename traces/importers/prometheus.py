@@ -11,11 +11,11 @@ from pathlib import Path
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.rows import read_text
 from traces.importers.scrapes.drafts import read_drafts
 from traces.importers.scrapes.sglang import read_sglang
 from traces.importers.scrapes.tensorrt_llm import read_tensorrt_llm
 from traces.importers.totals import Totals
+from traces.store.text import read_text
 
 SERVERS: Mapping[str, Callable[[Sequence[Path]], Totals]] = {
     "vllm:spec_decode_": partial(read_drafts, server="vllm"),

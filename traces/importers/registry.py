@@ -16,11 +16,11 @@ from traces.importers.latencies.llama_bench import LlamaBench
 from traces.importers.llamacpp import LlamaCpp
 from traces.importers.prometheus import Prometheus
 from traces.importers.rounds import Rounds
-from traces.importers.rows import read_text
 from traces.importers.sglang import SGLang
 from traces.importers.specbench import SpecBench
 from traces.importers.tensorrt_llm import TensorRTLLM
 from traces.importers.vllm import VLLM
+from traces.store.text import read_text
 
 _ALL: tuple[Importer, ...] = (
     SpecBench(), VLLM(), SGLang(), TensorRTLLM(), LlamaCpp(), Prometheus(), AIPerf(), Eagle(),

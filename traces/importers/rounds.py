@@ -15,7 +15,9 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.rows import LoggedRound, logged_trace, matches, only_file, read_text
+from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, digits, whole
+from traces.importers.rows import LoggedRound, logged_trace, matches, only_file
+from traces.store.text import read_text
 
 COLUMNS = ("request", "category", "first", "drafted", "accepted")
 
@@ -40,7 +42,8 @@ class Rounds:
             raise FileError(f"{file}: lacks the column(s) {', '.join(sorted(missing))}")
         if unknown := sorted(set(names) - set(COLUMNS)):
             raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)}: expected {', '.join(COLUMNS)}"
+                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected "
+                f"{', '.join(COLUMNS)}"
             )
         reader.fieldnames = names
         groups: dict[str, list[LoggedRound]] = {}
@@ -48,13 +51,17 @@ class Rounds:
         firsts = set()
         for number, row in enumerate(reader, 2):
             at = f"{file} line {number}"
-            drafted, accepted = (_whole(at, name, row[name]) for name in ("drafted", "accepted"))
+            if None in row or None in row.values():
+                raise FileError(f"{at}: has not as many values as the header has columns")
+            drafted, accepted = (
+                digits(at, name, row[name], most=MOST_DRAFTED) for name in ("drafted", "accepted")
+            )
             if accepted > drafted:
                 raise FileError(f"{at}: accepted={accepted} exceeds drafted={drafted}")
             request = str(row.get("request") or "0")
             groups.setdefault(request, []).append(LoggedRound(accepted, drafted))
             categories.setdefault(request, str(row.get("category") or ""))
-            firsts.add(_whole(at, "first", row.get("first") or "1"))
+            firsts.add(digits(at, "first", row.get("first") or "1"))
         if not groups:
             raise FileError(f"{file}: holds no rounds: expected a row a round")
         if firsts - {0, 1} or len(firsts) > 1:
@@ -65,6 +72,7 @@ class Rounds:
         requests, match = [], []
         for name, rounds in groups.items():
             tokens = first + sum(r.accepted + 1 for r in rounds)
+            whole(f"{file}, request {name}", "its number of tokens", tokens, most=MOST_TOKENS)
             limit = tokens + max(r.drafted for r in rounds) + 1
             requests.append(Request(name, categories[name], 0, tokens, limit, "eos"))
             match.append(matches(rounds, tokens, first))
@@ -77,9 +85,3 @@ class Rounds:
             "prompt_lengths_known": False,
         }
         return logged_trace(requests, match, meta)
-
-
-def _whole(at: str, name: str, text: str | None) -> int:
-    if text is None or not text.strip().isdigit():
-        raise FileError(f"{at}: {name} is {text!r}, expected a whole number >= 0")
-    return int(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from policies.json_text import JSONError, parse_json
 from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
+from traces.store.text import json_lines, read_text
 
 
 class LoggedTurn(NamedTuple):
@@ -78,22 +79,6 @@ class Rows(NamedTuple):
     objects: list[dict[str, Any]]
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file, without a byte-order mark; FileError if it cannot be read."""
-    try:
-        # Some programs and editors write a byte-order mark.
-        return Path(path).read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: no such file: check the path") from error
-    except IsADirectoryError as error:
-        raise FileError(f"{path}: is a directory: name a file in it") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path}: is not text: expected a log in UTF-8") from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
-
-
 def only_file(name: str, files: Sequence[Path]) -> Path:
     """The one file of a format that takes one; FileError for several."""
     if len(files) != 1:
@@ -110,15 +95,10 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
         If the file is missing, is no text, or a line is not a JSON object.
     """
     text = read_text(path)
-    found = _whole(text)
+    found = _whole(path, text)
     if found is None:
-        found = [
-            (f"{path} line {number}", _parsed(path, number, line))
-            for number, line in enumerate(text.split("\n"), 1)
-            if line.strip()
-        ]
-    else:
-        found = [(f"{path} entry {i}", item) for i, (_, item) in enumerate(found, 1)]
+        lines = json_lines(path, text, "is it truncated? copy the file again")
+        found = [(f"{path} line {number}", item) for number, item in lines]
     if not found:
         raise FileError(f"{path}: holds no rows: expected JSON or JSON Lines")
     for where, item in found:
@@ -127,19 +107,11 @@ def read_json_rows(path: str | os.PathLike[str]) -> Rows:
     return Rows([where for where, _ in found], [item for _, item in found])
 
 
-def _whole(text: str) -> list[tuple[str, Any]] | None:
+def _whole(path: str | os.PathLike[str], text: str) -> list[tuple[str, Any]] | None:
     """The entries of a text that is one JSON document, None if it is not."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
+        document = parse_json(text)
+    except JSONError:
         return None
-    return [("", item) for item in (document if isinstance(document, list) else [document])]
-
-
-def _parsed(path: str | os.PathLike[str], number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"{path} line {number}: is not JSON (truncated?): copy the file again"
-        ) from error
+    items = document if isinstance(document, list) else [document]
+    return [(f"{path} entry {i}", item) for i, item in enumerate(items, 1)]

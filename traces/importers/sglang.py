@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_DRAFTED, summed, whole, wholes
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Totals
 
@@ -41,9 +40,9 @@ class SGLang:
                 f"{files[0]}: no response with meta_info.spec_verify_ct: serve with speculative "
                 "decoding switched on"
             )
-        if not any(info["spec_verify_ct"] for _, info in found):
-            raise FileError(f"{files[0]}: is a log of plain decoding: spec_verify_ct is 0 in it")
         rounds = sum(_count(at, info, "spec_verify_ct") for at, info in found)
+        if not rounds:
+            raise FileError(f"{files[0]}: is a log of plain decoding: spec_verify_ct is 0 in it")
         accepted = sum(_accepted(at, info) for at, info in found)
         drafted = None
         if all("spec_num_proposed_drafts" in info for _, info in found):
@@ -52,8 +51,7 @@ class SGLang:
         per_position = longest = None
         if all(histograms):
             longest = max(len(h) for h in histograms) - 1
-            total = np.sum([np.pad(h, (0, longest + 1 - len(h))) for h in histograms], axis=0)
-            per_position = total[::-1].cumsum()[::-1][1:].tolist()
+            per_position = summed(histograms, longest)
         meta = {"kind": "sglang", "source": [file.name for file in files]}
         return Totals(rounds, drafted, accepted, longest, per_position, len(found), meta=meta)
 
@@ -71,10 +69,7 @@ def _infos(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _count(at: str, info: Mapping[str, Any], name: str) -> int:
-    value = info.get(name)
-    if type(value) is not int or value < 0:
-        raise FileError(f"{at}: meta_info.{name} is {value!r}, expected a whole number >= 0")
-    return value
+    return whole(at, f"meta_info.{name}", info.get(name))
 
 
 def _accepted(at: str, info: Mapping[str, Any]) -> int:
@@ -87,9 +82,10 @@ def _accepted(at: str, info: Mapping[str, Any]) -> int:
 
 def _histogram(at: str, info: Mapping[str, Any]) -> list[int]:
     """Rounds by accepted drafts; empty where it is not there."""
-    values: Any = next((info[name] for name in HISTOGRAMS if info.get(name)), [])
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-        raise FileError(f"{at}: its histogram of accepted drafts is no list of whole numbers")
+    told = (info[name] for name in HISTOGRAMS if info.get(name) is not None)
+    values: Any = next(told, [])
+    wholes(at, "its histogram of accepted drafts", values)
+    whole(at, "the length of its histogram", len(values), most=MOST_DRAFTED + 1)
     if values and sum(values) != info["spec_verify_ct"]:
         raise FileError(
             f"{at}: the histogram counts {sum(values)} rounds, spec_verify_ct "

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
 from traces.importers.rows import LoggedTurn, logged_trace, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
 
@@ -205,22 +207,31 @@ def _first(turns: list[_Turn]) -> int:
     )
 
 
+_LISTS = {
+    "decoding_steps": (0, MOST_COUNT), "new_tokens": (0, MOST_TOKENS),
+    "accept_lengths": (1, MOST_DRAFTED + 1),
+}  # fmt: skip
+"""Lists of a choice, and the least and the most that they hold."""
+
+
 def _read(file: str | os.PathLike[str]) -> _Log:
     turns: list[_Turn] = []
     models: dict[str, None] = {}
     left_out: list[str] = []
     for where, row in zip(*read_json_rows(file), strict=True):
-        question = str(row.get("question_id", "?"))
+        question = label(where, "question_id", row.get("question_id"), "?")
         at = f"{where}, question {question}"
         choices = row.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict):
             raise FileError(f"{at}: has no choices[0]: expected a Spec-Bench result file")
-        models[str(row.get("model_id", ""))] = None
-        steps, tokens = (_integers(at, choice, n, 0) for n in ("decoding_steps", "new_tokens"))
-        lengths = _integers(at, choice, "accept_lengths", 1)
+        models[label(at, "model_id", row.get("model_id"))] = None
+        category = label(at, "category", row.get("category"))
+        steps, tokens, lengths = (
+            wholes(at, name, choice.get(name), *span) for name, span in _LISTS.items()
+        )
         walls, texts = choice.get("wall_time"), choice.get("turns")
-        if not isinstance(walls, list) or not all(_is_seconds(w) for w in walls):
+        if not isinstance(walls, list) or not all(is_seconds(w) for w in walls):
             raise FileError(f"{at}: wall_time is no list of positive seconds: use an unedited file")
         if not len(steps) == len(tokens) == len(walls) or not steps:
             raise FileError(
@@ -234,7 +245,7 @@ def _read(file: str | os.PathLike[str]) -> _Log:
             )
         begin = 0
         for i, count in enumerate(steps):
-            name, category = f"{at}, turn {i + 1}", str(row.get("category", ""))
+            name = f"{at}, turn {i + 1}"
             mine = lengths[begin : begin + count]
             begin += count
             # Spec-Bench writes this in place of the text where generation failed, beside the
@@ -244,22 +255,16 @@ def _read(file: str | os.PathLike[str]) -> _Log:
                 left_out.append(f"{name}: {'failed' if failed else 'no tokens'}")
                 continue
             turns.append(_Turn(name, question, i + 1, category, tokens[i], float(walls[i]), mine))
+    keys = Counter((turn.question, turn.turn) for turn in turns)
+    if keys and (again := keys.most_common(1)[0])[1] > 1:
+        (question, number), times = again
+        raise FileError(
+            f"{file}: holds question {question}, turn {number} {times} times: import one run of "
+            "the questions at a time"
+        )
     if not turns:
         raise FileError(f"{file}: every turn of it failed: decode the questions again")
     return _Log(turns, list(models), left_out)
-
-
-def _integers(at: str, choice: Mapping[str, Any], name: str, low: int) -> list[int]:
-    values = choice.get(name)
-    if not isinstance(values, list) or not all(type(v) is int and v >= low for v in values):
-        raise FileError(
-            f"{at}: {name} is no list of whole numbers >= {low}: expected a Spec-Bench result file"
-        )
-    return values
-
-
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 < float(value) < float("inf")  # type: ignore[arg-type]
 
 
 def _per_token(

@@ -19,9 +19,11 @@ from typing import Any
 
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import check_drafted, shown, whole
 from traces.importers.histograms import Summary, pooled
-from traces.importers.rows import Rows, read_json_rows, read_text
+from traces.importers.rows import Rows, read_json_rows
 from traces.importers.totals import Totals
+from traces.store.text import read_text
 
 STATS = "specDecodingStats"
 CHOICE = "speculative_decoding"
@@ -65,12 +67,17 @@ def _iterations(
         stats = row.get(STATS)
         if stats is None:
             continue
-        requests, drafted, accepted = counts = [_count(at, stats, name) for name in _COUNTS]
+        if not isinstance(stats, dict):
+            raise FileError(f"{at}: {STATS} is {shown(stats)}, expected an object")
+        requests, drafted, accepted = counts = [
+            whole(at, f"{STATS}.{name}", stats.get(name)) for name in _COUNTS
+        ]
         if accepted > drafted or (drafted and not requests):
             raise FileError(
                 f"{at}: {STATS} counts {accepted} accepted of {drafted} drafted in {requests} "
                 "requests: they do not belong together"
             )
+        check_drafted(at, f"{STATS}.numDraftTokens", drafted, requests)
         if drafted:
             found.append(counts)
     if not found:
@@ -115,10 +122,3 @@ def _rows(file: Path) -> Rows:
         where.append(at)
         objects.append(row)
     return Rows(where, objects)
-
-
-def _count(at: str, stats: Any, name: str) -> int:
-    value = stats.get(name) if isinstance(stats, dict) else None
-    if type(value) is not int or value < 0:
-        raise FileError(f"{at}: {STATS}.{name} is {value!r}, expected a whole number >= 0")
-    return value

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import DraftsimError
+from traces.importers.bounds import MOST_DRAFTED
 
 Floats = npt.NDArray[np.float64]
 
@@ -68,6 +69,13 @@ class Totals:
             raise DraftsimError(
                 f"{self.accepted} tokens were accepted of {self.drafted} drafted: the counts do "
                 "not belong together"
+            )
+        longest = self.longest or len(self.per_position or ())
+        drafted = self.accepted if self.drafted is None else self.drafted
+        if longest > MOST_DRAFTED or not 0 <= drafted <= MOST_DRAFTED * self._rounds:
+            raise DraftsimError(
+                f"{drafted:g} tokens drafted in {self._rounds} rounds, the longest draft of "
+                f"{longest or 'unknown'} tokens: expected at most {MOST_DRAFTED:,} in each"
             )
         if self.per_position is None:
             return

@@ -19,6 +19,7 @@ from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
+from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, shown, whole, wholes
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -175,7 +176,7 @@ def stepped_request(
     steps:
         The two lists, one entry a verification; the first token was emitted before.
     """
-    drafted, accepted = (_counts(at, steps, name) for name in STEPS)
+    drafted, accepted = (wholes(at, name, steps.get(name), most=MOST_DRAFTED) for name in STEPS)
     if len(drafted) != len(accepted):
         raise FileError(
             f"{at}: per_step_drafted has {len(drafted)} steps, per_step_accepted {len(accepted)}: "
@@ -194,31 +195,30 @@ def stepped_request(
     # Without the request's own limit, one that caps no draft that was made.
     limit = tokens if limited else tokens + max(drafted, default=0) + 1
     request = Request(
-        id=str(outer.get("id") or outer.get("request_id") or at), prompt_length=prompt,
-        category=str(outer.get("category") or ""), tokens=tokens, max_new_tokens=limit, ended=ended,
+        id=_name(at, outer), prompt_length=prompt,
+        category=label(at, "category", outer.get("category")), tokens=tokens,
+        max_new_tokens=limit, ended=ended,
     )  # fmt: skip
     rounds = [LoggedRound(a, n) for n, a in zip(drafted, accepted, strict=True)]
     return request, rounds
 
 
+def _name(at: str, outer: Mapping[str, Any]) -> str:
+    given = next((n for n in ("id", "request_id") if outer.get(n) not in (None, "")), "id")
+    return label(at, given, outer.get(given), at) or at
+
+
 def _usage(at: str, outer: Mapping[str, Any], emitted: int, last: int) -> tuple[int, int]:
     """Output and prompt tokens."""
-    usage = outer.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
+    usage = outer.get("usage") or {}
+    if not isinstance(usage, dict):
+        raise FileError(f"{at}: usage is {shown(usage)}, expected an object")
     tokens, prompt = usage.get("completion_tokens", emitted), usage.get("prompt_tokens", 0)
     for name, value in (("completion_tokens", tokens), ("prompt_tokens", prompt)):
-        if type(value) is not int or value < 0:
-            raise FileError(f"{at}: usage.{name} is {value!r}, expected a whole number of tokens")
+        whole(at, f"usage.{name}", value, most=MOST_TOKENS)
     if not emitted - last <= tokens <= emitted:
         raise FileError(
             f"{at}: the steps emit {emitted} tokens (the first with the prompt), "
             f"usage.completion_tokens is {tokens}: a step is missing or does not belong here"
         )
     return tokens, prompt
-
-
-def _counts(at: str, steps: Mapping[str, Any], name: str) -> list[int]:
-    values = steps.get(name)
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-        raise FileError(f"{at}: {name} is no list of whole numbers >= 0: expected one a step")
-    return values

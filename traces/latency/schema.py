@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from traces.acceptance.schema import MOST_TOKENS
 from traces.errors import DraftsimError
 
 CELL_COLUMNS: dict[str, tuple[str, str]] = {
@@ -63,11 +64,14 @@ def checked_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """
     cells = _typed(cells)
     if unknown := sorted(set(cells["phase"]) - set(PHASES)):
-        raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)}")
+        raise DraftsimError(f"latency table has unknown phase(s) {', '.join(unknown)[:80]}")
     key = ["model", "phase", "batch", "new_tokens", "context"]
     if (repeated := cells[cells.duplicated(key)]).shape[0]:
         cell = ", ".join(str(value) for value in repeated[key].iloc[0])
         raise DraftsimError(f"latency table repeats the cell ({cell})")
+    largest = int(cells[["batch", "new_tokens", "context"]].to_numpy().max(initial=0))
+    if largest > MOST_TOKENS:
+        raise DraftsimError(f"latency table holds a size of {largest}, beyond {MOST_TOKENS}")
     for name, least in (("batch", 1), ("new_tokens", 0), ("context", 0), ("repeats", 0)):
         if (cells[name] < least).any():
             value = int(cells[name].min())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from traces.errors import DraftsimError
+from traces.acceptance.schema import MOST_DRAFTED
+from traces.errors import DraftsimError, FileError
 from traces.sources.base import Recordings
 from traces.sources.columns import DRAWN
 from traces.sources.exits.recording import NODE_COLUMNS, ExitRecording, ExitSetting
 from traces.sources.exits.recording import SIGNALS as EXIT_SIGNALS
 from traces.sources.starts.recording import START_SIGNALS, StartRecording
 from traces.sources.starts.trees import TREE_SIGNALS, TreeRecording
-from traces.store.files import PathLike
+from traces.store.header import (
+    PathLike,
+    are_wholes,
+    check,
+    check_rows,
+    is_number,
+    is_whole,
+    meta_of,
+    starts_of,
+)
 from traces.store.parquet import file_error, read_file, write_file
 
 EXITS, STARTS, TREES = "exits", "starts", "trees"
@@ -26,6 +38,8 @@ ADAPTER_FILE = "exits-kangaroo.parquet"
 STARTS_FILE = "starts-{}.parquet"
 SAMPLED_STARTS_FILE = "sampled-starts-{}.parquet"
 TREES_FILE = "trees-{}.parquet"
+MOST_LAYERS = 4096
+"""Most layers of a model."""
 
 
 def write_exits(recording: ExitRecording, path: PathLike) -> None:
@@ -46,21 +60,31 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
 def read_exits(path: PathLike) -> ExitRecording:
     """The early-exit recording at `path`; FileError if it is missing or damaged."""
     with _read(path, EXITS) as (header, table):
+        layers = header.get("layers")
+        check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
+        for name in ("exit_layers", "omegas", "settings"):
+            check(path, name, header.get(name), isinstance(header.get(name), list), "a list")
         exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
+        sound = are_wholes(list(exits), 1, MOST_LAYERS)
+        check(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
+        check(path, "omegas", omegas, all(is_number(omega) for omega in omegas), "numbers")
         settings = tuple(
             ExitSetting(tau, omega, depth, None if layers is None else tuple(layers), gamma_max)
             for tau, omega, depth, layers, gamma_max in header["settings"]
         )
-        nodes = {name: _column(table, name, dtype) for name, dtype in NODE_COLUMNS.items()}
+        for setting in settings:
+            check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
+        starts = starts_of(path, header, "path_starts", table.num_rows)
+        nodes = {name: _column(path, table, name, dtype) for name, dtype in NODE_COLUMNS.items()}
+        _check_nodes(path, nodes, starts)
         shape = (table.num_rows, len(exits))
         return ExitRecording(
             nodes,
-            _matrix(table, "argmax", shape, "int32"),
-            _matrix(table, "log_confidence", (*shape, len(omegas)), "float32"),
-            {name: _matrix(table, name, shape, "float32") for name in EXIT_SIGNALS},
-            exits, int(header["layers"]), omegas, settings, tuple(header["path_starts"]),
-            header["meta"],
-            **_drawn(table, shape),
+            _matrix(path, table, "argmax", shape, "int32"),
+            _matrix(path, table, "log_confidence", (*shape, len(omegas)), "float32"),
+            {name: _matrix(path, table, name, shape, "float32") for name in EXIT_SIGNALS},
+            exits, layers, omegas, settings, starts, header["meta"],
+            **_drawn(path, table, shape),
         )  # fmt: skip
 
 
@@ -79,13 +103,15 @@ def write_starts(recording: StartRecording, path: PathLike) -> None:
 def read_starts(path: PathLike) -> StartRecording:
     """The recording of drafts by start at `path`; FileError if it is missing or damaged."""
     with _read(path, STARTS) as (header, table):
-        shape = (table.num_rows, int(header["offsets"]))
+        offsets = header.get("offsets")
+        check(path, "offsets", offsets, is_whole(offsets, 1, MOST_DRAFTED), f"1 to {MOST_DRAFTED}")
+        shape = (table.num_rows, header["offsets"])
         return StartRecording(
-            _matrix(table, "token", shape, "int32"),
-            {name: _matrix(table, name, shape, "float32") for name in START_SIGNALS},
-            _matrix(table, "rank", shape, "int32"),
-            tuple(header["request_starts"]), header["meta"],
-            **_drawn(table, shape),
+            _matrix(path, table, "token", shape, "int32"),
+            {name: _matrix(path, table, name, shape, "float32") for name in START_SIGNALS},
+            _matrix(path, table, "rank", shape, "int32"),
+            starts_of(path, header, "request_starts", table.num_rows), header["meta"],
+            **_drawn(path, table, shape),
         )  # fmt: skip
 
 
@@ -108,13 +134,15 @@ def write_trees(recording: TreeRecording, path: PathLike) -> None:
 def read_trees(path: PathLike) -> TreeRecording:
     """The recording of draft trees at `path`; FileError if it is missing or damaged."""
     with _read(path, TREES) as (header, table):
-        rows, layers = table.num_rows, int(header["layers"])
+        rows, layers, meta = table.num_rows, header.get("layers"), header["meta"]
+        check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
+        check(path, "meta.topk", meta.get("topk"), is_whole(meta.get("topk"), 1), "1 or more")
         own, within = np.triu_indices(layers)
         rank = np.full((rows, layers, layers), -1, np.int32)
-        rank[:, own, within] = _matrix(table, "rank", (rows, len(own)), "int32")
-        signals = {n: _matrix(table, n, (rows, layers), "float32") for n in TREE_SIGNALS}
-        meta = {**header["meta"], "topk": int(header["meta"]["topk"])}
-        return TreeRecording(rank, signals, tuple(header["request_starts"]), meta)
+        rank[:, own, within] = _matrix(path, table, "rank", (rows, len(own)), "int32")
+        signals = {n: _matrix(path, table, n, (rows, layers), "float32") for n in TREE_SIGNALS}
+        starts = starts_of(path, header, "request_starts", rows)
+        return TreeRecording(rank, signals, starts, meta)
 
 
 def exits_file(sampled: bool) -> str:
@@ -163,10 +191,44 @@ def _named(folder: Path, pattern: str) -> dict[str, Path]:
 def _read(path: PathLike, kind: str) -> Iterator[tuple[dict[str, Any], pa.Table]]:
     """Header and table of a file; FileError also if no recording can be made of them."""
     header, table = read_file(path, kind)
+    meta_of(path, header)
     try:
         yield header, table
-    except (KeyError, TypeError, ValueError, DraftsimError) as error:
+    except FileError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, DraftsimError) as error:
         raise file_error(path, f"header and columns do not fit together ({error})") from error
+
+
+def _sound(setting: ExitSetting) -> bool:
+    tau, omega, depth, layers, gamma_max = setting
+    return (
+        all(is_number(value) for value in (tau, omega, depth))
+        and (layers is None or are_wholes(list(layers), 1, MOST_LAYERS))
+        and is_whole(gamma_max, 1, MOST_DRAFTED)
+    )
+
+
+def _check_nodes(
+    path: PathLike, nodes: Mapping[str, npt.NDArray[Any]], starts: Sequence[int]
+) -> None:
+    """FileError where a node of an early-exit recording cannot be, naming its row."""
+    rows = np.arange(len(nodes["token"]))
+    on_path = rows < starts[-1]
+    parent, request = nodes["parent"].astype(np.int64), nodes["request"]
+    # Path nodes of the requests come first, in turn; a branch follows its parent.
+    of = np.searchsorted(np.asarray(starts), rows, side="right") - 1
+    check_rows(
+        path,
+        {
+            "0 <= request": request >= 0,
+            "the order of requests on the path": ~on_path | (request == of),
+            "-1 <= parent < its own row": (parent >= -1) & (parent < np.maximum(rows, 1)),
+            "parent = -1 on the path": (parent == -1) | ~on_path,
+            "0 <= position": nodes["position"] >= 0,
+            "0 <= token": nodes["token"] >= 0,
+        },
+    )
 
 
 def _drawn_lists(recording: ExitRecording | StartRecording) -> dict[str, pa.Array]:
@@ -175,19 +237,45 @@ def _drawn_lists(recording: ExitRecording | StartRecording) -> dict[str, pa.Arra
     return {name: _lists(values) for name, values in drawn.items() if values is not None}
 
 
-def _drawn(table: pa.Table, shape: tuple[int, int]) -> dict[str, npt.NDArray[np.float32]]:
+def _drawn(
+    path: PathLike, table: pa.Table, shape: tuple[int, int]
+) -> dict[str, npt.NDArray[np.float32]]:
     """What `_drawn_lists` made."""
-    return {n: _matrix(table, n, shape, "float32") for n in DRAWN if n in table.column_names}
+    return {n: _matrix(path, table, n, shape, "float32") for n in DRAWN if n in table.column_names}
 
 
 def _lists(values: npt.NDArray[Any]) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.ravel()), values.shape[1])
 
 
-def _column(table: pa.Table, name: str, dtype: str) -> npt.NDArray[Any]:
-    return np.asarray(table.column(name).to_numpy(), dtype=dtype)
+def _column(path: PathLike, table: pa.Table, name: str, dtype: str) -> npt.NDArray[Any]:
+    """A column of numbers of exactly this type, none of them missing."""
+    if name not in table.column_names:
+        raise file_error(path, f"lacks the column {name!r}")
+    column, expected = table.column(name), pa.from_numpy_dtype(np.dtype(dtype))
+    if column.type != expected or column.null_count:
+        raise file_error(
+            path, f"column {name!r} is of type {column.type}, expected {expected} without gaps"
+        )
+    return np.asarray(column.to_numpy(), dtype=dtype)
 
 
-def _matrix(table: pa.Table, name: str, shape: tuple[int, ...], dtype: str) -> npt.NDArray[Any]:
-    column = table.column(name).combine_chunks()
-    return np.asarray(column.flatten().to_numpy(), dtype=dtype).reshape(shape)
+def _matrix(
+    path: PathLike, table: pa.Table, name: str, shape: tuple[int, ...], dtype: str
+) -> npt.NDArray[Any]:
+    """A column of lists as an array of this shape, a row a list; all lists are equally long."""
+    if name not in table.column_names:
+        raise file_error(path, f"lacks the column {name!r}")
+    lists, expected = table.column(name).combine_chunks(), pa.from_numpy_dtype(np.dtype(dtype))
+    if not pa.types.is_list(lists.type) or lists.type.value_type != expected:
+        raise file_error(
+            path, f"column {name!r} is of type {lists.type}, expected lists of {expected}"
+        )
+    values, lengths = lists.flatten(), lists.value_lengths()
+    width = math.prod(shape[1:])
+    if lists.null_count or values.null_count or not pc.all(pc.equal(lengths, width)).as_py():
+        raise file_error(path, f"column {name!r} does not hold {width} values in every row")
+    found = values.to_numpy()
+    if not (np.isfinite(found).all() if found.dtype.kind == "f" else (found >= -1).all()):
+        raise file_error(path, f"column {name!r} holds a value that is not finite, or below -1")
+    return np.asarray(found, dtype=dtype).reshape(shape)

@@ -6,11 +6,9 @@ line that names the file, the field and what to do.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from typing import Any, get_args
 
 import numpy as np
@@ -18,14 +16,15 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
+from policies.rules.registry import RULES
+from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.acceptance.trace import COLUMNS, KEYS, Request, Trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import ROUND_DTYPE, Fidelity, RoundLog
+from traces.store.header import PathLike, check, check_rows, is_whole, meta_of, requests_of
 from traces.store.parquet import file_error, read_file, write_file
-
-PathLike = str | os.PathLike[str]
 
 CHECKED = "latency-check.parquet"
 """File of a run folder that keeps latencies measured between real runs."""
@@ -58,12 +57,29 @@ def read_trace(path: PathLike) -> Trace:
     if missing := [name for name in KEYS if name not in columns]:
         raise file_error(path, f"lacks the column(s) {', '.join(missing)}")
     max_gamma = header.get("max_gamma")
-    if max_gamma is not None and (type(max_gamma) is not int or max_gamma < 1):
-        raise file_error(path, f"header field 'max_gamma' is {max_gamma!r}, expected null or >= 1")
-    meta = _mapping(path, header, "meta")
-    requests = _requests(path, header)
+    sound = max_gamma is None or is_whole(max_gamma, 1, MOST_DRAFTED)
+    check(path, "max_gamma", max_gamma, sound, f"null, or 1 to {MOST_DRAFTED}")
+    meta, requests = meta_of(path, header), requests_of(path, header)
     with _named(path):
-        return Trace(columns, requests, max_gamma, meta)
+        trace = Trace(columns, requests, max_gamma, meta)
+    _check_ids(path, trace)
+    return trace
+
+
+def _check_ids(path: PathLike, trace: Trace) -> None:
+    """FileError if a token is none of the vocabulary, as far as its size is known."""
+    size = trace.vocab_size
+    if size is None:
+        return
+    largest = {
+        f"column {name!r}": int(trace.columns[name].max(initial=-1))
+        for name in ("token", "draft_token", "target_token") if name in trace.columns
+    }  # fmt: skip
+    for i, request in enumerate(trace.requests):
+        largest[f"request {i} of the header"] = max(request.prompt_ids or (-1,))
+    for where, token in largest.items():
+        if token >= size:
+            raise file_error(path, f"{where} holds token {token}, of a vocabulary of {size}")
 
 
 def write_latency(table: LatencyTable, path: PathLike) -> None:
@@ -87,7 +103,7 @@ def read_latency(path: PathLike) -> LatencyTable:
     """
     header, table = read_file(path, "latency")
     columns = _columns(path, table, {name: dtype for name, (dtype, _) in CELL_COLUMNS.items()})
-    meta = _mapping(path, header, "meta")
+    meta = meta_of(path, header)
     with _named(path):
         return LatencyTable(pd.DataFrame(columns), meta)
 
@@ -130,23 +146,76 @@ def read_rounds(path: PathLike) -> RoundLog:
     rounds = np.empty(table.num_rows, dtype=ROUND_DTYPE)
     for name in names:
         rounds[name] = columns[name]
-    requests = _requests(path, header)
-    if (rounds["request"] < 0).any() or (rounds["request"] >= len(requests)).any():
-        raise file_error(path, f"column 'request' names none of the {len(requests)} requests")
+    requests = requests_of(path, header)
     for name in ("policy", "source", "verify"):
-        if not isinstance(header.get(name), str):
-            raise file_error(path, f"header field {name!r} is {header.get(name)!r}, expected text")
-    if header.get("fidelity") not in get_args(Fidelity):
-        raise file_error(path, f"header field 'fidelity' is {header.get('fidelity')!r}")
+        check(path, name, header.get(name), isinstance(header.get(name), str), "text")
+    rule = RULES.get(header["verify"].partition(":")[0])
+    if rule is not None and not rule.lossless and "mismatched" not in columns:
+        raise file_error(path, f"lacks the column 'mismatched', which {header['verify']} has")
+    fidelity, drafter = header.get("fidelity"), header.get("drafter", "draft")
+    check(path, "fidelity", fidelity, fidelity in get_args(Fidelity), ", ".join(get_args(Fidelity)))
+    check(path, "drafter", drafter, isinstance(drafter, str), "text")
     reads, first = header.get("reads"), header.get("first")
-    if not isinstance(reads, list) or not all(isinstance(name, str) for name in reads):
-        raise file_error(path, f"header field 'reads' is {reads!r}, expected a list of signals")
-    if first not in (0, 1):
-        raise file_error(path, f"header field 'first' is {first!r}, expected 0 or 1")
+    signals = isinstance(reads, list) and all(isinstance(name, str) for name in reads)
+    check(path, "reads", reads, signals, "a list of signals")
+    check(path, "first", first, is_whole(first, 0, 1), "0 or 1")
+    _check_rounds(path, rounds, requests, columns.get("mismatched"))
     return RoundLog(
         rounds, requests, header["policy"], header["source"], header["verify"],
-        header["fidelity"], tuple(reads), first, columns.get("mismatched"),
-        calls=_calls(path, table), drafter=str(header.get("drafter", "draft")),
+        header["fidelity"], tuple(header["reads"]), header["first"], columns.get("mismatched"),
+        calls=_calls(path, table), drafter=drafter,
+    )  # fmt: skip
+
+
+def _check_rounds(
+    path: PathLike, rounds: npt.NDArray[Any], requests: Sequence[Request],
+    mismatched: npt.NDArray[Any] | None,
+) -> None:  # fmt: skip
+    """FileError where a round of a log cannot have been, naming its row."""
+    own = {name: rounds[name].astype(np.int64) for name in rounds.dtype.names or ()}
+    request = own["request"]
+    named = (request >= 0) & (request < len(requests))
+    check_rows(path, {f"0 <= request < {len(requests)}": named})
+    decoded = np.bincount(request, minlength=len(requests)) > 0
+    for i in np.flatnonzero(~decoded).tolist():
+        if requests[i].tokens > 1:
+            raise file_error(path, f"holds no round of request {i}, of {requests[i].tokens} tokens")
+    prompt = np.array([r.prompt_length for r in requests], dtype=np.int64)[request]
+    tokens = np.array([r.tokens for r in requests], dtype=np.int64)[request]
+    position, emitted = own["position"], own["emitted"]
+    # Rounds of a request follow on one another.
+    same = np.append(request[1:] == request[:-1], False)
+    follows = ~same | (np.append(position[1:], 0) == position + emitted)
+    check_rows(
+        path,
+        {
+            "the order of requests": np.append(True, request[1:] >= request[:-1])[: len(request)],
+            "0 <= position": position >= 0,
+            "1 <= emitted": emitted >= 1,
+            "position + emitted <= the request's tokens": position + emitted <= tokens,
+            "position + emitted = the next round's position": follows,
+            "position + emitted = the request's tokens in its last round": (
+                same | (position + emitted == tokens)
+            ),
+            f"0 <= accepted <= drafted <= {MOST_DRAFTED}": (
+                (own["accepted"] >= 0)
+                & (own["accepted"] <= own["drafted"])
+                & (own["drafted"] <= MOST_DRAFTED)
+            ),
+            "emitted <= accepted + 1": emitted <= own["accepted"] + 1,
+            f"0 <= draft_forwards <= {MOST_DRAFTED}": (
+                (own["draft_forwards"] >= 0) & (own["draft_forwards"] <= MOST_DRAFTED)
+            ),
+            "0 <= catch_up <= the tokens before the round": (
+                (own["catch_up"] >= 0) & (own["catch_up"] <= prompt + position + 1)
+            ),
+            **(
+                {}
+                if mismatched is None
+                else {"0 <= mismatched <= accepted": (mismatched >= 0)
+                      & (mismatched <= own["accepted"])}
+            ),
+        },
     )  # fmt: skip
 
 
@@ -199,6 +268,9 @@ def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
         calls[name] = values
     if ((calls["kind"] < 0) | (calls["kind"] >= len(CALL_KINDS))).any():
         raise file_error(path, "column 'calls_kind' names an unknown kind", "upgrade draftsim")
+    for name in ("new_tokens", "count"):
+        if ((calls[name] < 0) | (calls[name] > MOST_TOKENS)).any():
+            raise file_error(path, f"column 'calls_{name}' holds values beyond 0 to {MOST_TOKENS}")
     return calls
 
 
@@ -220,46 +292,6 @@ def _columns(
             np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
         )
     return columns
-
-
-def _mapping(path: PathLike, header: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = header.get(name)
-    if not isinstance(value, dict):
-        raise file_error(path, f"header field {name!r} is missing or no table")
-    return value
-
-
-def _requests(path: PathLike, header: Mapping[str, Any]) -> list[Request]:
-    rows = header.get("requests")
-    if not isinstance(rows, list):
-        raise file_error(path, "header field 'requests' is missing or no list")
-    return [_request(path, i, row) for i, row in enumerate(rows)]
-
-
-def _request(path: PathLike, index: int, row: object) -> Request:
-    defaults = {f.name: f.default for f in fields(Request)}
-    required = {name for name, default in defaults.items() if default is MISSING}
-    if not isinstance(row, dict) or not required <= set(row) <= set(defaults):
-        raise file_error(
-            path, f"request {index} of the header does not have the fields {sorted(defaults)}"
-        )
-    row = {name: row.get(name, default) for name, default in defaults.items()}
-    integers = ("prompt_length", "tokens", "max_new_tokens")
-    for name in ("id", "category", *integers):
-        if type(row[name]) is not (int if name in integers else str):
-            raise file_error(path, f"request {index} of the header has {name}={row[name]!r}")
-    if row["ended"] not in ("eos", "length"):
-        raise file_error(path, f"request {index} has ended={row['ended']!r}, not 'eos' or 'length'")
-    ids, wall_s = row["prompt_ids"], row["wall_s"]
-    if ids is not None and not _is_ids(ids):
-        raise file_error(path, f"request {index} has prompt_ids that are no list of token ids")
-    if wall_s is not None and not (type(wall_s) in (int, float) and math.isfinite(wall_s)):
-        raise file_error(path, f"request {index} has wall_s={wall_s!r}, expected seconds")
-    return Request(**{**row, "prompt_ids": None if ids is None else tuple(ids)})
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, Sequence) and all(type(item) is int for item in value)
 
 
 @contextmanager

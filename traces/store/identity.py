@@ -7,13 +7,13 @@ fingerprints of the weights and the precision.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from traces.errors import FileError
 from traces.store.parquet import read_meta
+from traces.store.text import read_object
 
 RUN_ID = "run_id"
 
@@ -52,7 +52,7 @@ def check_folder(folder: Path, rounds: Sequence[Path] = ()) -> None:
             metas[str(path)] = read_meta(path)
     for path in rounds:
         try:
-            metas[str(path)] = dict(json.loads(path.with_suffix(".json").read_text())["meta"])
-        except (OSError, ValueError, TypeError, KeyError):
+            metas[str(path)] = dict(read_object(path.with_suffix(".json"))["meta"])
+        except (FileError, ValueError, TypeError, KeyError):
             continue
     check_together(metas)

@@ -7,6 +7,7 @@ requests were decoded, which is part of the run where the rule learns).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,11 +16,13 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
 from policies.core import DraftPolicy
+from policies.json_text import parse_json
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
@@ -30,10 +33,15 @@ from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
+from traces.store.header import Check, are_wholes, is_number, meta_of
 from traces.store.parquet import write_atomically
+from traces.store.text import read_object
 
 SCHEMA = 1
 FOLDER = "rounds"
+DIGEST = "sha256"
+"""Field of the outputs that holds the checksum of the others; older files have none."""
+REMEDY = "record the run again with `draftsim profile --verify`"
 
 
 @dataclass(frozen=True)
@@ -169,8 +177,16 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
         "outputs": [asdict(output) for output in run.outputs],
     }
     write_rounds(run.log, path)
+    # As it is read again: tuples are lists then.
+    document[DIGEST] = _digest(parse_json(json.dumps(document)))
     write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
     return path
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """SHA-256 of a document without its own digest, in hexadecimal."""
+    rest = {name: value for name, value in document.items() if name != DIGEST}
+    return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
 
 def read_run(path: str | os.PathLike[str]) -> RealRun:
@@ -183,25 +199,48 @@ def read_run(path: str | os.PathLike[str]) -> RealRun:
     """
     path = Path(path)
     log, beside = read_rounds(path), path.with_suffix(".json")
-    try:
-        document = json.loads(beside.read_text())
-        version = document["schema"]
-        outputs, meta = [Output(**row) for row in document["outputs"]], dict(document["meta"])
-    except OSError:
-        raise FileError(
-            f"{beside}: cannot be read: the outputs of a run lie beside its rounds; record it "
-            "again with `draftsim profile --verify`"
-        ) from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise FileError(f"{beside}: is damaged ({error}): record the run again") from None
-    if version != SCHEMA:
+    if not beside.exists():
+        raise FileError(f"{beside}: no such file: {REMEDY}")
+    document = read_object(beside, REMEDY)
+    if (version := document.get("schema")) != SCHEMA:
         raise FileError(
             f"{beside}: schema version {version}, this draftsim reads {SCHEMA}: record it again"
         )
+    if extra := sorted(set(document) - {"schema", "meta", "outputs", DIGEST}):
+        raise FileError(f"{beside}: has an unknown field {extra[0]!r}: {REMEDY}")
+    if document.get(DIGEST, _digest(document)) != _digest(document):
+        raise FileError(f"{beside}: the content does not match its checksum: {REMEDY}")
+    meta, rows = meta_of(beside, document), document.get("outputs")
+    if not isinstance(rows, list):
+        raise FileError(f"{beside}: holds no list of outputs: {REMEDY}")
+    outputs = [_output(beside, i, row) for i, row in enumerate(rows)]
     lengths = [(r.id, r.tokens) for r in log.requests]
     if [(o.id, len(o.tokens)) for o in outputs] != lengths:
         raise FileError(f"{beside}: its outputs are not those of {path.name}: record the run again")
     return RealRun(log, outputs, meta)
+
+
+def _output(beside: Path, index: int, row: Any) -> Output:
+    """An output as a document holds it; FileError naming the field that is damaged."""
+    if not isinstance(row, dict) or not _NEEDED <= set(row) <= set(_OUTPUT):
+        raise FileError(f"{beside}: output {index} does not have its fields: {REMEDY}")
+    for name, value in row.items():
+        if not _OUTPUT[name](value):
+            raise FileError(f"{beside}: output {index} has {name}={shown(value)}: {REMEDY}")
+    return Output(**row)
+
+
+_OUTPUT: Mapping[str, Check] = {
+    **dict.fromkeys(("id", "text", "reference"), lambda value: isinstance(value, str)),
+    "tokens": are_wholes,
+    # Rounding may leave a sum of logarithms of 1 above 0.
+    "log_likelihood": lambda value: is_number(value) and value < 1e-3,
+    **dict.fromkeys(
+        ("solved", "greedy_solved"), lambda value: value is None or isinstance(value, bool)
+    ),
+}
+"""What is checked of each field of an output."""
+_NEEDED = {"id", "tokens", "text", "reference", "log_likelihood"}
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:

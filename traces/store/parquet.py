@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 
 SCHEMA = 1
@@ -168,7 +169,7 @@ def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The provenance of a file, without its content or its checksum; empty if it has none."""
     try:
         text = (pq.read_metadata(path).metadata or {}).get(HEADER_KEY, b"{}")
-        meta = json.loads(text)["meta"]
+        meta = parse_json(text)["meta"]
     except Exception:  # what is wrong with it, `read_file` says
         return {}
     return meta if isinstance(meta, dict) else {}
@@ -229,9 +230,9 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
             f"{path}: has no draftsim header in its metadata: it was not written by draftsim"
         )
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise file_error(path, "the draftsim header is not JSON") from error
+        header = parse_json(text)
+    except JSONError as error:
+        raise file_error(path, f"the draftsim header is not JSON ({error})") from error
     if not isinstance(header, dict) or type(header.get("schema")) is not int:
         raise file_error(path, "the draftsim header names no schema version")
     version = header["schema"]

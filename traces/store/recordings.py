@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from traces.latency.schema import PHASES
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder
+from traces.store.text import read_object
 
 BUNDLED = Path(__file__).parents[1] / "recorded"
 """Folder of the bundled recordings: ``<name>/trace.parquet``, ``<name>/latency.parquet``.
@@ -62,11 +62,10 @@ def trace_folder(folder: Path) -> Path:
     path = folder / ELSEWHERE
     if not path.is_file():
         return folder
-    try:
-        name = json.loads(path.read_text())["trace"]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise FileError(f"{path}: names no trace: unpack the recording again") from None
-    if not isinstance(name, str) or Path(name).name != name or not (folder.parent / name).is_dir():
+    name = read_object(path, "unpack the recording again").get("trace")
+    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+        raise FileError(f"{path}: names no trace: unpack the recording again")
+    if not (folder.parent / name).is_dir():
         raise FileError(
             f"{path}: the trace is in {name!r}, which is no folder beside this one: unpack the "
             "recording again"

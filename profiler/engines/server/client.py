@@ -7,13 +7,13 @@ with every piece (vLLM's ``return_token_ids``).  The client is aiohttp, as of ``
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from policies.json_text import parse_json
 from profiler.engines.loads import Job
 from profiler.engines.server.process import NAME
 from traces.errors import DraftsimError
@@ -110,7 +110,7 @@ async def _ask(session: Any, answer: Answer, prompt: Sequence[int], tokens: int)
             _, data, text = line.partition(b"data: ")
             if not data or text.startswith(b"[DONE]"):
                 continue
-            piece = json.loads(text)
+            piece = parse_json(text)
             if "error" in piece:
                 raise DraftsimError(f"the server breaks off {answer.name}: {piece['error']}")
             ids = piece["choices"][0].get("token_ids") or []

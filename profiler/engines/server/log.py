@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.core import Round
+from policies.json_text import parse_json
 from profiler.engines.server.lines import QUIET_S
 from profiler.engines.watch import Decoded, Prompt, Step
 from traces.errors import DraftsimError
@@ -73,7 +73,7 @@ class LogReader:
                 text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._at[path] = self._at.get(path, 0) + len(whole)
-            found += [json.loads(line) for line in whole.splitlines()]
+            found += [parse_json(line) for line in whole.splitlines()]
         return found
 
     def _log(self, found: Sequence[Mapping[str, Any]]) -> EngineLog:

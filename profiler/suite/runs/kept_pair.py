@@ -18,6 +18,7 @@ from profiler.recording.run import model_path
 from profiler.suite.environment import Workplace
 from profiler.suite.runs.training import train_pair
 from traces.errors import DraftsimError
+from traces.store.text import read_object
 
 
 def trained_pair(
@@ -63,7 +64,7 @@ def _write(folder: Path, pair: Pair, prompts: Sequence[Prompt], record: dict[str
 
 
 def _read(place: Workplace, folder: Path) -> tuple[Pair, list[Prompt], dict[str, Any]]:
-    about = json.loads((folder / "about.json").read_text())
+    about = read_object(folder / "about.json")
     factory: Any = transformers.AutoModelForCausalLM
     target, draft = (
         factory.from_pretrained(

@@ -7,7 +7,6 @@ which tests the cost alone, and once from its tokens alone, which is what a user
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from simulator.papers.measured.rows import Evidence, evidence, ranked
 from traces.errors import DraftsimError
 from traces.latency.nonnegative import non_negative
+from traces.store.text import json_lines
 
 Floats = npt.NDArray[np.float64]
 
@@ -174,7 +174,7 @@ def _turns(found: Sequence[tuple[object, ...]]) -> Turns:
 
 def _read(path: Path) -> list[dict[str, object]]:
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        rows = [row for _, row in json_lines(path)]
         _choice(rows[0])
     except (OSError, ValueError, KeyError, IndexError, AssertionError) as error:
         raise DraftsimError(f"cannot read the log {path}: {error}") from None

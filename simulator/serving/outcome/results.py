@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
 from traces.store.parquet import write_file
 
@@ -136,8 +137,8 @@ def read_results(path: str | Path) -> Results:
         if not line:
             continue
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
+            value = parse_json(line)
+        except JSONError:
             if i == len(lines) - 1:
                 break  # killed while writing it
             raise FileError(
@@ -149,6 +150,8 @@ def read_results(path: str | Path) -> Results:
     if not parsed or parsed[0].get("schema") != SCHEMA:
         raise FileError(f"results file {path} has no header of schema {SCHEMA}: it is another file")
     rows = [value["row"] for value in parsed[1:] if "row" in value]
+    if not all(isinstance(held, dict) for held in (parsed[0].get("meta", {}), *rows)):
+        raise FileError(f"results file {path} holds a row that is no object: it was damaged")
     last = parsed[-1]
     return Results(
         rows,

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from policies.json_text import parse_json
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Part
 from traces.errors import FileError
 from traces.store.parquet import write_atomically
@@ -105,11 +106,11 @@ def read_sweep(path: str | Path) -> pd.DataFrame:
     """
     try:
         table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
+        header = (table.schema.metadata or {}).get(b"draftsim")
+        found = None if header is None else parse_json(header)
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise FileError(f"{path}: cannot be read as Parquet ({error}): sweep again") from None
-    header = (table.schema.metadata or {}).get(b"draftsim")
-    found: dict[str, Any] = json.loads(header) if header is not None else {}
-    if found.get("kind") != "sweep":
+    if not isinstance(found, dict) or found.get("kind") != "sweep":
         raise FileError(f"{path}: is no table of `draftsim sweep`")
     if found.get("schema") != SCHEMA or set(COLUMNS) - set(table.column_names):
         raise FileError(

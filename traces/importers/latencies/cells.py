@@ -15,9 +15,11 @@ import pandas as pd
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.rows import only_file, read_text
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, shown
+from traces.importers.rows import only_file
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.text import read_text
 
 NEEDED = ("model", "new_tokens", "context", "seconds")
 DEFAULTS = {"phase": "forward", "batch": "1", "spread_s": "0", "repeats": "1"}
@@ -42,7 +44,7 @@ class Latency:
         if unknown := sorted(set(names) - {*NEEDED, *DEFAULTS}):
             expected = ", ".join((*NEEDED, *DEFAULTS))
             raise FileError(
-                f"{file}: has unknown column(s) {', '.join(unknown)}: expected {expected}"
+                f"{file}: has unknown column(s) {', '.join(unknown)[:80]}: expected {expected}"
             )
         reader.fieldnames = names
         cells: list[list[object]] = []
@@ -74,8 +76,12 @@ def _head(line: str) -> list[str]:
 def _value(at: str, name: str, kind: str, text: str) -> object:
     if kind == "str":
         return text
+    if kind.startswith("int"):
+        return digits(at, name, text, most=MOST_TOKENS)
     try:
-        return int(text) if kind.startswith("int") else float(text)
+        value = float(text)
     except ValueError:
-        expected = "a whole number" if kind.startswith("int") else "seconds"
-        raise FileError(f"{at}: {name} is {text!r}, expected {expected}") from None
+        value = -1.0
+    if not 0 <= value <= MOST_SECONDS:
+        raise FileError(f"{at}: {name} is {shown(text)}, expected seconds, 0 or more")
+    return value

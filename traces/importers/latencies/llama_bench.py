@@ -19,9 +19,9 @@ import pandas as pd
 from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.latencies.llama_tests import Test, read_tests
-from traces.importers.rows import read_text
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
+from traces.store.text import read_text
 
 WIDEST = 64
 """Tokens of a prompt test up to which it stands for a verification.

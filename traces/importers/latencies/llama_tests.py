@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, label, shown, whole
+from traces.store.text import json_lines
 
 NORMAL_IQR = 0.6744897501960817
 """Half the interquartile range of a normal distribution, in standard deviations."""
@@ -21,8 +23,8 @@ _NOT_SETTINGS = {
     "samples_ns", "samples_ts", "cpu_info", "gpu_info", "model", "size", "params", "test", "t/s",
     "fit_target", "fit_min_ctx",
 }  # fmt: skip
-_TEST = re.compile(r"(?:pp ?(\d+))?\+?(?:tg ?(\d+))?(?: @ d ?(\d+))?")
-_RATE = re.compile(r"([\d.]+) ± ([\d.]+)")
+_TEST = re.compile(r"(?:pp ?(\d{1,8}))?\+?(?:tg ?(\d{1,8}))?(?: @ d ?(\d{1,8}))?", re.ASCII)
+_RATE = re.compile(r"(\d{1,15}(?:\.\d+)?) ± (\d{1,15}(?:\.\d+)?)", re.ASCII)
 _SIZES = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
 
 
@@ -66,35 +68,49 @@ def read_tests(file: Path, text: str) -> list[Test]:
 
 
 def _json(file: Path, text: str) -> Iterator[tuple[str, Any]]:
+    if not text.lstrip().startswith("["):
+        for number, row in json_lines(file, text):
+            yield f"{file} line {number}", row
+        return
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else None
-        found = rows if rows is not None else [json.loads(x) for x in text.split("\n") if x.strip()]
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{file}: is not JSON (truncated?): copy the file again") from error
-    for number, row in enumerate(found, 1):
+        rows = parse_json(text)
+    except JSONError as error:
+        raise FileError(f"{file}: is not JSON ({error}): copy the file again") from None
+    for number, row in enumerate(rows, 1):
         yield f"{file} entry {number}", row
 
 
 def _from_record(at: str, row: Any) -> Test:
     if not isinstance(row, Mapping) or None in row:
         raise FileError(f"{at}: is no test of llama-bench")
-    prompt, generated = (_number(at, row, name) for name in ("n_prompt", "n_gen"))
-    depth = _number(at, row, "n_depth") if row.get("n_depth") is not None else 0
+    prompt, generated = (_count(at, row, name) for name in ("n_prompt", "n_gen"))
+    depth = _count(at, row, "n_depth") if row.get("n_depth") is not None else 0
     mean = _number(at, row, "avg_ns")
     samples = row.get("samples_ns")
-    if isinstance(samples, list) and samples:
-        low, high = np.percentile(np.array(samples, dtype=float), [25, 75])
+    # CSV has them in a cell, as text.
+    in_csv = isinstance(row.get("avg_ns"), str) and isinstance(samples, str)
+    if not (samples is None or in_csv or isinstance(samples, list)):
+        raise FileError(f"{at}: samples_ns is {shown(samples)}, expected a list")
+    if samples and isinstance(samples, list):
+        each = [_number(at, {"samples_ns": sample}, "samples_ns") for sample in samples]
+        low, high = np.percentile(each, [25, 75])
         spread, repeats = float(high - low) / 2, len(samples)
     else:
         spread, repeats = NORMAL_IQR * _number(at, row, "stddev_ns"), 1
     if prompt + generated < 1 or mean <= 0:
-        raise FileError(f"{at}: {prompt:g} and {generated:g} tokens in {mean:g} ns are no test")
+        raise FileError(f"{at}: {prompt} and {generated} tokens in {mean:g} ns are no test")
     return Test(
-        at, str(row.get("model_filename") or row.get("model_type")),
+        at, _model(at, row),
         _number(at, row, "model_size") if row.get("model_size") else 0.0,
-        int(prompt), int(generated), int(depth), mean / 1e9, spread / 1e9, repeats,
+        prompt, generated, depth, mean / 1e9, spread / 1e9, repeats,
         str(row.get("gpu_info") or row.get("cpu_info") or "not said"), _settings(row.items()),
     )  # fmt: skip
+
+
+def _model(at: str, row: Mapping[str, Any]) -> str:
+    names = ("model_filename", "model_type")
+    given = next((name for name in names if row.get(name) not in (None, "")), names[1])
+    return label(at, given, row.get(given), "?")
 
 
 def _markdown(file: Path, text: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -126,6 +142,8 @@ def _from_table(at: str, row: Mapping[str, str]) -> Test:
         size = float(number) * 1024 ** _SIZES[unit]
     except (ValueError, KeyError):
         size = 0.0
+    if not 0 <= size < float("inf"):
+        size = 0.0
     return Test(
         at, row["model"], size, prompt, generated, depth, seconds,
         NORMAL_IQR * seconds * deviation / mean, 1, row.get("backend", "not said"),
@@ -142,6 +160,13 @@ def _number(at: str, row: Mapping[str, Any], name: str) -> float:
         value = float(row.get(name, ""))
     except (TypeError, ValueError):
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise FileError(f"{at}: {name} is {row.get(name)!r}, expected a number >= 0")
+    if not 0 <= value <= 1e9 * MOST_SECONDS:
+        raise FileError(f"{at}: {name} is {shown(row.get(name))}, expected a number >= 0")
     return value
+
+
+def _count(at: str, row: Mapping[str, Any], name: str) -> int:
+    value = row.get(name)
+    if isinstance(value, str):
+        return digits(at, name, value, most=MOST_TOKENS)
+    return whole(at, name, value, most=MOST_TOKENS)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from traces.errors import FileError
+from traces.importers.bounds import MOST_DRAFTED, shown
 from traces.importers.scrapes.text import read_counts, read_samples
 from traces.importers.totals import Totals
 
@@ -87,8 +88,8 @@ def _gauge(file: Path, name: str) -> float | None:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not value >= 0 or math.isinf(value):
-            raise FileError(f"{where}: {text} is no length or rate")
+        if not 0 <= value <= MOST_DRAFTED + 1:
+            raise FileError(f"{where}: {shown(text)} is no length or rate")
         found.append(value)
     values = sorted(set(found) - {0.0})
     if len(values) > 1:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traces.errors import FileError
-from traces.importers.rows import read_text
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, digits, shown
+from traces.store.text import read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:\\.|[^"\\])*)"', re.ASCII)
@@ -94,13 +95,13 @@ def _count(
             continue
         if (name in placed) != (label in labels):
             raise FileError(f"{where}: the label {label} does not belong there")
-        position = labels.get(label, "0")
+        position = digits(where, f"the label {label}", labels.get(label, "0"), most=MOST_DRAFTED)
         try:
             value = float(text)
         except ValueError:
             value = -1.0
-        if value < 0 or not value.is_integer() or not position.isdigit():
-            raise FileError(f"{where}: {text} is no count")
-        key = name, int(position)
+        if not 0 <= value <= MOST_COUNT or not value.is_integer():
+            raise FileError(f"{where}: {shown(text)} is no count of at most {MOST_COUNT:,}")
+        key = name, position
         counts[key] = counts.get(key, 0) + int(value)
     return counts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -42,6 +41,7 @@ from traces.sources.lookups.text import (
     Proposal,
     Retrieval,
 )
+from traces.store.text import json_lines
 
 EARLIER = "earlier"
 
@@ -277,21 +277,11 @@ def proposed(proposal: Proposal) -> SourceToken:
 
 def read_corpus(path: str | Path) -> list[list[int]]:
     """Token sequences from a file of one JSON list of ids a line; DraftsimError naming the line."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DraftsimError(f"cannot read the corpus {path}: {error}") from None
     sequences: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            ids = json.loads(line)
-        except json.JSONDecodeError:
-            ids = None
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    for number, ids in json_lines(path, remedy="write a JSON list of token ids a line"):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
             raise DraftsimError(
-                f"{path}:{number} is not a JSON list of token ids: write one a line"
+                f"{path} line {number}: is not a JSON list of token ids: write one a line"
             )
         sequences.append(ids)
     return sequences

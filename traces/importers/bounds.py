@@ -1,0 +1,92 @@
+"""Numbers of another program's log, checked where they are read.
+
+Arrays are made as long as drafts and outputs, so one damaged number of a log would otherwise
+decide how much memory an import takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from reprlib import repr as shown
+from typing import Any
+
+from traces.acceptance.schema import MOST_DRAFTED as MOST_DRAFTED  # noqa: PLC0414
+from traces.acceptance.schema import MOST_TOKENS as MOST_TOKENS  # noqa: PLC0414
+from traces.errors import FileError
+
+MOST_COUNT = 2**53
+"""Largest count over many rounds: up to here a counter kept as a float is exact."""
+MOST_SECONDS = 1e9
+"""Longest time that was measured."""
+MOST_ID = 2**31 - 1
+"""Largest token id."""
+
+
+def whole(where: str, name: str, value: Any, least: int = 0, most: int = MOST_COUNT) -> int:
+    """Return `value` if it is a whole number from `least` to `most`.
+
+    Raises
+    ------
+    FileError
+        Naming `where` it stands and the field's `name` otherwise.
+    """
+    if type(value) is not int or value < least:
+        raise FileError(f"{where}: {name} is {shown(value)}, expected a whole number >= {least}")
+    if value > most:
+        raise FileError(f"{where}: {name} is {value:,}, expected at most {most:,}")
+    return value
+
+
+def wholes(
+    where: str, name: str, values: Any, least: int = 0, most: int = MOST_COUNT
+) -> list[int]:  # fmt: skip
+    """Return `values` if they are a list of whole numbers from `least` to `most`; see `whole`."""
+    if not isinstance(values, list) or not all(type(v) is int and v >= least for v in values):
+        raise FileError(f"{where}: {name} is no list of whole numbers >= {least}")
+    if values and max(values) > most:
+        raise FileError(f"{where}: {name} holds {max(values):,}, expected at most {most:,}")
+    return values
+
+
+def digits(where: str, name: str, text: str | None, least: int = 0, most: int = MOST_COUNT) -> int:
+    """Return the whole number that `text` writes in plain digits; see `whole`."""
+    given = (text or "").strip()
+    plain = given.isascii() and given.isdigit() and len(given) <= 20
+    return whole(where, name, int(given) if plain else text, least, most)
+
+
+def label(where: str, name: str, value: Any, default: str = "") -> str:
+    """Return an id or category as text, `default` where there is none; FileError for others."""
+    if value is None:
+        return default
+    if type(value) not in (str, int):
+        raise FileError(f"{where}: {name} is {shown(value)}, expected text or a number")
+    return str(value)
+
+
+def is_seconds(value: Any) -> bool:
+    """Return whether `value` is a number of seconds above 0 and up to `MOST_SECONDS`."""
+    return type(value) in (int, float) and 0 < value <= MOST_SECONDS
+
+
+def check_drafted(where: str, name: str, drafted: int, rounds: int) -> None:
+    """Raise FileError if `rounds` cannot have drafted that many tokens; one round counts always."""
+    if drafted > MOST_DRAFTED * max(1, rounds):
+        raise FileError(
+            f"{where}: {name} is {drafted:,} in {rounds:,} rounds, expected at most "
+            f"{MOST_DRAFTED:,} drafted tokens in each"
+        )
+
+
+def summed(histograms: Sequence[Sequence[int]], longest: int) -> list[int]:
+    """Return the rounds that accepted at least 1, 2, ... `longest` drafts, over all histograms.
+
+    A histogram counts rounds by accepted drafts, from 0.
+    """
+    totals = [0] * (longest + 1)
+    for histogram in histograms:
+        for k, rounds in enumerate(histogram):
+            totals[k] += rounds
+    for k in range(longest - 1, -1, -1):
+        totals[k] += totals[k + 1]
+    return totals[1:]

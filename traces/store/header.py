@@ -1,0 +1,166 @@
+"""Fields of a recording's header and of its rows, checked by type and bound.
+
+The checksum of a file says that it is as it was written.  These checks say that what was written
+can be a recording, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from reprlib import repr as shown
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from traces.acceptance.schema import MOST_TOKENS, Request
+from traces.store.parquet import file_error
+
+PathLike = str | os.PathLike[str]
+Check = Callable[[Any], bool]
+
+MOST = 2**31 - 1
+"""Largest whole number of a header, but of those with a smaller bound of their own."""
+
+
+def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
+    """Return whether `value` is a whole number from `least` to `most`."""
+    return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def are_wholes(value: Any, least: int = 0, most: int = MOST) -> bool:
+    """Return whether `value` is a list of whole numbers from `least` to `most`."""
+    return isinstance(value, list) and all(is_whole(v, least, most) for v in value)
+
+
+def _none_or(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _is(*kinds: type) -> Check:
+    return lambda value: isinstance(value, kinds)
+
+
+def _size(value: Any) -> bool:
+    return is_whole(value, 1, 2**53)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _model(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, dict)
+        and all(_none_or(check)(value.get(name)) for name, check in MODEL.items())
+    )
+
+
+MODEL: Mapping[str, Check] = {
+    "layers": _size, "hidden_size": _size, "vocab_size": _size, "kv_values": _size,
+    "parameters": _size, "tied": _flag, "fingerprint": _is(str), "path": _is(str),
+}  # fmt: skip
+"""Fields of the provenance of a model."""
+
+TEXT, TABLE = _none_or(_is(str)), _none_or(_is(dict))
+META: Mapping[str, tuple[Check, str]] = {
+    **dict.fromkeys(("target", "draft"), (_none_or(_model), "a name, or a table of a model")),
+    **dict.fromkeys(
+        ("kind", "dtype", "mode", "attention", "estimator", "drafts", "drafter", "fidelity",
+         "run_id", "recorded_with", "model", "outputs_sha256", "heads", "adapter", "pair"),
+        (TEXT, "text"),
+    ),
+    **dict.fromkeys(
+        ("sampling", "imputed", "versions", "tokenizer", "near_ties", "recording_s", "machine",
+         "models", "control_s", "baseline", "measured", "shapes"),
+        (TABLE, "a table"),
+    ),
+    **dict.fromkeys(
+        ("vocab_size", "threads", "cores", "layers", "modules", "topk"),
+        (_none_or(_size), "a whole number >= 1"),
+    ),
+    **dict.fromkeys(("eos_token_ids", "skip"), (_none_or(are_wholes), "a list of whole numbers")),
+    **dict.fromkeys(
+        ("draft_lengths_known", "takes_verified", "drafts_end", "chat_template", "quick"),
+        (_none_or(_flag), "true or false"),
+    ),
+    "first": (_none_or(lambda value: is_whole(value, 0, 1)), "0 or 1"),
+}  # fmt: skip
+"""What is read of a recording's provenance: the check of each field, and what it expects."""
+
+
+def check(path: PathLike, name: str, value: Any, sound: bool, expected: str) -> None:
+    """Raise FileError, naming the file, the header field `name` and its `value`, unless `sound`."""
+    if not sound:
+        raise file_error(path, f"header field {name!r} is {shown(value)}, expected {expected}")
+
+
+def meta_of(path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance in a header; FileError if a field that is read is impossible."""
+    meta = header.get("meta")
+    if not isinstance(meta, dict):
+        raise file_error(path, "header field 'meta' is missing or no table")
+    for name, (sound, expected) in META.items():
+        check(path, f"meta.{name}", meta.get(name), sound(meta.get(name)), expected)
+    return meta
+
+
+def starts_of(path: PathLike, header: Mapping[str, Any], name: str, rows: int) -> tuple[int, ...]:
+    """Return the first row of each request and their end, which must be `rows` at most."""
+    starts = header.get(name)
+    rising = are_wholes(starts, 0, rows) and starts == sorted(starts) and starts[:1] == [0]
+    check(path, name, starts, rising and len(starts) > 1, f"rows that rise from 0 to {rows}")
+    return tuple(starts or ())
+
+
+def requests_of(path: PathLike, header: Mapping[str, Any]) -> list[Request]:
+    """Return the request table in a header; FileError naming the request and field if damaged."""
+    rows = header.get("requests")
+    if not isinstance(rows, list):
+        raise file_error(path, "header field 'requests' is missing or no list")
+    return [_request(path, i, row) for i, row in enumerate(rows)]
+
+
+def _request(path: PathLike, index: int, row: object) -> Request:
+    defaults = {f.name: f.default for f in fields(Request)}
+    required = {name for name, default in defaults.items() if default is MISSING}
+    if not isinstance(row, dict) or not required <= set(row) <= set(defaults):
+        raise file_error(
+            path, f"request {index} of the header does not have the fields {sorted(defaults)}"
+        )
+    row = {name: row.get(name, default) for name, default in defaults.items()}
+    ids, wall_s = row["prompt_ids"], row["wall_s"]
+    checks = {
+        "id": isinstance(row["id"], str),
+        "category": isinstance(row["category"], str),
+        "prompt_length": is_whole(row["prompt_length"], 0, MOST_TOKENS),
+        "tokens": is_whole(row["tokens"], 1, MOST_TOKENS),
+        "max_new_tokens": is_whole(row["max_new_tokens"], 1),
+        "ended": row["ended"] in ("eos", "length"),
+        "prompt_ids": ids is None or are_wholes(ids),
+        "wall_s": wall_s is None or (is_number(wall_s) and wall_s >= 0),
+    }
+    if wrong := [name for name, sound in checks.items() if not sound]:
+        raise file_error(
+            path, f"request {index} of the header has {wrong[0]}={shown(row[wrong[0]])}"
+        )
+    return Request(**{**row, "prompt_ids": None if ids is None else tuple(ids)})
+
+
+def check_rows(path: PathLike, checks: Mapping[str, npt.NDArray[np.bool_]]) -> None:
+    """Raise FileError, naming the first row, where one of the `checks` of all rows is False.
+
+    The key of a check says what it expects, as in ``accepted <= drafted``.
+    """
+    for expected, sound in checks.items():
+        if not sound.all():
+            row = int(np.flatnonzero(~sound)[0])
+            raise file_error(path, f"row {row} breaks {expected}")

@@ -1,0 +1,103 @@
+"""Text and JSON files of users and other programs: read whole, within bounds, or refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from policies.json_text import JSONError, parse_json
+from traces.errors import FileError
+
+MOST_BYTES = 2**30
+"""Largest text file that is read, 1 GiB: a log beyond it is to be split."""
+
+_AT_ONCE = 2**20
+AGAIN = "copy it again, or write it again"
+
+
+def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
+    """Return the text of a file, without a byte-order mark and with ``\\n`` as line ends.
+
+    Raises
+    ------
+    FileError
+        If the file is missing, cannot be read, is larger than `most` bytes or is not UTF-8.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = _bounded(file, most)
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: no such file: check the path") from error
+    except IsADirectoryError as error:
+        raise FileError(f"{path}: is a directory: name a file in it") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
+    if content is None:
+        raise FileError(f"{path}: is larger than {most:,} bytes: split it, or name another file")
+    try:
+        # Some programs and editors write a byte-order mark.
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is not text in UTF-8: {AGAIN}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def read_json(path: str | os.PathLike[str], remedy: str = AGAIN) -> Any:
+    """Return the value of a JSON file.
+
+    Raises
+    ------
+    FileError
+        As `read_text` does, or if it is no JSON (`policies.json_text.parse_json`); the message
+        ends with `remedy`.
+    """
+    try:
+        return parse_json(read_text(path))
+    except JSONError as error:
+        raise FileError(f"{path}: is not JSON ({error}): {remedy}") from None
+
+
+def read_object(path: str | os.PathLike[str], remedy: str = AGAIN) -> dict[str, Any]:
+    """Return the object of a JSON file; raise as `read_json` does, or if it holds anything else."""
+    value = read_json(path, remedy)
+    if not isinstance(value, dict):
+        raise FileError(f"{path}: holds a {type(value).__name__}, expected an object: {remedy}")
+    return value
+
+
+def json_lines(
+    path: str | os.PathLike[str], text: str | None = None, remedy: str = AGAIN
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number, from 1, and the value of each line of JSON Lines that is not empty.
+
+    ``text`` is the file's text where it was read before.
+
+    Raises
+    ------
+    FileError
+        As `read_text` does, or if a line is no JSON, with its number.
+    """
+    lines = (read_text(path) if text is None else text).split("\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except JSONError as error:
+                raise FileError(f"{path} line {number}: is not JSON ({error}): {remedy}") from None
+
+
+def _bounded(file: IO[bytes], most: int) -> bytes | None:
+    """The content of a file; None if it holds more than `most` bytes."""
+    about = os.fstat(file.fileno())
+    if stat.S_ISREG(about.st_mode):
+        return file.read() if about.st_size <= most else None
+    # A pipe or a device may never end.
+    parts, size = [], 0
+    while size <= most and (part := file.read(_AT_ONCE)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts) if size <= most else None
