@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, placed
+from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
-from commands.common.written import TABLES
+from commands.common.written import BEGINS, TABLES, check_place
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
@@ -28,7 +28,7 @@ def import_file(
         Path | None,
         typer.Option(
             metavar="T",
-            callback=placed,
+            callback=placed_recording,
             help="Trace or latencies to write; of counts, which make no trace, FILE.json.",
         ),
     ] = None,
@@ -131,6 +131,7 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     if out is not None and out.suffix in TABLES and out.suffix != ".json":
         raise DraftsimError(f"--out {out}: {form} made counts, and no trace: name a .json file")
     if out is not None:
+        check_place(out, BEGINS[".json"])
         emit("import", rows, str(out), more=more)
         note(f"wrote {out}")
     _say(totals.meta)

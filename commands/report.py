@@ -22,7 +22,7 @@ from commands.common.inputs import (
     PolicyOption,
     load_trace,
 )
-from commands.common.output import note, placed
+from commands.common.output import note, placed_as
 from commands.common.ranking import rank
 from commands.common.working import working
 
@@ -42,7 +42,7 @@ def report(
         ),
     ] = DEFAULT_TRACE,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=placed, help="The page to write.")
+        Path, typer.Option(metavar="FILE", callback=placed_as(b"<"), help="The page to write.")
     ] = Path("report.html"),
     latency: LatencyOption = None,
     policy: PolicyOption = None,

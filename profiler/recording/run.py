@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from profiler.smollm2 import places
 from traces.errors import DraftsimError
 from traces.store.identity import RUN_ID, check_folder
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair

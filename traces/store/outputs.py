@@ -30,7 +30,7 @@ from traces.errors import DraftsimError, FileError
 from traces.replay.quality import output_log_likelihood, relative_bleu, token_agreement
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 SCHEMA = 1
 FOLDER = "rounds"

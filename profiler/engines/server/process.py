@@ -26,7 +26,7 @@ from profiler.engines.server import lines
 from profiler.engines.start import EngineOptions
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 NAME = "target"
 """What the server calls its model."""
