@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from profiler.recording.folder import HOLDER, claimed, only_writer
+from profiler.recording.folder import LOCK, claimed, only_writer
 from profiler.recording.run import RunInfo, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
 from tests.forked import forked
@@ -156,7 +156,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
         said.write_text(str(refused.value))
 
     with only_writer(folder):
-        assert json.loads((folder / HOLDER).read_text())["pid"] == os.getpid()
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         with forked(second):
             pass
         assert f"is being written by process {os.getpid()} on " in said.read_text()
@@ -172,7 +172,7 @@ def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
 
     with forked(left):
         pass
-    assert (tmp_path / HOLDER).is_file()
+    assert (tmp_path / LOCK).is_file()
     with only_writer(tmp_path):
         pass
 

@@ -23,7 +23,7 @@ from commands.common.inputs import (
     load_trace,
     origin_of,
 )
-from commands.common.output import JsonOption, emit, note, placed, placed_folder
+from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
@@ -112,7 +112,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="RESULTS",
-            callback=placed,
+            callback=placed_table,
             help="Keep the rows: JSON lines, each written when finished, behind which an "
             "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
             "at the end, until then the lines in RESULTS.jsonl.",
@@ -131,7 +131,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_as(b"["),
             help="Chrome trace of the first load under the first policy that drafts, of the "
             "first replica (opens in ui.perfetto.dev).",
         ),
@@ -186,7 +186,7 @@ def serve(
             sweep(
                 recorded, table, policies, scenarios, rule=rule,
                 path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
-                rows=rows, executor=executor,
+                rows=rows, executor=executor, say=note,
             )  # fmt: skip
     if json is None:
         print_table(shown(rows), title=origin_of(trace, latency))

@@ -25,7 +25,7 @@ from commands.common.inputs import (
     load_policies,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note, placed, placed_folder
+from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
@@ -118,7 +118,7 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_table,
             help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and where "
             "each policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
             "sweep goes on where it was.",
