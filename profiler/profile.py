@@ -167,14 +167,15 @@ def profile_trace(
     task = progress.add_task(f"recording {name}", total=len(prompts))
     recorded: list[Columns] = []
     for i, ids in enumerate(encoded):
-        columns = checkpoint.get(f"{i:05d}")
+        of = repr((prompts[i].id, ids.tolist()))
+        columns = checkpoint.get(f"{i:05d}", of)
         if columns is None:
             # A seed per prompt: a resumed recording draws what an uninterrupted one would.
             generator.manual_seed(settings.seed * 1_000_003 + i)
             begin = time.perf_counter()
             columns = recorder.record(ids)
             columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
-            checkpoint.put(f"{i:05d}", columns)
+            checkpoint.put(f"{i:05d}", columns, of)
         recorded.append(columns)
         progress.advance(task)
     trace = _assemble(pair, prompts, encoded, recorded, settings)
