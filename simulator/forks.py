@@ -28,6 +28,8 @@ MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
 FEWEST_TOKENS = 100_000
 """Of all parts together, below which an answer is there almost as soon as a process is forked."""
+SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])}
+"""Those that stop an answer."""
 NUMBER = 4
 """Bytes of a part's number among those to be taken."""
 
@@ -94,20 +96,21 @@ class _Helper:
     def __init__(self, parts: Parts, queue: int, shared: Sequence[object]) -> None:
         self.file = io.FileIO(os.memfd_create("results"), "r+")
         owner = os.getpid()
-        # Ctrl-C waits until it is decided what it does there.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # They wait until it is decided what they do there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self.process = os.fork()
             if self.process == 0:
                 self._help(owner, parts, queue, shared)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _help(self, owner: int, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
         try:
             # It ends without a word: the process that it belongs to has the last one.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             for found in _taken(parts, queue):
                 if os.getppid() != owner:
                     break  # nobody waits for the rest

@@ -192,6 +192,8 @@ class Server:
             raise SystemExit(128 + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_DFL:
+                continue  # ignored, or the command leaves by itself
             self._handlers[number] = signal.signal(number, leave)
 
 

@@ -160,8 +160,8 @@ class Sweep:
 
     def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
         parts = self.parts
-        folder = None if out is None else Path(f"{out}.parts")
-        kept = KeptParts(folder, self._key())
+        key = None if out is None else self._key()
+        kept = KeptParts(None if key is None else Path(f"{out}.parts"), key or "")
         done: dict[int, Columns] = dict(kept.read(parts))
         missing = [i for i in range(len(parts)) if i not in done]
         progress(len(done), len(parts))
@@ -234,8 +234,8 @@ class Sweep:
              for k in COLUMNS}
         )  # fmt: skip
 
-    def _key(self) -> str:
-        """A digest of everything a part's rows depend on."""
+    def _key(self) -> str | None:
+        """A digest of everything a part's rows depend on; None where that cannot be taken."""
         import joblib
 
         bench = self.bench
@@ -246,4 +246,7 @@ class Sweep:
             [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
             self.method, bench.resamples, bench.confidence, bench.seed,
         ]  # fmt: skip
-        return str(joblib.hash(content))
+        try:
+            return str(joblib.hash(content))
+        except Exception:  # a policy of one's own may hold anything
+            return None
