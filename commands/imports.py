@@ -9,6 +9,7 @@ import typer
 
 from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.common.written import BEGINS, TABLES, check_place
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
@@ -78,7 +79,8 @@ def import_file(
     if odd := [name for name in chosen if name not in takes]:
         option = odd[0].replace("_", "-")
         raise DraftsimError(f"--{option} says nothing about a log of {form}: drop it")
-    found = import_log(form, files, Options(**chosen))
+    with working(f"reading {files[0]}") as say:
+        found = import_log(form, files, Options(**chosen, progress=say))
     if isinstance(found, Trace):
         _trace(found, out, json)
     elif isinstance(found, LatencyTable):

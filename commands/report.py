@@ -23,8 +23,8 @@ from commands.common.inputs import (
     load_trace,
 )
 from commands.common.output import note, placed_as
+from commands.common.progress import working
 from commands.common.ranking import rank
-from commands.common.working import working
 
 if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
@@ -66,7 +66,7 @@ def report(
     other = latency is not None or table.meta.get("scaled") or always_draft is not None
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
-    with working("replaying policies") as progress:
+    with working("replaying policies", alone=True) as progress:
         ranking = rank(trace, table, policy)
         notes = {**ranking.notes}
         for name, span in carried_spans(ranking.logs, table).items():

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
 from profiler.latency.batch import batch_blocks, measure_batch_host
@@ -53,14 +52,6 @@ class Settings:
     grid: Grid = field(default_factory=Grid)
     chat: bool = False
     """Whether prompts are users' turns, to be put into the target's chat template."""
-
-
-def progress_bar() -> Progress:
-    """The bar shown for anything that lasts: what, how far, time left."""
-    return Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TimeRemainingColumn(), console=Console(stderr=True),  # standard output belongs to results
-    )  # fmt: skip
 
 
 class LatencyProfile:

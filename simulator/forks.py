@@ -37,7 +37,10 @@ _in_part: ContextVar[bool] = ContextVar("in_part", default=False)
 
 
 def results_of(
-    parts: Sequence[Callable[[], Result]], tokens: int, shared: Sequence[object] = ()
+    parts: Sequence[Callable[[], Result]],
+    tokens: int,
+    shared: Sequence[object] = (),
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Result]:
     """What each of `parts` returns, in their order.
 
@@ -57,10 +60,17 @@ def results_of(
     shared:
         Objects that stay themselves in results, such as a trace that all parts read: no copies
         of them come back.
+    progress:
+        Called between the parts that this process computes, with the number of parts that are
+        done or begun by any process, and of all parts.
     """
     helpers = min(cores(), len(parts), MOST) - 1
     if helpers < 1 or tokens < FEWEST_TOKENS or not _may_fork():
-        return [part() for part in parts]
+        alone: list[Result] = []
+        for part in parts:
+            progress(len(alone), len(parts))
+            alone.append(part())
+        return alone
     queue = os.memfd_create("parts")
     os.write(queue, b"".join(i.to_bytes(NUMBER, "big") for i in range(len(parts))))
     os.lseek(queue, 0, os.SEEK_SET)
@@ -72,7 +82,11 @@ def results_of(
                 started.append(_Helper(parts, queue, shared))
             except OSError:
                 break  # no room for another process
-        found: dict[int, Any] = dict(_taken(parts, queue))
+        found: dict[int, Any] = {}
+        for place, result in _taken(parts, queue):
+            found[place] = result
+            # The place in the file is one for all processes.
+            progress(os.lseek(queue, 0, os.SEEK_CUR) // NUMBER, len(parts))
         for helper in started:
             found |= helper.results(shared)
     finally:

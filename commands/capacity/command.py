@@ -26,8 +26,8 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
-from commands.common.working import working
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
 from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption

@@ -36,7 +36,7 @@ from commands.serve.loads import (
 )
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
-from commands.serve.progress import kept, progress_bar, rows_file
+from commands.serve.progress import kept, requests_bar, rows_file
 from commands.serve.rows import remarks, shown
 from traces.errors import DraftsimError
 
@@ -179,7 +179,7 @@ def serve(
     meta |= {"source": recorded.source} if drafted is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
-    with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):
+    with kept(rows, out, meta), requests_bar(scenarios, policies) as (advance, progress):
         from simulator.serving import Timeline, sweep
 
         with Timeline(timeline) if timeline is not None else nullcontext() as drawn:

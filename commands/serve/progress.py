@@ -1,4 +1,4 @@
-"""While ``draftsim serve`` runs: a progress bar, and readable results if it is stopped."""
+"""While ``draftsim serve`` runs: its progress, and readable results if it is stopped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.written import TABLES, write_rows
 from commands.serve.loads import requests_of
 from traces.store.lock import only_writer
@@ -60,24 +61,17 @@ def _lines_of(table: Path) -> Path:
 
 
 @contextmanager
-def progress_bar(
+def requests_bar(
     scenarios: Sequence[Scenario], policies: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
     """A progress bar over every request of every run, on standard error: (advance, progress)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
     each = requests_of(scenarios[:1])
     runs = len(scenarios) * len(policies)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"run 1 of {runs}", total=each * runs)
+    with progress_bar() as bar:
+        task = bar.add_task(f"requests, run 1 of {runs}", total=each * runs)
 
         def progress(done: int, total: int, name: str) -> None:
-            label = f"run {min(done + 1, total)} of {total}"
+            label = f"requests, run {min(done + 1, total)} of {total}"
             bar.update(task, completed=each * done, description=label)
 
         waiting = 0
