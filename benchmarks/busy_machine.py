@@ -30,9 +30,10 @@ from pathlib import Path
 import pandas as pd
 
 from commands.common.printed import print_table
+from commands.common.progress import progress_bar
 from commands.validate.spot_check import say_verdict, spot_check
 from profiler.latency.table import Grid
-from profiler.profile import Settings, profile_latency, progress_bar
+from profiler.profile import Settings, profile_latency
 from profiler.recording.run import RunInfo
 from traces.store.recordings import BUNDLED
 

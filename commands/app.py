@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from commands.lazy import Listed, lazy_group
+from commands.stopping import end_workers, stop_signals
 
 # typer carries its own copy of click, whose errors it exports only in part.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -98,32 +99,44 @@ def main() -> None:
     gc.set_threshold(1_000_000, 20, 20)
     # At its end Python would walk through all that is left, more than once, to free what goes.
     atexit.register(gc.freeze)
-    try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail(STOPPED, INTERRUPTED)
-    except Exception as error:
-        said = _said(error)
-        if said is None:
-            raise
-        _fail(said, 2)
-    else:
-        # typer turns Ctrl-C into this code, without a word.
-        if code == INTERRUPTED and sys.argv[1:2] != ["serve"]:
-            _fail(STOPPED, INTERRUPTED)
-        sys.exit(code if isinstance(code, int) else 0)
+    with stop_signals() as stop:
+        try:
+            code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+            if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt, without a word
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            _fail(STOPPED, stop.code)
+        except SystemExit as error:
+            if _is_closed_pipe(error.__context__):
+                raise
+            # Commands give their codes back: this is code of the user's own, a policy's say.
+            _fail(f"sys.exit({error.code!r}) was called before the answer was there: remove it", 2)
+        except typer.Abort as error:
+            # So typer calls the end of a file, at a terminal Ctrl-D; nothing is asked there.
+            raise error.__cause__ or error from None
+        except Exception as error:
+            said = _said(error)
+            if said is None:
+                raise
+            _fail(said, 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _is_closed_pipe(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EPIPE
 
 
 def _said(error: Exception) -> str | None:
     """What to tell a person of `error`; None where it is no fault of theirs, nor the machine's."""
-    from traces.errors import DraftsimError  # brings numpy, which a list of commands needs not
+    # It brings numpy, which a list of commands needs not.
+    from traces.errors import DraftsimError, missing, missing_for
 
     if isinstance(error, DraftsimError):
         return str(error)
     if isinstance(error, UsageError):
         shown: Any = error
         return str(shown.format_message())  # the message by itself does not name the option
-    if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
+    if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
         # Where nobody said it better: a full disk, a folder that may only be read.
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}: free some space, or choose another place to write to"
@@ -133,9 +146,12 @@ def _said(error: Exception) -> str | None:
             "the device's memory is full: use a smaller pair, --dtype bfloat16 or --device cpu, or "
             "lower --max-new-tokens, --max-gamma or --batch; the same command goes on where it can"
         )
+    if packages := missing_for(error):
+        return str(missing(packages, " ".join(["draftsim", *sys.argv[1:2]])))
     return None
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    end_workers()
     print(f"draftsim: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

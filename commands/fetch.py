@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from commands.common.output import note
+from commands.common.progress import working
 from traces.errors import DraftsimError
 
 
@@ -24,4 +25,10 @@ def fetch(
 
     if name != NAME:
         raise DraftsimError(f"{name!r} is not known: what can be fetched is {NAME}")
-    smollm2.fetch(note)
+    with working(f"fetching {name}") as say:
+
+        def tell(text: str) -> None:
+            note(text)
+            say(text)
+
+        smollm2.fetch(tell)

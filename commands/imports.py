@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, placed
+from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
-from commands.common.written import TABLES
+from commands.common.progress import working
+from commands.common.written import BEGINS, TABLES, check_place
 from traces.errors import DraftsimError
 from traces.importers.registry import AUTO, IMPORTERS
 
@@ -28,7 +29,7 @@ def import_file(
         Path | None,
         typer.Option(
             metavar="T",
-            callback=placed,
+            callback=placed_recording,
             help="Trace or latencies to write; of counts, which make no trace, FILE.json.",
         ),
     ] = None,
@@ -78,7 +79,8 @@ def import_file(
     if odd := [name for name in chosen if name not in takes]:
         option = odd[0].replace("_", "-")
         raise DraftsimError(f"--{option} says nothing about a log of {form}: drop it")
-    found = import_log(form, files, Options(**chosen))
+    with working(f"reading {files[0]}") as say:
+        found = import_log(form, files, Options(**chosen, progress=say))
     if isinstance(found, Trace):
         _trace(found, out, json)
     elif isinstance(found, LatencyTable):
@@ -131,6 +133,7 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     if out is not None and out.suffix in TABLES and out.suffix != ".json":
         raise DraftsimError(f"--out {out}: {form} made counts, and no trace: name a .json file")
     if out is not None:
+        check_place(out, BEGINS[".json"])
         emit("import", rows, str(out), more=more)
         note(f"wrote {out}")
     _say(totals.meta)

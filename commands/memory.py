@@ -8,12 +8,15 @@ from typing import Annotated
 import typer
 
 from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
-from commands.common.output import note, placed
+from commands.common.output import note, placed_as, placed_recording
 
 
 def calibrate_memory(
     out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=placed, help="Memory file to write (.npz).")
+        Path,
+        typer.Option(
+            metavar="FILE", callback=placed_as(b"PK"), help="Memory file to write (.npz)."
+        ),
     ],
     trace: TraceOption = DEFAULT_TRACE,
     policy: Annotated[
@@ -27,7 +30,9 @@ def calibrate_memory(
     ] = 1.0,
     rest: Annotated[
         Path | None,
-        typer.Option(metavar="T", callback=placed, help="Write the other prompts' trace there."),
+        typer.Option(
+            metavar="T", callback=placed_recording, help="Write the other prompts' trace there."
+        ),
     ] = None,
     capacity: Annotated[
         int | None, typer.Option(min=1, help="Bound on the pairs kept; default none.")
@@ -41,12 +46,13 @@ def calibrate_memory(
     from policies.rules.memory import OnlineCorrectionMemory
     from traces.replay.corrections import calibrated, split_requests
     from traces.store.files import write_trace
+    from traces.store.writing import write_atomically
 
     recorded = load_trace(trace)
     train, others = split_requests(recorded, split)
     [(name, chosen)] = load_policies([policy], recorded)
     memory = calibrated(recorded.select(train), chosen, OnlineCorrectionMemory(capacity))
-    memory.save(out)
+    write_atomically(out, memory.content())
     growth = f"{memory.sizes[0]} pairs after the first, {memory.sizes[-1]} after all"
     note(f"wrote {out}: {len(train)} prompts under {name}, {growth}, {memory.evictions} evicted")
     if rest is not None:

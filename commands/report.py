@@ -22,9 +22,9 @@ from commands.common.inputs import (
     PolicyOption,
     load_trace,
 )
-from commands.common.output import note, placed
+from commands.common.output import note, placed_as
+from commands.common.progress import working
 from commands.common.ranking import rank
-from commands.common.working import working
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def report(
         ),
     ] = DEFAULT_TRACE,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=placed, help="The page to write.")
+        Path, typer.Option(metavar="FILE", callback=placed_as(b"<"), help="The page to write.")
     ] = Path("report.html"),
     latency: LatencyOption = None,
     policy: PolicyOption = None,
@@ -67,7 +67,7 @@ def report(
     other = latency is not None or table.meta.get("scaled") or always_draft is not None
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
-    with working("replaying policies") as progress:
+    with working("replaying policies", alone=True) as progress:
         ranking = rank(trace, table, policy)
         notes = {**ranking.notes}
         for name, span in carried_spans(ranking.logs, table).items():

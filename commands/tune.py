@@ -24,7 +24,7 @@ from commands.common.inputs import (
     load_trace,
     origin_of,
 )
-from commands.common.output import JsonOption, emit, note, placed
+from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
@@ -88,7 +88,7 @@ def tune(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_as(b"{", b"null"),
             help="Write what the engine reads; the rows are --json's.",
         ),
     ] = None,

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from profiler.checks.score import ANSWERS, SOLVED, answers_to, solved_by
 from profiler.latency.batch import batch_blocks, measure_batch_host
@@ -56,14 +55,6 @@ class Settings:
     """Whether prompts are users' turns, to be put into the target's chat template."""
     together: int = 1
     """Prompts that the target decodes at once while recording."""
-
-
-def progress_bar() -> Progress:
-    """The bar shown for anything that lasts: what, how far, time left."""
-    return Progress(
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-        TimeRemainingColumn(), console=Console(stderr=True),  # standard output belongs to results
-    )  # fmt: skip
 
 
 class LatencyProfile:
@@ -174,7 +165,8 @@ def profile_trace(
     name = "trace" if settings.sampling.greedy else "sampled"
     options = trace_options(pair, prompts, settings)
     checkpoint = Checkpoint(folder / f".{name}", options)
-    recorded = {i: checkpoint.get(f"{i:05d}") for i in range(len(encoded))}
+    of = [repr((prompt.id, ids.tolist())) for prompt, ids in zip(prompts, encoded, strict=True)]
+    recorded = {i: checkpoint.get(f"{i:05d}", of[i]) for i in range(len(encoded))}
     missing = [i for i, columns in recorded.items() if columns is None]
     done = len(prompts) - len(missing)
     task = progress.add_task(f"recording {name}", total=len(prompts), completed=done)
@@ -183,7 +175,7 @@ def profile_trace(
     begin = time.perf_counter()
     for i, columns, decode_s in _record(recorder, encoded, seeds, missing, settings.together):
         columns["seconds"] = np.array([decode_s, time.perf_counter() - begin])
-        checkpoint.put(f"{i:05d}", columns)
+        checkpoint.put(f"{i:05d}", columns, of[i])
         recorded[i] = columns
         begin = time.perf_counter()
         progress.advance(task)

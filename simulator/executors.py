@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from traces.errors import DraftsimError
+from traces.errors import DraftsimError, missing
 
 Part = TypeVar("Part")
 Part_contra = TypeVar("Part_contra", contravariant=True)
@@ -109,9 +109,7 @@ class Cluster:
         try:
             import distributed
         except ImportError:
-            raise DraftsimError(
-                "--cluster needs Dask: install it with `pip install 'draftsim[cluster]'`"
-            ) from None
+            raise missing(["dask", "distributed"], "--cluster") from None
         dask: Any = distributed  # untyped
         try:
             self._client = dask.Client(self.address, timeout=self.timeout_s, set_as_default=False)

@@ -28,6 +28,8 @@ MOST = 8
 """Processes of an answer: each takes some milliseconds to fork."""
 FEWEST_TOKENS = 100_000
 """Of all parts together, below which an answer is there almost as soon as a process is forked."""
+SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])}
+"""Those that stop an answer."""
 NUMBER = 4
 """Bytes of a part's number among those to be taken."""
 
@@ -35,7 +37,10 @@ _in_part: ContextVar[bool] = ContextVar("in_part", default=False)
 
 
 def results_of(
-    parts: Sequence[Callable[[], Result]], tokens: int, shared: Sequence[object] = ()
+    parts: Sequence[Callable[[], Result]],
+    tokens: int,
+    shared: Sequence[object] = (),
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Result]:
     """What each of `parts` returns, in their order.
 
@@ -55,10 +60,17 @@ def results_of(
     shared:
         Objects that stay themselves in results, such as a trace that all parts read: no copies
         of them come back.
+    progress:
+        Called between the parts that this process computes, with the number of parts that are
+        done or begun by any process, and of all parts.
     """
     helpers = min(cores(), len(parts), MOST) - 1
     if helpers < 1 or tokens < FEWEST_TOKENS or not _may_fork():
-        return [part() for part in parts]
+        alone: list[Result] = []
+        for part in parts:
+            progress(len(alone), len(parts))
+            alone.append(part())
+        return alone
     queue = os.memfd_create("parts")
     os.write(queue, b"".join(i.to_bytes(NUMBER, "big") for i in range(len(parts))))
     os.lseek(queue, 0, os.SEEK_SET)
@@ -70,7 +82,11 @@ def results_of(
                 started.append(_Helper(parts, queue, shared))
             except OSError:
                 break  # no room for another process
-        found: dict[int, Any] = dict(_taken(parts, queue))
+        found: dict[int, Any] = {}
+        for place, result in _taken(parts, queue):
+            found[place] = result
+            # The place in the file is one for all processes.
+            progress(os.lseek(queue, 0, os.SEEK_CUR) // NUMBER, len(parts))
         for helper in started:
             found |= helper.results(shared)
     finally:
@@ -94,20 +110,21 @@ class _Helper:
     def __init__(self, parts: Parts, queue: int, shared: Sequence[object]) -> None:
         self.file = io.FileIO(os.memfd_create("results"), "r+")
         owner = os.getpid()
-        # Ctrl-C waits until it is decided what it does there.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # They wait until it is decided what they do there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self.process = os.fork()
             if self.process == 0:
                 self._help(owner, parts, queue, shared)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def _help(self, owner: int, parts: Parts, queue: int, shared: Sequence[object]) -> NoReturn:
         try:
             # It ends without a word: the process that it belongs to has the last one.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             for found in _taken(parts, queue):
                 if os.getppid() != owner:
                     break  # nobody waits for the rest

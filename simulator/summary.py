@@ -9,7 +9,7 @@ intervals over prompts, the unit that is independent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -218,9 +218,12 @@ def to_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def price_all(
-    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None = None
-) -> list[Priced]:
+    logs: Sequence[RoundLog], latency: LatencyTable, baseline: RoundLog | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> list[Priced]:  # fmt: skip
     """Plain decoding (`baseline`, or that of the first log's requests) and each log, priced.
+
+    `progress` is told of the logs that are priced, and of all, as `simulator.forks` counts them.
 
     Raises DraftsimError as of `summarize`.
     """
@@ -234,7 +237,8 @@ def price_all(
         if not len(log):
             raise DraftsimError(f"the run of {log.policy} has no rounds: the outputs are too short")
     parts = [partial(price, log, latency) for log in (plain, *logs)]
-    return results_of(parts, len(plain) * len(parts), shared=[latency, plain, *logs])
+    shared = [latency, plain, *logs]
+    return results_of(parts, len(plain) * len(parts), shared, progress)
 
 
 def _sums(run: Priced, prefill: bool) -> Floats:

@@ -20,8 +20,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from commands.common.progress import progress_bar
 from profiler.models.loading import Pair, describe_model
-from profiler.profile import Settings, profile_trace, progress_bar
+from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.acceptance.trace import Trace

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
 from profiler.checks.outputs import output_of
@@ -22,7 +23,7 @@ from profiler.latency.batch import batch_blocks, measure_batch_host
 from profiler.latency.table import Grid, Sweeps
 from profiler.models.loading import Pair
 from profiler.models.runner import Runner
-from profiler.profile import Settings, profile_latency, progress_bar
+from profiler.profile import Settings, profile_latency
 from tests.batched import GAMMA, LENGTHS, VOCAB, llama, pair, replayed, runners, trace
 from tests.few_cells import few_cells
 from traces.acceptance.trace import Trace

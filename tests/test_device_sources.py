@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands.common.progress import progress_bar
 from policies.core import speculate
 from policies.lengths.basic import Fixed
 from profiler import profile
@@ -25,7 +26,7 @@ from profiler.models import loading
 from profiler.models.loading import Pair, choose_device, load_pair
 from profiler.models.seq2seq import make_runner
 from profiler.models.stack import LayerRunner
-from profiler.profile import LatencyProfile, Settings, profile_trace, progress_bar
+from profiler.profile import LatencyProfile, Settings, profile_trace
 from profiler.prompts import read_prompts
 from profiler.recording.run import BUNDLED
 from profiler.recording.trace import Recorder

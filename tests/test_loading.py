@@ -72,6 +72,19 @@ def test_profile_refuses_code_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_chat_template_that_fails_is_one_line(tmp_path: Path, run: Run) -> None:
+    target = Path(shutil.copytree(BUNDLED / "target", tmp_path / "target"))
+    (target / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    ran = run(
+        "profile", "--target", target, "--draft", "bundled", "--chat", "--prompts",
+        tmp_path / "prompts.txt", "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert "the target's chat template fails (no user here): leave --chat out" in ran.err
+
+
 def test_a_run_folder_cannot_ask_for_it(tmp_path: Path) -> None:
     write_run(RunInfo("own", "own", trust_remote_code=True), tmp_path)
     assert "trust" not in (tmp_path / "run.json").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 from commands.validate import spot_check
 from profiler.prompts import read_prompts
-from profiler.recording.folder import HOLDER, claimed, only_writer
+from profiler.recording.folder import LOCK, claimed, only_writer
 from profiler.recording.run import NAME, RunInfo, read_run
 from tests.conftest import ROOT, SMALL_PROFILE, Run
 from tests.forked import forked
@@ -234,7 +234,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path) -> None:
         said.write_text(str(refused.value))
 
     with only_writer(folder):
-        assert json.loads((folder / HOLDER).read_text())["pid"] == os.getpid()
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         with forked(second):
             pass
         assert f"is being written by process {os.getpid()} on " in said.read_text()
@@ -250,7 +250,7 @@ def test_a_lock_left_behind_holds_nobody_up(tmp_path: Path) -> None:
 
     with forked(left):
         pass
-    assert (tmp_path / HOLDER).is_file()
+    assert (tmp_path / LOCK).is_file()
     with only_writer(tmp_path):
         pass
 

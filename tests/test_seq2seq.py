@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from commands.common.progress import progress_bar
 from profiler.decoding.single import greedy
 from profiler.latency.table import Grid
 from profiler.models.seq2seq import Seq2SeqRunner
-from profiler.profile import Settings, profile_latency, progress_bar
+from profiler.profile import Settings, profile_latency
 from tests.few_cells import few_cells
 from tests.seq2seq import GAMMA, KINDS, NEW, build, models, pair, source
 

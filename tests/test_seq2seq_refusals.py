@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, M2M100Config, M2M100ForConditionalGeneration
 
+from commands.common.progress import progress_bar
 from profiler.latency.seq2seq import fitting_grid
 from profiler.latency.table import Grid
 from profiler.models.loading import load_pair
@@ -14,7 +15,7 @@ from profiler.models.runner import Runner
 from profiler.models.seq2seq import Seq2SeqRunner
 from profiler.models.seq2seq_settings import check_same_start, decoder_prefix
 from profiler.pair import seq2seq as bundled
-from profiler.profile import Settings, profile_trace, progress_bar
+from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from tests.seq2seq import GAMMA, NEW, VOCABULARY, build, models, pair, source
 from traces.errors import DraftsimError

@@ -28,7 +28,7 @@ from traces.latency.table import LatencyTable
 from traces.store.recordings import find_trace
 
 pytestmark = pytest.mark.skipif(
-    not jit.installed(), reason="numba is not installed: pip install 'draftsim[fast]'"
+    not jit.installed(), reason="numba is not installed: pip install '.[fast]'"
 )
 
 

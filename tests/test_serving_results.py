@@ -94,7 +94,7 @@ def test_results_files_tell_damage_from_interruption(tmp_path):
         else:
             assert read_results(path).complete == (cut == len(whole) - 1)
     path.write_text(whole.replace('"row"', '"row', 1))
-    with pytest.raises(FileError, match="line 2 is not JSON"):
+    with pytest.raises(FileError, match="line 2: damaged"):
         read_results(path)
     with pytest.raises(FileError, match="cannot be read"):
         read_results(tmp_path / "none")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import read_drafter
 from profiler.models.loading import Pair
-from profiler.profile import Settings, profile_trace, progress_bar
+from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from profiler.recording.run import RunInfo
 from profiler.smollm2 import places

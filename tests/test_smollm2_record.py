@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import Eagle, layer_config, target_features
 from profiler.features.unroll import GrowingCache
 from profiler.models.loading import Pair, load_pair
-from profiler.profile import Settings, profile_trace, progress_bar
+from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from profiler.smollm2.draft import ProjectedDraft, draft_config
 from profiler.smollm2.drafters import store_draft, write_folder

@@ -75,15 +75,20 @@ def test_other_questions_do_not_reuse_parts(tmp_path: Path) -> None:
             study().run(Failing(1), out=out)
 
 
-def test_a_damaged_part_is_computed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [0, 40, 300, -1, None])
+def test_a_damaged_part_is_computed_again(place: int | None, tmp_path: Path) -> None:
     out = tmp_path / "grid.parquet"
     with pytest.raises(KeyboardInterrupt):
         study().run(Failing(1), out=out)
     (kept,) = Path(f"{out}.parts").iterdir()
-    kept.write_bytes(kept.read_bytes()[:200])
+    content = bytearray(kept.read_bytes())
+    if place is not None:
+        content[place] ^= 1
+    kept.write_bytes(content if place is not None else content[:200])
     again = Failing(2)
     study().run(again, out=out)
     assert again.ran == 2
+    pd.testing.assert_frame_equal(read_sweep(out), study().run(), check_categorical=False)
 
 
 class Deadly(DraftPolicy):

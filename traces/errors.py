@@ -1,6 +1,41 @@
 """Errors a person can act on: every message says what, where and what to do."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
 from policies.errors import DraftsimError as DraftsimError  # noqa: PLC0414
+
+EXTRAS = {
+    "profile": ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub"),
+    "smollm2": ("gguf", "accelerate"),
+    "cluster": ("dask", "distributed"),
+    "quality": ("sacrebleu",),
+    "fast": ("numba",),
+}
+"""Packages that draftsim can do without, by the extra that installs them."""
+
+
+def missing(packages: Sequence[str], what: str) -> DraftsimError:
+    """The error that says that `what` needs packages that are not installed, and their extra."""
+    extras = [extra for extra, names in EXTRAS.items() if set(names) & set(packages)]
+    return DraftsimError(
+        f"{what} needs {' and '.join(packages)}, not installed here: run "
+        f"`pip install '.[{','.join(extras)}]'` in draftsim's folder"
+    )
+
+
+def missing_for(error: Exception) -> list[str]:
+    """The optional packages whose absence `error` may come from; none for other errors."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ImportError) and any(name in names for names in EXTRAS.values()):
+        return [name]
+    # Without one that they need, torch and transformers are imported and fail later, in many ways.
+    if isinstance(error, ImportError) or "transformers" in sys.modules:
+        return [package for package in EXTRAS["profile"] if find_spec(package) is None]
+    return []
 
 
 class FileError(DraftsimError):

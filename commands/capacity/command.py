@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,13 +26,14 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
 from commands.common.printed import print_table
+from commands.common.progress import working
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
-from commands.common.working import working
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
 from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
 from commands.serve.policies import load_serving_policies
 from traces.errors import DraftsimError
+from traces.store.lock import only_writer
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -127,15 +129,17 @@ def capacity(
     asked = _rate(rate, base)
     policies = load_serving_policies(policy, recorded, table, largest=max_batch)
     executor = chosen_executor(jobs, cluster)
-    rows = with_cost(
-        _planned(
-            out, recorded, table, policies, base, asked, targets, rule=rule, requests=requests,
-            most=max_replicas, curve=plots is not None, executor=executor,
-        ),
-        gpus, price,
-    )  # fmt: skip
     title = origin_of(trace, latency)
-    emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows), title=title))
+    kept = None if out is None else out.with_name(out.name + ".jsonl")
+    with only_writer(out) if out is not None else nullcontext():
+        planned = _planned(
+            kept, recorded, table, policies, base, asked, targets, rule=rule, requests=requests,
+            most=max_replicas, curve=plots is not None, executor=executor, say=note,
+        )  # fmt: skip
+        rows = with_cost(planned, gpus, price)
+        emit("capacity", rows, json, out=out, printed=lambda: print_table(shown(rows), title=title))
+        if kept is not None:
+            kept.unlink(missing_ok=True)
     for remark in remarks(rows):
         note(remark)
     if plots is not None:
@@ -151,18 +155,14 @@ def _rate(rate: float | None, base: Scenario) -> float:
     return own
 
 
-def _planned(out: Path | None, *question: Any, **options: Any) -> list[dict[str, Any]]:
-    """The plan, with a word on what is being simulated; beside `out` what is finished is kept."""
+def _planned(kept: Path | None, *question: Any, **options: Any) -> list[dict[str, Any]]:
+    """The plan, with a word on what is being simulated; the file `kept` holds what is finished."""
     from simulator.capacity import plan
 
-    kept = None if out is None else out.with_name(out.name + ".jsonl")
     with working("simulating") as say:
-        rows = plan(
+        return plan(
             *question, **options, path=kept, progress=lambda done, at: say(f"run {done}: {at}")
         )
-    if kept is not None:
-        kept.unlink(missing_ok=True)
-    return rows
 
 
 def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:

@@ -11,18 +11,44 @@ import pandas as pd
 import typer
 
 from commands.common.printed import console, print_table, printable
-from commands.common.written import TABLES, check_folder, check_place, document, write_rows
+from commands.common.written import (
+    BEGINS,
+    TABLES,
+    check_folder,
+    check_place,
+    document,
+    write_rows,
+)
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 
-def placed(path: Path | None) -> Path | None:
-    """`path` of a file to write, refused before any work is done for it: an option's callback."""
+def placed_as(*begins: bytes) -> Callable[[Path | None], Path | None]:
+    """An option's callback that refuses the path of a file to write before any work is done.
+
+    The file may not hold something else: it begins in one of these ways, if any is given, and is
+    no recording.
+    """
+
+    def placed(path: Path | None) -> Path | None:
+        if path is not None:
+            check_place(path, begins)
+        return path
+
+    return placed
+
+
+placed = placed_as()
+"""The callback of a file that may begin in any way."""
+
+
+def placed_recording(path: Path | None) -> Path | None:
+    """The callback of a file that may hold a recording; `write_file` checks its kind."""
     if path is not None:
-        check_place(path)
+        check_place(path, recording=True)
     return path
 
 
@@ -36,12 +62,19 @@ def placed_folder(path: Path | None) -> Path | None:
 def _placed_table(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in TABLES:
         raise DraftsimError(f"--out {path}: the suffix is none of {', '.join(TABLES)}")
-    return placed(path)
+    return placed_table(path)
+
+
+def placed_table(path: Path | None) -> Path | None:
+    """The callback of a file that holds a table where its suffix says so."""
+    if path is not None:
+        check_place(path, BEGINS.get(path.suffix, ()))
+    return path
 
 
 def _placed_json(path: str | None) -> str | None:
     if path not in (None, "-"):
-        check_place(Path(str(path)))
+        check_place(Path(str(path)), BEGINS[".json"])
     return path
 
 

@@ -47,6 +47,8 @@ def load_file(text: str) -> tuple[str, DraftPolicy]:
         check_policy(policy)
     except (PolicyError, ValueError, TypeError) as error:
         raise DraftsimError(f"--policy {text}: {error}") from None
+    except SystemExit as error:
+        raise DraftsimError(f"--policy {text}: {_exits(error)}") from None
     return describe_spec(policy, f"{path.name}:{name}"), policy
 
 
@@ -65,8 +67,14 @@ def _run(path: Path) -> object:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise DraftsimError(f"--policy {path}: {_exits(error)}") from None
     except Exception as error:  # whatever a user's file may do
         raise DraftsimError(
             f"--policy {path}: cannot be run ({type(error).__name__}: {error})"
         ) from error
     return module
+
+
+def _exits(error: SystemExit) -> str:
+    return f"it calls sys.exit({error.code!r}), which would end draftsim: remove that call"

@@ -13,17 +13,51 @@ import pandas as pd
 
 from commands.common.printed import cell_text
 from traces.errors import DraftsimError, FileError
-from traces.store.parquet import write_atomically
+from traces.store.parquet import check_no_recording
+from traces.store.writing import write_atomically
 
 SCHEMA = 1
 
 TABLES = (".csv", ".tex", ".parquet", ".json")
+BEGINS = {".tex": (b"\\begin{tabular}",), ".parquet": (b"PAR1",), ".json": (b"{",)}
+"""How the content of a table's file begins, by suffix."""
 
 
-def check_place(path: Path) -> None:
-    """Raise FileError where a file at `path` could not be written, so far as can be told."""
-    if reason := "it is a folder" if path.is_dir() else _closed(path.parent):
+def check_place(path: Path, begins: Sequence[bytes] = (), recording: bool = False) -> None:
+    """Raise FileError where a file at `path` could not be written, so far as can be told.
+
+    Nor may something else be lost: a file that is there must begin in one of the ways `begins`,
+    where any are given, and be no recording, unless a `recording` is to be written.
+    """
+    if reason := _unwritable(path):
         raise FileError(f"{path}: cannot be written ({reason}): choose another place for it")
+    if begins and not _begins(path, begins):
+        raise FileError(
+            f"{path}: holds something else than this would write: name another file, or remove it"
+        )
+    if not recording:
+        check_no_recording(path)
+
+
+def _begins(path: Path, ways: Sequence[bytes]) -> bool:
+    """Whether the file at `path` begins in one of these ways; True where it is empty or none."""
+    if not path.is_file():
+        return True
+    try:
+        with path.open("rb") as file:
+            start = file.read(max(map(len, ways)))
+    except OSError:  # it may be replaced, and not be read
+        return True
+    return not start or start.startswith(tuple(ways))
+
+
+def _unwritable(path: Path) -> str:
+    """Why no file can be written at `path`; empty if one can, so far as can be told."""
+    if path.is_dir():
+        return "it is a folder"
+    if path.exists() and not path.is_file():  # a device or a FIFO is written to, not replaced
+        return "" if os.access(path, os.W_OK) else "it may only be read"
+    return _closed(Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
 
 
 def check_folder(path: Path) -> None:

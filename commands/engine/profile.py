@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from profiler.engines.engine import Engine
 from profiler.engines.measure import EngineTable
 from profiler.engines.plan import Grid
@@ -29,10 +30,6 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
 
     What is not needed for a table is measured only as long as there are `minutes` left.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Left
-
     check_engine(name)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -45,8 +42,7 @@ def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float)
     measured = EngineTable(
         engine, Grid(), out / "engine-checkpoint", left_s=lambda: end - time.monotonic()
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring iterations", total=measured.blocks)
         table = measured.run(lambda: progress.advance(task))
     write_latency(table, out / "latency.parquet")

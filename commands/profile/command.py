@@ -191,7 +191,8 @@ def profile(
             longest=engine_longest, max_batch=engine_batch, max_model_len=engine_length,
             dtype=dtype or "auto", threads=threads,
         )  # fmt: skip
-        profile_engine(engine, options, out, minutes)
+        with only_writer(out):
+            profile_engine(engine, options, out, minutes)
         return
     if draft is None or (prompts is None and not latency_only and not signals_only):
         missing = "--draft" if draft is None else "--prompts"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.sources import load_source
 from commands.profile.said import say_recording
 from commands.profile.source_modules import digest
@@ -97,7 +98,6 @@ def record_drafters(
     """Record what is not yet recorded along one trace in `out`; names of what was."""
     from dataclasses import replace
 
-    from profiler.profile import progress_bar
     from profiler.sources.modules import record_sources
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings

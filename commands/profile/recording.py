@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.profile.said import prompts
 from traces.errors import DraftsimError
 
@@ -53,7 +54,6 @@ def run_profile(recording: Recording, force: bool = False) -> None:
         latency_options,
         profile_latency,
         profile_trace,
-        progress_bar,
         trace_options,
     )
     from profiler.recording.folder import begin, is_done
@@ -105,7 +105,7 @@ def run_profile(recording: Recording, force: bool = False) -> None:
 def measure_again(info: RunInfo, out: Path, settings: Settings) -> None:
     """Measure the latency table of a complete run folder anew, the parts of sources included."""
     from commands.profile.source_runs import has_sources, remeasure
-    from profiler.profile import profile_latency, progress_bar
+    from profiler.profile import profile_latency
     from traces.store.files import read_trace
 
     if not is_complete(out):
@@ -124,7 +124,7 @@ def add_sampled(recording: Recording) -> None:
 
     Raises DraftsimError if it holds outputs sampled otherwise.
     """
-    from profiler.profile import profile_trace, progress_bar
+    from profiler.profile import profile_trace
     from traces.store.files import read_trace
 
     out, settings = recording.out, recording.settings
@@ -147,7 +147,6 @@ def add_signals(info: RunInfo, out: Path) -> None:
 
     Raises DraftsimError if it holds none, or the pair's weights are others than recorded.
     """
-    from profiler.profile import progress_bar
     from profiler.recording.signals import lacking, with_signals
     from traces.store.files import read_trace, write_trace
     from traces.store.identity import check_together

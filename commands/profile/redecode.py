@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commands.common.inputs import load_policies, load_rule, say_memory
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.profile.said import prompts
 from traces.errors import DraftsimError, FileError
 
@@ -73,7 +74,6 @@ def decode_again(
     from profiler.checks.outputs import real_run
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import run_arms
-    from profiler.profile import progress_bar
     from profiler.prompts import read_prompts
     from traces.store.files import read_trace
     from traces.store.outputs import write_run

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
@@ -66,7 +67,6 @@ def _train(pair: Pair, own: Path, absent: Sequence[str], trace: Trace, text: Pat
 
     from profiler.heads.train import FILES, own_text, train_all
     from profiler.models.stack import LayerRunner
-    from profiler.profile import progress_bar
     from profiler.prompts import read_prompts
     from traces.sources.base import prompt_tokens
 

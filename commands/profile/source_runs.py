@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.sources import load_source
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.profile.said import say_recording
@@ -81,7 +82,6 @@ def profile_sources(
     text:
         Texts to train heads on where the target has none.
     """
-    from profiler.profile import progress_bar
     from profiler.sources.modules import record_sources
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings

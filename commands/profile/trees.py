@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.profile.drafters import load_drafters
 from commands.profile.said import say_recording
 from commands.profile.source_modules import digest
@@ -70,7 +71,6 @@ def _record(
     """Record what is not yet recorded along the trace in `out`; names of what was."""
     from dataclasses import replace
 
-    from profiler.profile import progress_bar
     from profiler.sources.tree_record import record_trees
     from traces.sources.base import Recordings
     from traces.sources.files import read_recordings, write_recordings

@@ -23,7 +23,7 @@ from commands.common.inputs import (
     load_trace,
     origin_of,
 )
-from commands.common.output import JsonOption, emit, note, placed, placed_folder
+from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
 from commands.common.printed import print_table
 from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
@@ -36,7 +36,7 @@ from commands.serve.loads import (
 )
 from commands.serve.plots import draw
 from commands.serve.policies import load_serving_policies
-from commands.serve.progress import kept, progress_bar, rows_file
+from commands.serve.progress import kept, requests_bar, rows_file
 from commands.serve.rows import remarks, shown
 from traces.errors import DraftsimError
 
@@ -112,7 +112,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="RESULTS",
-            callback=placed,
+            callback=placed_table,
             help="Keep the rows: JSON lines, each written when finished, behind which an "
             "interrupted run goes on; if the name ends in .parquet, .csv, .tex or .json a table "
             "at the end, until then the lines in RESULTS.jsonl.",
@@ -131,7 +131,7 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_as(b"["),
             help="Chrome trace of the first load under the first policy that drafts, of the "
             "first replica (opens in ui.perfetto.dev).",
         ),
@@ -179,14 +179,14 @@ def serve(
     meta |= {"source": recorded.source} if drafted is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
-    with kept(rows, out, meta), progress_bar(scenarios, policies) as (advance, progress):
+    with kept(rows, out, meta), requests_bar(scenarios, policies) as (advance, progress):
         from simulator.serving import Timeline, sweep
 
         with Timeline(timeline) if timeline is not None else nullcontext() as drawn:
             sweep(
                 recorded, table, policies, scenarios, rule=rule,
                 path=rows_file(out), meta=meta, progress=progress, advance=advance, timeline=drawn,
-                rows=rows, executor=executor,
+                rows=rows, executor=executor, say=note,
             )  # fmt: skip
     if json is None:
         print_table(shown(rows), title=origin_of(trace, latency))

@@ -1,17 +1,17 @@
-"""While ``draftsim serve`` runs: a progress bar, and readable results if it is stopped."""
+"""While ``draftsim serve`` runs: its progress, and readable results if it is stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.written import TABLES, write_rows
 from commands.serve.loads import requests_of
+from traces.store.lock import only_writer
 
 if TYPE_CHECKING:
     from simulator.serving import Scenario
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) -> Iterator[None]:
-    """Write a Parquet `out` at the end, and leave readable results behind an interruption."""
+    """Write the table `out` at the end, and leave readable results behind an interruption.
+
+    Lines of the rows that are finished stay then: the same command goes on with them.
+    """
     table = out if out is not None and out.suffix in TABLES else None
-    try:
-        yield
-    except KeyboardInterrupt:
-        if table is not None and rows:
-            write_as(rows, table, meta, complete=False)
+    with only_writer(table) if table is not None else nullcontext():
+        try:
+            yield
+        except KeyboardInterrupt:
+            if table is not None and rows:
+                write_as(rows, table, meta, complete=False)
+            where = f" are in {out}, marked incomplete" if out is not None else " were finished"
+            note(f"stopped: {len(rows)} row(s){where}")
+            raise
+        if table is not None:
+            write_as(rows, table, meta)
             _lines_of(table).unlink(missing_ok=True)
-        kept = f" are in {out}, marked incomplete" if out is not None else " were finished"
-        note(f"stopped: {len(rows)} row(s){kept}")
-        raise typer.Exit(130) from None
-    if table is not None:
-        write_as(rows, table, meta)
-        _lines_of(table).unlink(missing_ok=True)
 
 
 def write_as(
@@ -58,24 +61,17 @@ def _lines_of(table: Path) -> Path:
 
 
 @contextmanager
-def progress_bar(
+def requests_bar(
     scenarios: Sequence[Scenario], policies: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
     """A progress bar over every request of every run, on standard error: (advance, progress)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )  # fmt: skip
     each = requests_of(scenarios[:1])
     runs = len(scenarios) * len(policies)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"run 1 of {runs}", total=each * runs)
+    with progress_bar() as bar:
+        task = bar.add_task(f"requests, run 1 of {runs}", total=each * runs)
 
         def progress(done: int, total: int, name: str) -> None:
-            label = f"run {min(done + 1, total)} of {total}"
+            label = f"requests, run {min(done + 1, total)} of {total}"
             bar.update(task, completed=each * done, description=label)
 
         waiting = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from commands.common.inputs import (
     say_memory,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
+from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
@@ -188,7 +190,8 @@ def _rows(
         to_rows,
     )
 
-    runs = price_all(logs, latency)
+    with working("pricing their rounds", alone=True) as say:
+        runs = price_all(logs, latency, progress=partial(say, "pricing their rounds"))
 
     def made(summary: Any) -> list[dict[str, Any]]:
         return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.inputs import load_latency, load_method, load_trace, replay_all
+from commands.common.progress import working
 from commands.common.ranking import (
     Ranking,
     is_unfitted,
@@ -51,7 +52,8 @@ def rank_source(
     chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
     # The rule is fitted to a draft model's passes, which another source does not make.
     notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
-    ranking = Ranking(replayed(chosen), notes)
+    with working(f"replaying {len(chosen)} policies", alone=True):
+        ranking = Ranking(replayed(chosen), notes)
     if not ranks_all(texts):
         return ranking
     return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
@@ -86,7 +88,9 @@ def replay_side_by_side(
         # The longest first.
         parts = [*_listed(name, trace, free), partial(replay_methods, trace), *parts]
     same = [latency, free, *trace.requests]
-    *found, ranking, more = results_of(parts, trace.tokens * len(SYSTEMS), shared=same)
+    with working("replaying policies", alone=True) as say:
+        told = partial(say, "replaying policies")
+        *found, ranking, more = results_of(parts, trace.tokens * len(SYSTEMS), same, told)
     if every:
         *listed, methods = found
         more += methods

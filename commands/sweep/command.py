@@ -25,7 +25,8 @@ from commands.common.inputs import (
     load_policies,
     load_trace,
 )
-from commands.common.output import JsonOption, emit, note, placed, placed_folder
+from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
+from commands.common.progress import progress_bar
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
@@ -118,7 +119,7 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_table,
             help="Write the table as Parquet (and as .csv, .tex or .json, if so named), and where "
             "each policy stops paying as NAME.breakeven.parquet beside it; an interrupted "
             "sweep goes on where it was.",
@@ -204,7 +205,7 @@ def sweep(
     wanted = out
     if out is not None and out.suffix in TABLES:
         out = out.with_suffix(".parquet")  # what an interrupted sweep goes on from
-    frame = _run(study, chosen_executor(jobs, cluster), out, json)
+    frame = _run(study, chosen_executor(jobs, cluster), out)
     rows, ends = overview(frame), thresholds(frame)
     if wanted is not None and wanted != out:
         write_rows(wanted, frame.to_dict("records"), "sweep")
@@ -241,16 +242,8 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
     return dict(load_policies(names, trace))
 
 
-def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Left
-
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left(),
-        console=Console(stderr=True), disable=json == "-",
-    )  # fmt: skip
-    with bar:
+def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
+    with progress_bar() as bar:
         task = bar.add_task(f"sweeping {study.rows} points", total=len(study.parts))
         return study.run(
             executor, out=out,

@@ -9,6 +9,7 @@ import pandas as pd
 
 from commands.common.inputs import batch_sizes
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
 
@@ -40,7 +41,6 @@ def batch_check(
     from commands.serve.policies import load_serving_policies
     from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
     from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
-    from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.serving.groups import predict_groups
     from simulator.validation import compare

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.inputs import load_policies, load_rule, replay_all, say_memory
+from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
 
@@ -42,7 +43,6 @@ def lossy_check(
     from profiler.checks.outputs import real_run
     from profiler.checks.score import answers_to
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
-    from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare

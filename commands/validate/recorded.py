@@ -12,7 +12,7 @@ import pandas as pd
 from commands.common.output import emit, note
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from simulator.hardware.measured import Bounds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
 from commands.common.sources import (
     load_source,
@@ -73,7 +74,6 @@ def source_check(
     from profiler.checks.outputs import output_of
     from profiler.checks.spot_check import rounds_differ
     from profiler.checks.unfinished import check_options, unfinished
-    from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare

@@ -11,6 +11,7 @@ import pandas as pd
 
 from commands.common.inputs import load_policies, replay_all, say_left_out
 from commands.common.output import note
+from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
 from commands.common.ranking import is_unfitted, named
 from traces.errors import DraftsimError, SignalError, TailError
@@ -69,7 +70,6 @@ def spot_check(
     from profiler.checks.spot_check import Arm, rounds_differ, run_arms
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.models.seq2seq_settings import is_seq2seq
-    from profiler.profile import progress_bar
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import io
 import os
 import zipfile
 import zlib
@@ -101,20 +102,26 @@ class OnlineCorrectionMemory:
         What is kept decides alike after `load`: counts, order of entry and capacity.
         """
         path = Path(path)
-        table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
+        content = self.content()
         partial = path.with_name(path.name + ".partial")
         try:
-            with partial.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    schema=np.int64(SCHEMA),
-                    capacity=np.int64(self.capacity or 0),
-                    table=table.reshape(-1, 3),
-                )
+            partial.write_bytes(content)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
         return path
+
+    def content(self) -> bytes:
+        """Return the content of the file that `save` writes."""
+        table = np.array([[*pair, n] for pair, n in self._counts.items()], dtype=np.int64)
+        file = io.BytesIO()
+        np.savez_compressed(
+            file,
+            schema=np.int64(SCHEMA),
+            capacity=np.int64(self.capacity or 0),
+            table=table.reshape(-1, 3),
+        )
+        return file.getvalue()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> OnlineCorrectionMemory:

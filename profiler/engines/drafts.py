@@ -18,8 +18,8 @@ from traces.sources.base import SourceToken
 from traces.sources.lookups.sources import LookupSource, Served, proposed
 from traces.sources.lookups.text import Lookup
 from traces.store.files import read_trace, write_trace
-from traces.store.parquet import write_atomically
 from traces.store.text import read_object
+from traces.store.writing import write_atomically
 
 NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
 """What vLLM makes of a caller's name: a number behind, and of one sent to a server more."""

@@ -49,7 +49,7 @@ class Pair:
     def encode(self, text: str, chat: bool = False) -> Tensor:
         """(tokens,) ids on the device; `chat`: of a user's turn, up to where the answer begins.
 
-        Raises DraftsimError if the target's tokenizer has no chat template.
+        Raises DraftsimError if the target's tokenizer has no chat template, or one that fails.
         """
         if chat:
             if self.tokenizer.chat_template is None:
@@ -57,9 +57,16 @@ class Pair:
                     "--chat: the target's tokenizer has no chat template: leave --chat out"
                 )
             turns = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a template is the model's own program
+                reason = " ".join(str(error).split())[:160] or type(error).__name__
+                raise DraftsimError(
+                    f"--chat: the target's chat template fails ({reason}): leave --chat out, or "
+                    "mend the template in the model's folder"
+                ) from error
         # A template writes all special tokens itself.
         options = {"add_special_tokens": False} if chat else {}
         ids: list[int] = self.tokenizer(text, **options)["input_ids"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
-import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
@@ -14,47 +16,77 @@ import numpy as np
 
 from policies.json_text import parse_json
 from traces.errors import DraftsimError
+from traces.store.writing import write_atomically
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
+_SEAL = 64
+"""Bytes of a piece's digest, which stands in its archive's comment."""
+_NO_COMMENT, _COMMENT = (0).to_bytes(2, "little"), _SEAL.to_bytes(2, "little")
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 class Checkpoint:
     """A folder of named arrays, valid for one set of settings.
 
+    Each piece carries a digest of its content, its name and the settings.  A piece that does not
+    agree with it (damaged, or moved from another run or under another name) counts as missing, so
+    that it is made again; `say` is told.
+
     Raises DraftsimError if the folder holds pieces of a run with other settings.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder = folder
-        stamp = json.dumps(settings, sort_keys=True, default=str)
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], say: Callable[[str], None] = _print
+    ) -> None:
+        self.folder, self._say = folder, say
+        self._stamp = json.dumps(settings, sort_keys=True, default=str)
         marker = folder / "settings.json"
-        if marker.exists() and marker.read_text() != stamp:
-            raise DraftsimError(
-                f"{folder} holds a stopped run with other settings: repeat it with the same "
-                "options, or remove the folder"
-            )
+        content = f"{self._stamp}\n{_digest(self._stamp.encode())}\n".encode()
+        if marker.exists() and (kept := marker.read_bytes()) != content:
+            if _is_marker(kept):
+                raise DraftsimError(
+                    f"{folder} holds a stopped run with other settings: repeat it with the same "
+                    "options, or remove the folder"
+                )
+            # What the settings were, every piece tells by itself.
+            say(f"{marker} is damaged: it is written again")
         folder.mkdir(parents=True, exist_ok=True)
-        _write(marker, stamp.encode())
+        write_atomically(marker, content)
 
     def names(self) -> list[str]:
         """What is kept, in alphabetical order."""
         return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
 
-    def get(self, name: str) -> Arrays | None:
-        """The arrays kept under `name`, or None."""
+    def get(self, name: str, of: str = "") -> Arrays | None:
+        """The arrays kept under `name`, or None; ``of`` as they were kept with."""
         path = self.folder / f"{name}.npz"
         if not path.exists():
             return None
-        with np.load(path) as kept:
-            return {key: kept[key] for key in kept.files}
+        kept = path.read_bytes() if path.is_file() else b""
+        content = kept[: -_SEAL - len(_COMMENT)] + _NO_COMMENT
+        if kept != self._sealed(name, of, content):
+            self._say(f"{path} is damaged, or of another run: what it held is made again")
+            return None
+        with np.load(io.BytesIO(content)) as arrays:
+            return {key: arrays[key] for key in arrays.files}
 
-    def put(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Keep `arrays` under `name`; all of them or, if interrupted, none."""
-        path = self.folder / f"{name}.npz"
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            np.savez(file, **arrays)
-        os.replace(part, path)
+    def put(self, name: str, arrays: Mapping[str, Any], of: str = "") -> None:
+        """Keep `arrays` under `name`; all of them or, if interrupted, none.
+
+        ``of`` says what they were made from, beside the settings: a piece is not given for
+        another.
+        """
+        file = io.BytesIO()
+        np.savez(file, **arrays)
+        write_atomically(self.folder / f"{name}.npz", self._sealed(name, of, file.getvalue()))
+
+    def _sealed(self, name: str, of: str, content: bytes) -> bytes:
+        """An archive without a comment, with the digest as its comment."""
+        digest = _digest(self._stamp.encode(), name.encode(), of.encode(), content)
+        return content[: -len(_COMMENT)] + _COMMENT + digest.encode()
 
     def get_json(self, name: str) -> Any:
         """The value kept under `name` by `put_json`, or None."""
@@ -68,7 +100,7 @@ class Checkpoint:
 
     def within(self, name: str) -> Checkpoint:
         """A checkpoint of other pieces of the same run, gone with this one."""
-        return Checkpoint(self.folder / name, {})
+        return Checkpoint(self.folder / name, {"within": self._stamp}, self._say)
 
     def close(self) -> None:
         """Drop all pieces: the run's result is written."""
@@ -85,7 +117,14 @@ def once(kept: Checkpoint | None, name: str, make: Callable[[], Any]) -> Any:
     return found
 
 
-def _write(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
-    os.replace(part, path)
+def _is_marker(content: bytes) -> bool:
+    """Whether the file that names the settings is whole, whatever they are."""
+    stamp, _, digest = content.removesuffix(b"\n").rpartition(b"\n")
+    return digest == _digest(stamp).encode()
+
+
+def _digest(*parts: bytes) -> str:
+    taken = hashlib.sha256()
+    for part in parts:
+        taken.update(len(part).to_bytes(8, "little") + part)
+    return taken.hexdigest()

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import socket
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,14 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from policies.json_text import parse_json
 from profiler.recording.run import NAME, RunInfo, read_run, write_run
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.lock import locked
 
-LOCK, HOLDER = ".lock", ".writer.json"
+LOCK = ".lock"
 RECORDINGS = (
     "trace.parquet", "sampled.parquet", "latency.parquet", "latency-check.parquet",
     "measured*.parquet", "exits*.parquet", "*starts-*.parquet", "trees-*.parquet", "rounds",
@@ -36,10 +30,7 @@ DONE_WITH = "recorded_with"
 
 @contextmanager
 def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
-    """Hold the folder against other writers; made if it is not there.
-
-    The operating system lets go of the lock when its holder ends, however that comes about,
-    so one that was left behind holds nobody up.
+    """Hold the folder against other writers (see `traces.store.lock`); made if it is not there.
 
     Raises
     ------
@@ -50,37 +41,16 @@ def only_writer(folder: Path, remedy: str = "name another") -> Iterator[None]:
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK, timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise DraftsimError(
-            f"{folder} is being written by {_holder(folder)}: wait for it, end it, or name another "
-            "folder"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise DraftsimError(f"{folder}: cannot be written to ({reason}): {remedy}") from None
     try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        write_atomically(folder / HOLDER, json.dumps(about).encode())
-        yield
+        with locked(folder / LOCK, folder, remedy):
+            yield
     finally:
-        for name in (HOLDER, LOCK):
-            with suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
-        lock.release()
         if made:
             with suppress(OSError):
                 folder.rmdir()  # nothing came of it
-
-
-def _holder(folder: Path) -> str:
-    try:
-        about = parse_json((folder / HOLDER).read_text())
-        return f"process {about['pid']} on {about['host']} since {about['since']}"
-    except (OSError, ValueError, TypeError, KeyError):
-        return "another process"
 
 
 def claimed(info: RunInfo, folder: Path, force: bool = False) -> RunInfo:

@@ -13,8 +13,9 @@ from profiler.smollm2 import places
 from traces.errors import DraftsimError, FileError
 from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
-from traces.store.parquet import read_meta, write_atomically
+from traces.store.parquet import read_meta
 from traces.store.text import read_object
+from traces.store.writing import write_atomically
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair

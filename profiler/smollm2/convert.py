@@ -11,19 +11,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from traces.errors import DraftsimError
+from traces.errors import missing
 
 NEEDED = ("gguf", "accelerate")
 
 
 def check_packages() -> None:
     """Raise DraftsimError unless what reading a GGUF file takes is installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise DraftsimError(
-            f"reading a GGUF file needs {' and '.join(missing)}: "
-            "pip install 'draftsim[smollm2]', or pip install " + " ".join(missing)
-        )
+    if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise missing(absent, "reading a GGUF file")
 
 
 def convert_gguf(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -29,13 +29,13 @@ def fetch(say: Callable[[str], None] = print) -> list[Path]:
     What is there already stays. Returns the folders. Raises DraftsimError with one line: no
     network, another file than expected, a missing package.
     """
-    import transformers
-
     from profiler.smollm2.convert import check_packages, convert_gguf
+
+    target = folder(NAME)
+    import transformers  # torch first: without it transformers has a word of its own
 
     transformers.utils.logging.disable_progress_bar()  # its bars would run through these lines
     transformers.utils.logging.set_verbosity_error()
-    target = folder(NAME)
     if _made_from(target) == SHA256:
         say(f"{NAME} is at {target}")
     else:

@@ -21,7 +21,7 @@ from profiler.models.architectures import PAIRS, PairShape
 from profiler.models.compiled import forget_compiled
 from profiler.models.loading import choose_device, choose_dtype, describe_device
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 CLOCKS = (
     "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw", "power.limit",

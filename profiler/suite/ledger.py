@@ -32,14 +32,13 @@ class Ledger:
     ) -> None:  # fmt: skip
         self.place, self.stage = place, stage
         self._kept = Checkpoint(place.work / stage, {**settings, "meta": place.meta()})
-        self._own = {name: self._read(name) for name in self._kept.names()}
+        read = {name: self._read(name) for name in self._kept.names()}
+        self._own = {name: unit for name, unit in read.items() if unit is not None}
         self.units: dict[str, Unit] = {**(earlier or {}), **self._own}
 
-    def _read(self, name: str) -> Unit:
+    def _read(self, name: str) -> Unit | None:
         kept = self._kept.get(name)
-        assert kept is not None
-        unit: Unit = parse_json(str(kept["unit"]))
-        return unit
+        return None if kept is None else parse_json(str(kept["unit"]))
 
     def get(self, name: str) -> Unit | None:
         """What a unit left when it was finished before, or None."""

@@ -15,9 +15,9 @@ from traces.latency.table import LatencyTable
 from traces.sources.files import read_exits
 from traces.store.files import read_latency, read_trace, write_latency, write_trace
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
-from traces.store.parquet import write_atomically
 from traces.store.recordings import ELSEWHERE, SAMPLED
 from traces.store.text import read_object
+from traces.store.writing import write_atomically
 
 STAGES = {
     "latency": ("latency.parquet", None, None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ def plan(
     path: str | Path | None = None,
     meta: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """The fewest replicas that keep `targets` at `rate` requests a second, a row a policy.
 
@@ -63,6 +64,8 @@ def plan(
     executor, path, meta, progress:
         Who runs the simulations, and a file (`ResultsFile`) of what each gave: the same
         question asked again goes on behind them.
+    say:
+        Told of damaged lines in that file.
 
     Returns
     -------
@@ -81,7 +84,9 @@ def plan(
     bench = Bench(trace, latency, policies, base, targets, rule)
     whole_file = hasattr(base.arrivals, "rows") and requests is None
     key = bench.key() if path is not None else None
-    file = ResultsFile(path, meta, command="capacity", key=key) if path is not None else None
+    file = (
+        ResultsFile(path, meta, command="capacity", key=key, say=say) if path is not None else None
+    )
     # Searches ask in turn: a cluster is connected to once, not for every question.
     with file or nullcontext(), executor if isinstance(executor, Cluster) else nullcontext():
         study = Study(bench, executor, file, progress)

@@ -44,7 +44,7 @@ class Study:
         self.progress = progress
         self._file = kept
         self._known: dict[Point, Mapping[str, Any]] = {}
-        for row in kept.kept if kept is not None else ():
+        for row in kept.kept.values() if kept is not None else ():
             self._know(restored(row))
 
     def drive(self, searches: Mapping[str, Search[Found]]) -> dict[str, Found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
+from traces.store.writing import write_atomically
 
 
 def save(figure: Figure, path: str | Path, dpi: int = 200, label: str = "") -> Path:
@@ -23,7 +25,10 @@ def save(figure: Figure, path: str | Path, dpi: int = 200, label: str = "") -> P
     target.parent.mkdir(parents=True, exist_ok=True)
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # names hold dollar signs, and come from anybody's file
-    figure.savefig(target, dpi=dpi, bbox_inches="tight", facecolor="white")
+    drawn = BytesIO()
+    kind = target.suffix[1:] or "png"
+    figure.savefig(drawn, format=kind, dpi=dpi, bbox_inches="tight", facecolor="white")
+    write_atomically(target, drawn.getvalue())
     return target
 
 

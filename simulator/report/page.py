@@ -19,7 +19,7 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MeasuredRuns
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 
 def build_report(

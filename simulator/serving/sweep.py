@@ -84,6 +84,7 @@ def sweep(
     timeline: Timeline | None = None,
     rows: list[dict[str, Any]] | None = None,
     executor: Executor | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Serve every scenario under every policy; returns one row per pair.
 
@@ -93,7 +94,7 @@ def sweep(
     the number of requests that have just left here, or of a part that ran elsewhere.
     `timeline` records the first scenario under the first policy that is not plain decoding,
     here.  Rows go to the list `rows` where one is given, so that an interrupted caller still
-    has them.
+    has them.  `say` is told of damaged rows in the file.
 
     A row's ``speedup`` is over plain decoding of the same scenario (`speedup_over`), NaN where
     no policy before it, nor itself, decodes plainly.
@@ -112,27 +113,30 @@ def sweep(
     )  # fmt: skip
     pairs = [(at, name) for at in range(len(scenarios)) for name in policies]
     key = bench.key() if path is not None else None
-    with ResultsFile(path, meta, key=key) if path is not None else nullcontext() as out:
-        if out is not None:
-            rows.extend(restored(row) for row in out.kept)
+    file = ResultsFile(path, meta, key=key, say=say) if path is not None else None
+    with file or nullcontext():
+        found = {n: restored(row) for n, row in (file.kept if file is not None else {}).items()}
+        rows[:] = found.values()
         if rows and progress is not None:
             progress(len(rows), len(pairs), rows[-1]["policy"])
+        missing = [n for n in range(len(pairs)) if n not in found]
         groups = [
             bench.parts(at, name, at == 0 and name == (drawn or name))
-            for at, name in pairs[len(rows) :]
+            for at, name in (pairs[n] for n in missing)
         ]  # fmt: skip
-        for runs in _gathered(bench, groups, executor, advance):
-            at, name = pairs[len(rows)]
+        for n, runs in zip(missing, _gathered(bench, groups, executor, advance), strict=True):
+            at, name = pairs[n]
             row = ServeResult(scenarios[at], {name: runs}).rows()[0]
-            own = rows[at * len(policies) :]
+            own = [found[i] for i in range(at * len(policies), n) if i in found]
             plain = next((r for r in own if isinstance(policies[r["policy"]], Autoregressive)), row)
             row["speedup"] = (
                 speedup_over(row, plain)
                 if isinstance(policies[plain["policy"]], Autoregressive) else float("nan")
             )  # fmt: skip
-            rows.append(row)
-            if out is not None:
-                out.add(row)
+            found[n] = row
+            rows[:] = [found[i] for i in sorted(found)]
+            if file is not None:
+                file.add(row, n)
             if progress is not None:
                 progress(len(rows), len(pairs), name)
     return rows

@@ -15,7 +15,7 @@ from simulator.tune.costs import Grid
 from simulator.tune.evidence import about_row, origin, summed_up
 from simulator.tune.formats import CHECKS, check_settings
 from traces.latency.table import LatencyTable
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 ENGINES = tuple(CHECKS)
 

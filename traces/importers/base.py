@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,8 @@ from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
 
 Imported = Trace | Totals | LatencyTable
+Progress = Callable[[str, int, int], None]
+"""Called with what takes long, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Options:
     """Which of several drafters a log tells of."""
     device: str | None = None
     """What latencies were measured on, where their file does not say."""
+    progress: Progress = field(default=lambda *_: None, compare=False)
 
 
 class Importer(Protocol):

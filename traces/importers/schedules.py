@@ -19,6 +19,7 @@ from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence
 from policies.registry import describe, parse_policy, policy_names
 from traces.errors import DraftsimError, FileError
+from traces.importers.base import Progress
 from traces.importers.rows import LoggedRound, LoggedTurn
 
 Reading = Callable[[LoggedTurn, int], list[LoggedRound]]
@@ -146,7 +147,9 @@ class Inference:
         return f"the draft lengths are not known, as {found} ({self.tried} tried): {self.why}"
 
 
-def infer(turns: Sequence[LoggedTurn], first: int) -> Inference:
+def infer(
+    turns: Sequence[LoggedTurn], first: int, progress: Progress = lambda *_: None
+) -> Inference:
     """The schedule behind `turns`, if exactly one of the known ones fits them.
 
     A schedule fits if no round accepted more than it drafts, if rounds did accept all that it
@@ -159,7 +162,9 @@ def infer(turns: Sequence[LoggedTurn], first: int) -> Inference:
     tried = 0
     shown: list[tuple[str, list[list[LoggedRound]]]] = []
     refused = ""
-    for policy in known_schedules(longest):
+    schedules = list(known_schedules(longest))
+    for policy in schedules:
+        progress("trying schedules of draft lengths", tried, len(schedules))
         tried += 1
         read = Replayed(policy)
         try:

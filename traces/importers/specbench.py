@@ -23,7 +23,7 @@ import numpy as np
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
-from traces.importers.base import Options
+from traces.importers.base import Options, Progress
 from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, MOST_TOKENS, is_seconds, label, wholes
 from traces.importers.rows import LoggedTurn, logged_trace, matches, only_file, read_json_rows
 from traces.importers.schedules import infer, is_known, reading
@@ -64,6 +64,7 @@ def import_specbench(
     baseline: str | os.PathLike[str] | None = None,
     draft_lengths: str = "infer",
     max_new_tokens: int = 1024,
+    progress: Progress = lambda *_: None,
 ) -> Trace:
     """A trace of the matches that a Spec-Bench result file tells of; each turn is a request.
 
@@ -89,6 +90,8 @@ def import_specbench(
         by hazard are refused (`Trace.impute` offers ``rejected``).
     max_new_tokens:
         Limit of a turn; a shorter one ended with EOS.
+    progress:
+        Told how far the search for a schedule has come.
 
     Raises
     ------
@@ -117,7 +120,7 @@ def import_specbench(
     turns = [t.logged(max_new_tokens) for t in log.turns]
     meta: dict[str, Any] = {}
     if read is None:
-        found = infer(turns, first)
+        found = infer(turns, first, progress)
         draft_lengths, read = found.text, reading(found.text)
         meta = {"draft_lengths_found": found.said(), "draft_lengths_fit": list(found.fits)}
     plain = None if baseline is None else _per_token(baseline, log.turns)
@@ -165,8 +168,9 @@ class SpecBench:
     def read(self, files: Sequence[Path], options: Options) -> Trace:
         file = only_file(self.name, files)
         return import_specbench(
-            file, options.baseline, options.draft_lengths, options.max_new_tokens
-        )
+            file, options.baseline, options.draft_lengths, options.max_new_tokens,
+            options.progress,
+        )  # fmt: skip
 
 
 TREES = (

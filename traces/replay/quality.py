@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.acceptance.trace import Trace
-from traces.errors import DraftsimError, SignalError
+from traces.errors import DraftsimError, SignalError, missing
 from traces.replay.rounds import RoundLog
 
 
@@ -89,9 +89,7 @@ def relative_bleu(outputs: Sequence[str], references: Sequence[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise DraftsimError(
-            "relative BLEU needs sacrebleu: install it with `pip install draftsim[quality]`"
-        ) from None
+        raise missing(["sacrebleu"], "relative BLEU") from None
     return float(sacrebleu.corpus_bleu(list(outputs), [list(references)]).score)
 
 

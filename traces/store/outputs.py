@@ -34,8 +34,8 @@ from traces.replay.quality import output_log_likelihood, relative_bleu, token_ag
 from traces.replay.rounds import RoundLog
 from traces.store.files import read_rounds, write_rounds
 from traces.store.header import Check, are_wholes, is_number, meta_of
-from traces.store.parquet import write_atomically
 from traces.store.text import read_object
+from traces.store.writing import write_atomically
 
 SCHEMA = 1
 FOLDER = "rounds"

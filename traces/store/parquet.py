@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
+from traces.store.writing import write_atomically
 
 SCHEMA = 1
 """Version of the file layout; raised whenever a reader of the old one would misread."""
@@ -56,6 +56,7 @@ def write_file(
     FileError
         If the file cannot be written there.
     """
+    check_no_recording(path, but=kind)
     text = json.dumps({"schema": SCHEMA, "kind": kind, **header}, default=_plain)
     table = table.replace_schema_metadata(None)
     sink = pa.BufferOutputStream()
@@ -97,37 +98,6 @@ def sealed(content: bytes) -> bytes:
     return _with_digest(content, place, _digest(content, place))
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path` in one step, so that no half-written file is ever seen.
-
-    Raises
-    ------
-    FileError
-        If the file cannot be written there.
-    """
-    path = Path(path)
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".part", dir=path.parent
-        )
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise FileError(
-            f"{path}: cannot be written ({error.strerror or error}): choose another place for it"
-        ) from error
-    finally:
-        # Reached on Ctrl-C as well, which is no OSError.
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
 def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], pa.Table]:
     """The header and the table of a file of this kind.
 
@@ -167,12 +137,15 @@ def read_file(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], 
 
 def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The provenance of a file, without its content or its checksum; empty if it has none."""
-    try:
-        text = (pq.read_metadata(path).metadata or {}).get(HEADER_KEY, b"{}")
-        meta = parse_json(text)["meta"]
-    except Exception:  # what is wrong with it, `read_file` says
-        return {}
+    meta = _header_of(path).get("meta")
     return meta if isinstance(meta, dict) else {}
+
+
+def check_no_recording(path: str | os.PathLike[str], but: str = "") -> None:
+    """Raise FileError if `path` holds a recording of another kind than `but`."""
+    found = str(_header_of(path).get("kind"))
+    if found in KINDS and found != but:
+        raise FileError(f"{path}: holds {KINDS[found]}: name another file, or remove it")
 
 
 def file_error(path: str | os.PathLike[str], problem: str, remedy: str = "") -> FileError:
@@ -249,6 +222,20 @@ def _header(path: Path, text: bytes | None, kind: str) -> dict[str, Any]:
         what = KINDS.get(str(found), f"a file of kind {found!r}")
         raise FileError(f"{path}: is {what}, not {KINDS[kind]}: name the other file")
     return header
+
+
+def _header_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The header of a file, unchecked; empty where it has none."""
+    if not Path(path).is_file():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return {}
+        header = parse_json((pq.read_metadata(path).metadata or {}).get(HEADER_KEY, b"{}"))
+    except Exception:  # what is wrong with it, `read_file` says
+        return {}
+    return header if isinstance(header, dict) else {}
 
 
 def _plain(value: object) -> object:

@@ -26,7 +26,7 @@ from profiler.engines.server import lines
 from profiler.engines.start import EngineOptions
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 NAME = "target"
 """What the server calls its model."""
@@ -192,6 +192,8 @@ class Server:
             raise SystemExit(128 + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_DFL:
+                continue  # ignored, or the command leaves by itself
             self._handlers[number] = signal.signal(number, leave)
 
 

@@ -57,7 +57,8 @@ def record_trace(
     )
     recorded: list[Columns] = []
     for i, ids in enumerate(encoded):
-        columns = kept.get(f"{i:05d}")
+        of = repr(ids.tolist())
+        columns = kept.get(f"{i:05d}", of)
         if columns is None:
             if len(recorded) >= 4 and time.monotonic() > until:
                 break
@@ -65,7 +66,7 @@ def record_trace(
             begin = time.perf_counter()
             columns = recorder.record(ids)
             columns["seconds"] = np.array([recorder.decode_s, time.perf_counter() - begin])
-            kept.put(f"{i:05d}", columns)
+            kept.put(f"{i:05d}", columns, of)
         recorded.append(columns)
     done = len(recorded)
     place.say(f"recorded {done} of {len(prompts)} prompts, {settings.sampling.label}")

@@ -5,5 +5,5 @@ what they save goes into their own making.  Here nothing is saved: `loop` goes i
 iteration, as `simulator.serving.engine` and `simulator.serving.scheduler` do and in their order,
 over arrays that `engine` fills once, and `prices` reads the latency table as
 `simulator.serving.cost` does.  numba turns both into machine code where it is installed
-(``pip install 'draftsim[fast]'``); without it, spans serve.
+(``pip install '.[fast]'``); without it, spans serve.
 """

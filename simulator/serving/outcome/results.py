@@ -1,18 +1,23 @@
 """A results file written row by row, readable whatever happens to the run that writes it.
 
-One JSON object a line: a header, the rows, and a last line that marks the file complete.
-Without that line the run was cut off, and what is there is what it had finished.
+One JSON object a line: a header, the rows with their numbers, and a last line that marks the file
+complete.  Without that line the run was cut off, and the rows are those that it had finished.
+Every line ends with a checksum of itself, so that a damaged one is noticed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,11 +25,14 @@ import pyarrow as pa
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
+from traces.store.lock import only_writer
 from traces.store.parquet import write_file
+from traces.store.writing import refused, write_atomically
 
-SCHEMA = 1
+SCHEMA = 2
 OPTIONAL = {"rate", "scale", "concurrency", "router", "requests"}
 """Fields of a row that may have no value; others that JSON lacks are NaN."""
+_SUM = re.compile(rb', "sha256": "([0-9a-f]{16})"}$')
 
 
 class Results(NamedTuple):
@@ -40,7 +48,7 @@ class ResultsFile:
     """Writes rows as they come; use it as a context manager.
 
     A row is on disk when `add` returns.  Leaving by an exception leaves the file marked
-    incomplete.
+    incomplete.  Nobody else may write the file meanwhile.
 
     Parameters
     ----------
@@ -49,6 +57,15 @@ class ResultsFile:
     key:
         A digest of all that the rows depend on.  What an unfinished file with the same key
         holds is kept, in `kept`, and written behind; None writes the file anew.
+    say:
+        Called with a sentence on rows that are lost: damaged ones, or those of another key.
+
+    Raises
+    ------
+    FileError
+        On entering, if `path` cannot be written or holds anything but results of `command`.
+    DraftsimError
+        On entering, if another process writes there.
     """
 
     def __init__(
@@ -58,40 +75,57 @@ class ResultsFile:
         *,
         command: str = "serve",
         key: str | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.path = Path(path)
         self.meta = {**(meta or {}), **({} if key is None else {"key": key})}
-        self.command, self.key = command, key
-        self.kept: list[dict[str, Any]] = []
-        self._rows = 0
-        self._file: TextIO | None = None
+        self.command, self.key, self.say = command, key, say
+        self.kept: dict[int, dict[str, Any]] = {}
+        """Rows taken over from an unfinished file, by their numbers."""
+        self._numbers: list[int] = []
+        self._file: BinaryIO | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> ResultsFile:
-        header = {"schema": SCHEMA, "command": self.command, "meta": self.meta}
-        try:
-            if self._resumes():
-                self._file = self.path.open("a", encoding="utf-8")
-                return self
-            self._file = self.path.open("w", encoding="utf-8")
-        except OSError as e:
-            raise FileError(f"results file {self.path} cannot be written: {e.strerror}") from None
-        self._write(header)
+        with ExitStack() as opened:
+            opened.enter_context(only_writer(self.path))
+            header = {"schema": SCHEMA, "command": self.command, "meta": self.meta}
+            content = b"".join(self._kept_lines() or [_line(header)])
+            try:
+                if self.path.exists() and not self.path.is_file():  # a device or a FIFO
+                    self._file = opened.enter_context(self.path.open("wb"))
+                    self._write(content)
+                else:
+                    write_atomically(self.path, content)
+                    self._file = opened.enter_context(self.path.open("ab"))
+            except OSError as error:
+                raise refused(self.path, error) from None
+            self._open = opened.pop_all()
         return self
 
-    def _resumes(self) -> bool:
-        """Take over the rows of a run that was cut off, and drop a line that it did not end."""
-        if self.key is None or not self.path.is_file():
-            return False
-        try:
-            found = read_results(self.path)
-        except FileError:
-            return False
-        if found.complete or found.meta.get("key") != self.key:
-            return False
-        with self.path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-        self.kept, self._rows = found.rows, len(found.rows)
-        return True
+    def _kept_lines(self) -> list[bytes]:
+        """Header and rows of an unfinished run of the same question; none to begin anew."""
+        if not self.path.is_file() or not self.path.stat().st_size:
+            return []
+        found = _parsed(self.path)
+        if found.header.get("command") != self.command:
+            raise FileError(
+                f"{self.path} holds something else than results of `draftsim {self.command}`: "
+                "name another file, or remove it"
+            )
+        if found.complete or not found.rows:
+            return []
+        if self.key is None or found.meta.get("key") != self.key:
+            self.say(
+                f"{self.path} held {len(found.rows)} finished row(s) of a stopped run with other "
+                "options: they are written over"
+            )
+            return []
+        if found.damaged:
+            self.say(f"{found.problem}: what is missing is computed again")
+        self.kept = {number: found.rows[number] for number in sorted(found.rows)}
+        self._numbers = list(self.kept)
+        return [_line(found.header), *(_row_line(n, row) for n, row in self.kept.items())]
 
     def __exit__(
         self,
@@ -99,23 +133,32 @@ class ResultsFile:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            if kind is None:
-                self._write({"complete": True, "rows": self._rows})
-            self._file.close()
-            self._file = None
+        with self._open:
+            if self._file is not None and kind is None:
+                end = {"complete": True, "rows": len(self._numbers)}
+                self._write(_line(end))
+                if self._numbers != sorted(self._numbers):
+                    found = _parsed(self.path)
+                    rows = [_row_line(n, found.rows[n]) for n in sorted(found.rows)]
+                    write_atomically(self.path, b"".join([_line(found.header), *rows, _line(end)]))
+        self._file = None
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Write one finished row."""
-        self._rows += 1
-        self._write({"row": row})
+    def add(self, row: Mapping[str, Any], number: int | None = None) -> None:
+        """Write one finished row; ``number`` is its place among all rows, by default the next."""
+        number = len(self._numbers) if number is None else number
+        self._numbers.append(number)
+        self._write(_row_line(number, row))
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: bytes) -> None:
         if self._file is None:
             raise FileError(f"results file {self.path} is not open: use it in a with statement")
-        self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(line)
+            self._file.flush()
+            if self.path.is_file():
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise refused(self.path, error) from None
 
 
 def read_results(path: str | Path) -> Results:
@@ -125,39 +168,95 @@ def read_results(path: str | Path) -> Results:
     ------
     FileError
         If the file is missing, is no results file or of another schema, or a line other
-        than an unfinished last one cannot be read.
+        than an unfinished last one is damaged.
     """
-    path = Path(path)
+    found = _parsed(Path(path))
+    if found.header.get("schema") != SCHEMA:
+        raise FileError(
+            f"results file {path} has no header of schema {SCHEMA}: it is another file, or of "
+            "another draftsim"
+        )
+    if found.damaged:
+        raise FileError(f"{found.problem}: the command that wrote it computes its row again")
+    rows = [found.rows[number] for number in sorted(found.rows)]
+    return Results(rows, found.complete, found.meta)
+
+
+@dataclass
+class _Parsed:
+    """What the lines of a results file hold."""
+
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)
+    """Empty where the first line is none."""
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    complete: bool = False
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What was kept beside the rows."""
+        return dict(self.header.get("meta") or {})
+
+    @property
+    def problem(self) -> str:
+        """Which lines are damaged."""
+        lines = ", ".join(map(str, self.damaged))
+        return f"results file {self.path}, line {lines}: damaged, or edited after it was written"
+
+
+def _parsed(path: Path) -> _Parsed:
+    """The lines of a file; FileError if it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise FileError(f"results file {path} cannot be read: {e}") from None
-    parsed: list[dict[str, Any]] = []
-    for i, line in enumerate(lines):
-        if not line:
-            continue
-        try:
-            value = parse_json(line)
-        except JSONError:
-            if i == len(lines) - 1:
-                break  # killed while writing it
-            raise FileError(
-                f"results file {path}, line {i + 1} is not JSON: it was damaged"
-            ) from None
-        if not isinstance(value, dict):
-            raise FileError(f"results file {path}, line {i + 1} is no JSON object")
-        parsed.append(value)
-    if not parsed or parsed[0].get("schema") != SCHEMA:
-        raise FileError(f"results file {path} has no header of schema {SCHEMA}: it is another file")
-    rows = [value["row"] for value in parsed[1:] if "row" in value]
-    if not all(isinstance(held, dict) for held in (parsed[0].get("meta", {}), *rows)):
-        raise FileError(f"results file {path} holds a row that is no object: it was damaged")
-    last = parsed[-1]
-    return Results(
-        rows,
-        bool(last.get("complete")) and last.get("rows") == len(rows),
-        parsed[0].get("meta", {}),
-    )
+        content = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise FileError(f"results file {path} cannot be read ({reason}): check the path") from None
+    found, rows = _Parsed(path), None
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        value = _checked(line)
+        if number == 1:
+            if value is None or "schema" not in value:
+                break  # another file
+            found.header = value
+        elif value is not None and value.get("complete") is True:
+            rows = value.get("rows")
+        elif value is not None and "row" in value and value.get("number") not in found.rows:
+            found.rows[value["number"]] = value["row"]
+        elif line and number < len(lines):  # else killed while writing it
+            found.damaged.append(number)
+    found.complete = rows == len(found.rows) and not found.damaged
+    return found
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    """A line of a results file, with its checksum."""
+    text = json.dumps(plain(value), allow_nan=False).encode()
+    return text[:-1] + b', "sha256": "%s"}\n' % _digest(text)
+
+
+def _row_line(number: int, row: Mapping[str, Any]) -> bytes:
+    return _line({"row": row, "number": number})
+
+
+def _checked(line: bytes) -> dict[str, Any] | None:
+    """The object on a line, if the line is as `_line` wrote it."""
+    match = _SUM.search(line)
+    if match is None:
+        return None
+    text = line[: match.start()] + b"}"
+    if _digest(text) != match[1]:
+        return None
+    try:
+        value = parse_json(text)
+    except JSONError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()
 
 
 def flat(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """A run as Chrome trace events, which the Perfetto UI (ui.perfetto.dev) opens.
 
-Events go to the file as they happen: the writer holds none.  The file is the JSON array
-form of the format, which viewers also read when a killed run left it without its end.
+The file is the JSON array form of the format.  Events are written as they happen: the writer
+holds none.  The file takes its place at the end, so a run that is stopped leaves none.
 
 Perfetto's importer (json_trace_parser_impl.cc, slice_tracker.cc) drops a slice that
 overlaps another of its track without lying inside it; it turns fractional microseconds
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from policies.core import Round
-from traces.errors import FileError
+from traces.store.writing import AtomicFile
 
 DEVICES, REQUESTS = 1, 2
 """Processes."""
@@ -50,16 +51,13 @@ class Timeline:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file: TextIO | None = None
+        self._file: AtomicFile | None = None
         self._ends_us: dict[tuple[int, int], int] = {}
         self._counted_us = 0
 
     def __enter__(self) -> Timeline:
-        try:
-            self._file = self.path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise FileError(f"timeline {self.path} cannot be written: {error.strerror}") from None
-        self._file.write("[\n")
+        self._file = AtomicFile(self.path).__enter__()
+        self._file.write(b"[\n")
         for pid, name in ((DEVICES, "devices"), (REQUESTS, "requests")):
             self._emit(name="process_name", ph="M", pid=pid, tid=pid, args={"name": name})
         return self
@@ -70,13 +68,19 @@ class Timeline:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._count(self._counted_us, 0, 0)
-            # A last element without a comma, which the JSON array needs.
-            last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES, "tid": DEVICES}
-            self._file.write(json.dumps({**last, "args": {"sort_index": 0}}) + "\n]\n")
-            self._file.close()
-            self._file = None
+        if self._file is None:
+            return
+        with ExitStack() as opened:
+            opened.push(self._file)
+            if kind is None:
+                self._count(self._counted_us, 0, 0)
+                # A last element without a comma, which the JSON array needs.
+                last = {"name": "process_sort_index", "ph": "M", "pid": DEVICES, "tid": DEVICES}
+                end = json.dumps({**last, "args": {"sort_index": 0}})
+                self._file.write(f"{end}\n]\n".encode())
+            else:
+                self._file.discard()
+        self._file = None
 
     def device(
         self, track: int, name: str, start_s: float, seconds: float, label: str, **args: Any
@@ -131,4 +135,4 @@ class Timeline:
 
     def _emit(self, **event: Any) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(event) + ",\n")
+            self._file.write(f"{json.dumps(event)},\n".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,15 +19,19 @@ import pyarrow.parquet as pq
 from policies.json_text import parse_json
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Part
 from traces.errors import FileError
-from traces.store.parquet import write_atomically
+from traces.store.writing import write_atomically
 
 Columns = dict[str, npt.NDArray[Any]]
 
 SCHEMA = 4
+_DIGEST = hashlib.sha256().digest_size
 
 
 class KeptParts:
-    """Finished parts as files in a folder; without one, nothing is kept."""
+    """Finished parts as files in a folder; without one, nothing is kept.
+
+    A file is a Parquet table behind the SHA-256 of it.
+    """
 
     def __init__(self, folder: Path | None, key: str) -> None:
         self.folder = folder
@@ -42,14 +47,17 @@ class KeptParts:
         for i, part in enumerate(parts):
             path = self._path(part)
             if path.is_file():
-                try:
-                    yield i, _columns(pq.read_table(path))
-                except (pa.ArrowException, OSError, KeyError):
-                    path.unlink(missing_ok=True)  # cut short by a crash: computed again
+                kept = path.read_bytes()
+                content = kept[_DIGEST:]
+                if hashlib.sha256(content).digest() == kept[:_DIGEST]:
+                    yield i, _columns(pq.read_table(pa.BufferReader(content)))
+                else:
+                    path.unlink(missing_ok=True)  # damaged: computed again
 
     def write(self, part: Part, columns: Columns) -> None:
         if self.folder is not None:
-            write_atomically(self._path(part), _bytes(columns, {}))
+            content = _bytes(columns, {})
+            write_atomically(self._path(part), hashlib.sha256(content).digest() + content)
 
     def clear(self) -> None:
         if self.folder is not None:
@@ -59,7 +67,7 @@ class KeptParts:
         import joblib
 
         assert self.folder is not None
-        return self.folder / f"{joblib.hash([self.key, asdict(part)])}.parquet"
+        return self.folder / f"{joblib.hash([self.key, asdict(part)])}.kept"
 
 
 def write_sweep(frame: pd.DataFrame, path: str | Path, description: Mapping[str, Any]) -> None:

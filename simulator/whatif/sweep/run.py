@@ -10,6 +10,7 @@ missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from simulator.whatif.tilt.fidelity import UNKNOWN_ERROR, TiltErrors, tilt_error
 from simulator.whatif.tilt.trace import METHODS, Method, Tilter
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.store.lock import only_writer
+from traces.store.parquet import check_no_recording
 
 Progress = Callable[[int, int], None]
 """Called with the parts finished and their total."""
@@ -147,25 +150,30 @@ class Sweep:
         ------
         DraftsimError
             If a part fails (its parts so far are kept), or workers were lost and with them
-            parts: begun again, the sweep computes those alone.
+            parts: begun again, the sweep computes those alone.  If another process sweeps into
+            `out`.
         """
+        if out is not None:
+            check_no_recording(out)
+        with only_writer(out) if out is not None else nullcontext():
+            return self._run(executor or Local(), out, progress or (lambda *_: None))
+
+    def _run(self, executor: Executor, out: str | Path | None, progress: Progress) -> pd.DataFrame:
         parts = self.parts
-        folder = None if out is None else Path(f"{out}.parts")
-        kept = KeptParts(folder, self._key())
+        key = None if out is None else self._key()
+        kept = KeptParts(None if key is None else Path(f"{out}.parts"), key or "")
         done: dict[int, Columns] = dict(kept.read(parts))
         missing = [i for i in range(len(parts)) if i not in done]
-        if progress is not None:
-            progress(len(done), len(parts))
+        progress(len(done), len(parts))
         lost = 0
-        for place, result in (executor or Local()).run(self.bench, [parts[i] for i in missing]):
+        for place, result in executor.run(self.bench, [parts[i] for i in missing]):
             if isinstance(result, Lost):
                 lost += 1
                 continue
             index = missing[place]
             done[index] = result
             kept.write(parts[index], result)
-            if progress is not None:
-                progress(len(done), len(parts))
+            progress(len(done), len(parts))
         if lost:
             again = "run the same command again for those alone" if out else "give --out to keep it"
             raise DraftsimError(
@@ -226,8 +234,8 @@ class Sweep:
              for k in COLUMNS}
         )  # fmt: skip
 
-    def _key(self) -> str:
-        """A digest of everything a part's rows depend on."""
+    def _key(self) -> str | None:
+        """A digest of everything a part's rows depend on; None where that cannot be taken."""
         import joblib
 
         bench = self.bench
@@ -238,4 +246,7 @@ class Sweep:
             [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
             self.method, bench.resamples, bench.confidence, bench.seed,
         ]  # fmt: skip
-        return str(joblib.hash(content))
+        try:
+            return str(joblib.hash(content))
+        except Exception:  # a policy of one's own may hold anything
+            return None

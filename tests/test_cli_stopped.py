@@ -1,0 +1,153 @@
+"""Commands that are told to end, by a signal or by code of the user's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Run, Serve
+
+STOPPED = "draftsim: stopped; nothing is half-written, and the same command goes on where it can\n"
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_stops_as_ctrl_c_does(
+    number: signal.Signals, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaned: list[bool] = []
+
+    def stopped() -> None:
+        try:
+            # As `timeout` does: to the process, and to its group.
+            for _ in range(1 if number == signal.SIGINT else 2):
+                os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            time.sleep(0.1)
+            cleaned.append(True)
+
+    before = {one: signal.getsignal(one) for one in CODES}
+    monkeypatch.setattr("commands.catalogue.recording_rows", stopped)
+    ran = run("list")
+    assert (ran.code, ran.out, ran.err) == (CODES[number], "", STOPPED)
+    assert cleaned == [True]
+    assert {one: signal.getsignal(one) for one in CODES} == before
+
+
+def test_a_signal_that_is_ignored_stays_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        monkeypatch.setattr(
+            "commands.catalogue.recording_rows",
+            lambda: os.kill(os.getpid(), signal.SIGHUP) or [{"name": "one"}],
+        )
+        assert run("list").code == 0
+    finally:
+        signal.signal(signal.SIGHUP, held)
+
+
+def session(pid: int) -> list[int]:
+    """Processes of a session, by /proc; a process that ended and waits to be noticed is none."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == pid and fields[0] != "Z":
+            found.append(int(place.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+def test_workers_and_what_they_share_go_with_the_command(
+    synthetic_run: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable, "-m", "draftsim", "sweep", "--trace", str(synthetic_run), "--c", "0.1,0.2",
+        "--batch", "1,2,3,4", "--assume-batch-free", "--jobs", "2", "--resamples", "400000",
+        "--out", str(tmp_path / "s.parquet"),
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        until_s = time.monotonic() + 60
+        # The main process, two workers, and two that look after what they share.
+        while len(session(process.pid)) < 4 and time.monotonic() < until_s:
+            assert process.poll() is None
+            time.sleep(0.05)
+        assert len(session(process.pid)) >= 4
+        process.terminate()
+        said = process.communicate()[1]
+    assert process.returncode == 143, said
+    assert said.endswith(STOPPED)
+    while session(process.pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert session(process.pid) == []
+    if Path("/dev/shm").is_dir():
+        assert not [n for n in os.listdir("/dev/shm") if str(process.pid) in n]
+
+
+OWN = """
+import sys
+from policies import DraftPolicy
+
+class Quits(DraftPolicy):
+    calls = 0
+
+    def keep_drafting(self, draft):
+        Quits.calls += 1
+        if Quits.calls > {calls}:
+            sys.exit(0)
+        return len(draft) < 2
+"""
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("command", ["simulate", "serve"])
+def test_a_policy_that_exits_is_an_error(
+    command: str, late: bool, synthetic_run: Path, tmp_path: Path, run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "own.py").write_text(OWN.format(calls=50))
+    if late:  # not where its contract is checked, but in the work itself
+        monkeypatch.setattr("policies.checks.check_policy", lambda _: None)
+    more = {"simulate": ("--resamples", 2), "serve": ("--batch", 1, "--requests", 20)}[command]
+    policy = f"{tmp_path / 'own.py'}:Quits"
+    ran = run(command, "--trace", synthetic_run, "--policy", policy, *more)
+    assert ran.code == 2
+    assert "sys.exit(0)" in ran.err
+    assert ran.err.splitlines()[-1].startswith("draftsim: ")
+
+
+def test_a_policy_file_that_exits_is_an_error(tmp_path: Path, serve: Serve) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit\n")
+    ran = serve("--policy", f"{tmp_path / 'own.py'}:Mine")
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "it calls sys.exit(None), which would end draftsim" in ran.err
+
+
+def test_the_end_of_a_file_is_not_ctrl_d(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended() -> None:
+        raise EOFError("no data left in file")
+
+    monkeypatch.setattr("commands.catalogue.recording_rows", ended)
+    with pytest.raises(EOFError, match="no data left"):
+        run("list")
+
+
+def test_a_policy_of_ones_own_is_swept(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "own.py").write_text(OWN.format(calls=10**9))
+    found = run(
+        "sweep", "--trace", synthetic_run, "--c", "0.1", "--jobs", 1, "--json", "-",
+        "--policy", f"{tmp_path / 'own.py'}:Quits", "--out", tmp_path / "s.parquet",
+    ).rows  # fmt: skip
+    assert [row["policy"] for row in found] == ["own.py:Quits"]

@@ -1,0 +1,145 @@
+"""What needs a package that is not installed says in one line which extra brings it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SMALL_PROFILE
+from traces.errors import EXTRAS, DraftsimError
+from traces.replay.quality import relative_bleu
+
+SCRIPT = """
+import contextlib, importlib.machinery, io, json, sys
+
+absent, commands = json.loads(sys.argv[1])
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in absent else super().find_spec(name, path, target)
+
+at = sys.meta_path.index(importlib.machinery.PathFinder)
+sys.meta_path[at] = Finder
+import draftsim
+
+ended = {}
+for name, command in commands.items():
+    sys.argv, code, said = ["draftsim", *command], 0, io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            draftsim.main()
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException as error:
+            code = repr(error)
+    ended[name] = [code, said.getvalue()]
+print(json.dumps(ended))
+"""
+PLAIN = {
+    "simulate": ("simulate", "--policy", "fixed:gamma=2", "--resamples", "2"),
+    "serve": ("serve", "--policy", "fixed:gamma=2", "--batch", "1", "--requests", "2"),
+    "sweep": ("sweep", "--policy", "fixed:gamma=2", "--c", "0.1", "--jobs", "1"),
+    "tune": ("tune", "--engine", "hf", "--resamples", "4"),
+    "check": ("check", "--tokens", "1000"),
+    "list": ("list",),
+}
+"""Commands that no extra is needed for."""
+
+
+def ended(
+    absent: tuple[str, ...], commands: dict[str, tuple[object, ...]], cache: Path
+) -> dict[str, tuple[int, str]]:
+    """How each command ends where packages are not installed: its code and what it says."""
+    given = json.dumps([absent, {n: [*map(str, c)] for n, c in commands.items()}])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DRAFTSIM_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, given], cwd=cache, env=env, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {name: (code, said) for name, (code, said) in json.loads(done.stdout).items()}
+
+
+def needs(extra: str, how: tuple[int, str]) -> None:
+    code, said = how
+    assert code == 2, how
+    assert said.count("\n") == 1, said
+    assert f"`pip install '.[{extra}]'`" in said
+
+
+@pytest.fixture
+def recorded(synthetic_run: Path, tmp_path: Path) -> Path:
+    """A run folder that `validate` takes for one."""
+    folder = Path(shutil.copytree(synthetic_run, tmp_path / "run"))
+    about = {"target": "bundled", "draft": "bundled", "device": "cpu"}
+    (folder / "run.json").write_text(json.dumps(about))
+    return folder
+
+
+def with_models(run: Path, tmp_path: Path) -> dict[str, tuple[object, ...]]:
+    return {
+        "profile": (*SMALL_PROFILE, "--out", tmp_path / "new"),
+        "sources": (*SMALL_PROFILE, "--out", tmp_path / "new", "--exit-layers"),
+        "validate": ("validate", "--run", run, "--policy", "fixed:gamma=2"),
+        "lossy": ("validate", "--run", run, "--policy", "fixed:gamma=2", "--verify", "top-k"),
+        "batched": ("validate", "--run", run, "--policy", "fixed:gamma=2", "--batch", 2),
+        "demo": ("demo", "--out", tmp_path / "demo"),
+        "fetch": ("fetch", "smollm2"),
+    }
+
+
+def test_after_a_plain_install_models_are_one_line_away(recorded: Path, tmp_path: Path) -> None:
+    absent = (*(name for names in EXTRAS.values() for name in names), "filelock", "vllm")
+    plain = {
+        name: (*command, "--trace", recorded) if name != "list" else command
+        for name, command in PLAIN.items()
+    }
+    models = with_models(recorded, tmp_path)
+    cluster = ("sweep", "--c", "0.1", "--cluster", "tcp://127.0.0.1:1", "--trace", recorded)
+    engine = {
+        "engine": ("profile", "--engine", "vllm", "--target", "x", "--out", tmp_path / "e"),
+        "checked": ("validate", "--engine", "vllm", "--run", recorded),
+    }
+    found = ended(absent, {**plain, **models, "cluster": cluster, **engine}, tmp_path)
+    for name in plain:
+        assert found[name][0] == 0, found[name]
+    for name in models:
+        needs("profile", found[name])
+    needs("cluster", found["cluster"])
+    for name in engine:
+        assert found[name][0] == 2
+        assert found[name][1].count("\n") == 1
+    for made in ("new", "demo", "e"):
+        assert not (tmp_path / made).exists()
+
+
+@pytest.mark.parametrize("package", ["torch", "safetensors"])
+def test_one_absent_package_is_named(package: str, recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    commands = with_models(recorded, tmp_path)
+    found = ended((package,), {n: commands[n] for n in ("profile", "validate", "fetch")}, tmp_path)
+    for name in found:
+        needs("profile", found[name])
+        assert f"needs {package}, not installed" in found[name][1]
+
+
+def test_what_reads_gguf_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from profiler.smollm2.convert import check_packages
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(DraftsimError, match=r"gguf and accelerate.*install '\.\[smollm2\]'`"):
+        check_packages()
+
+
+def test_relative_bleu_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(DraftsimError, match=r"sacrebleu.*install '\.\[quality\]'`"):
+        relative_bleu(["a"], ["a"])

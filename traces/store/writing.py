@@ -1,0 +1,172 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from traces.errors import FileError
+
+try:
+    import fcntl
+except ImportError:  # Windows: files left behind by a killed process stay
+    fcntl = None  # type: ignore[assignment]
+
+PART = ".part"
+"""End of the name of a file that is being written."""
+
+
+class AtomicFile:
+    """A binary file that takes the place of the one at `path` when it is complete.
+
+    Use it as a context manager.  If the block ends with an error, nothing has changed.
+
+    An existing file keeps its mode and owner; the umask decides the mode of a new one.  A symbolic
+    link stays, and the file that it names is replaced.  A device, FIFO or socket is no file that
+    could be replaced: it is opened and written to.
+
+    Raises
+    ------
+    FileError
+        If the file cannot be written there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._target = self.path
+        self._part: Path | None = None
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._file = self._opened()
+        except OSError as error:
+            self.discard()
+            raise refused(self.path, error) from error
+        except BaseException:
+            self.discard()
+            raise
+        return self
+
+    def write(self, content: bytes) -> None:
+        """Append `content`."""
+        if self._file is None:
+            raise FileError(f"{self.path} is not open: use it in a with statement")
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self.discard()
+            raise refused(self.path, error) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and self._file is not None:
+                self._file.flush()
+                if self._part is not None:
+                    os.fsync(self._file.fileno())
+                    os.replace(self._part, self._target)
+                    self._part = None
+        except OSError as failure:
+            raise refused(self.path, failure) from failure
+        finally:
+            self.discard()
+
+    def _opened(self) -> BinaryIO:
+        try:
+            held: os.stat_result | None = os.stat(self.path)
+        except FileNotFoundError:
+            held = None
+        if held is not None and not stat.S_ISREG(held.st_mode):
+            return self.path.open("wb")  # a folder is refused here
+        self._target = Path(os.path.realpath(self.path))
+        _remove_left_over(self._target)
+        # Nobody may read a private file while it is written either.
+        file = self._made(0o666 if held is None else 0o600)
+        assert self._part is not None
+        if held is not None:
+            own = os.fstat(file.fileno())
+            if (own.st_uid, own.st_gid) != (held.st_uid, held.st_gid):
+                with suppress(OSError):
+                    os.chown(self._part, held.st_uid, held.st_gid)
+            os.chmod(self._part, stat.S_IMODE(held.st_mode) & 0o777)
+        return file
+
+    def _made(self, mode: int) -> BinaryIO:
+        """A new file beside the target, locked as long as it is open."""
+        while True:
+            name = f"{_prefix(self._target)}{secrets.token_hex(4)}{PART}"
+            self._part = self._target.with_name(name)
+            descriptor = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            file = os.fdopen(descriptor, "wb")
+            if fcntl is not None:
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return file
+            file.close()  # another process took it for left over before it was locked
+
+    def discard(self) -> None:
+        """Drop what was written: the file at `path` stays as it is."""
+        file, part = self._file, self._part
+        self._file = self._part = None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
+        if part is not None:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def refused(path: str | os.PathLike[str], error: OSError) -> FileError:
+    """The error that says that the file at `path` cannot be written, why, and what to do."""
+    room = "free some space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    reason = error.strerror or error
+    return FileError(f"{path}: cannot be written ({reason}): {room}choose another place for it")
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
+    """Put `content` at `path` in one step (see `AtomicFile`).
+
+    Raises
+    ------
+    FileError
+        If the file cannot be written there.
+    """
+    with AtomicFile(path) as file:
+        file.write(content)
+
+
+def _prefix(target: Path) -> str:
+    """Begin of the names of the files that are to replace `target`."""
+    return f".{target.name[:50]}."
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove files that killed processes were writing to replace `target`: nobody locks them."""
+    if fcntl is None:
+        return
+    prefix = _prefix(target)
+    try:
+        with os.scandir(target.parent) as entries:
+            found = [e.path for e in entries if e.name.startswith(prefix) and e.name.endswith(PART)]
+    except OSError:  # a folder that may not be listed can perhaps be written to
+        return
+    for path in found:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(descriptor)
