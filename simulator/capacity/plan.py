@@ -16,11 +16,11 @@ from simulator.capacity import stages
 from simulator.capacity.points import Bench, Point
 from simulator.capacity.rows import plan_rows
 from simulator.capacity.study import Progress, Study
-from simulator.capacity.targets import Targets
 from simulator.executors import Cluster, Executor
 from simulator.serving.outcome.results import ResultsFile
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
+from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
