@@ -17,8 +17,8 @@ from policies.batch.tables import BatchTable
 from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.serving import Limits
+from simulator.targets import Targets
 from simulator.tune import (
-    Targets,
     check_seed,
     closed_load,
     compare_served,

@@ -18,9 +18,9 @@ from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import leviathan
 from simulator.pricing import price
 from simulator.serving import serve, simulate
+from simulator.targets import Targets
 from simulator.tune import (
     TUNE_COLUMNS,
-    Targets,
     check_vllm,
     closed_load,
     default_batches,

@@ -6,7 +6,6 @@
 ... )
 """
 
-from simulator.targets import Targets
 from simulator.tune.choice import Choice, Objective, choose, cross_fitted
 from simulator.tune.costs import Grid, default_batches, fixed_logs, price_grid
 from simulator.tune.formats import (
@@ -45,7 +44,6 @@ __all__ = [
     "Held",
     "Objective",
     "SettingsError",
-    "Targets",
     "Tuned",
     "check_huggingface",
     "check_llamacpp",
