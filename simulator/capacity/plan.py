@@ -101,7 +101,7 @@ def plan(
         shares = study.drive({n: stages.shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []
         curves = study.drive(
-            {n: stages.curve(asks[n], answers[n], counts, horizon) for n in answers if curve}
+            {n: stages.curve(asks[n], answers[n], rate, counts, horizon) for n in answers if curve}
         )
     return plan_rows(bench, rate, starts, answers, (rates, shares), curves)
 
