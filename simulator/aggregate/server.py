@@ -21,6 +21,10 @@ from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]
 
+BOUNDS = {
+    "batch": (1, 65_536), "k": (0, 1024), "context": (0, 1e8), "tokens_per_s": (1e-6, 1e12),
+}  # fmt: skip
+"""Least and largest values of a run that can have been measured."""
 COSTS = ("fixed_s", "token_s", "context_s", "draft_s", "draft_token_s", "step_s")
 
 
@@ -43,11 +47,11 @@ class ServerRun:
     accepted: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.k < 0 or self.context < 0 or not self.tokens_per_s > 0:
-            raise DraftsimError(
-                f"batch {self.batch}, k {self.k}, context {self.context:g}, tokens_per_s "
-                f"{self.tokens_per_s:g}: expected at least 1, 0, 0 and more than 0"
-            )
+        for name, (least, most) in BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise DraftsimError(
+                    f"{name} is {getattr(self, name):g}, expected {least:g} to {most:g}"
+                )
         if self.accepted and len(self.accepted) != self.k:
             raise DraftsimError(
                 f"acceptance of {len(self.accepted)} positions at k = {self.k}: name all of them"

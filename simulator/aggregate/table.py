@@ -17,6 +17,11 @@ from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
 POSITIONS = "acceptance"
+VLLM_NAMES = {
+    "max_concurrency": "batch", "num_speculative_tokens": "k", "output_throughput": "tokens_per_s",
+    "mean_acceptance_length": "emitted",
+}  # fmt: skip
+"""Columns of vLLM's benchmarks (``vllm bench serve``) by what they are called here."""
 
 
 def read_runs(path: Path) -> list[ServerRun]:
@@ -24,7 +29,8 @@ def read_runs(path: Path) -> list[ServerRun]:
 
     Columns: ``batch``, ``k``, ``tokens_per_s``; optional ``context``, ``emitted`` (tokens a
     round), and ``acceptance``, chances that the first 1, 2, ... drafted tokens are accepted,
-    separated by blanks.
+    separated by blanks.  vLLM's own names of columns are taken as well (`VLLM_NAMES`); K is 0
+    where its column is there and empty.  Other columns are left alone.
 
     Raises
     ------
@@ -45,9 +51,25 @@ def read_runs(path: Path) -> list[ServerRun]:
     return [_run(row, f"{path}, run {number}") for number, row in enumerate(rows, 1)]
 
 
-def _run(row: Mapping[str, Any], where: str) -> ServerRun:
+def _named(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row under our names of columns."""
+    found = dict(row)
+    for theirs, ours in VLLM_NAMES.items():
+        if theirs not in row:
+            continue
+        if row.get(ours) not in (None, ""):
+            raise DraftsimError(f"{where}: has {ours} and {theirs}, which are one: leave one out")
+        found[ours] = row[theirs]
+    if found.get("k") in (None, "") and "num_speculative_tokens" in row:
+        found["k"] = 0
+    return found
+
+
+def _run(own: Mapping[str, Any], where: str) -> ServerRun:
+    row = _named(own, where)
     if missing := [name for name in ("batch", "k", "tokens_per_s") if row.get(name) in (None, "")]:
-        raise DraftsimError(f"{where}: has no {missing[0]}")
+        also = next(theirs for theirs, ours in VLLM_NAMES.items() if ours == missing[0])
+        raise DraftsimError(f"{where}: has no {missing[0]} (or {also}, as vLLM calls it)")
     try:
         positions = row.get(POSITIONS) or ()
         if isinstance(positions, str):
@@ -82,7 +104,7 @@ def latency_table(found: Calibration, runs: Sequence[ServerRun]) -> LatencyTable
                 seconds = float(columns @ server.costs)
                 cells.append(["target", "forward", batch, width, context, seconds, 0.0, 1])
             seconds = server.draft_s + server.draft_token_s * batch
-            cells.append(["draft", "forward", batch, 1, context, max(0.0, seconds), 0.0, 1])
+            cells.append(["draft", "forward", batch, 1, context, seconds, 0.0, 1])
     if bad := [row for row in cells if not row[5] >= 0]:
         raise DraftsimError(
             f"the fit gives {bad[0][5]:.3g} s for a pass of {bad[0][3]} tokens at batch "
