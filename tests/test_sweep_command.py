@@ -82,10 +82,29 @@ def test_break_even_is_printed_and_kept(trace: str, tmp_path: Path) -> None:
         assert row.break_even == again["break_even"]
         assert row.break_even_lo < row.break_even < row.break_even_hi
         assert str(row.says) in shown
-    assert set(document) == {"schema", "command", "results", "break_even"}
+    assert set(document) == {"schema", "command", "results", "break_even", "fastest"}
     beyond = json.loads(run(*common[:2], "--c", "0.001,0.01", *common[4:], "--json", "-"))
     assert {r["edge"] for r in beyond["break_even"]} == {"> 0.01"}
     assert {r["break_even"] for r in beyond["break_even"]} == {None}
+
+
+def test_the_first_line_says_what_is_fastest_where(trace: str) -> None:
+    common = ("--trace", trace, "--jobs", "1", "--resamples", "0", "--policy",
+              "fixed:gamma={1,4,5}", "--policy", "oracle")  # fmt: skip
+    _, beside = said(*common, "--c", "0.01,0.2,0.9")
+    line = next(line for line in beside.splitlines() if line.startswith("fastest"))
+    found = json.loads(run(*common, "--c", "0.01,0.2,0.9", "--json", "-"))["fastest"]
+    names = [row["policy"] for row in found]
+    assert names[0] in ("fixed:gamma=4", "fixed:gamma=5")  # not the oracle, nor a bare "fixed"
+    assert names[-1] == "no speculation"
+    assert f"fastest: {names[0]} at c 0.01" in line
+    assert line.endswith("no speculation at c 0.9")
+    _, beside = said(*common, "--c", "0.01,0.9", "--alpha", "0.4,0.8")
+    assert "fastest over 4 points: " in beside
+    assert "no speculation (50%)" in beside
+    _, beside = said("--trace", trace, "--latency", CONST, "--ladder", "--policy", "svip",
+                     "--resamples", "10")  # fmt: skip
+    assert "of the oracle's gain" in beside
 
 
 def test_what_is_only_estimated_is_said(trace: str, tmp_path: Path) -> None:
@@ -210,4 +229,4 @@ def test_fixed_lengths_are_swept_as_far_as_drafts_were_recorded(tmp_path: Path) 
     found = rows("--trace", str(path), "--latency", CONST, "--jobs", "1", "--resamples", "20")
     names = {row["policy"] for row in found}
     short = {f"fixed:gamma={length}" for length in (1, 2, 3, 4)}
-    assert names == {*short, "fixed", "oracle:gamma_max=5"}
+    assert names == {*short, "fixed:gamma=5", "oracle:gamma_max=5"}

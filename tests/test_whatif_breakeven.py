@@ -210,6 +210,15 @@ def test_ladder_adds_up_and_holds_prompts_out() -> None:
     assert set(paper_policies(trace)) <= set(rungs["policy"])
 
 
+def test_a_policy_that_loses_has_no_share_of_the_oracles_gain() -> None:
+    rungs = ladder(easy_and_hard(), LatencyTable.constant(1.0, 0.5), resamples=1)
+    loses = rungs["speedup"] < 1 - 1e-12
+    assert loses.any()
+    assert rungs.set_index("rung").loc["oracle", "share"] == 1
+    assert (rungs["share"].isna() == loses).all()
+    assert rungs["share"].min() >= 0
+
+
 def test_nothing_is_best_where_drafts_are_dear() -> None:
     trace = easy_and_hard()
     dear = LatencyTable.constant(1.0, 2.0)

@@ -32,10 +32,12 @@ from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
 from commands.sweep.held_out import SEARCHED, tuned_rows
 from commands.sweep.maps import draw_maps
-from commands.sweep.notes import print_thresholds, say_outside, say_tilt, say_untried
+from commands.sweep.notes import headline, print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from policies.core import DraftPolicy
     from simulator.executors import Executor
     from simulator.whatif.sweep.run import Sweep
@@ -53,7 +55,7 @@ RUNGS = (
     "lost_draft", "lost_verify", "lost_signal", "lost_host",
 )  # fmt: skip
 LONGEST = 12
-"""Of the fixed lengths swept where no policy is named."""
+"""Longest fixed draft length swept by default."""
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
@@ -157,7 +159,7 @@ def sweep(
     Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
     policies are swept.  The second table says where each policy stops paying.
     """
-    from simulator.whatif.breakeven import overview
+    from simulator.whatif.breakeven import fastest, overview
     from simulator.whatif.sweep.file import write_thresholds
     from simulator.whatif.sweep.run import Sweep
     from simulator.whatif.sweep.thresholds import thresholds
@@ -218,7 +220,9 @@ def sweep(
     if out is not None:
         beside = write_thresholds(ends, out, study.description)
         note(f"wrote {len(frame)} rows to {out} and {len(ends)} to {beside}")
-    more = {"break_even": ends.to_dict("records")}
+    best = fastest(frame)
+    note(headline(best))
+    more = {"break_even": ends.to_dict("records"), "fastest": best.to_dict("records")}
     emit("sweep", rows, json, show=[n for n in SHOWN if n in rows], more=more)
     if json is None:
         print_thresholds(ends, out)
@@ -230,6 +234,7 @@ def sweep(
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
+    from policies.lengths.basic import Fixed
     from simulator.whatif.sweep.grid import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
@@ -239,7 +244,11 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
         if "all" in names:
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)
-    return dict(load_policies(names, trace))
+    # By its own length, although one length is the default: others stand next to it.
+    return {
+        f"fixed:gamma={policy.gamma}" if isinstance(policy, Fixed) else name: policy
+        for name, policy in load_policies(names, trace)
+    }
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
@@ -268,6 +277,19 @@ def _ladder(
 
     chosen = dict(load_policies(expand(policy), trace)) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
+    note(_climbed(rungs))
     emit("sweep", rungs, json, show=RUNGS, out=out)
     if plots is not None:
         note(f"wrote {save(plot_ladder(rungs), plots / 'ladder.png')}")
+
+
+def _climbed(rungs: pd.DataFrame) -> str:
+    """How far the best policy gets, in one sentence; rows of `simulator.whatif.ladder.ladder`."""
+    best = rungs[rungs["rung"] != "oracle"].iloc[-1]
+    oracle = rungs[rungs["rung"] == "oracle"].iloc[0]
+    if not best["speedup"] > 1 + 1e-12:
+        return f"no policy is faster than no speculation; the oracle gives {oracle['speedup']:.3g}x"
+    return (
+        f"fastest: {best['policy']}, {best['speedup']:.3g}x, which is {best['share']:.0%} of the "
+        f"oracle's gain ({oracle['speedup']:.3g}x)"
+    )

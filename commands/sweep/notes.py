@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,43 @@ if TYPE_CHECKING:
     from simulator.whatif.sweep.run import Sweep
 
 VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
+
+
+def headline(best: pd.DataFrame) -> str:
+    """Which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
+
+    Along a single axis every value is named, neighbours with one winner together; over several
+    axes the winners are counted.
+    """
+    axes = [name for name in ("alpha_asked", "c", "latency", "gpu", "batch", "context")
+            if best[name].nunique(dropna=False) > 1]  # fmt: skip
+    if best.empty:
+        return "nothing was swept but the oracle"
+    if len(axes) > 1:
+        counts = best["policy"].value_counts()
+        said = ", ".join(f"{name} ({n / len(best):.0%})" for name, n in counts.head(4).items())
+        return f"fastest over {len(best)} points: {said}"
+    parts: list[str] = []
+    runs = (best["policy"] != best["policy"].shift()).cumsum()
+    for _, part in best.groupby(runs, sort=False):
+        name, ends = part["policy"].iloc[0], [part["speedup"].min(), part["speedup"].max()]
+        figures = " to ".join(dict.fromkeys(f"{value:.3g}x" for value in ends))
+        where = "" if not axes else f" at {_along(axes[0], part[axes[0]].tolist())}"
+        parts.append(f"{name}{where}" + ("" if name == "no speculation" else f" ({figures})"))
+    return f"fastest: {'; '.join(parts)}"
+
+
+def _along(axis: str, values: list[object]) -> str:
+    """The values of an axis in words: its ends, or the one there is."""
+
+    def figure(value: object) -> str:
+        if isinstance(value, float):
+            return "as recorded" if math.isnan(value) else f"{value:.4g}"
+        return str(value)
+
+    name = axis.removesuffix("_asked")
+    ends = dict.fromkeys(figure(value) for value in (values[0], values[-1]))
+    return f"{name} {' to '.join(ends)}"
 
 
 def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:

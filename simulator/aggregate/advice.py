@@ -15,9 +15,12 @@ from simulator.aggregate.server import COSTS, ServerRun
 
 Floats = npt.NDArray[np.float64]
 
-LENGTHS = (0, 1, 2, 3, 5, 8)
+UNTRIED = 8
+"""Longest draft length suggested to somebody whose runs hold none."""
+FARTHER = 4
+"""Times the longest measured context at which a run is suggested where all runs have one."""
 UNKNOWN = 1.0
-"""What is known beforehand of a cost: it is no more than about a typical iteration as a whole."""
+"""Prior of a cost: it is no more than about a typical iteration as a whole."""
 
 
 class Suggestion(NamedTuple):
@@ -38,19 +41,44 @@ class Load(NamedTuple):
     context: float
     tokens_per_s: Interval
     speedup: Interval
-    """Over speculation off at the same batch and context."""
+    """Over no speculation at the same batch and context."""
+
+
+def loads_of(runs: Sequence[ServerRun]) -> list[tuple[int, int, float]]:
+    """List the loads to predict, (batch, k, context).
+
+    Batches are those measured, and powers of two up to twice the largest.  Draft lengths are all
+    from 0 to the longest measured, and contexts the shortest and the longest measured.
+    """
+    contexts = [run.context for run in runs]
+    lengths = range(max(run.k for run in runs) + 1)
+    return list(product(_batches(runs), lengths, sorted({min(contexts), max(contexts)})))
 
 
 def candidates(runs: Sequence[ServerRun]) -> list[tuple[int, int, float]]:
-    """Loads to predict, and to suggest: batches to twice the largest, and two contexts."""
-    largest = 2 * max(run.batch for run in runs)
-    batches = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
+    """List the runs that may be suggested: `loads_of`, drafts if none ran, and another context."""
     contexts = sorted({run.context for run in runs})
-    ends = sorted({contexts[0], contexts[-1]})
+    ends = {contexts[0], contexts[-1]}
     if len(ends) == 1:
-        ends.append(4 * ends[0] or 1024.0)
-    longest = max(run.k for run in runs) or LENGTHS[-1]
-    return list(product(batches, [k for k in LENGTHS if k <= longest], ends))
+        ends.add(FARTHER * contexts[0] or 1024.0)
+    lengths = range((max(run.k for run in runs) or UNTRIED) + 1)
+    return list(product(_batches(runs), lengths, sorted(ends)))
+
+
+def _batches(runs: Sequence[ServerRun]) -> list[int]:
+    measured = {run.batch for run in runs}
+    largest = 2 * max(measured)
+    return sorted(measured | {1 << i for i in range(largest.bit_length())})
+
+
+def best_lengths(loads: Sequence[Load]) -> list[Load]:
+    """The load of the fastest draft length at each batch and context, in the order of `loads`."""
+    found: dict[tuple[int, float], Load] = {}
+    for load in loads:
+        here = load.batch, load.context
+        if here not in found or load.tokens_per_s.value > found[here].tokens_per_s.value:
+            found[here] = load
+    return list(found.values())
 
 
 def next_run(found: Calibration, runs: Sequence[ServerRun]) -> Suggestion:
@@ -88,24 +116,47 @@ def predicted(
     keep = [i for i, name in enumerate(COSTS) if name in names]
     at = [names.index(COSTS[i]) for i in keep]
     costs = found.covariance[np.ix_(at, at)]
+    least = np.array([found.intervals[COSTS[i]].low for i in keep])
+    shortest = min(run.context for run in runs)
+
+    def width(columns: Floats) -> float:
+        return reach * float(np.sqrt(max(0.0, float(columns @ costs @ columns))))
+
+    def seconds(batch: int, k: int, context: float) -> Interval:
+        """An iteration: at least what its costs add up to at their least, or at a shorter context.
+
+        No cost is negative, so that a longer context never takes less.
+        """
+        low = 0.0
+        for length in sorted({min(shortest, context), context}):
+            columns = found.server.columns(batch, k, length)[keep]
+            value = float(found.server.iteration_s(batch, k, length))
+            low = max(low, value - width(columns), float(columns @ least))
+        return Interval(value, low, value + width(columns))
+
     rows = []
     for batch, k, context in loads:
-        server = found.server
         if k == 0:
             emitted = Interval(1.0, 1.0, 1.0)
         elif totals:
             emitted = emitted_at(totals, k)
         else:
             emitted = _unknown(found, runs, k)
-        step, plain = (float(server.iteration_s(batch, n, context)) for n in (k, 0))
-        columns = [server.columns(batch, n, context)[keep] / s for n, s in ((k, step), (0, plain))]
-        own, over = (
-            reach * float(np.sqrt(max(0.0, float(c @ costs @ c))))
-            for c in (columns[0], columns[0] - columns[1])
-        )
+        step, plain = seconds(batch, k, context), seconds(batch, 0, context)
+        columns = [
+            found.server.columns(batch, n, context)[keep] / s.value
+            for n, s in ((k, step), (0, plain))
+        ]
+        over = 1 + width(columns[0] - columns[1])
+        ratio = plain.value / step.value
         rows.append(Load(
-            batch, k, context, _times(emitted, batch / step, own),
-            _times(emitted, plain / step, over) if k else Interval(1.0, 1.0, 1.0),
+            batch, k, context,
+            Interval(
+                emitted.value * batch / step.value, emitted.low * batch / step.high,
+                emitted.high * batch / step.low if step.low > 0 else np.inf,
+            ),
+            Interval(emitted.value * ratio, emitted.low * ratio / over, emitted.high * ratio * over)
+            if k else Interval(1.0, 1.0, 1.0),
         ))  # fmt: skip
     return rows
 
@@ -125,14 +176,6 @@ def _unknown(found: Calibration, runs: Sequence[ServerRun], k: int) -> Interval:
     ]
     low, high = min(span.low for span in spans), max(span.high for span in spans)
     return Interval(spans[0].value, low, high)
-
-
-def _times(emitted: Interval, factor: float, reach: float) -> Interval:
-    """Tokens a round over seconds: both uncertain, the seconds relatively by `reach`."""
-    return Interval(
-        emitted.value * factor, emitted.low * factor / (1 + reach),
-        emitted.high * factor * (1 + reach),
-    )  # fmt: skip
 
 
 def _slopes(found: Calibration, places: Sequence[tuple[int, int, float]]) -> Floats:

@@ -21,6 +21,8 @@ SURE = 0.001
 """Chance of seeing a step, at any of the thresholds tried, where there is none."""
 LEAST_STEP = 0.05
 """A step smaller than this part of a verification is none: other bends look like it."""
+NOTHING = 1e-6
+"""A cost below this part of a typical iteration, at the largest load measured, is 0."""
 ALIKE = 1e-7
 """Parameters whose columns are dependent up to this, relative, are not told apart."""
 
@@ -31,7 +33,9 @@ class Calibration:
 
     server: Server
     intervals: dict[str, Interval]
-    """Simultaneous: all of them hold together with the level asked for."""
+    """Values are those of `server`; bounds are simultaneous, with the level asked for.
+
+    Costs are at least 0, the acceptance within 0 to 1."""
     undetermined: tuple[str, ...]
     noise: float
     """Standard deviation of a run's speed, relative: as named, or as the runs scatter."""
@@ -48,7 +52,7 @@ def calibrate(
     runs: Sequence[ServerRun], *, noise: float | None = None, level: float = 0.95,
     threshold: int | None = None, always: int | None = None, find_step: bool = True,
 ) -> Calibration:  # fmt: skip
-    """The costs that explain the runs best.
+    """Fit the costs that explain the runs best; none is negative, except a step's.
 
     Parameters
     ----------
@@ -136,21 +140,47 @@ def _fitted(
     scale = np.array([*(1 / np.maximum(np.abs(columns).max(axis=0), 1e-12)), 1.0])
     scale[:-1] *= float(np.median(batches * emitted(0.6) / speeds))
 
+    costs = [i for i, name in enumerate(names) if name in COSTS]
+    signed = names.index("step_s")
+
     def solve(free: Sequence[int]) -> tuple[Floats, Floats]:
-        """The best values, and the slopes of the gaps there in units of the scale."""
-        low = np.array([-np.inf if i < len(COSTS) else 0.01 for i in free])
-        high = np.array([np.inf if i < len(COSTS) else 0.99 for i in free])
-        x0 = np.array([0.2 if i < len(COSTS) else start[-1] for i in free])
+        """The best values, and the slopes of the gaps there in units of the scale.
 
-        def part(y: Floats) -> Floats:
-            x = start.copy()
-            x[list(free)] = y * scale[list(free)]
-            return gaps(x)
+        A cost that would be negative is 0, exactly: the others are then fitted without it.
+        """
+        moving = list(free)
+        while True:
+            low = np.array(
+                [-np.inf if i == signed else 0.0 if i in costs else 0.01 for i in moving]
+            )
+            high = np.array([np.inf if i in costs else 0.99 for i in moving])
+            x0 = np.array([0.2 if i in costs else start[-1] for i in moving])
 
-        found = least_squares(part, x0, bounds=(low, high), xtol=1e-14, ftol=1e-14, gtol=1e-14)
+            def part(y: Floats, moving: list[int] = moving) -> Floats:
+                x = start.copy()
+                x[moving] = y * scale[moving]
+                return gaps(x)
+
+            found = least_squares(part, x0, bounds=(low, high), xtol=1e-14, ftol=1e-14, gtol=1e-14)
+            nothing = {
+                i for i, y in zip(moving, found.x, strict=True)
+                if i in costs and i != signed and y < NOTHING
+            }  # fmt: skip
+            if not nothing:
+                break
+            moving = [i for i in moving if i not in nothing]
         x = start.copy()
-        x[list(free)] = found.x * scale[list(free)]
-        return x, np.asarray(found.jac)
+        x[moving] = found.x * scale[moving]
+        return x, slopes_at(x)[:, list(free)]
+
+    def slopes_at(x: Floats) -> Floats:
+        """How the gaps depend on every cost and the acceptance, in units of the scale."""
+        iterations = columns @ x[:-1]
+        step = 1e-6
+        sides = [np.log(emitted(float(x[-1]) + side)) for side in (-step, step)]
+        acceptance = (sides[0] - sides[1]) / (2 * step)
+        slopes: Floats = np.column_stack([columns / iterations[:, None], acceptance]) * scale
+        return slopes
 
     x, slopes = solve(free)
     while True:
@@ -182,11 +212,11 @@ def _fitted(
     widths = reach * np.sqrt(np.diag(covariance))
     intervals = {}
     for i, width in zip(free, widths, strict=True):
-        least = -np.inf if names[i] == "step_s" else 0.0
+        least = -np.inf if i == signed else 0.0
+        most = np.inf if i in costs else 1.0
         intervals[names[i]] = Interval(
-            max(least, float(x[i])), max(least, float(x[i] - width)),
-            max(least, float(x[i] + width)),
-        )  # fmt: skip
+            float(x[i]), float(max(least, x[i] - width)), float(min(most, x[i] + width))
+        )
     server = base.with_costs(x[:-1])
     if ACCEPTANCE in intervals:
         server = replace(server, acceptance=float(x[-1]))

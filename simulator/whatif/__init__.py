@@ -5,7 +5,7 @@ Figures live in `simulator.whatif.plots`.
 """
 
 from simulator.executors import Cluster, Local
-from simulator.whatif.breakeven import break_even, crossing, overview, select, surface
+from simulator.whatif.breakeven import break_even, crossing, fastest, overview, select, surface
 from simulator.whatif.cost import LatencyCost
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
 from simulator.whatif.rate import RateFit, fit_rate_optimal
@@ -47,6 +47,7 @@ __all__ = [
     "compare_tilt",
     "crossing",
     "expand",
+    "fastest",
     "fit_rate_optimal",
     "iid_like",
     "ladder",

@@ -18,6 +18,7 @@ from traces.errors import DraftsimError
 Floats = npt.NDArray[np.float64]
 
 BOUNDS = ("speedup", "speedup_lo", "speedup_hi")
+NO_SPECULATION = "no speculation"
 
 
 class Surface(NamedTuple):
@@ -167,6 +168,23 @@ def break_even(
         "adapting", "adapting_most",
     ]  # fmt: skip
     return pd.DataFrame(found, columns=names)
+
+
+def fastest(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per point of the grid: the fastest policy there that can be deployed.
+
+    The oracle, which knows outcomes beforehand, cannot.  Columns: those that name the point, then
+    ``policy`` with ``speedup``, ``speedup_lo`` and ``speedup_hi``; where nothing is faster than no
+    speculation the policy is `NO_SPECULATION` and the speedup 1.
+    """
+    rows = frame[frame["family"].astype(str) != "oracle"]
+    found = []
+    for names, part in rows.groupby(list(POINT), sort=False, observed=True, dropna=False):
+        best = part.iloc[int(part["speedup"].to_numpy(float).argmax())]
+        pays = best["speedup"] > 1 + 1e-12
+        bounds = [best[name] if pays else 1.0 for name in BOUNDS]
+        found.append((*names, str(best["policy"]) if pays else NO_SPECULATION, *bounds))
+    return pd.DataFrame(found, columns=[*POINT, "policy", *BOUNDS])
 
 
 def overview(frame: pd.DataFrame) -> pd.DataFrame:

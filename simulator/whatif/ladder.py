@@ -73,7 +73,8 @@ def ladder(
 
     Columns: ``rung`` (``autoregressive``, ``best-fixed``, ``policy``, ``rate-optimal``,
     ``oracle``), ``policy``, ``speedup``, ``speedup_lo``, ``speedup_hi``, ``share`` of the
-    oracle's gain over plain decoding that is reached, ``block_efficiency``,
+    oracle's gain over plain decoding that is reached (NaN for a policy that gives none),
+    ``block_efficiency``,
     ``acceptance_rate``; ``time_<part>`` for each of `PARTS`, as shares of plain decoding's
     time, which add up to ``1 / speedup``; and ``lost_draft`` (useful and wasted),
     ``lost_verify``, ``lost_signal``, ``lost_host``: the same less the oracle's.
@@ -111,7 +112,8 @@ def ladder(
     table = pd.concat([table, parts], axis=1)
     best = table[table["rung"] == "oracle"].iloc[0]
     gain = float(best["speedup"]) - 1
-    table["share"] = (table["speedup"] - 1) / gain if gain > 0 else np.nan
+    gains = np.where(table["speedup"] >= 1 - 1e-12, table["speedup"] - 1, np.nan)
+    table["share"] = gains / gain if gain > 0 else np.nan
     drafts = table["time_useful_draft"] + table["time_wasted_draft"]
     table["lost_draft"] = drafts - (best["time_useful_draft"] + best["time_wasted_draft"])
     for part in ("verify", "signal", "host"):
