@@ -1,23 +1,47 @@
-"""What a calibration predicts, and which further run would narrow that most."""
+"""What a calibrated server is best set to, and which further run would tell most."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from simulator.aggregate.acceptance import Interval, TwoState, emitted_at
-from simulator.aggregate.fit import ACCEPTANCE, Calibration
-from simulator.aggregate.server import COSTS, ServerRun
+from simulator.aggregate.hazard import Interval
+from simulator.aggregate.server import Server, ServerRun, interval_of
 
 Floats = npt.NDArray[np.float64]
 
-LENGTHS = (0, 1, 2, 3, 5, 8)
-UNKNOWN = 1.0
-"""What is known beforehand of a cost: it is no more than about a typical iteration as a whole."""
+LONGEST = 8
+"""Longest draft length asked about where the runs have none longer."""
+SURE = 0.9
+"""A gain or a loss that this part of the draws agree on is called certain."""
+
+
+class Prediction(NamedTuple):
+    """A load, its output tokens per second, and its speedup over no speculation there."""
+
+    batch: int
+    k: int
+    context: float
+    tokens_per_s: Interval
+    speedup: Interval
+
+
+class Choice(NamedTuple):
+    """The best draft length at one concurrency."""
+
+    batch: int
+    k: int
+    """0: no speculation."""
+    tokens_per_s: Interval
+    speedup: Interval
+    """Over no speculation."""
+    faster: float
+    """Chance that it is faster than no speculation; NaN at k = 0."""
+    extrapolated: bool
+    """True if no run was this large, or drafted this much."""
 
 
 class Suggestion(NamedTuple):
@@ -25,118 +49,107 @@ class Suggestion(NamedTuple):
 
     batch: int
     k: int
-    context: float
     narrows: float
-    """Part of the mean variance of predicted speeds that it takes away."""
+    """Part of the mean variance of the predicted speedups that it takes away."""
 
 
-class Load(NamedTuple):
-    """A predicted speed."""
-
-    batch: int
-    k: int
-    context: float
-    tokens_per_s: Interval
-    speedup: Interval
-    """Over speculation off at the same batch and context."""
+def concurrencies(runs: Sequence[ServerRun]) -> list[int]:
+    """Concurrencies to answer for: those measured, and powers of two between them."""
+    measured = {run.batch for run in runs}
+    low, high = min(measured), max(measured)
+    doubles = {1 << i for i in range(high.bit_length()) if low <= 1 << i <= high}
+    return sorted(measured | doubles)
 
 
-def candidates(runs: Sequence[ServerRun]) -> list[tuple[int, int, float]]:
-    """Loads to predict, and to suggest: batches to twice the largest, and two contexts."""
-    largest = 2 * max(run.batch for run in runs)
-    batches = [1 << i for i in range(largest.bit_length()) if 1 << i <= largest]
-    contexts = sorted({run.context for run in runs})
-    ends = sorted({contexts[0], contexts[-1]})
-    if len(ends) == 1:
-        ends.append(4 * ends[0] or 1024.0)
-    longest = max(run.k for run in runs) or LENGTHS[-1]
-    return list(product(batches, [k for k in LENGTHS if k <= longest], ends))
+def draft_lengths(runs: Sequence[ServerRun]) -> list[int]:
+    """Draft lengths to choose from: 0 to one more than the longest measured, at most `LONGEST`."""
+    longest = max((run.k for run in runs), default=0)
+    return list(range(max(longest, min(longest + 1, LONGEST)) + 1))
 
 
-def next_run(found: Calibration, runs: Sequence[ServerRun]) -> Suggestion:
-    """The run, of `candidates`, that narrows the predictions for all of them most."""
-    places = candidates(runs)
-    slopes = _slopes(found, places)
-    typical = np.abs(_slopes(found, [(r.batch, r.k, r.context) for r in runs])).mean(axis=0)
-    prior = np.diag(np.where(typical > 0, typical, 1.0) ** 2 / UNKNOWN**2)
-    taken = _slopes(found, [(r.batch, r.k, r.context) for r in runs])
-    noise = max(found.noise, 1e-3)
-    spread = np.linalg.inv(prior + taken.T @ taken / noise**2)
-    before = np.einsum("ij,jk,ik->i", slopes, spread, slopes)
-    gained = slopes @ spread @ slopes.T  # (places, candidates)
-    left = before[:, None] - gained**2 / (noise**2 + before[None])
-    mean = left.mean(axis=0)
-    best = int(mean.argmin())
-    return Suggestion(*places[best], narrows=float(1 - mean[best] / before.mean()))
+def usual(server: Server) -> tuple[float, float]:
+    """Mean context, and prompt tokens per output token (NaN if unknown), of the runs."""
+    runs = server.runs
+    return float(np.mean([run.held for run in runs])), float(np.mean([run.prompts for run in runs]))
 
 
 def predicted(
-    found: Calibration, runs: Sequence[ServerRun], loads: Sequence[tuple[int, int, float]]
-) -> list[Load]:
-    """Speeds at some loads (batch, k, context), with intervals of costs and acceptance."""
-    from scipy.stats import norm, t
-
-    totals: Mapping[int, float] = {
-        r.k: float(np.mean([o.round_tokens for o in runs if o.k == r.k and o.round_tokens]))
-        for r in runs if r.k and r.round_tokens is not None
-    }  # fmt: skip
-    reach = float(
-        norm.ppf((1 + found.level) / 2) if np.isinf(found.freedom)
-        else t.ppf((1 + found.level) / 2, found.freedom)
-    )  # fmt: skip
-    names = list(found.intervals)
-    keep = [i for i, name in enumerate(COSTS) if name in names]
-    at = [names.index(COSTS[i]) for i in keep]
-    costs = found.covariance[np.ix_(at, at)]
+    server: Server, loads: Iterable[tuple[int, int, float]], level: float = 0.8
+) -> list[Prediction]:
+    """Speeds at some loads (batch, k, context), with intervals for a further run."""
+    _, prompts = usual(server)
     rows = []
     for batch, k, context in loads:
-        server = found.server
-        if k == 0:
-            emitted = Interval(1.0, 1.0, 1.0)
-        elif totals:
-            emitted = emitted_at(totals, k)
-        else:
-            emitted = _unknown(found, runs, k)
-        step, plain = (float(server.iteration_s(batch, n, context)) for n in (k, 0))
-        columns = [server.columns(batch, n, context)[keep] / s for n, s in ((k, step), (0, plain))]
-        own, over = (
-            reach * float(np.sqrt(max(0.0, float(c @ costs @ c))))
-            for c in (columns[0], columns[0] - columns[1])
-        )
-        rows.append(Load(
-            batch, k, context, _times(emitted, batch / step, own),
-            _times(emitted, plain / step, over) if k else Interval(1.0, 1.0, 1.0),
+        ours = server.tokens_per_s(batch, k, context, prompts)
+        plain = server.tokens_per_s(batch, 0, context, prompts)
+        over = Interval(1.0, 1.0, 1.0) if k == 0 else interval_of(ours / plain, level)
+        rows.append(Prediction(batch, k, context, interval_of(ours, level), over))
+    return rows
+
+
+def choices(
+    server: Server,
+    batches: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    level: float = 0.8,
+) -> list[Choice]:
+    """The draft length with the highest expected speed, at each concurrency."""
+    runs = server.runs
+    context, prompts = usual(server)
+    widest, longest = max(run.batch for run in runs), max(run.k for run in runs)
+    rows = []
+    for batch in batches or concurrencies(runs):
+        speeds = {
+            k: server.tokens_per_s(batch, k, context, prompts)
+            for k in sorted({0, *(lengths or draft_lengths(runs))})
+        }
+        best = max(speeds, key=lambda k: float(np.median(speeds[k])))
+        gain = speeds[best] / speeds[0]
+        rows.append(Choice(
+            batch, best, interval_of(speeds[best], level),
+            Interval(1.0, 1.0, 1.0) if best == 0 else interval_of(gain, level),
+            float(np.mean(gain > 1)) if best else float("nan"),
+            batch > widest or best > longest,
         ))  # fmt: skip
     return rows
 
 
-def _unknown(found: Calibration, runs: Sequence[ServerRun], k: int) -> Interval:
-    """Tokens a round of `k` where no run tells any: from the acceptance fitted with the costs.
+def next_run(server: Server) -> Suggestion:
+    """The run that narrows the predicted speedups most, of all that could be measured next.
 
-    That was fitted as if positions were independent, at the lengths that were run; what other
-    lengths give, the two-state family spans.
+    By the linear part of how speedups depend on that run's speed, over the draws.
     """
-    known = found.intervals.get(ACCEPTANCE, Interval(0.5, 0.0, 1.0))
-    lengths = {run.k for run in runs if run.k} or {k}
-    near = min(lengths, key=lambda length: (abs(length - k), length))
-    spans = [
-        emitted_at({near: TwoState(min(1.0, max(0.0, rate))).emitted(near)}, k)
-        for rate in (known.value, known.low, known.high)
-    ]
-    low, high = min(span.low for span in spans), max(span.high for span in spans)
-    return Interval(spans[0].value, low, high)
+    runs = server.runs
+    context, prompts = usual(server)
+    batches, ks = concurrencies(runs), draft_lengths(runs)
+    # One step beyond what was measured: where predictions are widest.
+    batches = [*batches, 2 * batches[-1]]
+    logs = {
+        (b, k): np.log(server.tokens_per_s(b, k, context, prompts, noisy=False))
+        for b in batches for k in ks
+    }  # fmt: skip
+    asked = np.stack([logs[b, k] - logs[b, 0] for b in batches[:-1] for k in ks if k])
+    asked = asked - asked.mean(axis=1, keepdims=True)
+    before = asked.var(axis=1)
+    best = Suggestion(batches[0], ks[-1], 0.0)
+    for (batch, k), speed in logs.items():
+        centred = speed - speed.mean()
+        seen = centred.var() + server.misfit**2
+        less = (asked @ centred / len(centred)) ** 2 / seen
+        narrows = float(less.sum() / max(before.sum(), 1e-12))
+        if narrows > best.narrows:
+            best = Suggestion(batch, k, narrows)
+    return best
 
 
-def _times(emitted: Interval, factor: float, reach: float) -> Interval:
-    """Tokens a round over seconds: both uncertain, the seconds relatively by `reach`."""
-    return Interval(
-        emitted.value * factor, emitted.low * factor / (1 + reach),
-        emitted.high * factor * (1 + reach),
-    )  # fmt: skip
-
-
-def _slopes(found: Calibration, places: Sequence[tuple[int, int, float]]) -> Floats:
-    """How a load's iteration, relative, depends on each of COSTS, (places, 6)."""
-    batch, k, context = zip(*places, strict=True)
-    columns = found.server.columns(batch, k, context)
-    return np.asarray(columns / (columns @ found.server.costs)[:, None])
+def in_words(rows: Sequence[Choice]) -> str:
+    """One sentence: which draft length up to which concurrency, and where to switch off."""
+    parts: list[str] = []
+    for i, row in enumerate(rows):
+        last = i + 1 == len(rows) or rows[i + 1].k != row.k
+        if not last:
+            continue
+        what = f"K = {row.k}" if row.k else "no speculation"
+        parts.append(f"{what} up to {row.batch} requests")
+    text = ", then ".join(parts)
+    return text[0].upper() + text[1:]
