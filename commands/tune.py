@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,17 +31,25 @@ from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.tune import Slo, Tuned
+    from commands.common.drafted import Drafted
+    from simulator.targets import Targets
+    from simulator.tune import Tuned
+    from simulator.tune.launch import NamedDrafter
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
 SHOWN = (
-    "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain", "gain_lo",
-    "gain_hi",
+    "batch", "context", "setting", "deploy", "served_tok_s", "gain", "gain_lo", "gain_hi",
+    "decode_tok_s", "decode_gain", "default", "default_gain",
 )  # fmt: skip
 CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
 """With --gpu or --weights: what would be found were drafting and verifying as much dearer, or
 cheaper, than carried over as the carrying model was off before."""
+CHECKED = (
+    "checked_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse", "margin_lo",
+    "margin_hi",
+)  # fmt: skip
+"""What --check adds to a row."""
 
 
 class Engine(StrEnum):
@@ -70,7 +80,9 @@ def tune(
     slo: Annotated[
         str | None,
         typer.Option(
-            metavar="ttft=S,tpot=S", help="Targets in seconds: only requests within them count."
+            metavar="ttft=TIME,tpot=TIME,p=SHARE",
+            help="Targets, as in ttft=200ms,tpot=30ms (bare numbers are seconds): only requests "
+            "within them count, and a share p of the requests (default 0.95) must meet them.",
         ),
     ] = None,
     batch: Annotated[
@@ -89,15 +101,16 @@ def tune(
         typer.Option(
             metavar="FILE",
             callback=placed,
-            help="Write what the engine reads; the rows are --json's.",
+            help="Write what the engine reads to FILE. Default: to standard output, and the table "
+            "to standard error, unless --json - takes standard output.",
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Also serve the setting against off and K = 1, 3, 5 at every batch, in "
-            "simulated time, under other random numbers than the search's.",
+            help="Also serve the setting against no speculation and K = 1, 3, 5 at every batch, in "
+            "simulated time, with other random numbers than the search.",
         ),
     ] = False,
     try_out: Annotated[
@@ -105,7 +118,7 @@ def tune(
         typer.Option(
             "--try",
             help="Of vllm: also start the engine that --latency was measured on, and serve the "
-            "setting in it beside off and K = 1, 3, 5, one closed loop a batch.",
+            "setting in it next to no speculation and K = 1, 3, 5, one closed loop a batch.",
         ),
     ] = False,
     requests: Annotated[int, typer.Option(min=1, help="Of --try: requests of every load.")] = 40,
@@ -122,13 +135,20 @@ def tune(
     ] = 0,
     json: JsonOption = None,
 ) -> None:
-    """Search the draft lengths that pay, and write them as the engine's configuration."""
+    """Search the draft lengths that give a gain, and write them as the engine's configuration.
+
+    Without --out the setting goes to standard output and the table to standard error, so that
+    `draftsim tune ... > spec.json` saves the setting.
+    """
     from simulator.hardware import bounds_of
+    from simulator.targets import parse_targets
     from simulator.tune import launch_line, write_settings
     from simulator.tune.costs import DEFAULT_LENGTHS
     from simulator.tune.launch import FILE
+    from simulator.tune.settings import laid_out
     from traces.replay.always import drafting_always
 
+    targets = None if slo is None else parse_targets(slo)
     recorded = load_trace(trace, "tune")
     table = one_latency(latency, trace, gpu, assume_batch_free, weights)
     drafted = drafted_by(source, trace, recorded)
@@ -155,13 +175,15 @@ def tune(
         from commands.engine.trial import check_trial
 
         longest = check_trial(table)
-    targets = parse_slo(slo)
     common: dict[str, Any] = {"slo": targets, "seed": seed}
     if resamples is not None:
         common["draws"] = resamples
     if longest is not None:
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
     tuned = _search(engine, recorded, table, sizes, by_context, context, common)
+    target, drafter = _models(drafted, recorded, table)
+    if engine is Engine.VLLM and tuned.document is not None:
+        tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
     for name, other in zip(("dear", "cheap"), bounds_of(table) or (), strict=False):
         # Searched again: were the carried latencies off as before, would the setting be another?
@@ -169,21 +191,15 @@ def tune(
         for row, found in zip(rows, again.rows, strict=False):
             row |= {f"setting_{name}": found["setting"], f"gain_{name}": found["gain"]}
     say_calibrate([table], max(row["batch"] for row in rows) if rows else 1)
-    shown = [c for c in SHOWN if c != "context" or by_context]
-    if targets is not None:
-        shown.append("within_slo")
-    if gpu is not None or weights is not None:
-        shown += ["scaled", *(n for n in CARRIED if rows and n in rows[0])]
-    if any(row["assumed"] for row in rows):
-        shown.append("assumed")
     if check:
-        _served(recorded, table, tuned, rows, targets, seed)
-        shown += ["served_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse"]
+        _check(recorded, table, tuned, rows, targets, seed)
     if out is not None:
         # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
         note(f"wrote {out}")
-    line = launch_line(engine.value, tuned.document, file=str(out or FILE))
+    line = launch_line(
+        engine.value, tuned.document, target=target, file=str(out or FILE), drafter=drafter
+    )
     more: dict[str, Any] = {
         "settings": tuned.document, "launch": line, "warnings": list(tuned.warnings)
     }  # fmt: skip
@@ -192,22 +208,95 @@ def tune(
         from commands.engine.trial import try_settings
 
         tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
+    # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
+    setting_out = out is None and json != "-"
     title = f"Settings for {engine.value}: {origin_of(trace, latency)}"
-    emit("tune", rows, json, show=shown, title=title, more=more)
+    emit(
+        "tune", rows, json, more=more,
+        printed=lambda: print_table(rows, _columns(rows, by_context), title, setting_out),
+    )  # fmt: skip
+    note(_headline(rows))
     if tried:
         from commands.engine.trial import TRIED, say_tried
 
         if json is None:
-            print_table(tried, TRIED, title="Tried in vLLM; gains are over no speculation")
+            words = "Tried in vLLM; gains are over no speculation"
+            print_table(tried, TRIED, words, setting_out)
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
-    if out is None and json is None:
-        from json import dumps
-
-        note(dumps(tuned.document))
+    if setting_out:
+        print(laid_out(tuned.document))
     if not tried:
         note(f"launch: {line}")
+
+
+def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
+    """The columns of the printed table: those that say something about these rows."""
+    first = rows[0]
+    left_out = set() if by_context else {"context"}
+    if first["served_tok_s"] is None:
+        left_out |= {"served_tok_s", "decode_gain"}  # which is the gain
+    if first["decode_tok_s"] is None:
+        left_out |= {"decode_tok_s", "decode_gain"}
+    if first["engine"] == Engine.VLLM.value:
+        left_out |= {"default", "default_gain"}  # no speculation, hence the gain
+    shown = [name for name in SHOWN if name not in left_out]
+    if any(row["within_slo"] < 1 for row in rows):
+        shown.append("within_slo")
+    if any(row["scaled"] for row in rows):
+        shown += ["scaled", *(name for name in CARRIED if name in first)]
+    if any(row["assumed"] for row in rows):
+        shown.append("assumed")
+    return shown + [name for name in CHECKED[:-2] if name in first]
+
+
+def _headline(rows: list[dict[str, Any]]) -> str:
+    """What to deploy, in one sentence."""
+    from simulator.tune.gains import MISSED, ON
+
+    here = {row["batch"]: row for row in rows}
+    steps = "steps " if rows[0]["engine"] == Engine.SGLANG.value else ""
+    on = [
+        f"{steps}{row['setting']} at batch {batch}"
+        + ("" if row["gain"] != row["gain"] else f" ({row['gain']:.3g}x)")
+        for batch, row in here.items() if row["deploy"] == ON
+    ]  # fmt: skip
+    missed = [str(batch) for batch, row in here.items() if row["deploy"] == MISSED]
+    off = [str(batch) for batch, row in here.items() if row["deploy"] not in (ON, MISSED)]
+    said = [f"use {', '.join(on)}"] if on else []
+    if off:
+        said.append(f"no speculation at batch {', '.join(off)}")
+    if missed:
+        said.append(f"no setting meets the SLO at batch {', '.join(missed)}")
+    return "; ".join(said)
+
+
+def _models(
+    drafted: Drafted | None, trace: Trace, latency: LatencyTable
+) -> tuple[str, NamedDrafter]:
+    """What an engine is told of the target and the drafter: their names, as far as recorded."""
+    from simulator.tune.launch import METHODS, TARGET, NamedDrafter
+
+    engine = latency.meta.get("engine") or {}
+    target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
+    if drafted is not None:
+        meta = drafted.recorded
+        kind = METHODS.get(str(meta.get("kind", drafted.source.name)))
+        model = meta.get("model")
+        return target, NamedDrafter(kind, None if model is None else str(model))
+    if engine.get("own_drafter"):
+        return target, NamedDrafter(METHODS.get(engine["method"]), str(latency.meta["draft"]))
+    if isinstance(trace.meta.get("draft"), Mapping):
+        return target, NamedDrafter("draft_model", _path(trace, "draft"))
+    return target, NamedDrafter()
+
+
+def _path(trace: Trace, role: str) -> str | None:
+    """Folder or name of a recorded model; None where the recording names it by its role alone."""
+    described = trace.meta.get(role)
+    path = described.get("path") if isinstance(described, Mapping) else None
+    return None if path in (None, role) else str(path)
 
 
 def _search(
@@ -228,62 +317,38 @@ def _search(
     )  # fmt: skip
 
 
-def _served(
+def _check(
     trace: Trace, latency: LatencyTable, tuned: Tuned, rows: list[dict[str, Any]],
-    slo: Slo | None, seed: int,
+    slo: Targets | None, seed: int,
 ) -> None:  # fmt: skip
     """Add to each row what serving other requests at its batch size in a closed loop gave.
 
-    ``served_tok_s`` is what was written gives, ``deployed_tok_s`` what is to be deployed there
-    (that, or no speculation), which ``not_worse`` judges.
+    ``checked_tok_s`` is what the written setting gives, ``deployed_tok_s`` what is to be deployed
+    there (that, or no speculation), which ``not_worse`` judges.  Where nothing meets the targets
+    there is nothing to judge, and all are None.
     """
     from simulator.tune import check_seed, closed_load, compare_served, served_rates
+    from simulator.tune.gains import MISSED
 
-    batches = sorted({row["batch"] for row in rows})
+    batches = sorted({row["batch"] for row in rows if row["deploy"] != MISSED})
     loads = [closed_load(trace, b, slo, check_seed(seed)) for b in batches]
     policies = [tuned.policy_at(b) for b in batches]
-    found = compare_served(trace, latency, policies, loads)
+    share = 0.0 if slo is None else slo.share
+    found = compare_served(trace, latency, policies, loads, share=share)
     at = {int(r["batch"]): r for r in found.to_dict("records")}
     own = {
         b: float(served_rates(trace, latency, [tuned.policy], load).mean())
         for b, load in zip(batches, loads, strict=True)
     }
     for row in rows:
-        served = at[row["batch"]]
-        row["served_tok_s"], row["deployed_tok_s"] = own[row["batch"]], served["tuned"]
-        row["rival"] = served["rival"]
-        row["rival_tok_s"], row["not_worse"] = served["rival_value"], served["not_worse"]
-        row["margin_lo"], row["margin_hi"] = served["margin_lo"], served["margin_hi"]
+        served = at.get(row["batch"])
+        values = (None,) * len(CHECKED) if served is None else (
+            own[row["batch"]], served["tuned"], served["rival"], served["rival_value"],
+            served["not_worse"], served["margin_lo"], served["margin_hi"],
+        )  # fmt: skip
+        row |= dict(zip(CHECKED, values, strict=True))
     if worse := [b for b in batches if not at[b]["not_worse"]]:
         note(f"served at batch {', '.join(map(str, worse))}, a fixed length was faster")
-
-
-def parse_slo(text: str | None) -> Slo | None:
-    """Targets written ``ttft=0.2,tpot=0.05``, seconds.
-
-    Raises
-    ------
-    DraftsimError
-        If the text is anything else.
-    """
-    from simulator.tune import Slo
-
-    if text is None:
-        return None
-    given: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (s.strip() for s in part.partition("="))
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = float("nan")
-        if name not in ("ttft", "tpot") or f"{name}_s" in given or not seconds > 0:
-            raise DraftsimError(
-                f"--slo {text!r} has the part {part!r}: expected ttft=SECONDS,tpot=SECONDS, "
-                "each at most once"
-            )
-        given[f"{name}_s"] = seconds
-    return Slo(**given)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

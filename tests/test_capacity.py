@@ -6,6 +6,7 @@ import math
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,47 @@ def test_arrivals_of_a_file_are_planned_as_a_whole(tmp_path: Path) -> None:
     assert row["requests"] is None
     assert row["fidelity"] == "approximate"
     assert row["replicas"] >= 1
+
+
+class Lenient:
+    """Verdicts of a fleet that keeps 4 requests/s by six replicas over all replications, and
+    each replica a little less over fewer of them."""
+
+    targets = SimpleNamespace(share=0.9)
+    low, high = 0.85, 0.95
+
+    def __init__(self, point: Any) -> None:
+        count, rate, _, most = point
+        self.kept = count >= 6 if most is None else rate <= 0.63 * count
+
+
+def driven(search: Any) -> Any:
+    """What a search finds whose points are judged by `Lenient`."""
+    try:
+        point = next(search)
+        while True:
+            point = search.send(Lenient(point))
+    except StopIteration as end:
+        return end.value
+
+
+def test_replicas_limit_curve_and_line_are_one_answer() -> None:
+    def ask(*point: Any) -> Any:
+        return point
+
+    found = driven(stages.answer(ask, 4.0, 0.67, 64, lambda n: 100 * n))
+    assert found.replicas == 6
+    assert found.limit >= 4.0  # of three replications alone it would be 3.78
+    pairs = driven(stages.curve(ask, found, 4.0, [1, 2, 4, 8], lambda n: 100 * n))
+    assert [count for count, _ in pairs] == [1, 2, 4, 5, 6, 8]
+    assert all((limit >= 4.0) == (count >= 6) for count, limit in pairs)
+    assert [limit for _, limit in pairs] == sorted(limit for _, limit in pairs)
+    row = with_curves()[0] | {"curve": pairs, "rate": 4.0, "replicas": 6, "replicas_lo": None}
+    steps = plots.needed(row)
+    assert int(steps.searchsorted(4.0)) + 1 == 6
+    [axes] = plots.plot_replicas([row | {"replicas_hi": None}]).axes
+    x, y = next(line.get_data() for line in axes.lines if line.get_label() == row["policy"])
+    assert round(y[np.searchsorted(x, 4.0, side="right") - 1]) == 6
 
 
 # --- the figure ---------------------------------------------------------------------------

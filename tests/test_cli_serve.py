@@ -108,7 +108,7 @@ def test_batch_and_memory_over_time_add_up(serve: Serve) -> None:
         assert area / row["simulated_s"] == pytest.approx(row["mean_batch"])
 
 
-def test_plain_decoding_is_always_served_and_speedups_are_over_it(serve: Serve) -> None:
+def test_speedup_is_of_tokens_a_second_and_latency_has_a_ratio_of_its_own(serve: Serve) -> None:
     ran = serve("--policy", "fixed:gamma=2", "--batch", "1,4", "--requests", "24", "--json", "-")
     rows = ran.rows
     for batch in (1, 4):
@@ -118,7 +118,18 @@ def test_plain_decoding_is_always_served_and_speedups_are_over_it(serve: Serve) 
         [row] = own.values()
         expected = row["throughput_tok_s"] / plain["throughput_tok_s"]
         assert row["speedup"] == pytest.approx(expected)
+        assert row["latency_ratio"] == pytest.approx(row["e2e_s"]["mean"] / plain["e2e_s"]["mean"])
     loaded = serve("--policy", "fixed:gamma=2", "--rate", "2", "--requests", "24", "--json", "-")
     plain, row = loaded.rows
-    assert row["speedup"] == pytest.approx(plain["e2e_s"]["mean"] / row["e2e_s"]["mean"])
-    assert "speedup" in serve("--policy", "fixed:gamma=2", "--batch", "1", "--requests", "8").out
+    assert row["speedup"] == pytest.approx(row["throughput_tok_s"] / plain["throughput_tok_s"])
+    assert row["latency_ratio"] == pytest.approx(row["e2e_s"]["mean"] / plain["e2e_s"]["mean"])
+    shown = serve("--policy", "fixed:gamma=2", "--batch", "1", "--requests", "8").out
+    assert "speedup" in shown
+    assert "latency ratio" in shown
+
+
+def test_targets_are_written_as_in_capacity_and_tune(serve: Serve) -> None:
+    load = ("--rate", 2, "--requests", 24, *PAIR, "--json", "-")
+    for given in (("--slo", "ttft=500ms,tpot=30ms"), ("--ttft", "500ms", "--tpot", "0.03")):
+        for row in serve(*load, *given).rows:
+            assert (row["ttft_target_s"], row["tpot_target_s"]) == (0.5, 0.03)

@@ -125,7 +125,7 @@ def test_plots_are_drawn_for_batches_and_for_loads(serve: Serve, tmp_path: Path)
     assert serve("--batch", "1,2", *few, "--plots", batches).code == 0
     assert serve("--rate", "0.5,2,8", *few, "--plots", loads).code == 0
     assert {p.name for p in batches.iterdir()} == {
-        "latency_throughput.png", "over_time.png", "speedup_1_fixed_gamma_5.png"
+        "latency_throughput.png", "over_time.png", "speedup.png"
     }  # fmt: skip
     assert {p.name for p in loads.iterdir()} == {
         "load_e2e.png", "load_tpot.png", "load_ttft.png", "over_time.png"

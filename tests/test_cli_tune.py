@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,16 +61,16 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
     assert any("only 12 prompts" in w for w in document["warnings"])
     for row in ran.rows:
         assert row["not_worse"] is True
-        assert row["deployed_tok_s"] == pytest.approx(row["served_tok_s"])
-        assert row["rival"] in ("off", "K=1", "K=3", "K=5")
+        assert row["deployed_tok_s"] == pytest.approx(row["checked_tok_s"])
+        assert row["rival"] in ("no speculation", "K=1", "K=3", "K=5")
         assert row["margin_lo"] <= row["margin_hi"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm", "--slo", "fast"], "expected ttft=SECONDS"),
-        (["--engine", "vllm", "--slo", "tpot=-1"], "expected ttft=SECONDS"),
+        (["--engine", "vllm", "--slo", "fast"], "is none of ttft=TIME, tpot=TIME, p=SHARE"),
+        (["--engine", "vllm", "--slo", "tpot=-1"], "expected more than 0 seconds"),
         (["--engine", "vllm", "--batch", "0"], "expected whole numbers >= 1"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a form of vllm's"),
@@ -97,7 +99,66 @@ def test_where_it_never_pays_the_file_says_null(run: Run, recorded: SimpleNamesp
     assert json.loads(recorded.out.read_text()) is None
     assert [row["deploy"] for row in ran.rows] == ["off", "off"]
     assert all(row["not_worse"] for row in ran.rows)
-    assert "leave it off" in ran.err
+    assert "without --speculative-config" in ran.err
+
+
+def test_standard_output_is_the_setting_or_what_was_asked_for(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    command = ("tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4")
+    bare = run(*command)
+    assert json.loads(bare.out)["num_speculative_tokens"] > 0
+    assert "decode_tok_s" in bare.err  # the table
+    assert "use K=" in bare.err
+    kept = run(*command, "--out", recorded.out)
+    assert recorded.out.read_text() == bare.out
+    assert "decode_tok_s" in kept.out
+    assert "decode_tok_s" not in kept.err
+    rows = recorded.folder / "rows.json"
+    assert run(*command, "--json", rows).out == bare.out
+    assert json.loads(run(*command, "--json", "-").out) == json.loads(rows.read_text())
+
+
+def test_the_drafter_that_the_recording_names_is_in_the_file_and_the_line(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    trace = synthetic_trace(0.7, requests=12, tokens=40, max_gamma=24, concentration=4.0, seed=1)
+    models = {"target": {"path": "org/target"}, "draft": {"path": "org/draft"}}
+    write_trace(replace(trace, meta={**trace.meta, **models}), recorded.folder / "trace.parquet")
+    command = ("--trace", recorded.folder, "--resamples", "4", "--json", "-")
+    ran = run("tune", "--engine", "vllm", *command, "--batch", "1", "--out", recorded.out)
+    written = json.loads(recorded.out.read_text())
+    assert (written["method"], written["model"]) == ("draft_model", "org/draft")
+    line = json.loads(ran.out)["launch"]
+    assert line.startswith("vllm serve org/target --speculative-config ")
+    assert json.loads(shlex.split(line)[-1]) == written
+    assert read_settings(recorded.out)[0] == "vllm"
+    sglang = json.loads(run("tune", "--engine", "sglang", *command, "--batch", "1").out)["launch"]
+    assert "--speculative-algorithm STANDALONE --speculative-draft-model-path org/draft" in sglang
+
+
+def test_an_eagle_head_is_named_with_its_method(run: Run, recorded: SimpleNamespace) -> None:
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", "smollm2-vllm-eagle3-cpu", "--source",
+        "eagle:model=smollm2-eagle3", "--batch", "1", "--resamples", "4", "--out", recorded.out,
+    )  # fmt: skip
+    written = json.loads(recorded.out.read_text())
+    assert (written["method"], written["model"]) == ("eagle3", "smollm2-eagle3")
+    assert "METHOD" not in ran.err
+    assert "DRAFT" not in ran.err
+
+
+def test_an_objective_that_nothing_meets_writes_no_setting(
+    run: Run, recorded: SimpleNamespace
+) -> None:
+    ran = run(
+        "tune", "--engine", "vllm", "--trace", recorded.folder, "--batch", "1,4",
+        "--slo", "tpot=1ms", "--out", recorded.out, "--check", "--json", "-",
+    )  # fmt: skip
+    assert json.loads(recorded.out.read_text()) is None
+    assert [row["deploy"] for row in ran.rows] == ["SLO missed", "SLO missed"]
+    assert [row["not_worse"] for row in ran.rows] == [None, None]
+    assert "no setting meets the SLO at batch 1, 4" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -146,7 +207,7 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
     arguments = ("serve", "--trace", recorded.folder, "--settings", recorded.out, "--batch", "1",
                  "--requests", "20", "--json", "-")  # fmt: skip
     rows = run(*arguments).rows
-    assert [r["policy"] for r in rows] == ["off", "settings.json", "K=1", "K=3", "K=5"]
+    assert [r["policy"] for r in rows] == ["no speculation", "settings.json", "K=1", "K=3", "K=5"]
     off, tuned = rows[:2]
     assert tuned["throughput_tok_s"] > off["throughput_tok_s"]
     both = run(*arguments, "--policy", "fixed:gamma=2").rows

@@ -158,7 +158,7 @@ def test_batches_are_priced_only_where_they_were_measured() -> None:
     expected = plain / price(log, latency(), batch=8).total_s
     assert batches["speedup"][3][2] == pytest.approx(expected)
     assert {r["policy"] for r in data()["serving"]["rows"]} == {
-        "off", "K=1", "K=3", "K=5", "tuned"
+        "no speculation", "K=1", "K=3", "K=5", "tuned"
     }  # fmt: skip
     low, high = batches["low"][3][2], batches["high"][3][2]
     assert low < batches["speedup"][3][2] < high
@@ -204,6 +204,6 @@ def test_where_nothing_pays_no_curve_is_called_tuned() -> None:
     cells = latency((1, 2)).cells.copy()
     cells.loc[cells["model"] == "draft", "median_s"] *= 50
     text = build_report(recording(), LatencyTable(cells), logs()[:1], resamples=20)
-    assert data_of(text)["serving"]["policies"] == ["off", "K=1", "K=3", "K=5"]
+    assert data_of(text)["serving"]["policies"] == ["no speculation", "K=1", "K=3", "K=5"]
     assert "Speculation pays at none of these loads" in text
     assert lead(text).startswith("No policy is faster than plain decoding here")

@@ -50,6 +50,25 @@ def test_what_is_slower_than_plain_decoding_is_told_without_colour():
     assert "hatched: slower" in axes.get_xlabel()
 
 
+def test_speedups_have_a_panel_per_policy_and_their_values_in_it():
+    grids = {f"fixed:gamma={k}": [[0.5, 1.2, 1.0], [np.nan, 0.9, 2.0]] for k in range(4)}
+    figure = plots.plot_speedups(grids, [1, 16], ["as recorded", "40", "658"])
+    *panels, bar = figure.axes
+    shown = [axes for axes in panels if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == list(grids)
+    for axes in shown:
+        assert [t.get_text() for t in axes.texts] == ["0.50", "1.20", "1.00", "–", "0.90", "2.00"]
+        assert list(axes.get_xticks()) == [0, 1, 2]
+    assert [t.get_text() for t in shown[0].get_yticklabels()] == ["1", "16"]
+    # As far below 1 as above, so that no colour stands for a value that no cell has.
+    low, high = bar.get_ylim()
+    assert (low, high) == pytest.approx((0.5, 2.0))
+    width, _ = figure.get_size_inches()
+    assert width < 8
+    with pytest.raises(DraftsimError, match=r"shapes \(1,\), expected \(2, 1\)"):
+        plots.plot_speedups({"a": [1.0]}, [1, 2], ["40"])
+
+
 def test_figures_show_every_policy():
     base = Scenario(Poisson(1), Limits(max_batch=4), requests=30)
     policies = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}

@@ -45,7 +45,7 @@ def test_huggingface_settings_are_found_and_default_gains_nothing() -> None:
     assert str(chosen) == row["setting"]
     trace = synthetic_trace(0.6, requests=6, tokens=30, concentration=2.0, seed=5)
     alone = tune_huggingface(trace, CHEAP, settings=[DEFAULT], draws=50)
-    assert alone.rows[0]["gain"] == 1
+    assert alone.rows[0]["default_gain"] == 1
     assert alone.document is not None
     assert alone.document["num_assistant_tokens"] == 20
 
@@ -59,8 +59,8 @@ def test_huggingface_without_signals_searches_no_threshold() -> None:
     assert slow.document is None
     assert isinstance(slow.policy, Autoregressive)
     (row,) = slow.rows
-    assert (row["setting"], row["deploy"]) == ("off", "off")
-    assert row["throughput_tok_s"] == pytest.approx(1)
+    assert (row["setting"], row["deploy"]) == ("no speculation", "off")
+    assert row["decode_tok_s"] == pytest.approx(1)
     assert row["gain_lo"] <= row["gain"] <= row["gain_hi"]
     assert any("pass no assistant model" in w for w in slow.warnings)
 
@@ -87,7 +87,7 @@ def test_a_prompt_that_cannot_be_resampled_gives_no_interval() -> None:
 def test_where_it_does_not_pay_sglang_is_switched_off() -> None:
     found = tune_sglang(iid(0.05, 20, 40), LatencyTable.constant(1.0, 0.4), draws=4)
     assert found.document is None
-    assert [row["setting"] for row in found.rows] == ["off"]
+    assert [row["setting"] for row in found.rows] == ["no speculation"]
 
 
 def test_sglang_slots_fit_their_batch() -> None:

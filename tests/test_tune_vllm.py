@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commands.tune import parse_slo
 from policies.batch.tables import BatchTable
 from policies.core import Load
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.formulas import leviathan
 from simulator.pricing import price
 from simulator.serving import serve, simulate
+from simulator.targets import Targets
 from simulator.tune import (
     TUNE_COLUMNS,
-    Slo,
     check_vllm,
     closed_load,
     default_batches,
@@ -69,10 +67,10 @@ def test_limits_are_exact() -> None:
     assert isinstance(never.policy, Autoregressive)
     (row,) = never.rows
     assert tuple(row) == TUNE_COLUMNS
-    assert (row["setting"], row["deploy"]) == ("off", "off")
+    assert (row["setting"], row["deploy"]) == ("no speculation", "off")
     assert (row["gain"], row["gain_lo"], row["gain_hi"]) == (1, 1, 1)
-    assert row["throughput_tok_s"] == pytest.approx(1)
-    assert any("leave it off" in w for w in never.warnings)
+    assert row["decode_tok_s"] == pytest.approx(1)
+    assert any("without --speculative-config" in w for w in never.warnings)
 
 
 def test_a_length_of_0_costs_the_draft_pass_that_keeps_the_draft_in_step() -> None:
@@ -103,7 +101,7 @@ def test_lengths_shrink_with_the_batch_and_rows_say_what_was_priced() -> None:
         k = int(row["setting"].removeprefix("K="))
         one = price(logs[k], batched(), batch=row["batch"])
         expected = row["batch"] * one.log.rounds["emitted"].sum() / one.total_s
-        assert row["throughput_tok_s"] == pytest.approx(expected)
+        assert row["decode_tok_s"] == pytest.approx(expected)
         assert row["outside"] == 0
         loads = [Load(row["batch"], 50)] * row["batch"]
         assert tuned.policy.plan(loads) == k  # type: ignore[union-attr]
@@ -150,14 +148,14 @@ def test_targets_count_only_requests_that_meet_them() -> None:
     free = price_grid(logs, CHEAP)
     assert (free.within == 1).all()
     middle = float(np.median(free.seconds[1] / free.tokens[1]))
-    bound = price_grid(logs, CHEAP, slo=Slo(tpot_s=middle))
+    bound = price_grid(logs, CHEAP, slo=Targets(tpot_s=middle))
     assert bound.within[0] == 0
     assert 0.4 <= bound.within[1] <= 0.6
     assert bound.tokens[1].sum() < free.tokens[1].sum()
-    late = price_grid(logs, CHEAP, slo=Slo(ttft_s=0.5))
+    late = price_grid(logs, CHEAP, slo=Targets(ttft_s=0.5))
     assert (late.within == 0).all()
-    tuned = tune_vllm(trace, CHEAP, slo=Slo(tpot_s=1e-3), draws=50)
-    assert any("0% of prompts meet the targets" in w for w in tuned.warnings)
+    tuned = tune_vllm(trace, CHEAP, slo=Targets(tpot_s=1e-3), draws=50)
+    assert any("no setting meets TPOT 0.001 s for 95% of the requests" in w for w in tuned.warnings)
 
 
 def test_thin_evidence_is_said() -> None:
@@ -177,15 +175,7 @@ def test_thin_evidence_is_said() -> None:
     assert "timings scatter by 40%" in " ".join(noise.warnings)
 
 
-def test_targets_are_parsed() -> None:
-    assert parse_slo(None) is None
-    assert parse_slo("tpot=0.05") == Slo(tpot_s=0.05)
-    assert parse_slo("ttft=0.2, tpot=0.05") == Slo(0.2, 0.05)
-    for bad in ("", "ttft", "ttft=x", "ttft=0.1,ttft=0.2", "tpot=nan", "itl=1"):
-        with pytest.raises(DraftsimError, match="expected ttft=SECONDS"):
-            parse_slo(bad)
-    with pytest.raises(DraftsimError, match="expected > 0 seconds"):
-        Slo(math.nan)
+def test_impossible_searches_are_refused() -> None:
     with pytest.raises(DraftsimError, match="draft lengths are"):
         fixed_logs(iid(0.5, 2, 20), (-1,))
     with pytest.raises(DraftsimError, match="draws is 5"):
@@ -230,9 +220,10 @@ def test_a_table_that_never_drafts_is_no_table(tune: Any) -> None:
 
 
 def test_targets_that_nobody_meets_load_no_draft_model() -> None:
-    tuned = tune_vllm(iid(0.7, 10, 40), batched(), [1, 4], slo=Slo(1e-6, 1e-6), draws=50)
+    tuned = tune_vllm(iid(0.7, 10, 40), batched(), [1, 4], slo=Targets(1e-6, 1e-6), draws=50)
     assert tuned.document is None
-    assert any("0% of prompts meet the targets" in w for w in tuned.warnings)
+    assert any("at batch 1 does so for 0.0%" in w for w in tuned.warnings)
+    assert {row["deploy"] for row in tuned.rows} == {"SLO missed"}
 
 
 def test_tokens_count_by_the_requests_that_meet_the_targets() -> None:
@@ -242,7 +233,7 @@ def test_tokens_count_by_the_requests_that_meet_the_targets() -> None:
     free = simulate(trace, batched(), Fixed(2), closed_load(trace, 4))
     requests = free.requests
     target = float(requests["tpot_s"].median())
-    bound = simulate(trace, batched(), Fixed(2), closed_load(trace, 4, Slo(tpot_s=target)))
+    bound = simulate(trace, batched(), Fixed(2), closed_load(trace, 4, Targets(tpot_s=target)))
     met = requests["tpot_s"] <= target
     kept = requests["index"] >= free.recorder.skip
     share = requests["tokens"][met & kept].sum() / requests["tokens"][kept].sum()

@@ -169,7 +169,7 @@ def test_what_was_measured_is_a_table_of_the_engine(ran: Any) -> None:
 
 def test_settings_found_are_tried_beside_those_set_by_hand(ran: Any) -> None:
     assert ran["tables"]  # vLLM 0.32 reads tables by batch
-    arms = ["off", "K=1", "K=3", "K=5", *(["tuned"] if ran["tuned"] else [])]
+    arms = ["no speculation", "K=1", "K=3", "K=5", *(["tuned"] if ran["tuned"] else [])]
     for load in ("closed:1", "closed:3"):
         rows = [r for r in ran["tried"] if r["load"] == load]
         assert [r["policy"] for r in rows] == arms

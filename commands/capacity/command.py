@@ -41,9 +41,10 @@ def capacity(
     slo: Annotated[
         str,
         typer.Option(
-            metavar="ttft=S,tpot=S,p=SHARE",
-            help="Targets: seconds to the first token and per token behind it, and the share of "
-            "requests that must meet both (default 0.95).",
+            metavar="ttft=TIME,tpot=TIME,p=SHARE",
+            help="Targets, as in ttft=200ms,tpot=30ms (bare numbers are seconds): time to the "
+            "first token, time per token after it, and the share of requests that must meet both "
+            "(default 0.95).",
         ),
     ],
     rate: Annotated[float | None, typer.Option(help="Offered load, requests per second.")] = None,

@@ -19,7 +19,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "policy": row["policy"], "replicas": row["replicas"],
             "of 95 %": None if low is None else f"{low} to {high if high is not None else '?'}",
             "saved": row["saved"], "in time": row["within_targets"],
-            "add one at, /s": row["rate_limit"], "each takes, /s": row["rate_per_replica"],
+            "add one above, /s": row["rate_limit"], "each takes, /s": row["rate_per_replica"],
             "tokens/s each GPU": row["tok_s_per_gpu"],
             **({"$/h": row["cost_per_hour"], "$/M tokens": row["cost_per_million_tokens"]}
                if priced else {}),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +36,13 @@ class Drafted:
     source: Source
     recordings: Recordings
     trace: Trace
+
+    @property
+    def recorded(self) -> Mapping[str, Any]:
+        """The provenance of the source's recording, with its ``kind`` and ``model`` if it has."""
+        from traces.sources.starts.as_draft import check_drafts
+
+        return check_drafts(self.source, self.recordings).meta
 
     def priced(
         self, latency: LatencyTable, largest: int, assume_batch_free: bool = False

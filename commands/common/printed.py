@@ -27,14 +27,15 @@ def print_table(
     records: Sequence[Mapping[Any, Any]],
     show: Sequence[str] | None = None,
     title: str | None = None,
+    stderr: bool = False,
 ) -> None:
-    """A table of `records`; times, named ``*_s``, are shown in milliseconds or seconds.
+    """A table of `records`, on standard output or on standard error.
 
     No number is cut: columns that do not fit beside the others stand below them, behind those
     that say what a row is of.
     """
     if not records:
-        console().print("no rows")
+        console(stderr=stderr).print("no rows")
         return
     cells = {n: [cell_text(n, r.get(n)) for r in records] for n in list(show or records[0])}
     values = {n: [r.get(n) for r in records] for n in cells}
@@ -43,7 +44,7 @@ def print_table(
         cells[name] = [text if " " in text else in_lines(text, WORD) for text in cells[name]]
     # What leads until the first figure tells the rows apart.
     keys = list(takewhile(lambda name: not _is_figure(values[name]), cells))
-    room = _room()
+    room = _room(stderr)
     # Headings are folded only where there is no room for them.
     heads = {n: heading(n, len(n)) for n in cells}
     if sum(max(map(longest, [*cells[n], n])) + GAP for n in cells) > room:
@@ -51,13 +52,13 @@ def print_table(
     needed = {n: max(map(longest, [*column, heads[n]])) for n, column in cells.items()}
     needed |= {n: min(width, WORD) for n, width in needed.items() if n not in numeric}
     if len(keys) == len(cells):  # all words, which are folded where they have to be
-        _print_block(cells, heads, {keys[0]: needed[keys[0]]}, numeric, title, room)
+        _print_block(cells, heads, {keys[0]: needed[keys[0]]}, numeric, title, room, stderr)
         return
     if sum(needed[name] + GAP for name in keys) > room // 2:
         keys = keys[:1]
     for i, names in enumerate(blocks(needed, keys, room)):
         block = {n: cells[n] for n in names}
-        _print_block(block, heads, needed, numeric, None if i else title, room)
+        _print_block(block, heads, needed, numeric, None if i else title, room, stderr)
 
 
 def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> None:
@@ -77,7 +78,7 @@ def print_entries(entries: Iterable[tuple[str, Sequence[Sequence[str]]]]) -> Non
 
 def _print_block(
     cells: Mapping[str, Sequence[str]], heads: Mapping[str, str], needed: Mapping[str, int],
-    numeric: Collection[str], title: str | None, room: int,
+    numeric: Collection[str], title: str | None, room: int, stderr: bool,
 ) -> None:  # fmt: skip
     from rich.box import SIMPLE_HEAD
 
@@ -93,13 +94,14 @@ def _print_block(
         )  # fmt: skip
     for row in zip(*cells.values(), strict=True):
         table.add_row(*map(Text, row))
-    where = console(width=room)
+    where = console(width=room, stderr=stderr)
     where.print()
     where.print(table)
 
 
-def _room() -> int:
-    return console().width if sys.stdout.isatty() else OFF_TERMINAL
+def _room(stderr: bool = False) -> int:
+    stream = sys.stderr if stderr else sys.stdout
+    return console(stderr=stderr).width if stream.isatty() else OFF_TERMINAL
 
 
 def _is_number(value: Any) -> bool:

@@ -57,12 +57,13 @@ def tried(
     engine: Engine, latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int,
     repeats: int, seed: int = 0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Closed loops at every batch searched: off, K = 1, 3 and 5, and what was found.
+    """Closed loops at every batch searched: no speculation, K = 1, 3 and 5, and what was found.
 
     Drafts are the recording's, forced upon the engine, so that acceptance is the recorded one; they
     cost the passes of the drafter that the engine was measured with, if any.  ``gain`` is the
-    throughput over that of off, measured and predicted, ``gain_error`` how far the prediction is
-    off, ``gain_noise`` how far the repeats' scatter has it off (`commands.engine.noise`).
+    throughput over that of no speculation, measured and predicted, ``gain_error`` the error of the
+    prediction, ``gain_noise`` the part of it that the repeats' scatter explains
+    (`commands.engine.noise`).
     """
     from policies.lengths.basic import Fixed
     from simulator.serving import ClosedLoop
@@ -91,11 +92,11 @@ def tried(
 
 def say_tried(rows: Sequence[Mapping[str, Any]], tuned: Tuned, latency: LatencyTable) -> None:
     """Whether what was found is the best at each load, what was not tried, and how to launch it."""
-    from simulator.tune import launch_line
+    from simulator.tune import NO_SPECULATION, launch_line
 
     for load in dict.fromkeys(row["load"] for row in rows):
         at = {row["policy"]: row["gain"] for row in rows if row["load"] == load}
-        own = at.pop(TUNED, at["off"])
+        own = at.pop(TUNED, at[NO_SPECULATION])
         best = max(at, key=lambda name: at[name])
         note(f"{load}: {own:.2f}x as found; the best set by hand is {best} at {at[best]:.2f}x")
     if not latency.meta["engine"].get("own_drafter"):

@@ -52,7 +52,8 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also under what tune wrote; without --policy, beside off and K = 1, 3, 5.",
+            help="Also under what tune wrote; without --policy, next to no speculation and "
+            "K = 1, 3, 5.",
         ),
     ] = None,
     batch: Annotated[
@@ -93,11 +94,20 @@ def serve(
         int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
     ] = None,
     token_budget: BudgetOption = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft=TIME,tpot=TIME",
+            help="Targets of goodput, as in ttft=200ms,tpot=30ms (bare numbers are seconds).",
+        ),
+    ] = None,
     ttft: Annotated[
-        float | None, typer.Option(help="Target of goodput: seconds to the first token.")
+        str | None,
+        typer.Option(metavar="TIME", help="The target ttft of --slo: time to the first token."),
     ] = None,
     tpot: Annotated[
-        float | None, typer.Option(help="Target of goodput: seconds per output token.")
+        str | None,
+        typer.Option(metavar="TIME", help="The target tpot of --slo: time per output token."),
     ] = None,
     max_time: Annotated[
         float | None, typer.Option(help="Stop every run after so many simulated seconds.")
@@ -159,12 +169,13 @@ def serve(
         recorded = drafted.trace
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
+    ttft_s, tpot_s = _targets(slo, ttft, tpot)
     limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
     base = Scenario(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
-        Devices(interference or 0.0), ttft_target_s=_target(ttft, "--ttft"),
-        tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, seed=seed,
-        replications=replications, replicas=replicas, router=chosen_router(router, replicas),
+        Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
+        max_time_s=max_time, seed=seed, replications=replications, replicas=replicas,
+        router=chosen_router(router, replicas),
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
@@ -201,12 +212,25 @@ def serve(
             note(f"wrote {path}")
 
 
-def _target(seconds: float | None, option: str) -> float:
-    if seconds is None:
-        return float("inf")
-    if not seconds > 0:
-        raise DraftsimError(f"{option} is {seconds}, expected > 0 seconds")
-    return seconds
+def _targets(slo: str | None, ttft: str | None, tpot: str | None) -> tuple[float, float]:
+    """Seconds of the two targets, infinite where none is named."""
+    from simulator.targets import parse_targets, parse_time
+
+    if slo is None:
+        each = ((ttft, "--ttft"), (tpot, "--tpot"))
+        ttft_s, tpot_s = (
+            float("inf") if text is None else parse_time(text, option) for text, option in each
+        )
+        return ttft_s, tpot_s
+    if ttft is not None or tpot is not None:
+        raise DraftsimError("--slo holds both targets: drop --ttft and --tpot")
+    if any(part.strip().startswith("p=") for part in slo.split(",")):
+        raise DraftsimError(
+            f"--slo {slo}: serve shows the share of requests within the targets, whatever p is: "
+            "drop p, or ask capacity or tune"
+        )
+    targets = parse_targets(slo)
+    return targets.ttft_s, targets.tpot_s
 
 
 def _no_arrivals() -> Any:

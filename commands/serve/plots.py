@@ -1,4 +1,4 @@
-"""The figures of ``draftsim serve``: curves over batch sizes or loads, and speedup grids."""
+"""The figures of ``draftsim serve``: curves over batch sizes or loads, and maps of speedup."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from commands.common.output import note
 from commands.serve.loads import ONE_STREAM
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from policies.batch.base import BatchPolicy
     from policies.core import DraftPolicy
     from simulator.serving import Scenario
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
+
+MOST_CONTEXTS = 5
+"""Prompt lengths of a map: as many columns as can be read."""
+APART = 1.3
+"""Prompt lengths nearer to each other than this factor share a column."""
 
 
 def draw(
@@ -28,13 +36,11 @@ def draw(
 ) -> list[Path]:
     """Draw what the rows show; the paths written.
 
-    Over batch sizes that is latency against throughput, and per policy the speedup over
-    batch and context; over loads, latency against load; with either, the batch and the
+    Over batch sizes that is latency against throughput, and the speedup of every policy by batch
+    and prompt length; over loads, latency against load; with either, the batch and the
     cache blocks in use over time at the largest size or load.
     """
-    from policies import Autoregressive
     from simulator.plots import save
-    from simulator.serving import speedup_grid
     from simulator.serving.outcome import plots
 
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
@@ -68,28 +74,57 @@ def draw(
     ]
     if base.mode in ONE_STREAM:
         return written
-    batches = [s.limits.max_batch for s in scenarios]
-    contexts = _contexts(trace, latency)
-    small = replace(base, requests=max(64, 2 * max(batches)), replications=1, replicas=1)
-    for i, (name, policy) in enumerate(policies.items()):
-        if isinstance(policy, Autoregressive):
-            continue
-        grid = speedup_grid(trace, latency, policy, Autoregressive(), batches, contexts, small)
-        figure = plots.plot_speedup_grid(grid, batches, contexts, name)
-        written.append(save(figure, folder / f"speedup_{i}_{_file_name(name)}.png", label=said))
+    grids = _speedups(finished, trace, latency, policies, scenarios)
+    if grids:
+        columns = ["as\nrecorded", *map(str, _contexts(trace, latency))]
+        figure = plots.plot_speedups(grids, [s.limits.max_batch for s in scenarios], columns)
+        written.append(save(figure, folder / "speedup.png", label=said))
     return written
 
 
+def _speedups(
+    rows: Sequence[Mapping[str, Any]], trace: Trace, latency: LatencyTable,
+    policies: Mapping[str, DraftPolicy | BatchPolicy], scenarios: Sequence[Scenario],
+) -> dict[str, npt.NDArray[np.float64]]:  # fmt: skip
+    """The speedup of every policy that drafts, by batch and prompt length.
+
+    The first column is that of the rows.  In the others every prompt has one length, the recorded
+    acceptance is taken to hold there, and the same scenario is served with fewer requests.
+    """
+    import numpy as np
+
+    from policies import Autoregressive
+    from simulator.serving import over_batches, sweep
+
+    batches = [s.limits.max_batch for s in scenarios]
+    fewer = max(64, 4 * max(batches))
+    small = over_batches(replace(scenarios[0], requests=fewer, replications=1, replicas=1), batches)
+    found = [rows]
+    for context in _contexts(trace, latency):
+        requests = [replace(r, prompt_length=context, prompt_ids=None) for r in trace.requests]
+        found.append(sweep(replace(trace, requests=requests), latency, policies, small))
+    drafting = [n for n, p in policies.items() if not isinstance(p, Autoregressive)]
+    grids = {name: np.full((len(batches), len(found)), np.nan) for name in drafting}
+    for j, column in enumerate(found):
+        for row in column:
+            if row["policy"] in grids:
+                grids[row["policy"]][batches.index(row["batch"]), j] = row["speedup"]
+    return grids
+
+
 def _contexts(trace: Trace, latency: LatencyTable) -> list[int]:
-    """Prompt lengths for the grid: the measured contexts, or the recording's own around."""
+    """At most `MOST_CONTEXTS` of the measured prompt lengths, spread evenly on a log scale."""
+    import numpy as np
+
     cells = latency.cells
     own = cells[(cells["model"] == "target") & (cells["phase"] == "forward")]["context"]
-    measured = sorted({int(c) for c in own if c > 0})
-    return measured or [64, 256, 1024, 4096]
-
-
-def _file_name(policy: str) -> str:
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in policy)
+    measured = sorted({int(c) for c in own if c > 0}) or [64, 256, 1024, 4096]
+    chosen: list[int] = []
+    for wanted in np.geomspace(measured[0], measured[-1], MOST_CONTEXTS):
+        nearest = min(measured, key=lambda c: abs(np.log(c / wanted)))
+        if not chosen or nearest >= APART * chosen[-1]:
+            chosen.append(nearest)
+    return chosen
 
 
 def assumption(latency: LatencyTable, batch: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
+MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
 
 
@@ -33,7 +34,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
             **({"batch": row["batch"]} if batches else {"rate": row["rate"]}),
             **({"replicas": row["replicas"]} if fleets else {}),
             "tokens/s": row["throughput_tok_s"], **({"±": half} if several else {}),
-            "speedup": row["speedup"],
+            "speedup": row["speedup"], "latency ratio": row.get("latency_ratio", math.nan),
             **{f"{name} {q}, ms": 1e3 * row[f"{name}_s"][q] for name, q in LATENCIES},
             **({"in time": row["within_targets"], "goodput/s": row["goodput_req_s"]}
                if targets else {}),
@@ -121,11 +122,11 @@ def _break_even(rows: Sequence[Row]) -> list[str]:
             [plain[i]["e2e_s"]["mean"] for i in at],
         )
         if load == float("inf"):
-            said.append(f"{name} pays up to the highest load (mean end-to-end latency)")
+            said.append(f"{name} is faster than no speculation at every load tried {MEAN}")
         elif load > 0:
-            said.append(f"{name} pays up to {load:.3g} requests/s (mean end-to-end latency)")
+            said.append(f"{name} is faster than no speculation up to {load:.3g} requests/s {MEAN}")
         else:
-            said.append(f"{name} does not pay from the lowest load on (mean end-to-end latency)")
+            said.append(f"{name} is slower than no speculation from the lowest load on {MEAN}")
     return said
 
 

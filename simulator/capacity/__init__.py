@@ -6,6 +6,6 @@ Targets(ttft_s=0.5, tpot_s=0.05, share=0.9)
 """
 
 from simulator.capacity.plan import plan
-from simulator.capacity.targets import Targets, parse_targets
+from simulator.targets import Targets, parse_targets
 
 __all__ = ["Targets", "parse_targets", "plan"]

@@ -16,11 +16,11 @@ from simulator.capacity import stages
 from simulator.capacity.points import Bench, Point
 from simulator.capacity.rows import plan_rows
 from simulator.capacity.study import Progress, Study
-from simulator.capacity.targets import Targets
 from simulator.executors import Cluster, Executor
 from simulator.serving.outcome.results import ResultsFile
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
+from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -101,7 +101,7 @@ def plan(
         shares = study.drive({n: stages.shares(asks[n], rates, each) for n in able})
         counts = _counts([found.replicas for found in answers.values()]) if curve else []
         curves = study.drive(
-            {n: stages.curve(asks[n], answers[n], counts, horizon) for n in answers if curve}
+            {n: stages.curve(asks[n], answers[n], rate, counts, horizon) for n in answers if curve}
         )
     return plan_rows(bench, rate, starts, answers, (rates, shares), curves)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from simulator.capacity.stages import FINE
+from simulator.capacity.stages import FINE, below
 from simulator.palette import COLOURS, DASHES, GREY, MARKERS
 from simulator.plots.look import style
 from traces.errors import DraftsimError
@@ -39,6 +39,20 @@ def limits(pairs: Pairs) -> Floats:
     every = np.arange(1, int(counts[-1]) + 1)
     each = np.interp(np.log(every), np.log(counts), rates / counts)
     return np.asarray(np.maximum.accumulate(every * each))
+
+
+def needed(row: Mapping[str, Any]) -> Floats:
+    """`limits` of a row's curve, which give the row's own replicas at the rate asked for.
+
+    What is interpolated between the numbers that were simulated is cut to agree with them.  A
+    limit is known to `FINE`: one at the very rate is drawn beyond it, so that the line meets the
+    marker.
+    """
+    steps, rate, count = limits(row["curve"]), row["rate"], row["replicas"]
+    if count is not None:
+        steps[: count - 1] = np.minimum(steps[: count - 1], below(rate))
+        steps[count - 1 :] = np.maximum(steps[count - 1 :], rate * (1 + FINE / 2))
+    return steps
 
 
 def crossings(one: Pairs, other: Pairs, tolerance: float = FINE) -> list[Crossing]:
@@ -73,7 +87,7 @@ def plot_replicas(rows: Sequence[Mapping[str, Any]], baseline: str = "autoregres
     # Lines that coincide would hide each other: each a little beside its own number.
     spread: Floats = np.linspace(-0.06, 0.06, len(drawn)) * (len(drawn) - 1)
     for (i, row), shift in zip(drawn, spread, strict=True):
-        steps = limits(row["curve"])
+        steps = needed(row)
         look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
         x = np.concatenate(([0.0], steps[steps < end]))
         y = np.arange(1, len(x) + 1)
@@ -119,7 +133,7 @@ def _mark_crossings(
         for crossing in crossings(row["curve"], plain) if row["policy"] != baseline else ():
             if crossing.rate < end:
                 # On the policy's own step, where the eye looks for it.
-                step = float(limits(row["curve"]).searchsorted(crossing.rate)) + 1 + shift
+                step = float(needed(row).searchsorted(crossing.rate)) + 1 + shift
                 axes.plot(crossing.rate, step, marker="o", markersize=9, fillstyle="none", **look)
                 axes.annotate(
                     f"{crossing.rate:.3g}/s", (crossing.rate, step), xytext=(4, 8), fontsize=7,

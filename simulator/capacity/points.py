@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.rules.base import VerifyRule
-from simulator.capacity.targets import Targets
 from simulator.serving.fleet.routers import describe_router
 from simulator.serving.outcome.merge import t_interval
 from simulator.serving.parts import Bench as ServeBench
@@ -18,6 +17,7 @@ from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
 from simulator.serving.station import Policy
 from simulator.serving.sweep import over_rates
+from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 

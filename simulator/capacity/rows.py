@@ -31,9 +31,9 @@ def plan_rows(
     alone is too slow) or none that was tried; ``replicas_lo`` and ``replicas_hi`` are the
     fewest at which the upper and the lower end of the 95 % interval of ``within_targets`` over
     replications reaches the share asked for.  ``within_alone`` is that share where every
-    request is alone.  ``rate_limit`` is the load up to which so many replicas do, where one
-    must be added (infinite where no rate was too much), and ``rate_per_replica`` that load shared
-    among them.  ``saved`` is how many
+    request is alone.  ``rate_limit`` is the load up to which so many replicas keep the
+    targets, at least the ``rate`` asked for; above it one must be added (infinite where no rate
+    was too much).  ``rate_per_replica`` is that load shared among them.  ``saved`` is how many
     fewer than under plain decoding.  ``stops_saving`` is the rate per replica from which on
     plain decoding keeps the targets for more requests, infinite where it does at no rate that
     was tried and NaN where it does from the lowest; only replicas that are given less can be

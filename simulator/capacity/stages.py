@@ -85,9 +85,11 @@ def start(ask: Ask, at_once: int) -> Search[Start]:
 def answer(
     ask: Ask, rate: float, limit: float, most: int, horizon: Callable[[int], int | None]
 ) -> Search[Answer]:
-    """The fewest replicas at `rate`, their interval, and the rate that is too much for them.
+    """Find the fewest replicas at `rate`, their interval, and the rate that is too much for them.
 
-    One takes about `limit`, `most` are tried, and so many get the requests of `horizon`.
+    A replica sustains about `limit` requests/s.  At most `most` replicas are tried; ``horizon(n)``
+    is the number of requests simulated for n replicas.  The rate that is too much is never below
+    `rate` itself, which these replicas were found to keep.
     """
     verdicts: dict[int, Verdict] = {}
     guess = min(math.ceil(rate / limit), most)
@@ -117,7 +119,7 @@ def answer(
                 verdicts[high] = yield points(high)
     too_much = yield from _asked(
         highest(rate, 1 + 1 / max(count, 2), FINE, rate / 2, FAR * max(rate, limit)),
-        lambda r: ask(count, r, requests, ENOUGH), {},
+        lambda r: ask(count, r, requests, ENOUGH), {rate: verdicts[count]},
     )  # fmt: skip
     return Answer(verdicts[count], count, low, high, too_much)
 
@@ -132,26 +134,35 @@ def shares(ask: Ask, rates: Sequence[float], requests: int) -> Search[list[float
 
 
 def curve(
-    ask: Ask, found: Answer, counts: Sequence[int], horizon: Callable[[int], int | None]
-) -> Search[list[tuple[int, float]]]:
-    """Pairs of replicas and the rate up to which they keep the targets, ascending.
+    ask: Ask, found: Answer, rate: float, counts: Sequence[int],
+    horizon: Callable[[int], int | None],
+) -> Search[list[tuple[int, float]]]:  # fmt: skip
+    """Find pairs of replicas and the rate up to which they keep the targets, ascending.
 
-    None where no rate is too much.
+    There are none where no rate is too much.  Every pair agrees with the answer at `rate`: fewer
+    replicas keep the targets below it only, more of them beyond the answer's limit.  That answer
+    was judged by all replications, the pairs by `ENOUGH`.
     """
-    pairs = []
+    pairs: list[tuple[int, float]] = []
     if found.replicas is not None and math.isfinite(found.limit):
-        pairs.append((found.replicas, found.limit))
-        for count in counts:
-            if count == found.replicas:
-                continue
-            about = found.limit / found.replicas * count
+        fewest = found.replicas
+        for count in sorted({*counts, fewest - 1} - {0, fewest}):
+            about = found.limit / fewest * count
 
             def points(rate: float, count: int = count) -> Sequence[Point]:
                 return ask(count, rate, horizon(count), ENOUGH)
 
             search = highest(about, 1.1, FINE, about / 10, FAR * about)
-            pairs.append((count, (yield from _asked(search, points, {}))))
+            limit = yield from _asked(search, points, {})
+            limit = max(limit, found.limit) if count > fewest else min(limit, below(rate))
+            pairs.append((count, limit))
+        pairs.append((fewest, found.limit))
     return sorted(pair for pair in pairs if math.isfinite(pair[1]))
+
+
+def below(rate: float) -> float:
+    """The largest number below `rate`."""
+    return math.nextafter(rate, 0.0)
 
 
 def _asked(
@@ -159,12 +170,16 @@ def _asked(
     points: Callable[[Value], Sequence[Point]],
     verdicts: dict[Value, Verdict],
 ) -> Search[Found]:
-    """A search whose questions are answered by simulation; `verdicts` gets the answers."""
+    """Answer the questions of a search by simulation, except those that `verdicts` answers.
+
+    `verdicts` gets the answers.
+    """
     try:
         value = next(search)
         while True:
-            verdicts[value] = verdict = yield points(value)
-            value = search.send(verdict.kept)
+            if value not in verdicts:
+                verdicts[value] = yield points(value)
+            value = search.send(verdicts[value].kept)
     except StopIteration as end:
         found: Found = end.value
         return found

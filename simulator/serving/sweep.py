@@ -95,8 +95,8 @@ def sweep(
     here.  Rows go to the list `rows` where one is given, so that an interrupted caller still
     has them.
 
-    A row's ``speedup`` is over plain decoding of the same scenario (`speedup_over`), NaN where
-    no policy before it, nor itself, decodes plainly.
+    A row's ``speedup`` and ``latency_ratio`` compare it with no speculation in the same scenario
+    (`compared_with`); both are NaN where no policy before it, nor itself, decodes plainly.
 
     Raises
     ------
@@ -126,10 +126,9 @@ def sweep(
             row = ServeResult(scenarios[at], {name: runs}).rows()[0]
             own = rows[at * len(policies) :]
             plain = next((r for r in own if isinstance(policies[r["policy"]], Autoregressive)), row)
-            row["speedup"] = (
-                speedup_over(row, plain)
-                if isinstance(policies[plain["policy"]], Autoregressive) else float("nan")
-            )  # fmt: skip
+            row |= compared_with(
+                plain if isinstance(policies[plain["policy"]], Autoregressive) else None, row
+            )
             rows.append(row)
             if out is not None:
                 out.add(row)
@@ -170,17 +169,21 @@ def _gathered(
         )
 
 
-def speedup_over(row: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
-    """How much faster a row's policy serves than plain decoding does the same scenario.
+def compared_with(plain: Mapping[str, Any] | None, row: Mapping[str, Any]) -> dict[str, float]:
+    """How a row compares with no speculation in the same scenario, `plain`.
 
-    With the engine kept full, tokens per second over plain decoding's.  Under arrivals both
-    emit what is asked for: plain decoding's mean time of a request over the policy's.
+    ``speedup`` is the ratio of output tokens per second, above 1 where the policy is faster.  Under
+    arrivals that both keep up with it is about 1.  ``latency_ratio`` is the ratio of the mean
+    end-to-end latencies, below 1 where the policy is faster.
     """
-    if row["rate"] is None:
-        own, base = row["throughput_tok_s"], plain["throughput_tok_s"]
-    else:
-        own, base = plain["e2e_s"]["mean"], row["e2e_s"]["mean"]
-    return float(own / base) if base else float("nan")
+    nan = float("nan")
+    if plain is None:
+        return {"speedup": nan, "latency_ratio": nan}
+    rate, latency_s = plain["throughput_tok_s"], plain["e2e_s"]["mean"]
+    return {
+        "speedup": float(row["throughput_tok_s"] / rate) if rate else nan,
+        "latency_ratio": float(row["e2e_s"]["mean"] / latency_s) if latency_s else nan,
+    }
 
 
 def break_even_load(

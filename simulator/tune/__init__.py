@@ -7,7 +7,7 @@
 """
 
 from simulator.tune.choice import Choice, Objective, choose, cross_fitted
-from simulator.tune.costs import Grid, Slo, default_batches, fixed_logs, price_grid
+from simulator.tune.costs import Grid, default_batches, fixed_logs, price_grid
 from simulator.tune.formats import (
     SettingsError,
     check_huggingface,
@@ -22,6 +22,7 @@ from simulator.tune.llamacpp import tune_llamacpp
 from simulator.tune.reading import read_settings
 from simulator.tune.repair import Held, held, mended
 from simulator.tune.served import (
+    NO_SPECULATION,
     RIVALS,
     check_seed,
     closed_load,
@@ -35,6 +36,7 @@ from simulator.tune.vllm import tune_vllm
 
 __all__ = [
     "ENGINES",
+    "NO_SPECULATION",
     "RIVALS",
     "TUNE_COLUMNS",
     "Choice",
@@ -42,7 +44,6 @@ __all__ = [
     "Held",
     "Objective",
     "SettingsError",
-    "Slo",
     "Tuned",
     "check_huggingface",
     "check_llamacpp",

@@ -111,6 +111,7 @@ def cross_fitted(
     option: int,
     halves: tuple[int, int] | None = None,
     default_option: int | None = None,
+    confidence: float = CONFIDENCE,
 ) -> Choice:
     """What choosing gains over `default` on prompts the choice was not made on.
 
@@ -130,6 +131,8 @@ def cross_fitted(
         hold some back, the gain is that of `option` on the prompts that chose it.
     default_option:
         The default among the options, if it is one: choosing it gains nothing, exactly.
+    confidence:
+        Of the interval.
     """
     if option == default_option:
         return Choice(option, 1.0, 1.0, 1.0)
@@ -138,10 +141,12 @@ def cross_fitted(
         chosen = np.where(second, halves[0], halves[1])
     prompt = np.arange(len(second))
     own = np.stack([objective.tokens[chosen, prompt], objective.seconds[chosen, prompt]])
-    return Choice(option, *gain(own, np.stack(default), objective.weights))
+    return Choice(option, *gain(own, np.stack(default), objective.weights, confidence))
 
 
-def gain(own: Floats, default: Floats, weights: Floats) -> tuple[float, float, float]:
+def gain(
+    own: Floats, default: Floats, weights: Floats, confidence: float = CONFIDENCE
+) -> tuple[float, float, float]:
     """Ratio of tokens per second with its interval; leading axis (tokens, seconds)."""
     total, base = own.sum(axis=1), default.sum(axis=1)
     value = float(ratio(total[0] * base[1], base[0] * total[1]))
@@ -152,7 +157,7 @@ def gain(own: Floats, default: Floats, weights: Floats) -> tuple[float, float, f
     drawn = drawn[np.isfinite(drawn)]
     if not len(drawn):
         return value, float("nan"), float("nan")
-    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
+    tails = [50 * (1 - confidence), 50 * (1 + confidence)]
     lo, hi = np.percentile(drawn, tails)
     return value, float(lo), float(hi)
 

@@ -12,6 +12,7 @@ from policies.batch.base import SingleStream
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Fixed
 from simulator.pricing import Priced, autoregressive, price
+from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -24,23 +25,6 @@ DEFAULT_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8)
 RESTING = BatchTable([[1, 1, 0]])
 """K = 0 at every batch: nothing is drafted, and the draft model reads along."""
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Targets that a request must meet for its tokens to count, seconds.
-
-    ``ttft_s`` bounds the time to the first token, taken as the prompt's prefill after one
-    iteration of the running batch (queueing apart); ``tpot_s`` the time per output token.
-    """
-
-    ttft_s: float = float("inf")
-    tpot_s: float = float("inf")
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            if not getattr(self, name) > 0:
-                raise DraftsimError(f"{name} is {getattr(self, name)}, expected > 0 seconds")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +114,7 @@ def price_grid(
     latency: LatencyTable,
     batch: int = 1,
     context: int | None = None,
-    slo: Slo | None = None,
+    slo: Targets | None = None,
 ) -> Grid:
     """Price every log at one batch; `context` holds every round at that many cached tokens.
 
@@ -166,7 +150,7 @@ def _held_at(log: RoundLog, context: int | None) -> RoundLog:
     return replace(log, rounds=rounds, requests=requests)
 
 
-def _meets(run: Priced, slo: Slo | None) -> Floats:
+def _meets(run: Priced, slo: Targets | None) -> Floats:
     emitted = run.log.per_request(run.log.rounds["emitted"])
     if slo is None:
         return np.ones(len(emitted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.hardware import scaling_words
+from simulator.targets import Targets
 from simulator.tune.costs import longest_seen
-from simulator.tune.served import beaten
+from simulator.tune.gains import MISSED, OFF
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 FEW_PROMPTS = 30
 """Below this many prompts a bootstrap interval is itself a rough guess."""
@@ -23,8 +25,6 @@ NOISY = 0.1
 """Relative spread of repeated timings beyond which a cell's median is uncertain."""
 WIDE = 0.25
 """Width of a gain's interval, relative to the gain, beyond which it is a rough guess."""
-ENOUGH = 0.95
-"""Share of prompts that should meet the targets."""
 GAP = 4
 """Ratio of neighbouring batch sizes beyond which what lies between is a guess."""
 
@@ -70,28 +70,26 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
         found.append(f"{row['outside']:.0%} of passes lie outside the measured cells")
     if row["assumed"]:
         found.append(f"taken to cost nothing: {row['assumed']}")
-    lo, hi = row["gain_lo"], row["gain_hi"]
-    if not np.isfinite([lo, hi]).all():
+    gain, lo, hi = row["gain"], row["gain_lo"], row["gain_hi"]
+    if np.isnan(gain):
+        found.append("no speculation serves no request within the targets: there is no gain")
+    elif not np.isfinite([lo, hi]).all():
         found.append("the gain has no interval")
     else:
-        if hi - lo > WIDE * row["gain"]:
+        if hi - lo > WIDE * gain:
             found.append(f"the gain's interval is wide ({lo:.2f} to {hi:.2f})")
         if lo <= 1 <= hi and lo < hi:
-            found.append("the gain is not told from none")
-        if hi < 1:
-            found.append("on the prompts held back it is slower than the default")
+            found.append("no significant gain: its interval includes 1")
     if not row["held_out"]:
-        found.append("no prompts were held back: the gain is that of the choosing prompts")
-    if row["within_slo"] < ENOUGH:
-        found.append(f"{row['within_slo']:.0%} of prompts meet the targets")
+        found.append("no prompts were held back: the gain is that of the prompts chosen on")
     return found
 
 
 def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
-    """What serving the whole setting at a batch told of it against `rival` throughout.
+    """What serving the whole setting at a batch showed about `rival` throughout.
 
-    ``gain`` is the ratio of their rates, ``kept`` whether what was first chosen stands,
-    ``worse`` whether the setting is still slower beyond the interval.
+    ``gain`` is the ratio of their rates, ``kept`` whether the first choice was kept, ``worse``
+    whether the setting is still slower beyond the interval.
     """
     found = [] if kept else [f"{rival} was faster when served with the rest: changed"]
     if worse:
@@ -99,23 +97,56 @@ def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
     return found
 
 
-def about_deploying(
-    batches: Sequence[int], rates: Iterable[Floats], off: Iterable[Floats]
-) -> list[str]:
-    """Where no speculation beats the setting, served; rates of both, (replications,) a batch."""
-    faster = {
-        batch: plain.mean() / own.mean() - 1
-        for batch, own, plain in zip(batches, rates, off, strict=True) if beaten(own, plain)
-    }  # fmt: skip
-    if not faster:
+def about_deploying(rows: Sequence[Mapping[str, Any]], reason: str, remedy: str) -> list[str]:
+    """Batches at which the setting is slower than no speculation, with its gain there.
+
+    `reason` says why a setting can be slower, `remedy` what to do.
+    """
+    off = {row["batch"]: row["gain"] for row in rows if row["deploy"] == OFF}
+    if off and len(off) == len({row["batch"] for row in rows}):
+        return [f"no setting is faster than no speculation at any batch searched: {remedy}"]
+    slower = [f"{gain:.3g}x at batch {batch}" for batch, gain in off.items() if gain < 1]
+    if not slower:
         return []
-    if len(faster) == len(batches):
-        return ["speculation pays at no batch searched: leave it off"]
-    said = ", ".join(f"{gain:.1%} at batch {batch}" for batch, gain in faster.items())
     return [
-        f"no speculation at all is faster by {said}, because the draft model reads every prompt "
-        "and, where K is 0, every token: leave it off where loads stay there"
+        f"the setting serves {', '.join(slower)} of what no speculation does, {reason}: {remedy}"
     ]
+
+
+def about_targets(rows: Sequence[Mapping[str, Any]], slo: Targets | None) -> list[str]:
+    """Batches at which no setting meets the targets, and how near the nearest comes."""
+    missed = [row for row in rows if row["deploy"] == MISSED]
+    if slo is None or not missed:
+        return []
+    batches = ", ".join(str(batch) for batch in dict.fromkeys(row["batch"] for row in missed))
+    best = max(missed, key=lambda row: float(row["within_slo"]))
+    return [
+        f"no setting meets {slo} for {slo.share:.0%} of the requests at batch {batches}: "
+        f"{best['setting']} at batch {best['batch']} does so for {best['within_slo']:.1%}. Loosen "
+        "the targets, lower p, or keep to smaller batches"
+    ]
+
+
+def about_rising(
+    name: str, batches: Sequence[int], options: Sequence[Any], table: Ints, fixed: Sequence[Floats]
+) -> list[str]:
+    """Places where a larger batch drafts more than the one before, and what that gives there.
+
+    ``table`` has shape (batches, contexts); ``fixed`` are the rates of every option alone at each
+    batch, (options, replications).
+    """
+    said = []
+    for i in range(1, len(table)):
+        pairs = zip(table[i - 1].tolist(), table[i].tolist(), strict=True)
+        for before, now in dict.fromkeys(pairs):
+            if now > before:
+                gain = fixed[i][now].mean() / max(fixed[i][before].mean(), 1e-300) - 1
+                said.append(
+                    f"{name} rises again at batch {batches[i]}, from {options[before]} to "
+                    f"{options[now]}: served there, {name} = {options[now]} gives {gain:+.1%} over "
+                    f"{name} = {options[before]}"
+                )
+    return said
 
 
 def about_batches(batches: Sequence[int]) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from policies.lengths.huggingface import Confidence, HFHeuristic
-from simulator.tune.costs import Slo, longest_draft
+from simulator.targets import Targets
+from simulator.tune.costs import longest_draft
 from simulator.tune.formats import HF_KEYS
 from simulator.tune.settings import Tuned
 from simulator.tune.single import SingleEngine, tune_single
@@ -68,7 +69,7 @@ def tune_huggingface(
     trace: Trace,
     latency: LatencyTable,
     *,
-    slo: Slo | None = None,
+    slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
     settings: Sequence[Setting] | None = None,
@@ -77,9 +78,10 @@ def tune_huggingface(
 
     Every setting is replayed as transformers 5.23 decodes (the first verification includes
     the prompt, batch 1), and of those that the best does not beat beyond the interval the
-    one is taken that drafts least.  Gains are over transformers' default, 20 tokens under
-    a constant schedule with threshold 0.4; where the trace lacks the draft's probability, the
-    default cannot be replayed and 20 tokens without a threshold stand for it.
+    one is taken that drafts least.  The gain is over no speculation, ``default_gain`` over
+    transformers' default, 20 tokens under a constant schedule with threshold 0.4.  Where the trace
+    lacks the draft's probability, the default cannot be replayed, and 20 tokens without a
+    threshold take its place.
 
     Settings that draft past the recorded tails are left out.
 

@@ -9,19 +9,55 @@ the candidates, and the draft tokens from the steps); llama.cpp ``common/arg.cpp
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from traces.errors import DraftsimError
 
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
-"""What stands in a line for models, and a file, that nobody named."""
+"""Placeholders for models, a method and a file that nobody named."""
+
+METHODS = {
+    "draft-model": "draft_model", "draft_model": "draft_model", "eagle": "eagle",
+    "eagle3": "eagle3", "mtp": "mtp", "medusa": "medusa", "pld": "ngram", "ngram": "ngram",
+    "suffix": "suffix",
+}  # fmt: skip
+"""vLLM's ``method`` of each source or kind of drafter (vllm/config/speculative.py,
+``SpeculativeMethod``, 0.32)."""
+WITHOUT_MODEL = ("ngram", "suffix")
+"""Methods of vLLM that look drafts up and load no model."""
+ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
+"""SGLang's ``--speculative-algorithm`` of vLLM's methods."""
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """What an engine is told of the drafter; None where nobody named it."""
+
+    method: str | None = None
+    """vLLM's name, one of the values of `METHODS`."""
+    model: str | None = None
+    """A folder, or a name on the Hugging Face hub."""
+
+    def config(self) -> dict[str, str]:
+        """The keys ``method`` and ``model`` of vLLM's ``--speculative-config``, as far as known.
+
+        >>> NamedDrafter("eagle3", "org/head").config()
+        {'method': 'eagle3', 'model': 'org/head'}
+        """
+        found = {} if self.method is None else {"method": self.method}
+        if self.model is not None and self.method not in WITHOUT_MODEL:
+            found["model"] = self.model
+        return found
 
 
 def launch_line(
-    engine: str, document: Mapping[str, Any] | None, *, target: str = TARGET, file: str = FILE
-) -> str:
-    """One line for a shell; of transformers, whose draft's folder holds the settings, a call.
+    engine: str, document: Mapping[str, Any] | None, *, target: str = TARGET, file: str = FILE,
+    drafter: NamedDrafter | None = None,
+) -> str:  # fmt: skip
+    """One line for a shell; for transformers, whose draft's folder holds the settings, a call.
 
     Parameters
     ----------
@@ -33,6 +69,8 @@ def launch_line(
         The target model, as the engine is told of it.
     file:
         Where the document was written, for an engine that reads it from there.
+    drafter:
+        The drafter, as far as it was named; placeholders are put where it was not.
 
     Raises
     ------
@@ -45,39 +83,47 @@ def launch_line(
     if engine not in _LINES:
         raise DraftsimError(f"engine is {engine!r}, expected one of {', '.join(_LINES)}")
     plain, speculating = _LINES[engine]
-    start = plain.format(target=target)
+    start = plain.format(target=shlex.quote(target) if engine != "hf" else target)
     if document is None:
         return start + (")" if engine == "hf" else "")
-    return start + speculating(document, file)
+    return start + speculating(document, file, drafter or NamedDrafter())
 
 
-def _vllm(document: Mapping[str, Any], file: str) -> str:
+def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del file
-    config = json.dumps({"method": METHOD, "model": DRAFT, **document})
-    return f" --speculative-config '{config}'"
+    known = {**drafter.config(), **document}
+    config = {"method": known.pop("method", METHOD)}
+    if config["method"] not in WITHOUT_MODEL:
+        config["model"] = known.pop("model", DRAFT)
+    config |= known
+    return f" --speculative-config {shlex.quote(json.dumps(config))}"
 
 
-def _sglang(document: Mapping[str, Any], file: str) -> str:
+def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del document
+    algorithm = ALGORITHMS.get(drafter.method or "eagle3", "EAGLE3")
     return (
-        f" --speculative-algorithm EAGLE3 --speculative-draft-model-path {DRAFT} "
-        f"--speculative-eagle-topk 1 --speculative-adaptive --speculative-adaptive-config {file}"
+        f" --speculative-algorithm {algorithm} --speculative-draft-model-path "
+        f"{shlex.quote(drafter.model or DRAFT)} --speculative-eagle-topk 1 "
+        f"--speculative-adaptive --speculative-adaptive-config {shlex.quote(file)}"
     )
 
 
-def _llamacpp(document: Mapping[str, Any], file: str) -> str:
+def _llamacpp(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del file
     options = " ".join(f"--{name} {value}" for name, value in document.items())
-    return f" -md {DRAFT} --spec-type draft-simple {options}"
+    # A GGUF file, which a model's folder or name is not.
+    model = drafter.model if (drafter.model or "").endswith(".gguf") else None
+    return f" -md {shlex.quote(model or DRAFT)} --spec-type draft-simple {options}"
 
 
-def _hf(document: Mapping[str, Any], file: str) -> str:
-    del file
+def _hf(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
+    del file, drafter  # objects in Python, whose names are the user's
     options = ", ".join(f"{name}={value!r}" for name, value in document.items())
     return f", assistant_model={DRAFT})  # {DRAFT}.generation_config.update({options})"
 
 
-_LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
+_LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter], str]]] = {
     "vllm": ("vllm serve {target}", _vllm),
     "sglang": ("python -m sglang.launch_server --model-path {target}", _sglang),
     "hf": ("{target}.generate(inputs", _hf),

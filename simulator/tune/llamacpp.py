@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.lengths.llamacpp import LlamaCppDraft
-from simulator.tune.costs import Slo, longest_draft
+from simulator.targets import Targets
+from simulator.tune.costs import longest_draft
 from simulator.tune.formats import LLAMACPP_KEYS
 from simulator.tune.settings import Tuned
 from simulator.tune.single import SingleEngine, tune_single
@@ -58,7 +59,7 @@ def tune_llamacpp(
     trace: Trace,
     latency: LatencyTable,
     *,
-    slo: Slo | None = None,
+    slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
     settings: Sequence[LlamaCppSetting] | None = None,
@@ -67,8 +68,8 @@ def tune_llamacpp(
 
     Every setting is replayed as the server drafts for one slot, and of those that the best does
     not beat beyond the interval the one is taken that drafts least.  The server's draft model also
-    reads every verified batch, in a pass of its own, which is priced (`mirrored`).  Gains are over
-    the server's default of 3 tokens.
+    reads every verified batch, in a pass of its own, which is priced (`mirrored`).  The gain is
+    over no speculation, ``default_gain`` over the server's default of 3 tokens.
 
     Raises
     ------

@@ -82,6 +82,28 @@ def mended(table: Ints, fixed: Sequence[Floats], serve: Serve) -> Held:
     return now
 
 
+def smoothed(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held:
+    """`now` without rises of the option along the batches that serving cannot tell from noise.
+
+    Options are in the order of how much they draft.  Where a larger batch drafts more than the one
+    before, the smaller batches are raised or the larger ones lowered, if the whole table is then
+    slower at no batch beyond the search's interval.
+    """
+    for i in range(1, len(now.table)):
+        if not (now.table[i] > now.table[i - 1]).any():
+            continue
+        raised, lowered = now.table.copy(), now.table.copy()
+        raised[:i] = np.maximum(raised[:i], now.table[i])
+        lowered[i:] = np.minimum(lowered[i:], now.table[i - 1])
+        for table in (lowered, raised):
+            found = held(table, fixed, serve)
+            same = not any(map(beaten, found.rates, now.rates))
+            if same and found.worse.sum() <= now.worse.sum():
+                now = found
+                break
+    return now
+
+
 def _improved(now: Held, fixed: Sequence[Floats], serve: Serve) -> Held | None:
     for i in sorted(np.flatnonzero(now.worse), key=lambda i: float(now.gains[i])):
         row = slice(i, i + 1)

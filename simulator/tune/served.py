@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,30 +20,59 @@ from simulator.serving.run import serve
 from simulator.serving.scenario import Scenario
 from simulator.serving.scheduler import Limits
 from simulator.serving.station import Policy
-from simulator.tune.costs import Slo
+from simulator.targets import Targets
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+NO_SPECULATION = "no speculation"
+"""The word for an engine that runs without a drafter."""
 RIVALS: Mapping[str, Policy] = {
-    "off": Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
+    NO_SPECULATION: Autoregressive(), "K=1": Fixed(1), "K=3": Fixed(3), "K=5": Fixed(5)
 }  # fmt: skip
 """What people set by hand."""
 
 SEARCH_CONFIDENCE = 0.5
-"""Of the intervals by which a search calls a setting beaten.  Narrower than the 95 % of the
-check, on other random numbers, that what is written has to pass."""
+"""Confidence of the intervals by which a search calls a setting beaten.  It is lower than the 95 %
+of ``--check``, which serves what was found with other random numbers."""
 
 
-def closed_load(trace: Trace, batch: int, slo: Slo | None = None, seed: int = 0) -> Scenario:
+class Outcome(NamedTuple):
+    """What serving one policy at one load gave; arrays of shape (replications,)."""
+
+    counted: Floats
+    """Tokens per second of the requests that met the targets."""
+    total: Floats
+    """Tokens per second of all requests."""
+    within: Floats
+    """Share of the requests that met the targets."""
+
+    def meets(self, slo: Targets | None) -> bool:
+        """Whether enough of the requests met the targets; True without targets."""
+        return slo is None or float(self.within.mean()) >= slo.share
+
+    def rates(self, reachable: bool) -> Floats:
+        """Tokens per second that count: within the targets, or all where nothing meets them.
+
+        `reachable`: whether any setting meets the targets at this load.
+        """
+        return self.counted if reachable else self.total
+
+    def search_rates(self, slo: Targets | None, reachable: bool) -> Floats:
+        """`rates`, and zeros for a setting that misses targets which another one meets."""
+        if reachable and not self.meets(slo):
+            return np.zeros_like(self.counted)
+        return self.rates(reachable)
+
+
+def closed_load(trace: Trace, batch: int, slo: Targets | None = None, seed: int = 0) -> Scenario:
     """As many requests at a time as `batch`, each followed by the next: a full engine."""
-    targets = slo or Slo()
+    ttft_s, tpot_s = (math.inf, math.inf) if slo is None else (slo.ttft_s, slo.tpot_s)
     return Scenario(
         ClosedLoop(batch), Limits(max_batch=batch), seed=seed,
-        requests=max(len(trace.requests), 4 * batch),
-        ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
+        requests=max(len(trace.requests), 4 * batch), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
     )  # fmt: skip
 
 
@@ -66,22 +95,28 @@ def served_rates(
 
 
 def served_each(
-    trace: Trace, latency: LatencyTable, runs: Sequence[tuple[Policy, Scenario]]
-) -> list[Callable[[], Floats]]:
-    """`served_rates` of each policy at its own load, as parts for `simulator.forks.results_of`.
+    latency: LatencyTable, runs: Sequence[tuple[Trace, Policy, Scenario]], replications: int = 5
+) -> list[Callable[[], Outcome]]:
+    """The `Outcome` of each policy at its own load, as parts for `simulator.forks.results_of`."""
 
-    What comes of a part has shape (replications,).
-    """
+    def outcome(trace: Trace, policy: Policy, load: Scenario) -> Outcome:
+        repeated = replace(load, replications=replications)
+        done = serve(trace, latency, {"": policy}, repeated).runs[""]
+        columns = [(counted_rate(run), run.throughput, share_within(run)) for run in done]
+        return Outcome(*np.array(columns, dtype=float).T)
 
-    def rates(policy: Policy, load: Scenario) -> Floats:
-        return np.asarray(served_rates(trace, latency, [policy], load)[0])
-
-    return [partial(rates, *run) for run in runs]
+    return [partial(outcome, *run) for run in runs]
 
 
 def counted_rate(run: Run) -> float:
     """Tokens per second of the requests that met the scenario's targets."""
     return run.throughput * run.tokens_within_targets
+
+
+def share_within(run: Run) -> float:
+    """Share of the requests that met the scenario's targets; 1 if none was measured."""
+    within = run.within(run.columns(measured=True))
+    return float(within.mean()) if len(within) else 1.0
 
 
 def beaten(rates: Floats, best: Floats, confidence: float = SEARCH_CONFIDENCE) -> bool:
@@ -96,15 +131,6 @@ def unbeaten(rates: Floats) -> Bools:
     return np.array([not beaten(own, best) for own in rates])
 
 
-def deployed(rates: Iterable[Floats], off: Iterable[Floats]) -> list[str]:
-    """Per batch ``on``, or ``off`` where no speculation beats the setting; (replications,) each."""
-    return [
-        # Where nothing meets the targets either way, a draft model would be loaded in vain.
-        "off" if beaten(own, plain) or not own.any() else "on"
-        for own, plain in zip(rates, off, strict=True)
-    ]
-
-
 def compare_served(
     trace: Trace,
     latency: LatencyTable,
@@ -114,6 +140,7 @@ def compare_served(
     replications: int = 5,
     rivals: Mapping[str, Policy] = RIVALS,
     metric: str | None = None,
+    share: float = 0.0,
 ) -> pd.DataFrame:
     """A policy, or one for each load, against the best of `rivals`; one row per scenario.
 
@@ -127,6 +154,9 @@ def compare_served(
     ----------
     metric:
         A column of `simulator.serving.ServeResult.summary`; by default `counted_rate`.
+    share:
+        Share of the requests that must meet the scenario's targets: a policy counts for nothing
+        where fewer do.
     """
     rows: list[dict[str, Any]] = []
     fewer_is_better = metric is not None and not metric.startswith(
@@ -137,7 +167,7 @@ def compare_served(
     for scenario, policy in zip(scenarios, each, strict=True):
         repeated = replace(scenario, replications=replications)
         runs = serve(trace, latency, {"tuned": policy, **rivals}, repeated).runs
-        values = {name: _values(own, metric) for name, own in runs.items()}
+        values = {name: _values(own, metric, share) for name, own in runs.items()}
         best = max(rivals, key=lambda name: sign * values[name].mean())
         margin, lo, hi = t_interval(sign * (values["tuned"] - values[best]))
         own = float(values["tuned"].mean())
@@ -154,7 +184,8 @@ def compare_served(
     return pd.DataFrame(rows)
 
 
-def _values(runs: Sequence[Run], metric: str | None) -> Floats:
+def _values(runs: Sequence[Run], metric: str | None, share: float) -> Floats:
     if metric is None:
-        return np.array([counted_rate(run) for run in runs])
+        meets = float(np.mean([share_within(run) for run in runs])) >= share
+        return np.array([counted_rate(run) * meets for run in runs])
     return pd.json_normalize([run.row() for run in runs], sep="_")[metric].to_numpy(float)

@@ -12,27 +12,37 @@ from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from simulator.tune.costs import Grid
-from simulator.tune.evidence import about_row, origin, summed_up
+from simulator.tune.evidence import about_row, origin
 from simulator.tune.formats import CHECKS, check_settings
+from simulator.tune.gains import OFF
+from simulator.tune.served import NO_SPECULATION
 from traces.latency.table import LatencyTable
 from traces.store.parquet import write_atomically
 
 ENGINES = tuple(CHECKS)
 
 TUNE_COLUMNS = (
-    "engine", "batch", "context", "setting", "deploy", "throughput_tok_s", "default", "gain",
-    "gain_lo", "gain_hi", "within_slo", "outside", "held_out", "served_gain", "scaled",
-    "assumed", "warnings",
+    "engine", "batch", "context", "setting", "deploy", "served_tok_s", "gain", "gain_lo", "gain_hi",
+    "decode_tok_s", "decode_gain", "decode_gain_lo", "decode_gain_hi", "default", "default_gain",
+    "within_slo", "outside", "held_out", "scaled", "assumed", "warnings",
 )  # fmt: skip
-"""Columns of `Tuned.rows`: tokens per second of decoding over the whole batch (SGLang's, which
-are served, include prompts); the gain is a ratio to
-the default, with its bootstrap interval over prompts; ``outside`` is the share of passes
-read outside the measured cells, ``held_out`` whether the gain is one of prompts that the
-choice was not made on; ``served_gain`` is the rate of the whole setting, served at that batch,
-over that of the best single option or of no speculation there (None where nothing is served);
-``deploy`` is off where no speculation beats the setting, else on; ``scaled`` says that the
-latencies were carried over from another device, ``assumed`` what figures take to cost nothing
-on somebody's word (`traces.latency.table.LatencyTable.said_batch_free`)."""
+"""Columns of `Tuned.rows`.  Every gain is a ratio of tokens per second to no speculation, except
+``default_gain``, which is over the engine's own ``default``.
+
+* ``deploy`` is on where the setting gives a gain, off where no speculation is as fast, and
+  ``SLO missed`` where neither meets the targets.
+* ``served_tok_s`` and ``gain`` are of a full engine that serves requests, prompts included, with
+  the interval over resampled prompts.  With targets, only requests within them count.
+* ``decode_tok_s`` and ``decode_gain`` are of decoding alone: rounds priced at the batch, without
+  prompts or waiting.  transformers and llama.cpp decode one request, and nothing is served for
+  them: ``gain`` is then ``decode_gain``.  For SGLang nothing is priced alone.
+* ``within_slo`` is the share of requests (of prompts, where nothing is served) within the targets.
+* ``outside`` is the share of passes read outside the measured cells.
+* ``held_out`` says whether the gain is that of prompts that the setting was not chosen on.
+* ``scaled`` says that latencies were carried over from another device; ``assumed`` names what the
+  user said costs nothing (`traces.latency.table.LatencyTable.said_batch_free`)."""
+Gain = tuple[float, float, float]
+"""A gain and its interval."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +54,8 @@ class Tuned:
     engine:
         One of `ENGINES`.
     document:
-        What the engine reads; it has passed `check_settings`.  None where no speculation beats
-        every setting at every batch searched: no draft model should be loaded.
+        What the engine reads; it has passed `check_settings`.  None where no setting is to be
+        deployed at any batch searched: no draft model should be loaded.
     policy:
         The same decisions as a policy, for replay and `serve`.
     rows:
@@ -67,27 +77,43 @@ class Tuned:
     def policy_at(self, batch: int) -> DraftPolicy | BatchPolicy:
         """What to deploy where loads stay at a searched `batch`: `policy`, or no speculation."""
         deploy = {row["batch"]: row["deploy"] for row in self.rows}
-        return self.policy if deploy[batch] == "on" else Autoregressive()
+        return Autoregressive() if deploy[batch] == OFF else self.policy
 
 
-def switched_off(
-    engine: str, grids: Sequence[Grid], latency: LatencyTable, warnings: Sequence[str]
-) -> Tuned:
-    """No speculation at all, which the first option of every grid stands for."""
-    rows: list[dict[str, Any]] = [
-        {
-            "engine": engine, "batch": grid.batch, "context": grid.context, "setting": "off",
-            "deploy": "off",
-            "throughput_tok_s": grid.batch * float(grid.tokens[0].sum() / grid.seconds[0].sum()),
-            "default": "off", "gain": 1.0, "gain_lo": 1.0, "gain_hi": 1.0,
-            "within_slo": float(grid.within[0]), "outside": float(grid.outside[0]),
-            "held_out": True, "served_gain": 1.0, **origin(latency, grid.batch),
-        }
-        for grid in grids
-    ]  # fmt: skip
-    for row in rows:
-        row["warnings"] = about_row(row)
-    return Tuned(engine, None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
+def row_of(
+    engine: str, grid: Grid, option: int, latency: LatencyTable, *, setting: str, deploy: str,
+    served_tok_s: float | None, gain: Gain, decode_tok_s: float | None, decode_gain: Gain | None,
+    default: str, default_gain: float, within: float, held_out: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of `TUNE_COLUMNS`, without its warnings; `option` is the setting's place in `grid`."""
+    names = ("decode_gain", "decode_gain_lo", "decode_gain_hi")
+    return {
+        "engine": engine, "batch": grid.batch, "context": grid.context, "setting": setting,
+        "deploy": deploy, "served_tok_s": served_tok_s,
+        **dict(zip(("gain", "gain_lo", "gain_hi"), gain, strict=True)),
+        "decode_tok_s": decode_tok_s,
+        **dict(zip(names, decode_gain or (None,) * 3, strict=True)),
+        "default": default, "default_gain": default_gain, "within_slo": within,
+        "outside": float(max(grid.outside[option], grid.outside[0])), "held_out": held_out,
+        **origin(latency, grid.batch),
+    }  # fmt: skip
+
+
+def plain_row(
+    row: Mapping[str, Any], grid: Grid, served_tok_s: float | None, within: float
+) -> dict[str, Any]:
+    """`row` of a setting turned into that of no speculation, the first option of `grid`."""
+    decode = grid.batch * float(grid.tokens[0].sum() / grid.seconds[0].sum())
+    found = dict(row) | dict.fromkeys(
+        ("gain", "gain_lo", "gain_hi", "decode_gain", "decode_gain_lo", "decode_gain_hi"), 1.0
+    )
+    found |= {
+        "setting": NO_SPECULATION, "served_tok_s": served_tok_s, "decode_tok_s": decode,
+        "within_slo": within, "outside": float(grid.outside[0]), "held_out": True,
+        # That of the setting that lost says nothing here.
+        "default_gain": 1.0 if row["default"] == NO_SPECULATION else None,
+    }  # fmt: skip
+    return found | {"warnings": about_row(found)}
 
 
 def write_settings(tuned: Tuned, path: str | os.PathLike[str]) -> None:
@@ -102,10 +128,10 @@ def write_settings(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """
     if tuned.document is not None:
         check_settings(tuned.engine, tuned.document)
-    write_atomically(path, f"{_laid_out(tuned.document)}\n".encode())
+    write_atomically(path, f"{laid_out(tuned.document)}\n".encode())
 
 
-def _laid_out(document: Mapping[str, Any] | None) -> str:
+def laid_out(document: Mapping[str, Any] | None) -> str:
     """JSON with a line per key and per row of a table, as people write these files."""
     if document is None:
         return "null"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,32 @@ from policies.batch.base import BatchPolicy
 from policies.batch.sglang import SGLangAdaptive
 from policies.lengths.basic import Autoregressive
 from simulator.forks import results_of
-from simulator.serving.arrivals import ClosedLoop
-from simulator.serving.run import simulate
 from simulator.serving.scenario import Scenario
-from simulator.serving.scheduler import Limits
 from simulator.serving.station import Policy
+from simulator.targets import Targets
 from simulator.tune.choice import (
-    CONFIDENCE,
     Objective,
     can_hold_back,
     choose,
     folds,
+    ratio,
     resamples,
     shared_by_neighbours,
 )
-from simulator.tune.costs import DEFAULT_LENGTHS, Grid, Slo, default_batches, fixed_logs, price_grid
+from simulator.tune.costs import DEFAULT_LENGTHS, Grid, default_batches, fixed_logs, price_grid
 from simulator.tune.evidence import (
     about_batches,
     about_deploying,
     about_recording,
     about_row,
     about_served,
-    origin,
+    about_targets,
     summed_up,
 )
+from simulator.tune.gains import DRAWS, OFF, ON, Against, gain_of, resampled, to_deploy
 from simulator.tune.repair import mended
-from simulator.tune.served import counted_rate, deployed, unbeaten
-from simulator.tune.settings import Tuned, switched_off
+from simulator.tune.served import Outcome, closed_load, served_each, unbeaten
+from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -59,8 +59,8 @@ def tune_sglang(
     batches: Sequence[int] | None = None,
     *,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Slo | None = None,
-    draws: int = 8,
+    slo: Targets | None = None,
+    draws: int = DRAWS,
     seed: int = 0,
 ) -> Tuned:
     """``--speculative-adaptive-config``: candidate steps per batch-size slot.
@@ -76,10 +76,10 @@ def tune_sglang(
     are served together and mended, and compared with an engine that never drafts, as in
     `simulator.tune.vllm.tune_vllm`.
 
-    Gains are over SGLang's default configuration.  Every draw serves resampled prompts, under
-    all lists alike; the interval is the bootstrap t interval from the spread of the draws
-    (Efron & Tibshirani 1993, ch. 12).  Half of the draws take their prompts from one half
-    of the recording, half from the other; the gain is that of lists chosen on the other half.
+    The gain is over no speculation, ``default_gain`` over SGLang's default configuration.  Every
+    draw serves resampled prompts, under all lists alike (`simulator.tune.gains`).  Half of the
+    draws take their prompts from one half of the recording, half from the other; the gain is that
+    of lists chosen on the other half.  Targets count as in `simulator.tune.vllm.tune_vllm`.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def tune_sglang(
     lengths:
         Steps tried.
     slo:
-        Targets; only tokens of requests that meet them count.
+        Targets of a request.
     draws, seed:
         Resamples of the prompts, an even number >= 4.
 
@@ -106,12 +106,7 @@ def tune_sglang(
     options = list(logs)
     second = folds([r.category for r in trace.requests])
     held_out = can_hold_back(second)
-    late = np.arange(draws) >= draws // 2
-    halves = [np.flatnonzero(second == part if held_out else second | True) for part in late]
-    drawn = [
-        trace.select(np.random.default_rng(seed + i).choice(half, len(half)).tolist())
-        for i, half in enumerate(halves)
-    ]
+    drawn = resampled(trace, second, held_out, draws, seed)
     grids = [price_grid([plain, *logs.values()], latency, batch, slo=slo) for batch in sizes]
     names = [r.category for r in trace.requests]
     defaults = [_default_steps(batch, max(options)) for batch in sizes]
@@ -121,8 +116,13 @@ def tune_sglang(
     policies: list[list[Policy]] = [
         [Autoregressive(), *(_policy(b, steps) for steps in lists)] for b in sizes
     ]
-    rates, met = _serve(drawn, latency, sizes, policies, slo)
-    off, alone, within = rates[:, 0], rates[:, 1:], met[:, 1:]
+    outcomes = _serve(drawn.traces, latency, sizes, policies, slo)
+    off, fixed = [own[0] for own in outcomes], [own[1:] for own in outcomes]
+    reachable = [any(o.meets(slo) for o in own) for own in outcomes]
+    alone = [
+        np.array([o.search_rates(slo, met) for o in own])
+        for met, own in zip(reachable, fixed, strict=True)
+    ]
 
     def chosen_on(part: npt.NDArray[np.bool_]) -> Ints:
         good = np.array([unbeaten(rates[:, part]) for rates in alone])[:, None]
@@ -130,46 +130,54 @@ def tune_sglang(
         return fewest
 
     @cache
-    def together(chosen: tuple[int, ...]) -> Floats:
+    def together(chosen: tuple[int, ...]) -> list[Outcome]:
         slots = [(b, lists[k]) for b, k in zip(sizes, chosen, strict=True)]
         policy = SGLangAdaptive(_document(slots))
-        return _serve(drawn, latency, sizes, [[policy]] * len(sizes), slo)[0][:, 0]
+        served = _serve(drawn.traces, latency, sizes, [[policy]] * len(sizes), slo)
+        return [own for (own,) in served]
 
-    first = chosen_on(np.ones_like(late))
-    best = mended(first, list(alone), lambda table: together(tuple(table[:, 0].tolist())))
-    deploy = deployed(best.rates, off)
-    warnings = [*about_recording(trace, latency), *about_batches(sizes)]
-    warnings += about_deploying(sizes, best.rates, off)
-    if "on" not in deploy:
-        return switched_off("sglang", grids, latency, warnings)
-    told = np.where(late, chosen_on(~late), chosen_on(late))  # (batches, draws)
-    rows = []
-    for i, batch in enumerate(sizes):
+    def serve(table: Ints) -> Floats:
+        pairs = zip(together(tuple(table[:, 0].tolist())), reachable, strict=True)
+        return np.array([own.search_rates(slo, met) for own, met in pairs])
+
+    first = chosen_on(np.ones_like(drawn.late))
+    best = mended(first, list(alone), serve)
+    whole = together(tuple(best.table[:, 0].tolist()))
+    told = np.where(drawn.late, chosen_on(~drawn.late), chosen_on(drawn.late))  # (batches, draws)
+    rows: list[dict[str, Any]] = []
+    for i in range(len(sizes)):
         option, kept = int(best.table[i, 0]), bool(best.table[i, 0] == first[i, 0])
-        own = told[i] if held_out and kept else np.full(draws, option)
         base = lists.index(defaults[i])
-        gains = alone[i][own, np.arange(draws)] / alone[i][base]
-        gain, reach = float(gains.mean()), _reach(gains)
-        if option == base:
-            gain, reach = 1.0, 0.0
-        elif min(map(len, halves)) < 2:
-            reach = float("nan")  # one prompt resampled is that prompt again
-        rival = max(float(alone[i][best.best[i]].mean()), float(off[i].mean()))
-        row: dict[str, Any] = {
-            "engine": "sglang", "batch": batch, "context": None,
-            "setting": _words(lists[option]), "deploy": deploy[i],
-            "throughput_tok_s": float(best.rates[i].mean()),
-            "default": _words(defaults[i]),
-            "gain": gain, "gain_lo": gain - reach, "gain_hi": gain + reach,
-            "within_slo": float(within[i][option]), "outside": float(grids[i].outside.max()),
-            "held_out": held_out and kept,
-            "served_gain": float(best.rates[i].mean()) / max(rival, 1e-300),
-            **origin(latency, batch),
-        }  # fmt: skip
+        each = np.array([o.rates(reachable[i]) for o in fixed[i]])  # (lists, draws)
+        own = whole[i].rates(reachable[i])
+        if held_out and kept:
+            own = each[told[i], np.arange(draws)]
+        against = Against(own, off[i].rates(reachable[i]), drawn.told)
+        row = row_of(
+            "sglang", grids[i], 1, latency, setting=_words(lists[option]),
+            deploy=to_deploy(against.faster, whole[i].meets(slo), off[i].meets(slo)),
+            served_tok_s=float(whole[i].rates(reachable[i]).mean()), gain=against.gain,
+            decode_tok_s=None, decode_gain=None, default=_words(defaults[i]),
+            default_gain=1.0 if option == base else gain_of(ratio(own, each[base]))[0],
+            within=float(whole[i].within.mean()), held_out=held_out and kept,
+        )  # fmt: skip
+        row["outside"] = float(grids[i].outside.max())
         said = about_served(
             f"steps {_words(lists[best.best[i]])}", float(best.gains[i]), kept, bool(best.worse[i])
         )
         rows.append({**row, "warnings": [*about_row(row), *said]})
+    warnings = [*about_recording(trace, latency), *about_batches(sizes), *about_targets(rows, slo)]
+    warnings += about_deploying(
+        rows, "because the draft model reads every prompt and every token",
+        "start the server without --speculative-algorithm for loads that stay there",
+    )  # fmt: skip
+    if not any(row["deploy"] == ON for row in rows):
+        rows = [
+            plain_row(row, grids[i], float(off[i].rates(reachable[i]).mean()), off[i].within.mean())
+            if row["deploy"] == OFF else row
+            for i, row in enumerate(rows)
+        ]  # fmt: skip
+        return Tuned("sglang", None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
     warnings += summed_up(rows)
     warnings.append("SGLang adapts the steps of EAGLE and EAGLE3 drafts with topk 1 only")
     document = _document([(b, lists[k]) for b, k in zip(sizes, best.table[:, 0], strict=True)])
@@ -237,35 +245,22 @@ def _words(steps: Sequence[int]) -> str:
 
 def _serve(
     traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
-    policies: Sequence[Sequence[Policy]], slo: Slo | None,
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """Tokens per second that count, (batches, policies, draws); share within, (batches, policies).
+    policies: Sequence[Sequence[Policy]], slo: Targets | None,
+) -> list[list[Outcome]]:  # fmt: skip
+    """What serving each batch's own policies gave, a replication for each of `traces`."""
 
-    Each batch has policies of its own.
-    """
-    targets = slo or Slo()
-
-    def rates(trace: Trace, batch: int, policy: Policy) -> tuple[float, float]:
+    def load(trace: Trace, batch: int) -> Scenario:
         mean = trace.tokens / len(trace.requests)
-        load = Scenario(
-            ClosedLoop(batch), Limits(max_batch=batch),
-            requests=max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean)),
-            ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s,
-        )  # fmt: skip
-        run = simulate(trace, latency, policy, load)
-        return counted_rate(run), run.row()["within_targets"] if slo else 1.0
+        requests = max(len(trace.requests), 2 * batch, int(batch * ROUNDS / mean))
+        return replace(closed_load(trace, batch, slo), requests=requests)
 
-    parts = [
-        partial(rates, trace, batch, policy)
+    runs = [
+        (trace, policy, load(trace, batch))
         for batch, own in zip(batches, policies, strict=True) for policy in own for trace in traces
     ]  # fmt: skip
-    found = np.array(results_of(parts, len(parts) * traces[0].tokens))
-    found = found.reshape(len(batches), -1, len(traces), 2)
-    return found[..., 0], found[..., 1].mean(axis=2)
-
-
-def _reach(values: Floats) -> float:
-    """Half the width of the 95 % t interval whose standard error the draws' spread is."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(len(values) - 1, 0.5 + CONFIDENCE / 2) * np.std(values, ddof=1))
+    parts = served_each(latency, runs, replications=1)
+    each = iter(results_of(parts, len(parts) * traces[0].tokens))
+    return [
+        [Outcome(*np.concatenate([next(each) for _ in traces], axis=1)) for _ in own]
+        for own in policies
+    ]

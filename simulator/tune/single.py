@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,19 +11,21 @@ import numpy as np
 from policies.core import DraftPolicy
 from policies.lengths.basic import Autoregressive
 from simulator.pricing import autoregressive
+from simulator.targets import Targets
 from simulator.tune.choice import (
-    Choice,
+    CONFIDENCE,
     Objective,
     can_hold_back,
     choose,
     cross_fitted,
     folds,
-    gain,
     resamples,
 )
-from simulator.tune.costs import Slo, longest_draft, price_grid
-from simulator.tune.evidence import about_recording, about_row, origin, summed_up
-from simulator.tune.settings import Tuned
+from simulator.tune.costs import longest_draft, price_grid
+from simulator.tune.evidence import about_recording, about_row, about_targets, summed_up
+from simulator.tune.gains import MISSED, OFF, ON, to_deploy
+from simulator.tune.served import SEARCH_CONFIDENCE
+from simulator.tune.settings import Gain, Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
 from traces.latency.table import LatencyTable
@@ -54,11 +56,11 @@ class SingleEngine:
 
     name: str
     default: SingleSetting
-    """What it does where nothing is set; gains are over this."""
+    """What it does where nothing is set; ``default_gain`` is over this."""
     first: int
     """Output position that decoding begins at, see `traces.replay.rounds.RoundLog`."""
     off: str
-    """What to do where speculation does not pay."""
+    """What to do where no setting gives a gain."""
     threshold: str
     """The draft signal that its threshold is held against."""
     worked: Callable[[RoundLog], RoundLog] | None = None
@@ -67,7 +69,7 @@ class SingleEngine:
 
 def tune_single(
     engine: SingleEngine, trace: Trace, latency: LatencyTable, settings: Sequence[SingleSetting],
-    *, slo: Slo | None = None, draws: int = 1000, seed: int = 0,
+    *, slo: Targets | None = None, draws: int = 1000, seed: int = 0,
 ) -> Tuned:  # fmt: skip
     """The setting that drafts least of those that the best does not beat beyond its interval.
 
@@ -95,42 +97,54 @@ def tune_single(
             "record with a larger --max-gamma"
         )
     ordered = sorted(logs, key=lambda s: int(logs[s].rounds["draft_forwards"].sum()))
-    grid = price_grid([logs[s] for s in ordered], latency, slo=slo)
-    plain = price_grid([autoregressive(logs[default])], latency, slo=slo)
+    # The first option is no speculation.
+    priced = [autoregressive(logs[default]), *(logs[s] for s in ordered)]
+    grid = price_grid(priced, latency, slo=slo)
+    meets = grid.within >= (0.0 if slo is None else slo.share)
+    reachable = bool(meets.any())
+    if not reachable:  # then all tokens count, as in a batch
+        grid = replace(price_grid(priced, latency), within=grid.within)
+    # A setting that misses targets which another one meets is no option.
+    allowed = np.flatnonzero(meets[1:] if meets[1:].any() else ~meets[1:])
     weights = resamples(len(trace.requests), draws, seed)
-    objective = Objective(grid.tokens, grid.seconds, weights)
+    objective = Objective(grid.tokens[1:][allowed], grid.seconds[1:][allowed], weights)
     second = folds([r.category for r in trace.requests])
     held_out = can_hold_back(second)
-    option, base = choose(objective), ordered.index(default)
+    option = choose(objective)
     halves = (choose(objective.on(~second)), choose(objective.on(second))) if held_out else None
-    chosen = cross_fitted(
-        objective, second, (objective.tokens[base], objective.seconds[base]), option, halves,
-        default_option=base,
+    best, at = ordered[allowed[option]], 1 + int(allowed[option])
+    base = 1 + ordered.index(default)
+
+    def over(k: int, confidence: float = CONFIDENCE) -> Gain:
+        pair = grid.tokens[k], grid.seconds[k]
+        return cross_fitted(
+            objective, second, pair, option, halves, confidence=confidence
+        )[1:]  # fmt: skip
+
+    # As where settings are served: a gain beyond the search's interval, one prompt having none.
+    low = over(0, SEARCH_CONFIDENCE)[1 if len(trace.requests) > 1 else 0]
+    rates = grid.tokens.sum(axis=1) / grid.seconds.sum(axis=1)
+    deploy = to_deploy(low > 1, bool(meets[at]), bool(meets[0])) if reachable else MISSED
+    row = row_of(
+        engine.name, grid, at, latency, setting=str(best), deploy=deploy, served_tok_s=None,
+        gain=over(0), decode_tok_s=float(rates[at]), decode_gain=over(0), default=str(default),
+        default_gain=1.0 if at == base else over(base)[0], within=float(grid.within[at]),
+        held_out=held_out,
     )  # fmt: skip
-    best = ordered[option]
-    plain_rate = float(plain.tokens.sum() / plain.seconds.sum())
-    pays = plain_rate < objective.rates[option]
-    if not pays:
-        base_pair = np.stack([objective.tokens[base], objective.seconds[base]])
-        own = np.stack([plain.tokens[0], plain.seconds[0]])
-        chosen = Choice(option, *gain(own, base_pair, weights))
-    row: dict[str, Any] = {
-        "engine": engine.name, "batch": 1, "context": None,
-        "setting": str(best) if pays else "off", "deploy": "on" if pays else "off",
-        "throughput_tok_s": float(objective.rates[option]) if pays else plain_rate,
-        "default": str(default),
-        "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
-        "within_slo": float(grid.within[option]), "outside": float(grid.outside[option]),
-        "held_out": held_out or not pays, "served_gain": None, **origin(latency, 1),
-    }  # fmt: skip
     row["warnings"] = about_row(row)
-    warnings = [*about_recording(trace, latency), *summed_up([row])]
+    warnings = [*about_recording(trace, latency), *about_targets([row], slo)]
     if engine.threshold not in trace.signals:
         warnings.append(
             f"the trace lacks the draft signal {engine.threshold} (`draftsim profile` records it): "
             "no threshold was searched"
         )
-    if pays:
+    if deploy == ON:
+        warnings += summed_up([row])
         return Tuned(engine.name, best.document(), best.policy(), [row], warnings)
-    warnings.append(f"plain decoding is faster ({plain_rate:.3g} tokens/s): {engine.off}")
-    return Tuned(engine.name, None, Autoregressive(), [row], warnings)
+    if deploy == OFF:
+        warnings.append(
+            f"the best setting, {best}, gives {row['gain']:.3g}x no speculation "
+            f"({rates[0]:.3g} tokens/s): {engine.off}"
+        )
+        row = plain_row(row, grid, None, float(grid.within[0]))
+    return Tuned(engine.name, None, Autoregressive(), [row], [*warnings, *summed_up([row])])

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,9 @@ import numpy.typing as npt
 from policies.batch.tables import BatchTable
 from policies.lengths.basic import Autoregressive, Fixed
 from simulator.forks import results_of
+from simulator.serving.scenario import Scenario
+from simulator.serving.station import Policy
+from simulator.targets import Targets
 from simulator.tune.choice import (
     Objective,
     can_hold_back,
@@ -28,7 +31,6 @@ from simulator.tune.costs import (
     DEFAULT_LENGTHS,
     RESTING,
     Grid,
-    Slo,
     default_batches,
     default_contexts,
     fixed_logs,
@@ -38,15 +40,17 @@ from simulator.tune.evidence import (
     about_batches,
     about_deploying,
     about_recording,
+    about_rising,
     about_row,
     about_served,
-    origin,
+    about_targets,
     summed_up,
 )
 from simulator.tune.formats import CONTEXT_END
-from simulator.tune.repair import mended
-from simulator.tune.served import closed_load, deployed, served_each, unbeaten
-from simulator.tune.settings import Tuned, switched_off
+from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
+from simulator.tune.repair import mended, smoothed
+from simulator.tune.served import NO_SPECULATION, Outcome, closed_load, served_each, unbeaten
+from simulator.tune.settings import Tuned, plain_row, row_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -54,6 +58,9 @@ from traces.latency.table import LatencyTable
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+READS = "because the draft model reads every prompt and, where K is 0, every token"
+REMEDY = "start the server without --speculative-config for loads that stay there"
 
 
 def tune_vllm(
@@ -64,27 +71,29 @@ def tune_vllm(
     by_context: bool = False,
     contexts: Sequence[int] | None = None,
     lengths: Sequence[int] = DEFAULT_LENGTHS,
-    slo: Slo | None = None,
+    slo: Targets | None = None,
     draws: int = 1000,
     seed: int = 0,
 ) -> Tuned:
-    """``num_speculative_tokens_per_batch_size``: K by batch size, 0 where it does not pay.
+    """Search ``num_speculative_tokens_per_batch_size``: K by batch size.
 
-    At every batch (and context) the recorded rounds of each fixed K are priced and the
-    smallest K is taken that the best does not beat beyond the paired bootstrap interval
-    over prompts.  Without contexts it must also be one that no other K beats when served at
-    that batch, where requests of unlike lengths meet and prompts are prefilled in between;
-    if none is both, serving decides.  Neighbours that some K serves alike share a range.  A
-    range ends at the geometric middle between two searched batches, and at the middle between
-    contexts.  Then the table is served as a whole at every batch, and mended where some
-    fixed K is faster there (`simulator.tune.repair`); ``served_gain`` of the rows is its rate
-    over the fastest fixed K's or that of no speculation.
+    At every batch (and context) the recorded rounds of each fixed K are priced, and the smallest K
+    is taken that the best does not beat beyond the paired bootstrap interval over prompts.
+    Without contexts it must also be one that no other K beats when served at that batch, where
+    requests of different lengths meet and prompts are prefilled in between; if none is both,
+    serving decides.  Neighbours that some K serves alike share a range.  A range ends at the
+    geometric mean of two searched batches, and midway between two contexts.  Then the table is
+    served as a whole at every batch, and changed where some fixed K is faster there, or where K
+    rises with the batch and serving cannot tell the difference (`simulator.tune.repair`).
 
-    A K of 0 costs a draft pass in every iteration (`policies.batch.base.KeptInStep`) and the
-    draft model reads every prompt, which an engine without one saves.  Where that engine is
-    faster than the table, the row's ``deploy`` is off; if it is everywhere, so is the setting.
+    A K of 0 costs a draft pass in every iteration (`policies.batch.base.KeptInStep`), and the
+    draft model reads every prompt.  An engine without a draft model saves both.  The row's
+    ``deploy`` is on only where the table serves more than such an engine; if it is on nowhere, no
+    setting is written.
 
-    The default that gains are held against is vLLM's own: no speculation.
+    With targets, only requests within them count, and a setting that misses them for more than
+    ``1 - slo.share`` of the requests is chosen only where every setting does.  There K is the one
+    that gives most tokens, and ``deploy`` says that the targets are missed.
 
     Parameters
     ----------
@@ -97,9 +106,9 @@ def tune_vllm(
     lengths:
         Draft lengths tried.
     slo:
-        Targets; only tokens of prompts that meet them count.
+        Targets of a request.
     draws:
-        Resamples of the bootstrap.
+        Resamples of the bootstrap of decoding; `simulator.tune.gains.DRAWS` are served.
     seed:
         Of the bootstrap and of the requests served.
 
@@ -117,72 +126,97 @@ def tune_vllm(
     options = list(logs)
     weights = resamples(len(trace.requests), draws, seed)
     second = folds([r.category for r in trace.requests])
+    held_out = can_hold_back(second)
     loads = [closed_load(trace, b, slo, seed) for b in sizes]
     # At K = 0, too, the draft model of an engine that drafts elsewhere reads the prompts.
     drafting = [replace(s, limits=replace(s.limits, lookahead=max(options))) for s in loads]
     policies = [Fixed(k) if k else RESTING for k in options]
-    lone = [(policy, load) for load in drafting for policy in policies]
-    plainly = [(Autoregressive(), load) for load in loads]
+    lone = [(trace, policy, load) for load in drafting for policy in policies]
+    plainly = [(trace, Autoregressive(), load) for load in loads]
 
-    def grids_of() -> list[list[Grid]]:
-        return [[price_grid(priced, latency, b, c, slo) for c in where] for b in sizes]
+    def grids_of(targets: Targets | None) -> list[list[Grid]]:
+        return [[price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
 
-    parts: list[Callable[[], Any]] = [grids_of, *served_each(trace, latency, [*lone, *plainly])]
-    grids, *rates = results_of(parts, trace.tokens * len(parts))
-    alone = np.reshape(rates[: len(lone)], (len(sizes), len(options), -1))
-    off = rates[len(lone) :]
+    parts: list[Callable[[], Any]] = [partial(grids_of, slo), partial(grids_of, None)]
+    parts += served_each(latency, [*lone, *plainly])
+    within, free, *outcomes = results_of(parts, trace.tokens * len(parts))
+    off: list[Outcome] = outcomes[len(lone) :]
+    fixed = [outcomes[i : i + len(options)] for i in range(0, len(lone), len(options))]
+    reachable = [
+        any(o.meets(slo) for o in [plain, *own]) for plain, own in zip(off, fixed, strict=True)
+    ]
+    grids: list[list[Grid]] = [
+        a if met else b for met, a, b in zip(reachable, within, free, strict=True)
+    ]
+    alone = [
+        np.array([o.search_rates(slo, met) for o in own])
+        for met, own in zip(reachable, fixed, strict=True)
+    ]
     objectives = [[Objective(g.tokens[1:], g.seconds[1:], weights) for g in row] for row in grids]
     served = [np.ones(len(options), bool) if by_context else unbeaten(r) for r in alone]
     first = _choose(objectives, served)
 
     @cache
-    def together(ranges: str) -> Floats:
+    def together(ranges: str) -> list[Outcome]:
         policy = BatchTable(json.loads(ranges))
-        each = served_each(trace, latency, [(policy, load) for load in loads])
-        return np.array(results_of(each, trace.tokens * len(each)))
+        each = served_each(latency, [(trace, policy, load) for load in loads])
+        return results_of(each, trace.tokens * len(each))
 
-    def serve(table: Ints) -> Floats:
+    def whole(table: Ints) -> list[Outcome]:
         return together(json.dumps(_rows(table, sizes, where, options)))
 
-    found = mended(first, list(alone), serve)
+    def serve(table: Ints) -> Floats:
+        pairs = zip(whole(table), reachable, strict=True)
+        return np.array([own.search_rates(slo, met) for own, met in pairs])
+
+    found = smoothed(mended(first, alone, serve), alone, serve)
     table = found.table
-    held_out = can_hold_back(second)
+    # What serving put in place of a choice, all prompts chose.
+    kept = (table == first).all(axis=1)
     halves = [
         _choose([[o.on(half) for o in row] for row in objectives], served)
         for half in (~second, second)
     ] if held_out else None  # fmt: skip
-    deploy = deployed(found.rates, off)
-    warnings = [*about_recording(trace, latency), *about_batches(sizes)]
-    warnings += about_deploying(sizes, found.rates, off)
-    if "on" not in deploy:
-        return switched_off("vllm", [g for row in grids for g in row], latency, warnings)
-    rows = []
+    drawn = resampled(trace, second, held_out, DRAWS, seed)
+    own, rest = _on_draws(
+        latency, drawn, loads, reachable,
+        [_rows(np.where(kept[:, None], h, table), sizes, where, options)
+         for h in (halves if halves is not None else (table, table))],
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = []
     for i, j in np.ndindex(*table.shape):
         o, grid, option = objectives[i][j], grids[i][j], int(table[i, j])
-        kept = bool(table[i, j] == first[i, j])
-        # What serving put in place of a choice, all prompts chose.
-        own = None if halves is None or not kept else (
+        told = None if halves is None or not kept[i] else (
             int(halves[0][i, j]), int(halves[1][i, j])
         )  # fmt: skip
-        chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, own)
-        rival = max(float(alone[i][found.best[i]].mean()), float(off[i].mean()))
-        row = {
-            "engine": "vllm", "batch": grid.batch, "context": grid.context,
-            "setting": f"K={options[option]}", "deploy": deploy[i],
-            "throughput_tok_s": grid.batch * float(o.rates[option]),
-            "default": "off", "gain": chosen.gain, "gain_lo": chosen.lo, "gain_hi": chosen.hi,
-            "within_slo": float(grid.within[1 + option]),
-            "outside": float(max(grid.outside[1 + option], grid.outside[0])),
-            "held_out": own is not None,
-            "served_gain": float(found.rates[i].mean()) / max(rival, 1e-300),
-            **origin(latency, grid.batch),
-        }  # fmt: skip
+        chosen = cross_fitted(o, second, (grid.tokens[0], grid.seconds[0]), option, told)
+        against, now = Against(own[i], rest[i], drawn.told), whole(table)[i]
+        row = row_of(
+            "vllm", grid, 1 + option, latency, setting=f"K={options[option]}",
+            deploy=to_deploy(against.faster, now.meets(slo), off[i].meets(slo)),
+            served_tok_s=float(now.rates(reachable[i]).mean()), gain=against.gain,
+            decode_tok_s=grid.batch * float(o.rates[option]), decode_gain=chosen[1:],
+            default=NO_SPECULATION, default_gain=against.gain[0],
+            within=float(now.within.mean()), held_out=told is not None,
+        )  # fmt: skip
         said = about_served(
-            f"K={options[found.best[i]]}", float(found.gains[i]), kept, bool(found.worse[i])
-        )
+            f"K={options[found.best[i]]}", float(found.gains[i]), bool(kept[i]),
+            bool(found.worse[i]),
+        )  # fmt: skip
         rows.append({**row, "warnings": [*about_row(row), *said]})
+    warnings = [*about_recording(trace, latency), *about_batches(sizes), *about_targets(rows, slo)]
+    warnings += about_deploying(rows, READS, REMEDY)
     ranges = _rows(table, sizes, where, options)
-    warnings += summed_up(rows)
+    if not any(row["deploy"] == ON for row in rows):
+        rows = [
+            plain_row(row, grid, float(off[i].rates(reachable[i]).mean()), off[i].within.mean())
+            if row["deploy"] == OFF else row
+            for row, (i, grid) in zip(
+                rows, ((i, g) for i, own in enumerate(grids) for g in own), strict=True
+            )
+        ]  # fmt: skip
+        return Tuned("vllm", None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
+    warnings += [*summed_up(rows), *about_rising("K", sizes, options, table, alone)]
     if table[-1].any():
         warnings.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
@@ -194,6 +228,30 @@ def tune_vllm(
         "num_speculative_tokens_per_batch_size": ranges,
     }
     return Tuned("vllm", document, BatchTable(ranges), rows, warnings)
+
+
+def _on_draws(
+    latency: LatencyTable, drawn: Resampled, loads: Sequence[Scenario], reachable: Sequence[bool],
+    tables: Sequence[list[list[int]]],
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """Rates of the tables and of no speculation on resampled prompts, (batches, draws) each.
+
+    Resamples of the first half are served under the second of `tables`, which was chosen on the
+    other half, and those of the second half under the first.
+    """
+    policies = [BatchTable(tables[0] if late else tables[1]) for late in drawn.late]
+    runs: list[tuple[Trace, Policy, Scenario]] = []
+    for load in loads:
+        for trace, policy in zip(drawn.traces, policies, strict=True):
+            short = replace(load, requests=max(len(trace.requests), 4 * load.limits.max_batch))
+            runs += [(trace, policy, short), (trace, Autoregressive(), short)]
+    parts = served_each(latency, runs, replications=1)
+    outcomes = results_of(parts, sum(trace.tokens for trace, *_ in runs))
+    rates = np.array([
+        outcome.rates(reachable[i // (2 * len(policies))])[0] for i, outcome in enumerate(outcomes)
+    ])  # fmt: skip
+    found = rates.reshape(len(loads), len(policies), 2)
+    return found[..., 0], found[..., 1]
 
 
 def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) -> Ints:

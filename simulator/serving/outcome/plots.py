@@ -14,16 +14,19 @@ import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from simulator.maps import draw_map, is_dark, mark_bar, shading
+from simulator.maps import LEAST_REACH, draw_map, is_dark, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, INK, MARKERS
 from simulator.plots.look import style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
 
 Rows = Sequence[Mapping[str, Any]]
+SLOWER_FASTER = LinearSegmentedColormap.from_list("diverging", ["#8C4A00", "#FFFFFF", "#004978"])
+"""Brown below a speedup of 1, blue above it."""
 
 
 def plot_latency_throughput(rows: Rows, latency: str = "tpot_s") -> Figure:
@@ -174,6 +177,67 @@ def plot_speedup_grid(
     mark_bar(bar)
     if (values < 1).any():
         axes.set_xlabel("prompt tokens (hatched: slower than plain decoding)")
+    return figure
+
+
+def plot_speedups(
+    speedups: Mapping[str, npt.ArrayLike], batches: Sequence[int], columns: Sequence[str]
+) -> Figure:
+    """Speedup over no speculation by batch size and prompt length, a panel per policy.
+
+    Parameters
+    ----------
+    speedups:
+        By policy, an array of shape (batches, columns); NaN where nothing was served.
+    columns:
+        What each column is labelled with.
+
+    Raises
+    ------
+    DraftsimError
+        If there is no policy, or an array has another shape.
+    """
+    grids = {name: np.asarray(values, dtype=float) for name, values in speedups.items()}
+    shape = len(batches), len(columns)
+    if not grids or any(grid.shape != shape for grid in grids.values()):
+        shapes = ", ".join(str(grid.shape) for grid in grids.values()) or "none"
+        raise DraftsimError(f"speedups have shapes {shapes}, expected {shape}")
+    across = 2 if len(grids) == 4 else min(len(grids), 3)
+    down = -(-len(grids) // across)
+    width, height = 0.9 + 0.62 * len(columns), 0.9 + 0.36 * len(batches)
+    figure = Figure(
+        figsize=(max(4.5, across * width + 0.9), down * height + 0.5), layout="constrained"
+    )
+    panels = figure.subplots(down, across, squeeze=False, sharey=True)
+    every = np.concatenate([grid.ravel() for grid in grids.values()])
+    # As far to either side of 1, so that equal shades are equal factors.
+    reach = max(
+        1 + LEAST_REACH, np.nanmax(every, initial=1.0), 1 / np.nanmin(every[every > 0], initial=1.0)
+    )
+    scale = LogNorm(1 / reach, reach)
+    for axes, (name, grid) in zip(panels.ravel(), grids.items(), strict=False):
+        image = axes.imshow(grid, cmap=SLOWER_FASTER, norm=scale, aspect="auto", origin="lower")
+        for i, j in np.ndindex(*shape):
+            value = grid[i, j]
+            far = np.isfinite(value) and abs(scale(value) - 0.5) > 0.3
+            axes.text(
+                j, i, f"{value:.2f}" if np.isfinite(value) else "–", ha="center", va="center",
+                fontsize=8, color="white" if far else INK,
+            )  # fmt: skip
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(batches)), [str(b) for b in batches])
+        axes.tick_params(length=0, labelsize=8)
+        axes.spines[:].set_visible(False)
+    for axes in panels.ravel()[len(grids) :]:
+        axes.set_visible(False)
+    figure.supxlabel("prompt tokens", fontsize=9)
+    figure.supylabel("batch size", fontsize=9)
+    bar = figure.colorbar(image, ax=panels.ravel().tolist(), fraction=0.06, pad=0.02)
+    bar.set_label("speedup over\nno speculation", fontsize=8)
+    bar.ax.yaxis.set_major_locator(FixedLocator([1 / reach, reach**-0.5, 1, reach**0.5, reach]))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    mark_bar(bar)
     return figure
 
 
