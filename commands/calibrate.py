@@ -108,7 +108,7 @@ def calibrate(
     for line in _remarks(server, contexts):
         note(line)
     note(
-        f"measure next: {suggestion.batch} requests at K = {suggestion.k}: it takes away "
+        f"measure next: concurrency {suggestion.batch} at K = {suggestion.k}: it takes away "
         f"{suggestion.narrows:.0%} of what is uncertain about the speedups"
     )
     if out is not None:

@@ -150,6 +150,6 @@ def in_words(rows: Sequence[Choice]) -> str:
         if not last:
             continue
         what = f"K = {row.k}" if row.k else "no speculation"
-        parts.append(f"{what} up to {row.batch} requests")
+        parts.append(f"{what} up to {row.batch} request{'s' * (row.batch > 1)}")
     text = ", then ".join(parts)
     return text[0].upper() + text[1:]
