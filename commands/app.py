@@ -46,6 +46,9 @@ COMMANDS = {
         "commands.validate.command:validate", "Run policies for real, beside their predictions."
     ),
     "check": Listed("commands.check:check", "Hold the closed formulas against simulation."),
+    "recommend": Listed(
+        "commands.recommend:recommend", "Recommend a server's draft length from its own runs."
+    ),
     "calibrate": Listed(
         "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server."
     ),

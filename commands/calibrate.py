@@ -1,19 +1,21 @@
-"""``draftsim calibrate``: a server's costs from a handful of its own runs."""
+"""``draftsim calibrate``: what a server's own runs say of every load and draft length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, placed_recording
+from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
+from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     from simulator.aggregate import Interval
-    from simulator.aggregate.advice import Load
+    from simulator.aggregate.advice import Choice, Prediction
+    from simulator.aggregate.server import Server
 
 
 def calibrate(
@@ -21,138 +23,183 @@ def calibrate(
         Path,
         typer.Argument(
             metavar="RUNS",
-            help="CSV (or .jsonl) of runs: batch,k,tokens_per_s[,context][,emitted][,acceptance], "
-            "or vLLM's max_concurrency, num_speculative_tokens, output_throughput and "
-            "mean_acceptance_length. k is the draft length, 0 without speculation; emitted the "
-            "tokens a round; acceptance the chances that the first 1, 2, ... drafted tokens are "
-            "accepted, separated by blanks.",
+            help="CSV or JSON lines, one run each: concurrency, draft length, output tokens/s; "
+            "optionally context, acceptance, prompt and output lengths (docs/formats.md).",
         ),
     ],
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,..", help="Concurrencies to predict.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="N,..", help="Draft lengths to predict.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="N,..", help="Contexts to predict, in tokens.")
+    ] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Drafter passes of every step, whatever the draft length: 1 for a drafter that "
+            "drafts all tokens at once. Default: one per drafted token.",
+        ),
+    ] = None,
     noise: Annotated[
         float | None,
         typer.Option(min=1e-4, help="Relative spread of a run's tokens/s, if you repeated runs."),
     ] = None,
-    level: Annotated[
-        float, typer.Option(min=0.5, max=0.999, help="Level of the intervals, all together.")
-    ] = 0.95,
-    threshold: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens an iteration above which another kernel runs, if known."),
-    ] = None,
-    always: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Draft passes of every iteration, where the engine always drafts."
-        ),
-    ] = None,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed_recording,
+            callback=placed,
             help="Write the costs as a latency table, for --latency.",
         ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Fit fixed, per-token, per-cached-token and draft costs to tokens/s of your own server.
+    """Fit a server's costs to its own runs, and predict every draft length at every load.
 
-    Prints the fastest draft length at each concurrency, the predicted tokens/s at every draft
-    length up to the longest measured, and the costs with their intervals.  What the runs do not
-    determine is named, and so is the run that would narrow the predictions most.
+    The first line names the best draft length by concurrency. What the runs do not determine is
+    named, and so is the run that would tell most. Intervals are for a further run at that load.
     """
-    from simulator.aggregate.advice import best_lengths, loads_of, next_run, predicted
-    from simulator.aggregate.fit import calibrate as fit
+    from commands.common.inputs import batch_sizes
+    from simulator.aggregate.advice import (
+        choices,
+        concurrencies,
+        draft_lengths,
+        next_run,
+        predicted,
+        usual,
+    )
+    from simulator.aggregate.server import calibrate as fit
     from simulator.aggregate.table import latency_table, read_runs
     from traces.store.files import write_latency
 
     measured = read_runs(runs)
-    found = fit(measured, noise=noise, level=level, threshold=threshold, always=always)
-    loads = predicted(found, measured, loads_of(measured))
-    best = best_lengths(loads)
-    suggestion = next_run(found, measured)
+    server = fit(measured, passes=passes, noise=noise)
+    batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
+    lengths = draft_lengths(measured) if k is None else _whole("--k", k)
+    contexts = (
+        [usual(server)[0]] if context is None else [float(c) for c in _whole("--context", context)]
+    )
+    best = choices(server, batches, lengths, level)
+    loads = predicted(
+        server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
+    )
+    intervals, suggestion = server.intervals(level), next_run(server)
     if json is None:
-        print(_answer(best))
-        print_table([_load(load) for load in loads], title="Predicted")
-        print_table([_cost(name, one) for name, one in found.intervals.items()], title="Costs")
+        note(_headline(best, level))
+        print_table([_choice(row) for row in best])
+        print_table([_load(load) for load in loads])
+        print_table([_cost(name, one) for name, one in intervals.items()])
     else:
         rows = [
             {"cost": name, "value": i.value, "low": i.low, "high": i.high}
-            for name, i in found.intervals.items()
+            for name, i in intervals.items()
         ]
         more = {
-            "undetermined": list(found.undetermined), "noise": found.noise,
-            "threshold": found.server.threshold, "misses": list(found.misses),
-            "next_run": suggestion._asdict(), "best": [_flat(load) for load in best],
+            "undetermined": list(server.undetermined), "misfit": server.misfit,
+            "next_run": suggestion._asdict(), "choices": [_chosen(row) for row in best],
             "predictions": [_flat(load) for load in loads],
         }  # fmt: skip
         emit("calibrate", rows, json, more=more)
-        note(_answer(best))
-    largest = max(run.batch for run in measured)
-    if beyond := sorted({load.batch for load in loads if load.batch > largest}):
-        note(f"batch {', '.join(map(str, beyond))} is beyond the runs: extrapolated")
-    contexts = sorted({load.context for load in loads})
+    for line in _remarks(server, contexts):
+        note(line)
     note(
-        f"predicted at the runs' own context {' and '.join(f'{c:g}' for c in contexts)} only"
-        if contexts != [0] else
-        "the runs name no context: predictions hold for requests as long as theirs"
-    )  # fmt: skip
-    if found.server.threshold is not None:
-        note(f"above {found.server.threshold} tokens an iteration another kernel runs (step_s)")
-    worst = max(found.misses, key=abs)
-    note(f"runs scatter by {found.noise:.1%} about the fit, the worst by {worst:+.1%}")
-    if found.undetermined:
-        note(f"not determined by these runs, and taken as 0: {', '.join(found.undetermined)}")
-    narrows = f"{min(suggestion.narrows, 0.99):.0%}"
-    note(
-        f"measure next: batch {suggestion.batch}, k = {suggestion.k}, context "
-        f"{suggestion.context:g}: it would take away {narrows} of the predictions' variance"
+        f"measure next: concurrency {suggestion.batch} at K = {suggestion.k}: it takes away "
+        f"{suggestion.narrows:.0%} of what is uncertain about the speedups"
     )
     if out is not None:
-        write_latency(latency_table(found, measured), out)
+        write_latency(latency_table(server), out)
         note(f"wrote {out}")
 
 
-def _answer(best: Sequence[Load]) -> str:
-    """The fastest draft length at each concurrency, in one sentence."""
-    contexts = sorted({load.context for load in best})
-    parts = []
-    for context in contexts:
-        where = f" at context {context:g}" if contexts != [0] else ""
-        each = [
-            f"K = {load.k} at {load.batch} ({load.speedup.value:.2f}x, {_span(load.speedup)})"
-            if load.k else f"no speculation at {load.batch}"
-            for load in best if load.context == context
-        ]  # fmt: skip
-        parts.append(f"fastest by concurrency{where}: {', '.join(each)}")
-    said = "; ".join(parts)
-    return said[0].upper() + said[1:]
+def _headline(rows: list[Choice], level: float) -> str:
+    from simulator.aggregate.advice import in_words
+
+    first = rows[0]
+    gain = (
+        f"; at {first.batch} request{'s' * (first.batch > 1)} {_times(first.speedup)} no "
+        f"speculation ({level:.0%} interval)" if first.k else ""
+    )  # fmt: skip
+    return f"{in_words(rows)}{gain}."
+
+
+def _remarks(server: Server, contexts: list[float]) -> list[str]:
+    """What the answer rests on: prior knowledge, unmeasured context, no plain run."""
+    lines = []
+    if not any(run.k == 0 for run in server.runs):
+        lines.append(
+            "no run without speculation (K = 0): speedups rest on what other servers' drafts "
+            "cost; which K is best does not"
+        )
+    held = {run.held for run in server.runs}
+    if len(held) < 2 and any(c not in held for c in contexts):
+        lines.append(
+            "all runs have one context: what another one costs is not determined by them, and "
+            "comes from other servers"
+        )
+    if server.undetermined:
+        names = ", ".join(name.replace("_", " ") for name in server.undetermined)
+        lines.append(f"not determined by these runs, taken from other servers: {names}")
+    return lines
+
+
+def _whole(name: str, text: str) -> list[int]:
+    try:
+        values = sorted({int(part) for part in text.split(",")})
+        if values[0] < 0 or values[-1] > 10_000_000:
+            raise ValueError
+    except ValueError:
+        raise DraftsimError(f"{name} {text!r}: expected whole numbers such as 0,1,3") from None
+    return values
 
 
 def _cost(name: str, value: Interval) -> Mapping[str, str]:
-    scale, unit = (1e3, " ms") if name.endswith("_s") else (1.0, "")
-    low, middle, high = (f"{scale * v:.4g}{unit}" for v in (value.low, value.value, value.high))
-    return {"cost": name.removesuffix("_s"), "value": middle, "from": low, "to": high}
+    from simulator.aggregate.server import COSTS, SECONDS
 
-
-def _load(load: Load) -> Mapping[str, str]:
+    scale, unit = (1e3, " ms") if name in SECONDS else (1.0, "")
+    low, middle, high = (f"{scale * v:.3g}{unit}" for v in (value.low, value.value, value.high))
     return {
-        "batch": str(load.batch), "K": str(load.k), "context": f"{load.context:g}",
-        "tokens/s": _figure(load.tokens_per_s.value), "interval": _span(load.tokens_per_s),
-        "speedup": _figure(load.speedup.value), "from, to": _span(load.speedup),
+        "cost": name.replace("_", " "), "value": middle, "from": low, "to": high,
+        "of": COSTS[name].meaning,
     }  # fmt: skip
 
 
-def _span(value: Interval) -> str:
-    return f"{_figure(value.low)} to {_figure(value.high)}"
+def _times(value: Interval) -> str:
+    return f"{value.value:.2f}x ({value.low:.2f} to {value.high:.2f})"
 
 
-def _figure(value: float) -> str:
-    """Three figures, and all of a whole number's."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _choice(row: Choice) -> Mapping[str, str]:
+    return {
+        "requests": str(row.batch), "best K": str(row.k),
+        "tokens/s": f"{row.tokens_per_s.value:.4g}",
+        "speedup": _times(row.speedup) if row.k else "1",
+        "chance faster": f"{row.faster:.0%}" if row.k else "-",
+    }  # fmt: skip
 
 
-def _flat(load: Load) -> Mapping[str, float]:
+def _chosen(row: Choice) -> dict[str, Any]:
+    return {
+        "batch": row.batch, "k": row.k, "tokens_per_s": row.tokens_per_s.value,
+        "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
+        "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
+        "extrapolated": row.extrapolated,
+    }  # fmt: skip
+
+
+def _load(load: Prediction) -> Mapping[str, str]:
+    speed = load.tokens_per_s
+    return {
+        "requests": str(load.batch), "K": str(load.k), "context": f"{load.context:g}",
+        "tokens/s": f"{speed.value:.4g}", "interval": f"{speed.low:.3g} to {speed.high:.3g}",
+        "speedup": _times(load.speedup) if load.k else "1",
+    }  # fmt: skip
+
+
+def _flat(load: Prediction) -> Mapping[str, float]:
     parts = {"tokens_per_s": load.tokens_per_s, "speedup": load.speedup}
     row: dict[str, float] = {"batch": load.batch, "k": load.k, "context": load.context}
     for name, value in parts.items():

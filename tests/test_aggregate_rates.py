@@ -10,9 +10,6 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from simulator.aggregate import TwoState, emitted_of_rate, emitted_rows, known_totals
-from simulator.aggregate.advice import predicted
-from simulator.aggregate.fit import ACCEPTANCE, calibrate
-from simulator.aggregate.server import Server, ServerRun
 from simulator.check_recorded import recorded_checks
 from simulator.formulas.leviathan import expected_tokens
 from tests.conftest import Run
@@ -99,23 +96,7 @@ def test_imported_totals_are_told_at_other_lengths(run: Run, tmp_path: Path) -> 
     rows = {row["draft_length"]: row for row in document["tokens_by_length"]}
     assert rows[1]["known"]
     assert rows[2]["known"]
-    assert rows[5]["low"] - 1e-3 <= made.emitted(5) <= rows[5]["high"] + 1e-3
+    assert rows[5]["low"] <= made.emitted(5) <= rows[5]["high"]
     assert rows[5]["low"] < rows[5]["high"]
     shown = run("import", "prometheus", file)
     assert "Tokens a round at other draft lengths" in shown.out
-
-
-def test_calibration_without_told_acceptance_covers_a_bursty_server() -> None:
-    """Fitted as if positions were independent, at one length; another length's speed is held."""
-    made = TwoState(0.7, uneven=0.25, memory=0.9)
-    server = Server(fixed_s=0.012, token_s=4e-5, context_s=2e-7, draft_s=1.5e-3)
-    loads = [(b, k, c) for b in (1, 4, 16) for k in (0, 2) for c in (500, 2000)]
-    runs = [ServerRun(b, k, server.tokens_per_s(b, k, c, made.emitted(k)), c) for b, k, c in loads]
-    found = calibrate(runs, noise=0.002)
-    assert ACCEPTANCE in found.intervals
-    load = predicted(found, runs, [(4, 6, 500)])[0]
-    assert load.tokens_per_s.holds(server.tokens_per_s(4, 6, 500, made.emitted(6)))
-    even = found.intervals[ACCEPTANCE]
-    step = float(found.server.iteration_s(4, 6, 500))
-    narrow = [4 * TwoState(a).emitted(6) / step for a in (even.low, even.high)]
-    assert load.tokens_per_s.high - load.tokens_per_s.low > narrow[1] - narrow[0]

@@ -1,6 +1,7 @@
 """What totals tell: tokens a second and acceptance of whole runs, without a trace or a profile."""
 
-from simulator.aggregate.acceptance import Interval, TwoState, emitted_at, iid_mean, unevenness
+from simulator.aggregate.acceptance import TwoState, iid_mean
+from simulator.aggregate.hazard import Interval, emitted_at
 from simulator.aggregate.rates import emitted_of_rate, emitted_rows, known_totals
 
 __all__ = [
@@ -11,5 +12,4 @@ __all__ = [
     "emitted_rows",
     "iid_mean",
     "known_totals",
-    "unevenness",
 ]

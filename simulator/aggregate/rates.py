@@ -12,14 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from simulator.aggregate.acceptance import (
-    MEMORIES,
-    UNEVENNESS,
-    Interval,
-    TwoState,
-    emitted_at,
-    iid_mean,
-)
+from simulator.aggregate.acceptance import MEMORIES, UNEVENNESS, TwoState, iid_mean
+from simulator.aggregate.hazard import Interval, emitted_at
 from traces.errors import DraftsimError
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)

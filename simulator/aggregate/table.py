@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any
 
 import pandas as pd
 
-from policies.spec import choice
-from simulator.aggregate.fit import Calibration
-from simulator.aggregate.server import ServerRun
+from simulator.aggregate.server import Load, Server, ServerRun
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 from traces.store.text import json_lines, read_text
 
-POSITIONS = "acceptance"
-COLUMNS = ("batch", "k", "tokens_per_s", "context", "emitted", POSITIONS)
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "batch": ("batch", "concurrency", "max_concurrency"),
+    "k": ("k", "num_speculative_tokens", "draft_length"),
+    "tokens_per_s": ("tokens_per_s", "output_throughput"),
+    "context": ("context",),
+    "emitted": ("emitted", "mean_acceptance_length", "acceptance_length"),
+    "prompt": ("prompt", "mean_input_tokens"),
+    "answer": ("answer", "mean_output_tokens"),
+    "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
+}
+"""What a run's fields may be called: ours first, then vLLM's and others' names."""
+REQUIRED = ("batch", "k", "tokens_per_s")
+NAMES = tuple(name for names in COLUMNS.values() for name in names)
 MOST = 1e9
 """Largest number of a run; no server comes near it, and fits of larger ones overflow."""
 
 
 def read_runs(path: Path) -> list[ServerRun]:
-    """Runs from CSV with a head, or JSON lines.
+    """Runs from CSV with a head, or JSON lines; the columns are those of `COLUMNS`.
 
-    Columns: ``batch``, ``k``, ``tokens_per_s``; optional ``context``, ``emitted`` (tokens a
-    round), and ``acceptance``, chances that the first 1, 2, ... drafted tokens are accepted,
-    separated by blanks.
+    Acceptance by position is numbers separated by blanks or semicolons (a list in JSON): the
+    chances that the first 1, 2, ... drafted tokens are all accepted.  Other columns are ignored,
+    but for those that look like one of ours misspelt.
 
     Raises
     ------
@@ -65,16 +75,25 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
 def _run(row: Any, where: str) -> ServerRun:
     if not isinstance(row, dict):
         raise DraftsimError(f"{where}: is {shown(row)}, expected an object")
-    if unknown := sorted(set(map(str, row)) - set(COLUMNS)):
-        raise DraftsimError(f"{where}: unknown {shown(unknown[0])}{choice(unknown[0], COLUMNS)}")
-    if missing := [name for name in COLUMNS[:3] if row.get(name) in (None, "")]:
-        raise DraftsimError(f"{where}: has no {missing[0]}")
-    positions = row.get(POSITIONS) or ()
+    for name in sorted(set(map(str, row)) - set(NAMES)):
+        if close := get_close_matches(name, NAMES, n=1, cutoff=0.75):
+            raise DraftsimError(f"{where}: unknown {shown(name)} (did you mean {close[0]!r}?)")
+    given: dict[str, Any] = {}
+    for field, names in COLUMNS.items():
+        told = [name for name in names if row.get(name) not in (None, "")]
+        if len(told) > 1:
+            raise DraftsimError(f"{where}: has {told[0]} and {told[1]}, which are one: drop one")
+        if told:
+            given[field] = row[told[0]]
+    if "k" not in given and "num_speculative_tokens" in row:
+        given["k"] = 0  # as vLLM's sweeps leave it empty without speculation
+    if missing := [name for name in REQUIRED if name not in given]:
+        raise DraftsimError(f"{where}: has no {' or '.join(COLUMNS[missing[0]])}")
+    positions = given.pop("accepted", ())
     if isinstance(positions, str):
-        positions = positions.split()
+        positions = positions.replace(";", " ").split()
     if not isinstance(positions, list | tuple):
         positions = [positions]
-    given = {name: row[name] for name in COLUMNS[:5] if row.get(name) not in (None, "")}
     found = {name: _number(where, name, value) for name, value in given.items()}
     for name in ("batch", "k"):
         if not found[name].is_integer():
@@ -82,7 +101,8 @@ def _run(row: Any, where: str) -> ServerRun:
     try:
         return ServerRun(
             int(found["batch"]), int(found["k"]), found["tokens_per_s"], found.get("context", 0.0),
-            found.get("emitted"), tuple(_number(where, POSITIONS, value) for value in positions),
+            found.get("emitted"), tuple(_number(where, "acceptance", v) for v in positions),
+            found.get("prompt"), found.get("answer"),
         )  # fmt: skip
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
@@ -100,29 +120,40 @@ def _number(where: str, name: str, value: Any) -> float:
     return number
 
 
-def latency_table(found: Calibration, runs: Sequence[ServerRun]) -> LatencyTable:
-    """Forward passes of target and draft over the loads that the runs span.
+def latency_table(server: Server) -> LatencyTable:
+    """Passes of target and draft, and prompts, over the loads that the runs span.
 
-    Costs that the runs do not determine count as nothing, as in the fit.
+    The cells are the costs that `calibrate` prints and predicts with.  What speculation costs
+    whatever the draft length is part of a round's first draft pass.
     """
-    server = found.server
+    runs = server.runs
     batches = sorted({1, *(run.batch for run in runs)})
-    widths = range(1, max(run.k for run in runs) + 2)
-    contexts = sorted({0, *(int(run.context) for run in runs)})
+    longest = max(1, *(run.k for run in runs))
+    contexts = sorted({0, *(int(run.held) for run in runs)})
+    cost = server.central
     cells: list[list[Any]] = []
+
+    def cell(model: str, phase: str, batch: int, tokens: int, context: int, seconds: float) -> None:
+        cells.append([model, phase, batch, tokens, context, seconds, 0.0, 1])
+
     for batch in batches:
+        extra = cost["speculating"] + cost["speculating_sequence"] * batch
+        each = cost["draft"] + cost["draft_sequence"] * batch
+        passes = server.passes
+        first = extra + each * (1 if passes is None else passes)
         for context in contexts:
-            for width in widths:
-                columns = server.columns(batch, width - 1, context)
-                columns[3:5] = 0  # drafting is the draft's
-                seconds = float(columns @ server.costs)
-                cells.append(["target", "forward", batch, width, context, seconds, 0.0, 1])
-            seconds = server.draft_s + server.draft_token_s * batch
-            cells.append(["draft", "forward", batch, 1, context, max(0.0, seconds), 0.0, 1])
-    if bad := [row for row in cells if not row[5] >= 0]:
-        raise DraftsimError(
-            f"the fit gives {bad[0][5]:.3g} s for a pass of {bad[0][3]} tokens at batch "
-            f"{bad[0][2]}: measure more runs before writing a table"
-        )
-    meta = {"kind": "calibrated", "noise": found.noise, "runs": len(runs)}
+            for width in range(1, longest + 2):
+                load = Load(batch, width - 1, context, prompts=0.0)
+                speculating = extra + each * (width - 1 if passes is None else passes)
+                seconds = float(server.step_s(load, 1.0)[0]) - (width > 1) * speculating
+                cell("target", "forward", batch, width, context, seconds)
+            for tokens in (1, longest + 1):
+                cell("draft", "catch_up", batch, tokens, context, first)
+            cell("draft", "forward", batch, 1, context, each if passes is None else 0.0)
+    held = max(contexts[-1], 16)
+    for tokens in sorted({1, *(2**i for i in range(4, held.bit_length())), held}):
+        s, compute = cost["sharpness"], cost["prefill"] * cost["weights"] / cost["knee"]
+        work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
+        cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
+    meta = {"kind": "calibrated", "misfit": server.misfit, "runs": len(runs)}
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from simulator.aggregate.acceptance import emitted_at
+from simulator.aggregate.hazard import emitted_at
 from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, EngineStudy
 from simulator.papers.measured.ladder import cycle_at
 from simulator.papers.measured.rows import Evidence, evidence, ranked

@@ -1,6 +1,6 @@
 """Draft lengths of one pair on one GPU: some are given, the others predicted.
 
-A round's tokens come from the acceptance family (`simulator.aggregate.acceptance`), its time from
+A round's tokens come from the hazard by position (`simulator.aggregate.hazard`), its time from
 the line that begins at a plain step, a round of no drafts, and is nearest to the cycle times given:
 what drafting and verifying one more token adds.  llama.cpp verifies more than 8 tokens with another
 kernel than fewer, so cycles on the same side of that are asked first.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 
-from simulator.aggregate.acceptance import Interval, emitted_at
+from simulator.aggregate.hazard import Interval, emitted_at
 from simulator.hardware.kernels import ALONE
 from simulator.papers.measured.figures import CLASSES, RTX3090, RTX3090_PLAIN, Length
 from simulator.papers.measured.rows import Evidence, evidence, ranked

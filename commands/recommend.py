@@ -1,0 +1,315 @@
+"""``draftsim recommend``: from a running server's counters and benchmarks to its setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.output import JsonOption, emit, note, placed
+from commands.common.printed import print_table
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from simulator.aggregate.advice import Choice
+    from simulator.aggregate.server import Server
+
+ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
+WITHOUT_SPEEDS = (
+    "counters say what is accepted, not what a step costs: give benchmark runs too, --bench, of "
+    "the server without speculation and with K = {k}, at one concurrency"
+)
+
+
+def recommend(
+    engine: Annotated[str, typer.Option(help=f"One of {', '.join(ENGINES)}.")] = "vllm",
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[@K]",
+            help="Runs: results of `vllm bench serve` or `sweep`, SGLang's bench_serving, "
+            "GuideLLM, AIPerf, a folder of them, or a CSV; @K says a file's draft length. "
+            "Repeatable.",
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|URL",
+            help="/metrics of the server, for acceptance: once, or before and after.",
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="Target model, for the command.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Drafter, for the command.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="vLLM's method: eagle3, eagle, mtp, draft_model, ngram, ...")
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(metavar="tpot=30ms", help="Refuse where no draft length meets this TPOT."),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,..", help="Concurrencies to answer for.")
+    ] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Drafter passes of a step, where they do not follow K."),
+    ] = None,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=placed, help="Write the engine's setting."),
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Recommend a draft length by concurrency, from a server's own benchmark runs.
+
+    Two runs suffice for a first answer: one without speculation and one with. More runs, at other
+    concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
+    """
+    from commands.common.inputs import batch_sizes
+    from simulator.aggregate.advice import choices, concurrencies, in_words, next_run
+    from simulator.aggregate.benches import read_benches, with_acceptance
+    from simulator.aggregate.server import calibrate
+
+    if engine not in ENGINES:
+        raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
+    accepted = _accepted(metrics or [])
+    if not bench:
+        if accepted:
+            raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))
+        raise DraftsimError("nothing to go by: give --bench, and --metrics where runs say none")
+    found = read_benches(bench)
+    for line in found.notes:
+        note(line)
+    runs = with_acceptance(found.runs, accepted)
+    if not any(run.k for run in runs):
+        raise DraftsimError(
+            "no run with speculation: what a drafter costs and gets accepted is not known; "
+            f"measure K = 3 at {runs[0].batch} requests and give both (FILE@3)"
+        )
+    server = calibrate(runs, passes=passes)
+    batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
+    rows = _within(choices(server, batches, level=level), slo)
+    suggestion = next_run(server)
+    document = _document(engine, rows, method)
+    line = _line(engine, document, target or found.model, draft, method)
+    if json is None:
+        note(f"{in_words(rows)}{_gain(rows, level)}.")
+        print_table([_shown(row) for row in rows])
+    else:
+        more = {
+            "setting": document, "launch": line, "next_run": suggestion._asdict(),
+            "undetermined": list(server.undetermined), "misfit": server.misfit,
+        }  # fmt: skip
+        emit("recommend", [_row(row) for row in rows], json, more=more)
+    for text in _remarks(server, rows):
+        note(text)
+    note(
+        f"one more run would tell most at {_requests(suggestion.batch)} and K = {suggestion.k}: it "
+        f"takes away {suggestion.narrows:.0%} of what is uncertain about the speedups"
+    )
+    if out is not None:
+        import json as jsons
+
+        from traces.store.parquet import write_atomically
+
+        write_atomically(out, (jsons.dumps(document, indent=2) + "\n").encode())
+        note(f"wrote {out}")
+    note(line)
+
+
+def _accepted(sources: Sequence[str]) -> list[float]:
+    """Acceptance by position, from one scrape or two."""
+    if not sources:
+        return []
+    import tempfile
+
+    from traces.importers.base import Options
+    from traces.importers.prometheus import Prometheus
+    from traces.importers.totals import Totals
+
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [_scrape(source, Path(scratch), i) for i, source in enumerate(sources)]
+        totals = Prometheus().read(files, Options())
+    assert isinstance(totals, Totals)
+    if totals.per_position is None:
+        raise DraftsimError(
+            f"{sources[-1]}: counts no acceptance by position, so that other draft lengths cannot "
+            "be told: give --bench runs that say it, or a CSV with mean_acceptance_length"
+        )
+    return [float(chance) for chance in totals.survival()[0]]
+
+
+def _scrape(source: str, scratch: Path, number: int) -> Path:
+    """A file as it is; a URL on this machine, fetched."""
+    if not source.startswith(("http://", "https://")):
+        return Path(source)
+    from urllib.error import URLError
+    from urllib.parse import urlsplit
+    from urllib.request import ProxyHandler, build_opener
+
+    if urlsplit(source).hostname not in ("localhost", "127.0.0.1", "::1"):
+        raise DraftsimError(f"{source}: is not on this machine: save its text and name the file")
+    try:
+        with build_opener(ProxyHandler({})).open(source, timeout=10) as answer:
+            text = answer.read(64 * 2**20)
+    except (URLError, OSError, ValueError) as error:
+        raise DraftsimError(f"{source}: cannot be fetched ({error}): is the server up?") from None
+    path = scratch / f"metrics-{number}.txt"
+    path.write_bytes(text)
+    return path
+
+
+def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
+    """The choices; refused where even the fastest draft length misses the bound on TPOT."""
+    if slo is None:
+        return list(rows)
+    import math
+
+    from simulator.targets import parse_targets
+
+    targets = parse_targets(slo)
+    if math.isfinite(targets.ttft_s):
+        raise DraftsimError(
+            f"--slo {slo}: benchmark totals do not tell times to the first token; give tpot alone, "
+            "or use `draftsim tune --slo` with a latency table"
+        )
+    for row in rows:
+        # A request gets its share of the tokens per second: TPOT is concurrency over throughput.
+        tpot_s = row.batch / row.tokens_per_s.value
+        if tpot_s > targets.tpot_s:
+            raise DraftsimError(
+                f"--slo {slo}: no draft length meets it at {row.batch} requests; the fastest, "
+                f"K = {row.k}, takes {1e3 * tpot_s:.3g} ms a token"
+            )
+    return list(rows)
+
+
+def _document(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str, Any] | None:
+    """What the engine reads; None where no speculation is best at every concurrency."""
+    longest = max(row.k for row in rows)
+    if not longest:
+        return None
+    ranges: list[list[int]] = []
+    start = 1
+    for i, row in enumerate(rows):
+        if i + 1 < len(rows) and rows[i + 1].k == row.k:
+            continue
+        ranges.append([start, row.batch, row.k])
+        start = row.batch + 1
+    if engine == "vllm":
+        document: dict[str, Any] = {} if method is None else {"method": method}
+        document["num_speculative_tokens"] = longest
+        if len(ranges) > 1:
+            document["num_speculative_tokens_per_batch_size"] = ranges
+        return document
+    if engine == "tensorrt-llm":
+        return {"max_draft_len": longest, "draft_len_schedule": {str(b): k for _, b, k in ranges}}
+    # These take one draft length: that of the smallest concurrency asked about.
+    k = rows[0].k or longest
+    if engine == "sglang":
+        return {
+            "speculative-num-steps": k, "speculative-eagle-topk": 1,
+            "speculative-num-draft-tokens": k + 1,
+        }  # fmt: skip
+    if engine == "llamacpp":
+        return {"spec-draft-n-max": k}
+    return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
+
+
+def _line(
+    engine: str, document: Mapping[str, Any] | None, target: str | None, draft: str | None,
+    method: str | None,
+) -> str:  # fmt: skip
+    """The command that starts the engine so."""
+    import json
+    import shlex
+
+    from simulator.tune.launch import ALGORITHMS, DRAFT, TARGET, NamedDrafter, launch_line
+
+    model = target or TARGET
+    drafter = NamedDrafter(method, draft)
+    if engine in ("vllm", "llamacpp", "hf"):
+        return launch_line(engine, document, target=model, drafter=drafter)
+    if engine == "sglang":
+        line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
+        if document is None:
+            return line
+        algorithm = ALGORITHMS.get(method or "eagle3", "EAGLE3")
+        options = " ".join(f"--{name} {value}" for name, value in document.items())
+        return (
+            f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "
+            f"{shlex.quote(draft or DRAFT)} {options}"
+        )
+    line = f"trtllm-serve {shlex.quote(model)}"
+    if document is None:
+        return line
+    kind = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram"}.get(
+        method or "eagle3", "DraftTarget"
+    )
+    settings = {"decoding_type": kind, "speculative_model": draft or DRAFT, **document}
+    return (
+        f"{line} --extra_llm_api_options options.yaml  # there, speculative_config: "
+        f"{json.dumps(settings)}"
+    )
+
+
+def _gain(rows: Sequence[Choice], level: float) -> str:
+    first = next((row for row in rows if row.k), None)
+    if first is None:
+        return ""
+    span = first.speedup
+    return (
+        f"; at {_requests(first.batch)} {span.value:.2f} times no "
+        f"speculation ({level:.0%} interval {span.low:.2f} to {span.high:.2f})"
+    )
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count > 1)}"
+
+
+def _remarks(server: Server, rows: Sequence[Choice]) -> list[str]:
+    from simulator.aggregate.advice import SURE
+
+    lines = []
+    if not any(run.k == 0 for run in server.runs):
+        lines.append(
+            "no run without speculation: speedups rest on other servers' costs; which K is best "
+            "does not"
+        )
+    open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
+    if open_:
+        lines.append(f"not decided at {', '.join(open_)} requests: a gain and a loss are possible")
+    off = [row.batch for row in rows if row.k == 0]
+    if off and len(off) < len(rows):
+        lines.append(
+            f"from {off[0]} requests on no speculation is fastest; a server started with a drafter "
+            "still pays for it at K = 0"
+        )
+    if any(row.extrapolated for row in rows):
+        lines.append("the longest draft length recommended was not measured: measure it")
+    return lines
+
+
+def _shown(row: Choice) -> Mapping[str, str]:
+    speed, gain = row.tokens_per_s, row.speedup
+    return {
+        "concurrency": str(row.batch), "best K": str(row.k), "tokens/s": f"{speed.value:.4g}",
+        "interval": f"{speed.low:.4g} to {speed.high:.4g}",
+        "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
+        "chance faster": f"{row.faster:.0%}" if row.k else "-",
+    }  # fmt: skip
+
+
+def _row(row: Choice) -> dict[str, Any]:
+    return {
+        "batch": row.batch, "k": row.k, "tokens_per_s": row.tokens_per_s.value,
+        "tokens_per_s_lo": row.tokens_per_s.low, "tokens_per_s_hi": row.tokens_per_s.high,
+        "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
+        "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
+        "extrapolated": row.extrapolated,
+    }  # fmt: skip

@@ -1,0 +1,235 @@
+"""Runs of a server, read from what its benchmark wrote.
+
+Each format is a function from one record to the fields of `ServerRun`.  Fields read in: vLLM 0.32
+``benchmarks/serve.py`` (``vllm bench serve --save-result``, ``vllm bench sweep``), SGLang 0.5
+``bench_serving.py``, GuideLLM 0.7 (``benchmarks.json``), AIPerf 0.13
+(``profile_export_aiperf.json``).  A CSV is read by `simulator.aggregate.table.read_runs`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policies.json_text import JSONError, parse_json
+from simulator.aggregate.server import ServerRun
+from simulator.aggregate.table import read_runs
+from traces.errors import DraftsimError
+from traces.store.text import json_lines, read_text
+
+MOST_BYTES = 256 * 2**20
+"""A larger file is no summary of benchmarks."""
+AT = re.compile(r"^(?P<path>.+)@(?P<k>\d{1,4})$")
+
+
+class Bench(NamedTuple):
+    """Runs of one file."""
+
+    runs: list[ServerRun]
+    model: str | None
+    notes: list[str]
+    """What was taken for granted, in words."""
+
+
+class _Fields(NamedTuple):
+    concurrency: float | None
+    tokens_per_s: float
+    prompt: float | None
+    answer: float | None
+    accepted: tuple[float, ...] = ()
+    emitted: float | None = None
+    k: int | None = None
+    model: str | None = None
+
+
+def read_benches(files: Sequence[str]) -> Bench:
+    """Runs of benchmark files and folders of them; ``FILE@K`` names the draft length of a file.
+
+    Raises
+    ------
+    DraftsimError
+        Naming the file: unreadable, of no known format, without runs, or without what a run needs.
+    """
+    runs: list[ServerRun] = []
+    notes: list[str] = []
+    models: list[str] = []
+    for text in files:
+        found = AT.match(text)
+        path, k = (Path(found["path"]), int(found["k"])) if found else (Path(text), None)
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*.json*") if p.is_file())
+            if not inside:
+                raise DraftsimError(f"{path}: holds no .json or .jsonl of a benchmark")
+        else:
+            inside = [path]
+        for one in inside:
+            bench = _read(one, k)
+            runs += bench.runs
+            notes += bench.notes
+            models += [bench.model] if bench.model else []
+    if len(set(models)) > 1:
+        raise DraftsimError(
+            f"the benchmarks are of {' and '.join(sorted(set(models)))}: give one server's"
+        )
+    return Bench(runs, models[0] if models else None, notes)
+
+
+def _read(path: Path, k: int | None) -> Bench:
+    if path.suffix == ".csv":
+        return Bench([_at(run, k) for run in read_runs(path)], None, [])
+    records = _records(path)
+    if path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records):
+        return Bench([_at(run, k) for run in read_runs(path)], None, [])
+    runs, notes, models = [], [], []
+    for number, record in enumerate(records, 1):
+        where = f"{path}, run {number}" if len(records) > 1 else str(path)
+        fields = _fields(record, where)
+        length = _length(fields, path, k)
+        if length is None:
+            length = 0
+            notes.append(
+                f"{where}: says nothing of speculation and is taken as a run without it (K = 0); "
+                f"otherwise write {path}@K"
+            )
+        if length and not fields.accepted and fields.emitted is None:
+            notes.append(f"{where}: says no acceptance: it is estimated from the speeds")
+        if fields.concurrency is None or not fields.concurrency >= 0.5:
+            raise DraftsimError(
+                f"{where}: says no concurrency: run the benchmark with a fixed one "
+                "(vLLM, SGLang: --max-concurrency; AIPerf: --concurrency)"
+            )
+        try:
+            runs.append(ServerRun(
+                max(1, round(fields.concurrency)), length, fields.tokens_per_s,
+                emitted=fields.emitted if length and not fields.accepted else None,
+                accepted=fields.accepted if length else (),
+                prompt=fields.prompt, answer=fields.answer,
+            ))  # fmt: skip
+        except DraftsimError as error:
+            raise DraftsimError(f"{where}: {error}") from None
+        models += [fields.model] if fields.model else []
+    return Bench(runs, models[0] if models else None, notes)
+
+
+def _at(run: ServerRun, k: int | None) -> ServerRun:
+    return run if k is None else replace(run, k=k)
+
+
+def _length(fields: _Fields, path: Path, k: int | None) -> int | None:
+    """Draft length: as given, as counted, or as the file's name says (k3, K=3, spec-3)."""
+    if k is not None:
+        return k
+    if fields.k is not None:
+        return fields.k
+    if fields.accepted:
+        return len(fields.accepted)
+    named = re.search(r"(?:^|[^a-z])(?:k|spec|num_speculative_tokens)[-_=]?(\d{1,2})(?!\d)",
+                      path.stem.lower())  # fmt: skip
+    return int(named[1]) if named else None
+
+
+def _records(path: Path) -> list[Mapping[str, Any]]:
+    text = read_text(path, MOST_BYTES)
+    try:
+        values = [parse_json(text)]
+    except JSONError:
+        values = [row for _, row in json_lines(path, text)]
+    rows: list[Mapping[str, Any]] = []
+    for value in values:
+        if isinstance(value, dict) and isinstance(value.get("benchmarks"), list):
+            rows += [row for row in value["benchmarks"] if isinstance(row, dict)]
+        elif isinstance(value, list):
+            rows += [row for row in value if isinstance(row, dict)]
+        elif isinstance(value, dict):
+            rows.append(value)
+    if not rows:
+        raise DraftsimError(f"{path}: holds no runs of a benchmark")
+    return rows
+
+
+def _fields(record: Mapping[str, Any], where: str) -> _Fields:
+    for knows, read in FORMATS:
+        if knows(record):
+            try:
+                return read(record)
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                raise DraftsimError(f"{where}: lacks or misstates {error}") from None
+    raise DraftsimError(
+        f"{where}: is of no known format: expected a result of vllm bench serve, SGLang's "
+        "bench_serving, GuideLLM or AIPerf, or a CSV of runs"
+    )
+
+
+def _serve(record: Mapping[str, Any]) -> _Fields:
+    """A result of vLLM's or SGLang's serving benchmark: the fields have the same names."""
+    completed = float(record["completed"])
+    prompt = float(record["total_input_tokens"]) / completed
+    answer = float(record["total_output_tokens"]) / completed
+    concurrency = record.get("max_concurrency") or record.get("concurrency")
+    if concurrency is None and "mean_ttft_ms" in record and "mean_tpot_ms" in record:
+        # Little's law: requests at once are their rate times their stay.
+        stay = float(record["mean_ttft_ms"]) + float(record["mean_tpot_ms"]) * (answer - 1)
+        concurrency = float(record["request_throughput"]) * stay / 1e3
+    drafts, drafted = (record.get(f"spec_decode_{n}") for n in ("num_drafts", "draft_tokens"))
+    k = round(float(drafted) / float(drafts)) if drafts and drafted is not None else None
+    positions = record.get("spec_decode_per_position_acceptance_rates") or ()
+    emitted = record.get("spec_decode_acceptance_length") or record.get("accept_length")
+    named = record.get("num_speculative_tokens")
+    return _Fields(
+        None if concurrency is None else float(concurrency), float(record["output_throughput"]),
+        prompt, answer, tuple(float(p) for p in positions)[:k],
+        None if emitted is None else float(emitted), k if named is None else int(named),
+        record.get("model_id"),
+    )  # fmt: skip
+
+
+def _guidellm(record: Mapping[str, Any]) -> _Fields:
+    metrics = record["metrics"]
+
+    def mean(name: str) -> float:
+        return float(metrics[name]["successful"]["mean"])
+
+    return _Fields(
+        mean("request_concurrency"), mean("output_tokens_per_second"),
+        mean("prompt_token_count"), mean("output_token_count"),
+    )  # fmt: skip
+
+
+def _aiperf(record: Mapping[str, Any]) -> _Fields:
+    def average(name: str) -> float:
+        return float(record[name]["avg"])
+
+    loads = record.get("input_config", {}).get("loadgen", {})
+    return _Fields(
+        None if loads.get("concurrency") is None else float(loads["concurrency"]),
+        average("output_token_throughput"), average("input_sequence_length"),
+        average("output_sequence_length"),
+    )  # fmt: skip
+
+
+Record = Mapping[str, Any]
+FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] = (
+    (lambda r: "output_throughput" in r and "total_output_tokens" in r, _serve),
+    (lambda r: "output_tokens_per_second" in (r.get("metrics") or {}), _guidellm),
+    (lambda r: "output_token_throughput" in r and "output_sequence_length" in r, _aiperf),
+)
+"""What tells a record's format, and what reads it."""
+
+
+def with_acceptance(runs: Sequence[ServerRun], accepted: Sequence[float]) -> list[ServerRun]:
+    """The runs, with a server's acceptance by position where they say none.
+
+    ``accepted``: chances that the first 1, 2, ... drafted tokens are all accepted.  Runs with
+    longer drafts keep theirs open.
+    """
+    told = tuple(accepted)
+    return [
+        replace(run, accepted=told[: run.k])
+        if run.k and run.round_tokens is None and run.k <= len(told)
+        and math.isfinite(sum(told)) else run
+        for run in runs
+    ]  # fmt: skip

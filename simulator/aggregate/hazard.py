@@ -1,0 +1,116 @@
+"""Acceptance by position: how likely each drafted token is accepted if those before it were.
+
+The chance that token j of a draft is accepted, given that tokens 1 to j - 1 were, is the hazard
+of position j.  Its logit is `first` at position 1, and `later` + `slope` x (j - 2) at the positions
+after it.  A drafter that feeds on its own output gets worse with every token (slope < 0); on text
+that comes in easy and hard stretches, the later tokens of a draft are easier than its first
+(later > first).  Both occur, so neither is assumed: the three numbers have a prior (`PRIOR`) that
+is as wide as published acceptance curves differ (vLLM with EAGLE-3, MTP and DSpark;
+`docs/server.md` lists them), and measured acceptance narrows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.aggregate.posterior import Prior, draws_near
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+HAZARD: Mapping[str, Prior] = {
+    "first": Prior(1.2, 0.8),
+    "later": Prior(-0.25, 0.6),
+    "slope": Prior(-0.10, 0.2),
+}
+"""Priors: logit at position 1; logit at position 2 minus that at 1; change per further position."""
+
+SPREAD = 0.008
+"""Relative standard deviation of a measured acceptance length: prompts differ from run to run."""
+
+
+def survival(values: Floats, longest: int) -> Floats:
+    """Chances that the first 1, 2, ... drafted tokens are all accepted, (draws, longest).
+
+    ``values``: (draws, 3) in the order of `HAZARD`.
+    """
+    first, later, slope = (values[:, i, None] for i in range(3))
+    place = np.arange(longest)
+    logit = first + np.where(place > 0, later + slope * (place - 1), 0.0)
+    return np.asarray(np.cumprod(1 / (1 + np.exp(-logit)), axis=1))
+
+
+def lengths(values: Floats, k: int) -> Floats:
+    """Acceptance length (tokens per round, the target's own included) at draft length `k`."""
+    return np.asarray(1.0 + survival(values, k).sum(axis=1))
+
+
+def gaps(values: Floats, known: Mapping[int, float]) -> Floats:
+    """Misses of measured acceptance lengths, in standard deviations, (draws, known)."""
+    if not known:
+        return np.zeros((len(values), 0))
+    alive = np.cumsum(survival(values, max(known)), axis=1)
+    return np.stack(
+        [np.log((1 + alive[:, k - 1]) / emitted) / SPREAD for k, emitted in known.items()], axis=1
+    )
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def holds(self, other: float) -> bool:
+        """True if `other` lies within."""
+        return self.low <= other <= self.high
+
+    def scaled(self, factor: float) -> Interval:
+        """All three times a factor."""
+        low, high = sorted((self.low * factor, self.high * factor))
+        return Interval(self.value * factor, low, high)
+
+
+def check_totals(known: Mapping[int, float]) -> None:
+    """Raise DraftsimError for an acceptance length that no acceptance gives."""
+    for k, emitted in known.items():
+        if k < 1 or not 1 <= emitted <= k + 1:
+            raise DraftsimError(
+                f"{emitted:g} tokens a round at draft length {k}: expected 1 to {k + 1}"
+            )
+
+
+def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interval:
+    """Acceptance length at draft length `k`, from those measured at other draft lengths.
+
+    A measured length is returned as it is.  Raises DraftsimError for impossible lengths.
+
+    >>> emitted_at({1: 1.8}, 1)
+    Interval(value=1.8, low=1.8, high=1.8)
+    """
+    check_totals(known)
+    if k == 0 or k in known:
+        value = known.get(k, 1.0)
+        return Interval(value, value, value)
+    values = _draws(tuple(sorted(known.items())))
+    found = lengths(values, k)
+    found = found * np.exp(SPREAD * np.random.default_rng(k).standard_normal(len(found)))
+    # One cannot accept fewer tokens of a longer draft, nor more than are drafted.
+    least = max((v for n, v in known.items() if n < k), default=1.0)
+    most = min((v for n, v in known.items() if n > k), default=k + 1.0)
+    found = np.clip(found, min(least, most), most)
+    low, value, high = np.quantile(found, [(1 - level) / 2, 0.5, (1 + level) / 2])
+    return Interval(float(value), float(low), float(high))
+
+
+@lru_cache(maxsize=512)
+def _draws(known: tuple[tuple[int, float], ...]) -> Floats:
+    totals = dict(known)
+    return draws_near(HAZARD, lambda values: gaps(values, totals))

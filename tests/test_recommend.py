@@ -1,0 +1,239 @@
+"""From a server's benchmark files and counters to a setting."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulator.aggregate.benches import read_benches
+from simulator.tune.formats import check_settings
+from tests.conftest import Run
+from traces.errors import DraftsimError
+
+
+def served(concurrency: int, speed: float, accepted: tuple[float, ...] = ()) -> dict[str, Any]:
+    """A result as `vllm bench serve --save-result` writes it (the fields that are read)."""
+    row: dict[str, Any] = {
+        "backend": "vllm", "model_id": "org/target", "completed": 64,
+        "total_input_tokens": 64 * 900, "total_output_tokens": 64 * 256,
+        "request_throughput": speed / 256, "output_throughput": speed,
+        "max_concurrency": concurrency, "mean_ttft_ms": 60.0, "mean_tpot_ms": 10.0,
+    }  # fmt: skip
+    if accepted:
+        row |= {
+            "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 1000 * len(accepted),
+            "spec_decode_acceptance_length": 1 + sum(accepted),
+            "spec_decode_per_position_acceptance_rates": list(accepted),
+        }  # fmt: skip
+    return row
+
+
+ACCEPTED = (0.72, 0.48, 0.32, 0.21, 0.14)
+A100 = {
+    "plain-1": served(1, 90.7), "plain-8": served(8, 627), "plain-32": served(32, 1588),
+    "head-1": served(1, 194, ACCEPTED), "head-8": served(8, 1099, ACCEPTED),
+    "head-32": served(32, 1934, ACCEPTED),
+}  # fmt: skip
+"""Speeds of Llama-3-8B with EAGLE-3 on an A100 (../shared/tables), gsm8k."""
+
+
+def written(folder: Path, rows: Mapping[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, row in rows.items():
+        (folder / f"{name}.json").write_text(json.dumps(row))
+    return folder
+
+
+def test_a_folder_of_runs_gives_a_setting_that_vllm_takes(tmp_path: Path, run: Run) -> None:
+    folder, out = written(tmp_path / "results", A100), tmp_path / "speculative.json"
+    ran = run(
+        "recommend", "--bench", folder, "--draft", "org/head", "--method", "eagle3", "--out", out
+    )
+    assert ran.code == 0, ran.err
+    lines = ran.err.splitlines()
+    first = next(line for line in lines if line.startswith("K = "))
+    assert "up to 32 requests; at 1 request" in first
+    assert "80% interval" in first
+    words = shlex.split(lines[-1])
+    assert words[:3] == ["vllm", "serve", "org/target"]
+    setting = json.loads(words[words.index("--speculative-config") + 1])
+    assert setting["method"] == "eagle3"
+    assert setting["model"] == "org/head"
+    check_settings("vllm", {k: v for k, v in setting.items() if k not in ("method", "model")})
+    assert json.loads(out.read_text()).items() <= setting.items()
+    assert any("one more run would tell most" in line for line in lines)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm", "llamacpp", "hf"])
+def test_every_engine_gets_a_command(engine: str, tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", {k: A100[k] for k in ("plain-1", "head-1")})
+    ran = run("recommend", "--engine", engine, "--bench", folder, "--draft", "org/head",
+              "--json", "-")  # fmt: skip
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out[ran.out.index("{") :])
+    k = document["results"][0]["k"]
+    assert k >= 3
+    assert str(k) in document["launch"]
+    assert "target" in document["launch"]
+
+
+def test_counters_say_what_runs_do_not(tmp_path: Path, run: Run) -> None:
+    """Runs without acceptance, and /metrics before and after: as with acceptance in the runs."""
+    bare = {name: {k: v for k, v in row.items() if not k.startswith("spec_decode")}
+            for name, row in A100.items()}  # fmt: skip
+    folder = written(tmp_path / "bare", bare)
+    scrapes = []
+    for number, count in enumerate((500, 10_500)):
+        told = [round(count * chance) for chance in ACCEPTED]
+        lines = [
+            f"vllm:spec_decode_num_drafts_total {count}.0",
+            f"vllm:spec_decode_num_draft_tokens_total {5 * count}.0",
+            f"vllm:spec_decode_num_accepted_tokens_total {sum(told)}.0",
+            *(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}} {n}.0'
+              for i, n in enumerate(told)),
+        ]  # fmt: skip
+        scrapes.append(tmp_path / f"metrics-{number}.txt")
+        scrapes[-1].write_text("\n".join(lines) + "\n")
+    files = [f"{folder}/{name}.json@{5 if 'head' in name else 0}" for name in bare]
+    bench = [part for file in files for part in ("--bench", file)]
+    both = ("--metrics", scrapes[0], "--metrics", scrapes[1])
+    asked = ("--batch", "1,32", "--json", "-")
+    told_by_counters = run("recommend", *bench, *both, *asked)
+    assert told_by_counters.code == 0, told_by_counters.err
+    told_by_runs = run("recommend", "--bench", written(tmp_path / "full", A100), *asked)
+    left, right = (
+        json.loads(ran.out[ran.out.index("{") :])["results"]
+        for ran in (told_by_counters, told_by_runs)
+    )
+    assert [row["k"] for row in left] == [row["k"] for row in right]
+    alone = run("recommend", *both)
+    assert alone.code == 2
+    assert "counters say what is accepted, not what a step costs" in alone.err
+
+
+def test_metrics_come_from_a_url_on_this_machine(tmp_path: Path, run: Run) -> None:
+    text = (
+        "vllm:spec_decode_num_drafts_total 100.0\nvllm:spec_decode_num_draft_tokens_total 100.0\n"
+        "vllm:spec_decode_num_accepted_tokens_total 70.0\n"
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 70.0\n'
+    )
+
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: object) -> None:
+            del args
+
+    server = HTTPServer(("127.0.0.1", 0), Metrics)
+    threading.Thread(target=server.handle_request, daemon=True).start()
+    one = {"plain": served(1, 90.0), "k1": served(1, 120.0)}
+    folder = written(tmp_path / "results", one)
+    url = f"http://127.0.0.1:{server.server_port}/metrics"
+    ran = run("recommend", "--metrics", url, "--bench", folder)
+    server.server_close()
+    assert ran.code == 0, ran.err
+    far = run("recommend", "--metrics", "http://198.51.100.1/metrics", "--bench", folder)
+    assert far.code == 2
+    assert "is not on this machine" in far.err
+
+
+def test_other_programs_results_are_read(tmp_path: Path) -> None:
+    sglang = {**served(4, 300.0), "accept_length": 2.1}
+    del sglang["model_id"]
+    guide = {"benchmarks": [{"metrics": {
+        name: {"successful": {"mean": value}} for name, value in (
+            ("request_concurrency", 7.9), ("output_tokens_per_second", 500.0),
+            ("prompt_token_count", 256.0), ("output_token_count", 128.0),
+        )
+    }}]}  # fmt: skip
+    aiperf = {
+        "output_token_throughput": {"unit": "tokens/sec", "avg": 410.0},
+        "input_sequence_length": {"avg": 300.0}, "output_sequence_length": {"avg": 100.0},
+        "input_config": {"loadgen": {"concurrency": 4}},
+    }  # fmt: skip
+    (tmp_path / "sglang.jsonl").write_text(json.dumps(sglang) + "\n" + json.dumps(sglang) + "\n")
+    (tmp_path / "guide.json").write_text(json.dumps(guide))
+    (tmp_path / "aiperf.json").write_text(json.dumps(aiperf))
+    csv = tmp_path / "runs.csv"
+    csv.write_text("max_concurrency,num_speculative_tokens,output_throughput\n2,0,150\n")
+    found = read_benches([
+        f"{tmp_path}/sglang.jsonl@3", f"{tmp_path}/guide.json", f"{tmp_path}/aiperf.json", str(csv),
+    ])  # fmt: skip
+    told = [(run.batch, run.k, run.tokens_per_s, run.prompts) for run in found.runs]
+    assert told[:2] == [(4, 3, 300.0, 900 / 256)] * 2
+    assert told[2] == (8, 0, 500.0, 2.0)
+    assert told[3] == (4, 0, 410.0, 3.0)
+    assert told[4][:3] == (2, 0, 150.0)
+    assert sum("taken as a run without it" in line for line in found.notes) == 2
+
+
+def test_without_a_concurrency_littles_law_gives_it(tmp_path: Path) -> None:
+    row = served(0, 640.0)
+    row["max_concurrency"] = None
+    path = tmp_path / "rate.json"
+    path.write_text(json.dumps(row))
+    stay_s = 0.06 + 0.01 * 255
+    assert read_benches([f"{path}@0"]).runs[0].batch == round(640 / 256 * stay_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "of no known format"),
+        ("[]", "holds no runs"),
+        ("not json", "is not JSON"),
+        (json.dumps({**served(1, 10.0), "completed": 0}), "lacks or misstates"),
+        (json.dumps({**served(1, 10.0), "output_throughput": -1}), "expected at least 1, 0, 0"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_files_of_no_use_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(DraftsimError, match=message):
+        read_benches([str(path)])
+
+
+def test_what_cannot_decide_says_what_would(tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", {"plain": served(4, 200.0)})
+    ran = run("recommend", "--bench", folder)
+    assert ran.code == 2
+    assert "measure K = 3 at 4 requests" in ran.err
+    two = written(tmp_path / "two", {"a": served(1, 9.0), "b": {**served(1, 9.0), "model_id": "x"}})
+    mixed = run("recommend", "--bench", two)
+    assert mixed.code == 2
+    assert "give one server's" in mixed.err
+
+
+def test_a_bound_on_tpot_is_kept_or_refused(tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", A100)
+    kept = run("recommend", "--bench", folder, "--batch", "1,8", "--slo", "tpot=20ms")
+    assert kept.code == 0, kept.err
+    missed = run("recommend", "--bench", folder, "--batch", "32", "--slo", "tpot=2ms")
+    assert missed.code == 2
+    assert "no draft length meets it at 32 requests" in missed.err
+    late = run("recommend", "--bench", folder, "--slo", "ttft=1s,tpot=20ms")
+    assert late.code == 2
+    assert "do not tell times to the first token" in late.err
+
+
+def test_where_nothing_gains_no_speculation_is_recommended(tmp_path: Path, run: Run) -> None:
+    poor = (0.2, 0.05, 0.01)
+    folder = written(tmp_path / "results", {
+        "plain-1": served(1, 100.0), "plain-16": served(16, 1200.0),
+        "head-1": served(1, 70.0, poor), "head-16": served(16, 600.0, poor),
+    })  # fmt: skip
+    ran = run("recommend", "--bench", folder)
+    assert ran.code == 0, ran.err
+    assert ran.err.splitlines()[-1] == "vllm serve org/target"
+    assert any(line.startswith("No speculation up to 16 requests") for line in ran.err.splitlines())
