@@ -114,7 +114,7 @@ def recommend(
     if out is not None:
         import json as jsons
 
-        from traces.store.parquet import write_atomically
+        from traces.store.writing import write_atomically
 
         write_atomically(out, (jsons.dumps(document, indent=2) + "\n").encode())
         note(f"wrote {out}")
