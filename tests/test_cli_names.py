@@ -14,7 +14,7 @@ from commands.common.printed import print_table
 from commands.common.written import write_rows
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
-from tests.conftest import SMALL_PROFILE, Run
+from tests.conftest import ROOT, SMALL_PROFILE, Run
 from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS
 
@@ -108,6 +108,21 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
         assert ran.code == 2, text
         assert message in ran.err
         assert ran.err.count("\n") == 1
+
+
+def test_the_policy_of_readme_takes_its_parameters(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(">>> class ", 1)[1]
+    lines = [line[4:] for line in shown.splitlines() if line.startswith("... ")]
+    file = tmp_path / "mine.py"
+    head = f"from policies import DraftPolicy\n\nclass {shown.splitlines()[0]}\n"
+    file.write_text(head + "\n".join(lines))
+    rows = run(
+        "simulate", "--trace", synthetic_run, "--json", "-",
+        "--policy", f"{file}:StopWhenUnsure:threshold=0.4",
+    ).rows  # fmt: skip
+    assert rows[-1]["policy"] == "mine.py:StopWhenUnsure:threshold=0.4"
 
 
 def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
