@@ -14,29 +14,9 @@ from commands.common.printed import print_table
 from commands.common.written import write_rows
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
-from tests.conftest import ROOT, SMALL_PROFILE, Run
+from tests.conftest import SMALL_PROFILE, Run
 from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS
-
-OWN = """
-from policies import DraftPolicy
-
-class Careful(DraftPolicy):
-    reads = ("prob",)
-
-    def __init__(self, threshold: float = 0.5, gamma: int = 8) -> None:
-        self.threshold, self.gamma = threshold, gamma
-
-    def keep_drafting(self, draft):
-        return len(draft) < self.gamma and (not draft or draft[-1].prob > self.threshold)
-
-class Endless(DraftPolicy):
-    def keep_drafting(self, draft):
-        return "yes"
-
-class Other:
-    pass
-"""
 
 
 def test_every_name_is_listed_with_its_parameters(run: Run) -> None:
@@ -89,40 +69,6 @@ def test_no_parameter_is_broken_on_any_terminal(
 def test_help_and_version(run: Run) -> None:
     assert run("-h").code == run("simulate", "-h").code == 0
     assert run("--version").out.startswith("draftsim ")
-
-
-def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OWN)
-    command = ["simulate", "--trace", synthetic_run, "--json", "-", "--policy"]
-    rows = run(*command, f"{file}:Careful:threshold=0.25").rows
-    assert [r["policy"] for r in rows] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
-    for text, message in (
-        (f"{file}:Carefull", "has no class 'Carefull'"),
-        (f"{file}:Other", "no DraftPolicy"),
-        (f"{file}:Endless", "Endless"),
-        (f"{file}:Careful:treshold=1", "did you mean 'threshold'"),
-        (f"{tmp_path}/none.py:Careful", "no such file"),
-    ):
-        ran = run(*command, text)
-        assert ran.code == 2, text
-        assert message in ran.err
-        assert ran.err.count("\n") == 1
-
-
-def test_the_policy_of_readme_takes_its_parameters(
-    synthetic_run: Path, tmp_path: Path, run: Run
-) -> None:
-    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(">>> class ", 1)[1]
-    lines = [line[4:] for line in shown.splitlines() if line.startswith("... ")]
-    file = tmp_path / "mine.py"
-    head = f"from policies import DraftPolicy\n\nclass {shown.splitlines()[0]}\n"
-    file.write_text(head + "\n".join(lines))
-    rows = run(
-        "simulate", "--trace", synthetic_run, "--json", "-",
-        "--policy", f"{file}:StopWhenUnsure:threshold=0.4",
-    ).rows  # fmt: skip
-    assert rows[-1]["policy"] == "mine.py:StopWhenUnsure:threshold=0.4"
 
 
 def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ def load_policies(
     ``signals`` and ``max_gamma`` are those of another draft source, by default the trace's own.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from commands.common.user_policy import is_file, load_file
+    from commands.common.output import note
+    from policies.batch.base import BatchPolicy, SingleStream
+    from policies.from_file import is_file, load_file, said_cut
     from policies.registry import describe, parse_policy, policy_names
     from traces.replay.run import can_replay
 
@@ -176,11 +178,13 @@ def load_policies(
     chosen: list[tuple[str, Any]] = []
     lacking: dict[str, DraftPolicy] = {}
     for text in names:
-        if is_file(text):
-            name, own = load_file(text)
-            chosen.append((name, own))
-            continue
         try:
+            if is_file(text):
+                name, own, cut = load_file(text, limit)
+                if cut is not None:
+                    note(said_cut(name, cut, "the recording's"))
+                chosen.append((name, SingleStream(own) if isinstance(own, BatchPolicy) else own))
+                continue
             policy = parse_policy(text, max_gamma=limit)
         except ValueError as error:
             raise DraftsimError(str(error)) from None

@@ -136,15 +136,20 @@ def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
 
     Raises DraftsimError for one that cannot be, or drafts more than `longest` tokens.
     """
+    from policies.from_file import Cut, said_cut
     from profiler.engines.setup import policy_from
     from simulator.serving.run import lookahead_of
 
-    chosen = {}
+    chosen: dict[str, Any] = {}
+    recorded = trace.max_gamma or longest
     for text in dict.fromkeys([OFF, *policies]):
         try:
-            chosen[text] = policy_from(text, longest)
+            chosen[text] = policy_from(text, min(longest, recorded))
         except ValueError as reason:
             raise DraftsimError(str(reason)) from None
+        if isinstance(chosen[text], Cut):
+            whose = "the engine's" if longest <= recorded else "the recording's"
+            note(said_cut(text, chosen[text].longest, whose))
         if (own := lookahead_of(chosen[text], trace)) > longest:
             raise DraftsimError(
                 f"{text} drafts up to {own} tokens, the engine was measured up to {longest}: "

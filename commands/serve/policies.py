@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def load_serving_policies(
     text is given; it is to be served at batches up to `largest`.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from commands.common.user_policy import is_file, load_file
     from policies.batch.base import BatchPolicy
+    from policies.from_file import is_file, load_file, said_cut
     from policies.registry import POLICIES, parse_serving_policy
     from policies.spec import parameters
     from simulator.serving import TableCost
@@ -67,7 +68,12 @@ def load_serving_policies(
             return with_plain({**chosen, **RIVALS})
     for text in [*asked, *implied]:
         if is_file(text):
-            own, policy = load_file(text)
+            try:
+                own, policy, cut = load_file(text, trace.max_gamma)
+            except ValueError as error:
+                raise DraftsimError(str(error)) from None
+            if cut is not None:
+                note(said_cut(own, cut, "the recording's"))
             chosen.setdefault(own, policy)
             continue
         name = text.partition(":")[0].strip()
