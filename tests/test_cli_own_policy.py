@@ -58,7 +58,9 @@ def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> 
     file.write_text(OWN)
     command = ["simulate", "--trace", synthetic_run, "--json", "-", "--policy"]
     rows = run(*command, f"{file}:Careful:threshold=0.25").rows
-    assert [r["policy"] for r in rows] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
+    assert [r["policy"] for r in rows[:2]] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
+    assert [r["note"] for r in rows] == [None, None, "best fixed"]
+    assert rows[1]["against"] == rows[2]["policy"]
     for text, message in (
         (f"{file}:Carefull", "has no class 'Carefull'"),
         (f"{file}:Other", "no DraftPolicy"),
@@ -149,4 +151,4 @@ def test_the_policy_of_readme_takes_its_parameters(
         "simulate", "--trace", synthetic_run, "--json", "-",
         "--policy", f"{file}:StopWhenUnsure:threshold=0.4",
     ).rows  # fmt: skip
-    assert rows[-1]["policy"] == "mine.py:StopWhenUnsure:threshold=0.4"
+    assert rows[1]["policy"] == "mine.py:StopWhenUnsure:threshold=0.4"

@@ -52,6 +52,7 @@ def load_serving_policies(
     from simulator.tune import RIVALS, read_settings
     from simulator.whatif.rate import fit_estimates, fit_rate_optimal
     from traces.replay.run import can_replay
+    from traces.sources.methods import exact_policy
 
     asked = [t for t in texts or () if t != "all"]
     implied = DEFAULT if not texts else ALL if "all" in texts else ()
@@ -76,7 +77,8 @@ def load_serving_policies(
                 note(said_cut(own, cut, "the recording's"))
             chosen.setdefault(own, policy)
             continue
-        name = text.partition(":")[0].strip()
+        exact = exact_policy(text)
+        name = exact.partition(":")[0].strip()
         resources: dict[str, Any] = {}
         wants = parameters(POLICIES[name]) if name in POLICIES else {}
         if "cost" in wants:
@@ -85,12 +87,12 @@ def load_serving_policies(
             resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
             made: DraftPolicy | BatchPolicy
-            if text == "rate-optimal":
+            if exact == "rate-optimal":
                 known = latency.knows_batches or latency.batch_free
                 sizes = (1, 4, 16, 64) if known else (1,)
                 made = fit_rate_optimal(trace, latency, batches=sizes).policy
             else:
-                made = parse_serving_policy(text, max_gamma=trace.max_gamma, **resources)
+                made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         fits = (

@@ -18,6 +18,7 @@ from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookups.sources import LookupSource
+from traces.sources.methods import exact_policy
 from traces.sources.registry import parse_source
 
 VARIABLE = "DRAFTSIM_PROPOSER"
@@ -113,7 +114,7 @@ def policy_from(text: str, longest: int | None = None) -> Policy:
         return load_file(text, longest).policy
     name = text.partition(":")[0].strip()
     if "." not in name:
-        return parse_serving_policy(text, max_gamma=longest)
+        return parse_serving_policy(exact_policy(text), max_gamma=longest)
     module, _, cls = name.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), cls)
