@@ -243,6 +243,24 @@ def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> Ver
     return rule
 
 
+def one_rule(
+    texts: Sequence[str] | None, verify: str | None
+) -> tuple[list[str] | None, str | None]:
+    """Return policies and rule for a command that verifies all policies alike.
+
+    Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
+    """
+    from commands.common.output import note
+    from traces.sources.methods import same_rule
+
+    policies, rule = same_rule(texts, verify)
+    if rule != verify:
+        pairs = zip(texts or (), policies or (), strict=True)
+        parts = [f"{text} is {own}" for text, own in pairs if text != own]
+        note(f"{', '.join(parts)}, verified by {rule}")
+    return policies, rule
+
+
 def load_method(
     name: str, trace: Trace, memory: Path | None = None
 ) -> tuple[str, DraftPolicy, VerifyRule | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from commands.common.inputs import load_policies, replay_all, say_left_out
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -132,6 +133,57 @@ def with_best_fixed(
     fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
     logs.insert(next(fixed, -1) + 1 if every else len(logs), best)
     return Ranking(logs, notes, None if every else best)
+
+
+def predicted_fastest(
+    latency: LatencyTable,
+    chosen: Named,
+    longest: int | None,
+    replayed: Callable[[Named], list[RoundLog]],
+) -> tuple[str, DraftPolicy, RoundLog]:
+    """Return (name, policy, log) of the fastest of `chosen` and of all fixed draft lengths.
+
+    Only of those that can decode for real: not the oracle, nor a rule that is fitted to nothing.
+    ``longest`` and ``replayed`` are as of `with_best_fixed`.
+    """
+    from policies.lengths.basic import Autoregressive, Fixed, Oracle
+    from simulator.whatif.ladder import GAMMAS
+    from simulator.whatif.ranking import fastest
+
+    real = {
+        name: policy for name, policy in named(chosen)
+        if not isinstance(policy, Autoregressive | Oracle) and not is_unfitted(policy)
+    }  # fmt: skip
+    real |= {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
+    best = fastest(replayed(list(real.items())), latency)
+    return best.policy, real[best.policy], best
+
+
+def fastest_for_real(trace: Trace, latency: LatencyTable) -> tuple[str, DraftPolicy]:
+    """Return (name, policy) of what `rank` puts first of all that can decode for real.
+
+    Where that is the rate-optimal rule, it is fitted to all prompts.
+    """
+    from simulator.whatif.ranking import fastest
+    from simulator.whatif.rate import fit_rate_optimal
+
+    name, policy, log = predicted_fastest(
+        latency, load_policies(None, trace, say=False), trace.max_gamma,
+        lambda some: replay_all(trace, some),
+    )  # fmt: skip
+    rule = fitted_log(trace, latency)
+    if rule is not None and fastest([log, rule], latency) is rule:
+        return rule.policy, fit_rate_optimal(trace, latency).policy
+    return name, policy
+
+
+def with_fastest(chosen: Named, found: tuple[str, DraftPolicy]) -> Named:
+    """Return the arms of a check with the predicted fastest among them; a note names a new one."""
+    name, policy = found
+    if name in dict(chosen):
+        return chosen
+    note(f"also decoding {name}, which is predicted to be the fastest")
+    return [*chosen, (name, policy)]
 
 
 def named(chosen: Named) -> Named:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from commands.common.printed import printable
+
 
 @contextmanager
 def working(first: str) -> Iterator[Callable[[str], None]]:
@@ -15,11 +17,11 @@ def working(first: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     console = Console(stderr=True)
     # Off a terminal a bar that goes when it is done would leave an empty line.
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task(first, total=None)
-        yield lambda said: bar.update(task, description=said)
+        yield lambda said: bar.update(task, description=printable(said))

@@ -19,12 +19,17 @@ PLAIN = "autoregressive"
 DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
 """Policies served where none is named: those that read no signal run in any engine."""
 
-ALL = (
-    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "hf-heuristic", "cm-asd",
-    "gammatune", "svip", "rate-optimal", "batch-table", "disable-by-batch-size", "goodput",
-    "turbospec", "confidence-freeze", "adaptive-verification", "sglang-adaptive",
-)  # fmt: skip
-"""What ``all`` stands for: every family that an engine could run."""
+LENGTHS = ("fixed:gamma=2", "fixed:gamma=4")
+"""Fixed draft lengths among all policies."""
+
+
+def every_policy() -> list[str]:
+    """Return what ``all`` stands for: every policy that an engine could run."""
+    from policies.registry import policy_names
+
+    # Only a recording knows what the oracle asks.
+    plain, *others = (name for name in policy_names() if name not in ("oracle", "fixed"))
+    return [plain, *LENGTHS, *others]
 
 
 def load_serving_policies(
@@ -35,7 +40,7 @@ def load_serving_policies(
     settings: Path | None = None,
     largest: int = 1,
 ) -> dict[str, DraftPolicy | BatchPolicy]:
-    """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
+    """The named policies, by the names given; none: `DEFAULT`, ``all``: `every_policy`.
 
     Policies that weigh cost get the table's; those that estimate acceptance, and the rate
     that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
@@ -55,7 +60,7 @@ def load_serving_policies(
     from traces.sources.methods import exact_policy
 
     asked = [t for t in texts or () if t != "all"]
-    implied = DEFAULT if not texts else ALL if "all" in texts else ()
+    implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
     batched = mode in ("continuous", "static")
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
@@ -101,7 +106,9 @@ def load_serving_policies(
             else can_replay(trace, made)
         )
         if text in asked or fits:
-            chosen.setdefault(text, made)
+            # A length left at its default is in the name all the same.
+            name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
+            chosen.setdefault(name, made)
     return with_plain(chosen)
 
 

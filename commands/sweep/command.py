@@ -26,6 +26,7 @@ from commands.common.inputs import (
     load_trace,
 )
 from commands.common.output import JsonOption, emit, note, placed, placed_folder
+from commands.common.ranking import named
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
@@ -238,7 +239,7 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
         if "all" in names:
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)
-    return dict(load_policies(names, trace))
+    return dict(named(load_policies(names, trace)))
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None, json: str | None) -> Any:
@@ -273,7 +274,7 @@ def _ladder(
     from simulator.whatif.plots import plot_ladder
     from simulator.whatif.sweep.grid import expand
 
-    chosen = dict(load_policies(expand(policy), trace)) if policy else None
+    chosen = dict(named(load_policies(expand(policy), trace))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     emit("sweep", rungs, json, show=RUNGS, out=out)
     if plots is not None:
