@@ -31,8 +31,21 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-RENAMED = {"batches": "batch", "contexts": "context", "draws": "resamples"}
-"""What options were called before one name stood for one thing; still understood."""
+RENAMED = {
+    "batches": "batch", "contexts": "context", "draws": "resamples", "concurrency": "batch",
+    "max-concurrency": "batch", "request-rate": "rate",
+}  # fmt: skip
+"""What options were called before one name stood for one thing, and what vLLM's benchmarks call
+them; understood like the names that they stand for."""
+ELSEWHERE = {
+    ("simulate", "--batch"): "it replays one request at a time: `draftsim serve --batch` or "
+    "`draftsim sweep --batch`",
+    ("simulate", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
+    ("sweep", "--rate"): "it knows no arrivals: `draftsim serve --rate`",
+    ("sweep", "--verify"): "it replays exact verification: `draftsim simulate --verify`",
+    ("tune", "--policy"): "it searches the draft lengths itself: compare with `draftsim serve`",
+}
+"""Where an option is that a command does not have, by command and option."""
 
 COMMANDS = {
     "demo": Listed("commands.demo:demo", "Profile the bundled pair here, predict, and check."),
@@ -138,6 +151,10 @@ def _said(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, UsageError):
         shown: Any = error
+        command = getattr(getattr(shown, "ctx", None), "info_name", None)
+        option = getattr(shown, "option_name", None)
+        if (place := ELSEWHERE.get((command, option))) is not None:
+            return f"{command} has no option {option}: {place}"
         return str(shown.format_message())  # the message by itself does not name the option
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):
         # Where nobody said it better: a full disk, a folder that may only be read.
@@ -155,6 +172,8 @@ def _said(error: Exception) -> str | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    from commands.common.printed import printable
+
     end_workers()
-    print(f"draftsim: {' '.join(message.split())}", file=sys.stderr)
+    print(f"draftsim: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -54,5 +54,6 @@ def demo(
         print_ranked(compared(summary, runs, latency, None, 2000))
     emit("demo", rows, json, show=columns_shown(rows))
     say_verdict(rows)
-    for path in save_all(trace, latency, ranking.logs, out / "plots", rows):
-        note(f"wrote {path}")
+    drawn = save_all(trace, latency, ranking.logs, out / "plots", rows)
+    for line in (*(f"wrote {path}" for path in drawn.paths), *drawn.left_out):
+        note(line)

@@ -145,10 +145,11 @@ def check_policy(policy: DraftPolicy) -> None:
 
     Checked: parameters are stored under their own names; only declared signals are
     read; `keep_drafting` gives a bool, ends every round and leaves the draft alone;
-    `submit` gives 0 to ``len(draft)``; two copies under the same stream act the same;
-    a run leaves its prototype as it was, and what is learnt crosses requests only if
-    ``learns_across_requests`` says so; empty drafts, single-token outputs, drafts cut by
-    EOS or by the limit, all-accepted and all-rejected streams are survived.
+    `submit` gives 0 to ``len(draft)``; no draft is longer than `longest_draft`; two copies
+    under the same stream act the same; a run leaves its prototype as it was, and what is
+    learnt crosses requests only if ``learns_across_requests`` says so; empty drafts,
+    single-token outputs, drafts cut by EOS or by the limit, all-accepted and all-rejected
+    streams are survived.
 
     Raises
     ------
@@ -159,7 +160,7 @@ def check_policy(policy: DraftPolicy) -> None:
     try:
         for check in (_parameters_stored, _signals_known):
             check(copy.deepcopy(pristine))
-        for check in (_edges, _deterministic, _independent):
+        for check in (_edges, _deterministic, _independent, _within_its_bound):
             check(own_copy(pristine, VOCABULARY))
     except PolicyError as error:
         raise PolicyError(f"{type(policy).__name__} {error}") from None
@@ -246,6 +247,19 @@ def _independent(policy: DraftPolicy) -> None:
         raise PolicyError(
             "remembers earlier requests: its copies share state, or set learns_across_requests"
         )
+
+
+def _within_its_bound(policy: DraftPolicy) -> None:
+    if (bound := policy.longest_draft()) is None:
+        return
+    for accept in (0.7, 0.98):
+        endless = ScriptedDecoder(7, 10 * LONGEST_DRAFT, policy.reads, accept=accept, eos=False)
+        for r in islice(speculate(endless, copy.deepcopy(policy)), 50):
+            if r.draft_forwards > bound:
+                raise PolicyError(
+                    f"drafted {r.draft_forwards} tokens, but its longest draft is {bound}: set an "
+                    "attribute gamma_max, or define longest_draft()"
+                )
 
 
 def _run(policy: DraftPolicy) -> list[list[Round]]:

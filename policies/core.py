@@ -138,6 +138,15 @@ class DraftPolicy(ABC):
     """Whether `begin_round`, where a policy defines it, looks at the batch or the context: then
     a request's rounds depend on who shares its iterations, and serving asks at every step."""
 
+    def longest_draft(self) -> int | None:
+        """Return the most tokens that a draft may have; None if the policy sets no bound.
+
+        The default is the first of the attributes ``longest``, ``gamma_max``, the largest of
+        ``gammas``, and ``gamma`` that is set.  Engines reserve cache for so many tokens, and cut a
+        policy without a bound.
+        """
+        return bound_of(self)
+
     def begin_run(self, vocab_size: int | None) -> None:
         """Called once on a run's own copy, with the target's vocabulary size; None: not known."""
         del vocab_size
@@ -178,6 +187,17 @@ class DraftPolicy(ABC):
         """An independent copy, but for what is `shared`."""
         kept = (vars(self).get(name) for name in self.shared)
         return copy.deepcopy(self, {id(value): value for value in kept if value is not None})
+
+
+def bound_of(policy: Any) -> int | None:
+    """Return the longest draft that the attributes of `policy` tell (`longest_draft`)."""
+    for name in ("longest", "gamma_max", "gammas", "gamma"):
+        value = getattr(policy, name, None)
+        values = value if isinstance(value, list | tuple) and value else [value]
+        # A gamma may also be a share, or anything else that counts no tokens.
+        if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+            return int(max(values))
+    return None
 
 
 def own_copy(policy: P, vocab_size: int | None) -> P:

@@ -60,6 +60,10 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
 }
 
 
+FILE_MARK = "__policy_file__"
+"""Attribute of a class from a user's file: its name on the command line, the file's digest."""
+
+
 def policy_names(kind: Literal["all", "single", "batch"] = "all") -> list[str]:
     """Names of the built-in policies: all, those per request, or those per batch."""
     batch = {name for name, cls in POLICIES.items() if issubclass(cls, BatchPolicy)}
@@ -119,10 +123,11 @@ def describe(policy: DraftPolicy | BatchPolicy) -> str:
     >>> describe(Fixed(gamma=3))
     'fixed:gamma=3'
     """
-    if isinstance(policy, SingleStream):
-        return describe(policy.policy)
+    if isinstance(inner := getattr(policy, "policy", None), DraftPolicy | BatchPolicy):
+        return describe(inner)
     names = {cls: name for name, cls in POLICIES.items()}
-    return describe_spec(policy, names.get(type(policy), type(policy).__name__))
+    own, _ = getattr(type(policy), FILE_MARK, (type(policy).__name__, ""))
+    return describe_spec(policy, names.get(type(policy), own))
 
 
 def capped(policy: AnyPolicy, max_gamma: int, explicit: Collection[str] = ()) -> AnyPolicy:

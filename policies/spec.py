@@ -1,7 +1,7 @@
 """The text form of an object with parameters: ``name`` or ``name:key=value,key=value``.
 
 A value is a number, an option's name, ``true``/``false``, ``none``, a path, or a JSON
-list, as the parameter's annotation says.
+list, as the parameter's annotation says, or its default where it has no annotation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ def parse_spec(
             raise ValueError(f"{kind} {name!r} has no parameter {key!r}{choice(key, known)}")
         if key in given:
             raise ValueError(f"{kind} {name!r}: parameter {key!r} is given twice")
-        given[key] = _value(f"{kind} {name!r}: {key}={value}", known[key].annotation, value)
+        where, declared = f"{kind} {name!r}: {key}={value}", _declared(known[key])
+        if declared is inspect.Parameter.empty:
+            raise ValueError(
+                f"{where}: the constructor declares no type: annotate it, as in {key}: float = 0.5"
+            )
+        given[key] = _value(where, declared, value)
     return Spec(name, cls, given)
 
 
@@ -72,7 +77,21 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
     """The constructor's parameters, by name, with resolved annotations."""
     if cls.__init__ is object.__init__:  # type: ignore[misc]
         return {}
-    return dict(inspect.signature(cls, eval_str=True).parameters)
+    try:
+        return dict(inspect.signature(cls, eval_str=True).parameters)
+    except Exception:  # a name in one annotation that is imported for type checkers alone
+        found = inspect.signature(cls).parameters
+    return {name: p.replace(annotation=_evaluated(cls, p.annotation)) for name, p in found.items()}
+
+
+def _evaluated(cls: type, annotation: Any) -> Any:
+    """What `annotation` means in the file of `cls`; empty where that cannot be told."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, getattr(cls.__init__, "__globals__", {}))  # type: ignore[misc]
+    except Exception:
+        return inspect.Parameter.empty
 
 
 def choice(word: str, options: Iterable[str]) -> str:
@@ -95,6 +114,18 @@ def split_items(text: str) -> list[str]:
             start = i + 1
     items.append(text[start:])
     return [item.strip() for item in items if item.strip()]
+
+
+def _declared(parameter: inspect.Parameter) -> Any:
+    """The parameter's annotation, or without one the type of its default."""
+    if parameter.annotation not in (inspect.Parameter.empty, Any):
+        return parameter.annotation
+    default = parameter.default
+    if isinstance(default, int) and not isinstance(default, bool):
+        return int | float  # as 1 may be meant for a share
+    if default is None or default is inspect.Parameter.empty:
+        return inspect.Parameter.empty
+    return type(default)
 
 
 def _value(where: str, annotation: Any, text: str) -> Any:
@@ -122,6 +153,8 @@ def _value(where: str, annotation: Any, text: str) -> Any:
             try:
                 return kind(text)
             except ValueError:
+                if kind is int and float in kinds:
+                    continue
                 raise ValueError(f"{where}: expected {meaning}") from None
     if str in kinds:
         return text

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+with suppress(ImportError):  # a machine with a GPU may lack it
+    from hypothesis import settings
+
+    # A busy machine makes any example slow: no example fails by the clock.
+    settings.register_profile("draftsim", deadline=None)
+    settings.load_profile("draftsim")
 
 from tests.few_cells import few_cells  # noqa: E402
 from tests.shared import SHARED, made_once  # noqa: E402

@@ -58,6 +58,8 @@ BY_BATCH = (
 )
 """Batches that come and go cross the ends of these rows, with drafts before and after."""
 OWN = "tests.own_policy.StopWhenUnsure"
+OWN_FILE = f"{Path(__file__).with_name('own_policy.py')}:StopWhenUnsure"
+"""The same policy by its file, as every command takes it."""
 
 
 def miniature(folder: Path, seed: int = 0, layers: int = 2) -> Path:
@@ -84,13 +86,13 @@ def miniature(folder: Path, seed: int = 0, layers: int = 2) -> Path:
 
 
 def names() -> list[str]:
-    """Every policy for a single stream, and a user's own."""
+    """Every policy for a single stream, and a user's own, by its module and by its file."""
     single = [n for n in policy_names() if not isinstance(parse_policy(n), SingleStream)]
-    return [*single, OWN]
+    return [*single, OWN, OWN_FILE]
 
 
 def policy(name: str) -> DraftPolicy | BatchPolicy:
-    if name == OWN:
+    if name in (OWN, OWN_FILE):
         return policy_from(name, LONGEST)
     return parse_policy(name, max_gamma=LONGEST)
 

@@ -21,6 +21,15 @@ class StopWhenUnsure(DraftPolicy):
         return sure and len(draft) < self.gamma
 
 
+class Unbounded(DraftPolicy):
+    """Drafts as long as the draft model is sure, and sets no longest draft."""
+
+    reads = ("prob",)
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < 40 and (not draft or draft[-1].prob > 0.3)
+
+
 class Told(Fixed):
     """Drafts a fixed length, and remembers the vocabulary sizes that runs began with."""
 

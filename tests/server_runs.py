@@ -19,11 +19,11 @@ from commands.engine.check import arms
 from commands.engine.http import compare_served
 from commands.engine.loads import named_loads
 from profiler.engines.start import EngineOptions
-from tests.engine_runs import BATCH, LONGEST, MODEL, TRACE, miniature
+from tests.engine_runs import BATCH, LONGEST, MODEL, OWN_FILE, TRACE, miniature
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
 
-POLICIES = ("fixed:gamma=3", "gammatune")
+POLICIES = ("fixed:gamma=3", "gammatune", OWN_FILE)
 ALONE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's process, as on one GPU; on CPUs vLLM starts another for it."""
 

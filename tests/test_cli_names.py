@@ -18,26 +18,6 @@ from tests.conftest import SMALL_PROFILE, Run
 from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS
 
-OWN = """
-from policies import DraftPolicy
-
-class Careful(DraftPolicy):
-    reads = ("prob",)
-
-    def __init__(self, threshold: float = 0.5, gamma: int = 8) -> None:
-        self.threshold, self.gamma = threshold, gamma
-
-    def keep_drafting(self, draft):
-        return len(draft) < self.gamma and (not draft or draft[-1].prob > self.threshold)
-
-class Endless(DraftPolicy):
-    def keep_drafting(self, draft):
-        return "yes"
-
-class Other:
-    pass
-"""
-
 
 def test_every_name_is_listed_with_its_parameters(run: Run) -> None:
     for option, names in (
@@ -91,28 +71,9 @@ def test_help_and_version(run: Run) -> None:
     assert run("--version").out.startswith("draftsim ")
 
 
-def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OWN)
-    command = ["simulate", "--trace", synthetic_run, "--json", "-", "--policy"]
-    rows = run(*command, f"{file}:Careful:threshold=0.25").rows
-    assert [r["policy"] for r in rows] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
-    for text, message in (
-        (f"{file}:Carefull", "has no class 'Carefull'"),
-        (f"{file}:Other", "no DraftPolicy"),
-        (f"{file}:Endless", "Endless"),
-        (f"{file}:Careful:treshold=1", "did you mean 'threshold'"),
-        (f"{tmp_path}/none.py:Careful", "no such file"),
-    ):
-        ran = run(*command, text)
-        assert ran.code == 2, text
-        assert message in ran.err
-        assert ran.err.count("\n") == 1
-
-
 def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = ["[bold]a[/bold]", "[/nothing]", "$x_$", "\x1b[31mred", ":smile:", "a & b_c"]
-    print_table([{"category": name, "speedup": 1.0} for name in names])
+    print_table([{"category": name, "speedup": 1.0} for name in names], title="of \x1b[31mred")
     shown = capsys.readouterr().out
     for name in ("[bold]a[/bold]", "[/nothing]", "$x_$", "\\x1b[31mred", ":smile:"):
         assert name in shown
@@ -121,6 +82,50 @@ def test_names_are_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert [r["category"] for r in csv.DictReader((tmp_path / "t.csv").open())] == names
     write_rows(tmp_path / "t.tex", [{"category": "a & b_c", "speedup": 1.0}])
     assert r"a \& b\_c & 1.000 \\" in (tmp_path / "t.tex").read_text()
+
+
+def test_what_a_person_names_reaches_no_terminal_raw(synthetic_run: Path, run: Run) -> None:
+    for arguments in (
+        ("simulate", "--trace", "a\x1b]0;title\x07b"),
+        ("serve", "--trace", synthetic_run, "--policy", "fixed:gamma=\x1b[31m"),
+        ("sweep", "--trace", synthetic_run, "--policy", "\x1b[31mred.py:Mine"),
+    ):
+        ran = run(*arguments)
+        assert ran.code == 2
+        assert "\x1b" not in ran.err
+        assert "\\x1b" in ran.err
+        assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("simulate", "--batch", 32), "`draftsim serve --batch`"),
+        (("simulate", "--rate", 2), "`draftsim serve --rate`"),
+        (("sweep", "--verify", "csd"), "`draftsim simulate --verify`"),
+        (("tune", "--policy", "svip"), "`draftsim serve`"),
+    ],
+)
+def test_an_option_of_another_command_says_of_which(
+    arguments: tuple[object, ...], said: str, run: Run
+) -> None:
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert ran.err.startswith(f"draftsim: {arguments[0]} has no option {arguments[1]}: it ")
+    assert said in ran.err
+
+
+def test_names_of_vllms_benchmarks_are_understood(synthetic_run: Path, run: Run) -> None:
+    asked = ("serve", "--trace", synthetic_run, "--policy", "fixed:gamma=2", "--requests", 6)
+    shown = [
+        [
+            (r["concurrency"], r["throughput_tok_s"])
+            for r in run(*asked, option, 2, "--json", "-").rows
+        ]
+        for option in ("--batch", "--concurrency", "--max-concurrency")
+    ]
+    assert shown[0] == shown[1] == shown[2]
+    assert run(*asked, "--request-rate", 2, "--json", "-").rows[0]["rate"] == 2
 
 
 @pytest.mark.parametrize("width", [60, 80, 132])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
+from commands.engine.check import arms
 from policies import DraftPolicy, Load, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.registry import parse_serving_policy
@@ -16,6 +18,7 @@ from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
 from profiler.engines.rounds import Policy
 from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
+from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
 from traces import replay, synthetic_trace
@@ -172,6 +175,47 @@ def test_a_policy_of_ones_own_is_named_by_its_class() -> None:
     own = policy_from("tests.own_policy.StopWhenUnsure:threshold=0.25")
     assert isinstance(own, DraftPolicy)
     assert own.threshold == 0.25  # type: ignore[attr-defined]
+
+
+OWN_FILE = Path(__file__).with_name("own_policy.py")
+
+
+def test_a_policy_of_ones_own_is_named_by_its_file() -> None:
+    """As on the command line, wherever the engine's process was started."""
+    given = json.dumps({"policy": f"{OWN_FILE}:StopWhenUnsure:threshold=0.25,gamma=3",
+                        "source": "pld"})  # fmt: skip
+    with pytest.raises(DraftsimError, match="reads prob"):  # which a lookup does not have
+        setup_from({VARIABLE: given}, longest=4)
+    own = policy_from(f"{OWN_FILE}:StopWhenUnsure:threshold=0.25,gamma=3", LONGEST)
+    assert isinstance(own, DraftPolicy)
+    proposer, _ = drafted(own)
+    log = replay(TRACE, StopWhenUnsure(0.25, 3))
+    assert [tuple(r) for r in proposer.finished["2/0"].rounds] == rounds(log, 2)
+    with pytest.raises(ValueError, match="no such file"):
+        policy_from("none.py:StopWhenUnsure")
+
+
+@pytest.mark.parametrize("place", ["tests.own_policy.", f"{OWN_FILE}:"])
+def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else the replay's drafts are longer than the engine's, which cuts what it is handed."""
+    text = f"{place}Unbounded"
+    own = arms([text, f"{place}StopWhenUnsure"], TRACE, LONGEST)[text]
+    said = capsys.readouterr().err
+    assert f"{text} sets no longest draft: it is cut at 8 tokens, the engine's longest" in said
+    assert "StopWhenUnsure sets" not in said
+    assert lookahead_of(own, TRACE) == LONGEST
+    proposer, _ = drafted(own)
+    log = replay(TRACE, own)
+    assert int(log.rounds["drafted"].max()) == LONGEST
+    for request in TEXTS:
+        found = proposer.finished.get(f"{request}/0")
+        assert [tuple(r) for r in (found.rounds if found else ())] == rounds(log, request)
+    # What is read back of a recording has no longer drafts than that.
+    short = synthetic_trace(0.7, requests=3, tokens=20, concentration=5.0, max_gamma=5, seed=3)
+    assert lookahead_of(arms([text], short, LONGEST)[text], short) == 5
+    assert "cut at 5 tokens, the recording's longest" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.formulas import (
@@ -25,6 +25,12 @@ from traces.errors import DraftsimError
 ALPHA = st.floats(0, 1)
 GAMMA = st.integers(1, 24)
 RATIO = st.floats(0.01, 1)
+
+
+def test_no_example_has_a_deadline() -> None:
+    """Neither those of this file, which set none, nor those that set something else."""
+    assert settings().deadline is None
+    assert settings(max_examples=10).deadline is None
 
 
 @pytest.mark.parametrize(

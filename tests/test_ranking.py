@@ -86,22 +86,29 @@ def test_a_ranking_of_all_names_its_lengths_and_what_was_fitted() -> None:
     # A lossy run of the same policy is another row.
     assert [row["note"] for row in rows] == [BEST_FIXED, None]
     few = rank(recorded(3), LATENCY, ["rate-optimal"])
-    assert few.notes == {"rate-optimal": UNFITTED}
-    some = rank(trace, LATENCY, ["fixed", "rate-optimal:acceptance=0.6"])
-    assert [log.policy for log in some.logs] == ["fixed:gamma=5", "rate-optimal:acceptance=0.6"]
-    assert some.notes == {"rate-optimal:acceptance=0.6": UNFITTED}
+    assert few.notes["rate-optimal"] == UNFITTED
+    # Policies that were named are ranked beside the best fixed length, too.
+    texts = ["fixed", "rate-optimal:acceptance=0.6"]
+    some = rank(trace, LATENCY, texts)
+    assert [log.policy for log in some.logs] == ["fixed:gamma=5", texts[1], best]
+    assert some.added is some.logs[-1]
+    assert some.notes == {texts[1]: UNFITTED, best: BEST_FIXED}
+    among = rank(trace, LATENCY, [best, "svip"])
+    assert [log.policy for log in among.logs] == [best, "svip:gamma_max=24"]
+    assert among.added is None
+    assert among.notes == {best: BEST_FIXED}
 
 
 def test_a_rule_is_not_fitted_to_what_a_lossy_verification_accepts() -> None:
     trace = find_trace("bundled").select(range(4))  # has the target's scores
     lossy = rank(trace, LATENCY, ["rate-optimal"], parse_rule("spec-verification"))
-    assert lossy.notes == {"rate-optimal": UNFITTED}
+    assert lossy.notes["rate-optimal"] == UNFITTED
 
 
 def test_a_recording_without_signals_has_a_fitted_rule_too() -> None:
     plain = synthetic_trace(0.7, requests=8, tokens=40)
     found = rank(plain, LATENCY, ["rate-optimal"])
-    assert found.notes == {"rate-optimal": FITTED}
+    assert found.notes["rate-optimal"] == FITTED
     assert found.logs[0].reads == ()
     # As it comes it reads a signal, so that only the fitted one can stand among all.
     assert rank(plain, LATENCY, None).notes["rate-optimal"] == FITTED

@@ -21,6 +21,7 @@ from policies import (
     check_policy,
 )
 from policies.core import Load, Round, speculate
+from policies.lengths.rate_optimal import CONTEXT_BUCKET
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.formulas.leviathan import speedup as leviathan_speedup
 from tests.policy_rounds import Token
@@ -219,6 +220,29 @@ def test_rate_depends_on_the_batch() -> None:
             draft.append(Token(0.8))
         drafted.append(len(draft))
     assert drafted[0] == drafted[1] > drafted[2] == drafted[3] == 0
+
+
+def test_prices_a_context_within_the_bucket_that_holds_it() -> None:
+    """Neighbouring contexts share one price, which is at most a bucket away from their own."""
+    asked: list[float] = []
+
+    class Noting(TextbookCost):
+        def __call__(
+            self, batch: int, draft_length: int, verify_tokens: int, context: float
+        ) -> float:
+            asked.append(context)
+            return super().__call__(batch, draft_length, verify_tokens, context)
+
+    for context in (0, 31, 32, 100, 1000):
+        asked.clear()
+        policy = RateOptimal(1.8, 10, 0.9, cost=Noting(draft=0.2))
+        policy.begin_round(Load(1, context))
+        policy.keep_drafting([])
+        first = context // CONTEXT_BUCKET * CONTEXT_BUCKET
+        assert asked
+        assert all(first <= at < first + CONTEXT_BUCKET for at in asked)
+        # In its middle, so that prices are off by half a bucket at most.
+        assert set(asked) == {first + CONTEXT_BUCKET / 2}
 
 
 class Counting(ReplayDecoder):

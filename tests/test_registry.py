@@ -31,7 +31,7 @@ from policies import (
 )
 from policies.checks import ScriptedDecoder
 from policies.core import own_copy
-from policies.spec import parameters
+from policies.spec import parameters, parse_spec
 
 TABLES = ("batch-table", "batch-table-hysteresis", "sglang-adaptive")
 """Their draft lengths are entries of a table, which nothing lowers."""
@@ -138,6 +138,43 @@ def test_any_text_parses_or_raises_a_value_error(text: str) -> None:
     for prefix in ("", "fixed:", "cm-asd:weights=", "batch-table:table=["):
         with suppress(ValueError):
             assert isinstance(parse_policy(prefix + text), DraftPolicy)
+
+
+class Unannotated(DraftPolicy):
+    """A constructor as README writes one: types are those of the defaults."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, threshold=0.5, gamma=8, strict=False, mode="mean", steps=(1, 2), other=None,
+        known: Nowhere | None = None, count: int = 3,  # type: ignore[name-defined]  # noqa: F821
+    ):  # fmt: skip
+        self.threshold, self.gamma, self.strict, self.mode = threshold, gamma, strict, mode
+        self.steps, self.other, self.known, self.count = steps, other, known, count
+
+    def keep_drafting(self, draft: Any) -> bool:
+        return len(draft) < self.gamma
+
+
+def test_a_parameter_without_an_annotation_has_the_type_of_its_default() -> None:
+    table = {"mine": Unannotated}
+    text = "mine:threshold=1,gamma=4,strict=true,mode=max,steps=[3],count=2"
+    given = parse_spec(text, "policy", table).given
+    assert given == {
+        "threshold": 1.0, "gamma": 4, "strict": True, "mode": "max", "steps": [3], "count": 2
+    }  # fmt: skip
+    assert type(given["threshold"]) is float
+    assert type(given["gamma"]) is int
+    # A whole default may stand for a share.
+    assert parse_spec("mine:gamma=0.5", "policy", table).given == {"gamma": 0.5}
+    for wrong, message in (
+        ("threshold=much", "threshold=much: expected a number"),
+        ("gamma=many", "gamma=many: expected a number"),
+        ("strict=1", "expected true or false"),
+        ("steps=3", "expected a JSON list"),
+        ("other=3", "other=3: the constructor declares no type: annotate it, as in other: float"),
+        ("known=a: b", "annotate it, as in known: float = 0.5"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parse_spec(f"mine:{wrong}", "policy", table)
 
 
 def test_resources_reach_the_policies_that_take_them() -> None:

@@ -190,7 +190,9 @@ def test_a_learner_goes_on_from_request_to_request() -> None:
     assert [r[1:] for r in together] != [r[1:] for rounds in alone for r in rounds]
 
 
-def test_what_the_recording_does_not_hold_is_said_as_usual() -> None:
+def test_what_the_recording_does_not_hold_is_said_as_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     short = synthetic_trace(0.5, requests=3, tokens=40, max_gamma=4, concentration=5.0)
     with pytest.raises(TailError, match="past the recorded tail"):
         one(short, Fixed(8))
@@ -199,9 +201,12 @@ def test_what_the_recording_does_not_hold_is_said_as_usual() -> None:
         one(bare, CMASD())
     match = np.where(np.arange(len(bare)) % 5, bare.columns["match"], UNKNOWN).astype(np.int8)
     unknown = Trace({**bare.columns, "match": match}, bare.requests, None, bare.meta)
-    for policy in (Fixed(4), Oracle()):
-        with pytest.raises(SignalError, match="not observed"):
-            one(unknown, policy)
+    # By the loop, which takes over where there are few lanes, and by the lanes themselves.
+    for fewest in (lanes.FEWEST, 0):
+        monkeypatch.setattr(lanes, "FEWEST", fewest)
+        for policy in (Fixed(4), Oracle(), Oracle("run+1")):
+            with pytest.raises(SignalError, match="not observed"):
+                one(unknown, policy)
 
 
 def test_settings_are_yielded_in_order_and_a_block_at_a_time(

@@ -73,15 +73,14 @@ def test_categories_stand_below_what_all_prompts_say(run: Run, files: list[str])
     names = {r.id: f"kind {i % 3}" for i, r in enumerate(trace.requests)}
     requests = [replace(r, category=names[r.id]) for r in trace.requests]
     write_trace(replace(trace, requests=requests), Path(files[1]))
-    policies = [part for g in (2, 4) for part in ("--policy", f"fixed:gamma={g}")]
-    asked = ["simulate", *files, *policies, "--policy", "oracle", "--resamples", "50"]
+    asked = ["simulate", *files, "--policy", "all", "--resamples", "50"]
     whole = run(*asked, "--json", "-").rows
     rows = run(*asked, "--by-category", "--json", "-").rows
     overall = [r for r in rows if r["category"] is None]
     assert [{k: v for k, v in r.items() if k != "category"} for r in overall] == whole
     parts = [r for r in rows if r["category"] is not None]
     for row in overall:
-        own = [r for r in parts if r["policy"] == row["policy"]]
+        own = [r for r in parts if all(r[k] == row[k] for k in ("policy", "verify", "source"))]
         assert {r["category"] for r in own} == set(names.values())
         assert sum(r["tokens"] for r in own) == row["tokens"]
     printed = run(*asked, "--by-category").out.splitlines()
@@ -94,14 +93,43 @@ def test_categories_stand_below_what_all_prompts_say(run: Run, files: list[str])
     for category in set(names.values()):
         own = {
             r["policy"].partition(":gamma_max")[0]: r["speedup"]
-            for r in parts if r["category"] == category
+            for r in parts if r["category"] == category and r["verify"] == "exact"
         }  # fmt: skip
-        oracle = own.pop("oracle")
+        oracle, rule = own.pop("oracle"), own["rate-optimal"]
         own.pop("autoregressive")
         best = max(own, key=lambda name: own[name])
+        [fixed] = {r["policy"] for r in whole if (r["note"] or "").startswith("best fixed")}
         cells = lines[category]
-        assert cells[2] == best
-        assert (cells[3], cells[-1]) == (f"{own[best]:.2f}", f"{oracle:.2f}")
+        assert (cells[2], cells[3]) == (f"{own[fixed]:.2f}", best)
+        assert (cells[4], *cells[-2:]) == tuple(f"{x:.2f}" for x in (own[best], rule, oracle))
+
+
+def test_every_policy_that_was_named_is_in_every_category(run: Run, files: list[str]) -> None:
+    trace = scored_trace()
+    # A name is anybody's, and must not reach the terminal as it is.
+    kinds = ("\x1b]0;mine\x07", "two\nlines")
+    requests = [replace(r, category=kinds[i % 2]) for i, r in enumerate(trace.requests)]
+    write_trace(replace(trace, requests=requests), Path(files[1]))
+    names = ("fixed:gamma=4", "cm-asd", "csd", "gammatune+csd", "gammatune+", "svip+csd-ocm")
+    asked = [part for name in names for part in ("--policy", name)]
+    command = ["simulate", *files, *asked, "--by-category", "--resamples", "50"]
+    rows = [r for r in run(*command, "--json", "-").rows if r["category"] is not None]
+    printed = run(*command).out
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert "\\x1b]0;mine\\x07" in printed
+    assert "two\\nlines" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    below = printed.partition("speedup by category")[2].partition("\n* ")[0]
+    for row in rows:
+        if row["policy"] != "autoregressive":
+            assert f"{row['speedup']:.2f}" in below, row["policy"]
+    assert below.count("gammatune+csd") == below.count("svip+csd-ocm") == 2
+    # Its own method is what has the rule; the other two say what they are.
+    assert "* cm-asd: the draft lengths alone, verified exactly" in printed
+    assert "whole method is cm-asd+cm-asd" in " ".join(printed.split())
+    assert "* csd: fixed:gamma=6, verified by csd" in printed
+    assert "* gammatune+: gammatune-plus, verified exactly" in printed
 
 
 def test_tables_are_sorted_fit_eighty_columns_and_cut_no_number(run: Run, files: list[str]) -> None:

@@ -228,5 +228,6 @@ def test_fixed_lengths_are_swept_as_far_as_drafts_were_recorded(tmp_path: Path) 
     write_trace(Trace(whole.columns, whole.requests, 5, whole.meta), path)
     found = rows("--trace", str(path), "--latency", CONST, "--jobs", "1", "--resamples", "20")
     names = {row["policy"] for row in found}
-    short = {f"fixed:gamma={length}" for length in (1, 2, 3, 4)}
-    assert names == {*short, "fixed:gamma=5", "oracle:gamma_max=5"}
+    # The default length is one as any other.
+    short = {f"fixed:gamma={length}" for length in (1, 2, 3, 4, 5)}
+    assert names == {*short, "oracle:gamma_max=5"}

@@ -22,6 +22,7 @@ from commands.common.inputs import (
     load_latency,
     load_rule,
     load_trace,
+    one_rule,
     origin_of,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder
@@ -113,6 +114,7 @@ def capacity(
     with_cost([], gpus, price)  # refused before anything is simulated
     recorded = load_trace(trace, "capacity")
     table = load_latency(latency, trace, assume_batch_free)
+    policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
     drafted = drafted_by(source, trace, recorded, rule)
     if drafted is not None:

@@ -156,16 +156,23 @@ def load_policies(
     *,
     signals: frozenset[str] | None = None,
     max_gamma: int | None = None,
+    say: bool = True,
+    lacking: dict[str, DraftPolicy] | None = None,
 ) -> list[tuple[str, DraftPolicy]]:
     """(name, policy) of each text; none or ``all`` stand for every policy of the trace.
 
-    With ``all``, policies that read signals the trace lacks are left out, with a note.
+    A named method of the draft model whose verification is exact goes by its name.  With ``all``,
+    policies that read signals the trace lacks are left out, with a note; where `lacking` is given
+    they are put there instead, for the caller to say.  `say`: whether there are notes at all.
     ``signals`` and ``max_gamma`` are those of another draft source, by default the trace's own.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from commands.common.user_policy import is_file, load_file
+    from commands.common.output import note
+    from policies.batch.base import BatchPolicy, SingleStream
+    from policies.from_file import is_file, load_file, said_cut
     from policies.registry import describe, parse_policy, policy_names
     from traces.replay.run import can_replay
+    from traces.sources.methods import exact_policy
 
     names = list(texts or ["all"])
     every = "all" in names
@@ -174,26 +181,30 @@ def load_policies(
     if every:
         names = [n for n in names if n != "all"] + policy_names("single")
     chosen: list[tuple[str, Any]] = []
-    lacking: dict[str, DraftPolicy] = {}
+    absent: dict[str, DraftPolicy] = {} if lacking is None else lacking
     for text in names:
-        if is_file(text):
-            name, own = load_file(text)
-            chosen.append((name, own))
-            continue
         try:
-            policy = parse_policy(text, max_gamma=limit)
+            if is_file(text):
+                name, made, cut = load_file(text, limit)
+                if cut is not None and say:
+                    note(said_cut(name, cut, "the recording's"))
+                chosen.append((name, SingleStream(made) if isinstance(made, BatchPolicy) else made))
+                continue
+            own = exact_policy(text)
+            policy = parse_policy(own, max_gamma=limit)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         implied = every and text in policy_names("single")
         if implied and not set(policy.reads) <= have:
-            lacking[text] = policy
+            absent[text] = policy
             continue
         if implied and not (signals or can_replay(trace, policy)):
             continue
-        name = describe(policy)
+        name = text if own != text else describe(policy)
         if name not in dict(chosen):
             chosen.append((name, policy))
-    say_left_out(lacking, have)
+    if say and lacking is None:
+        say_left_out(absent, have)
     return chosen
 
 
@@ -232,14 +243,33 @@ def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> Ver
     return rule
 
 
+def one_rule(
+    texts: Sequence[str] | None, verify: str | None
+) -> tuple[list[str] | None, str | None]:
+    """Return policies and rule for a command that verifies all policies alike.
+
+    Methods that have one lossy rule in common give it (`traces.sources.methods.same_rule`).
+    """
+    from commands.common.output import note
+    from traces.sources.methods import same_rule
+
+    policies, rule = same_rule(texts, verify)
+    if rule != verify:
+        pairs = zip(texts or (), policies or (), strict=True)
+        parts = [f"{text} is {own}" for text, own in pairs if text != own]
+        note(f"{', '.join(parts)}, verified by {rule}")
+    return policies, rule
+
+
 def load_method(
     name: str, trace: Trace, memory: Path | None = None
 ) -> tuple[str, DraftPolicy, VerifyRule | None]:
-    """(policy's text, policy, rule) of a named method that drafts with a draft model."""
-    from traces.sources.methods import method, resolved
+    """(policy's text, policy, rule) of a method that drafts with a draft model: a name in
+    `traces.sources.methods.METHODS`, or ``POLICY+RULE``."""
+    from traces.sources.methods import method, method_of, resolved
     from traces.sources.registry import DRAFT_MODEL
 
-    chosen = method(name)
+    chosen = method_of(name) or method(name)
     if chosen.source not in (DRAFT_MODEL, "none"):
         raise DraftsimError(
             f"method {name!r} drafts with {chosen.source}, whose replay is exact: see `simulate`"

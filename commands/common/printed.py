@@ -83,7 +83,7 @@ def _print_block(
     from rich.box import SIMPLE_HEAD
 
     table = Table(
-        title=None if title is None else Text(title, style="bold"), title_justify="left",
+        title=None if title is None else Text(printable(title), style="bold"), title_justify="left",
         box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, title_style="",
     )  # fmt: skip
     for name in cells:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from commands.common.inputs import load_policies, replay_all
+from commands.common.inputs import load_policies, replay_all, say_left_out
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Ranking:
 
     logs: list[RoundLog]
     notes: Mapping[str, str] = field(default_factory=dict)
+    added: RoundLog | None = None
+    """That of the best fixed length, where policies were named and it is none of them."""
 
     def noted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of a summary with a ``note`` in those of a log that has one."""
@@ -45,16 +48,18 @@ def rank(
 
     ``rate-optimal`` is fitted to the recording and the latencies, each half of the prompts
     judging what the other one gave; where that cannot be done, or a lossy `rule` accepts other
-    tokens than it would be fitted to, it is noted as unfitted.  With ``all`` the fixed draft
-    length that is fastest here stands beside the policies.
+    tokens than it would be fitted to, it is noted as unfitted.  The fixed draft length that is
+    fastest here is ranked, too, whatever the texts name.
 
     Where the trace is a lower bound alone (`Trace.is_lower_bound`) nothing is fitted or chosen,
     and every row says so.
     """
     from simulator.whatif.ranking import FITTED, LOWER_BOUND, UNFITTED
 
-    chosen = without_plain(named(load_policies(texts, trace)))
+    lacking: dict[str, DraftPolicy] = {}
+    chosen = without_plain(named(load_policies(texts, trace, lacking=lacking)))
     if trace.is_lower_bound:
+        say_left_out(lacking, trace.signals)
         # The best of bounds is not the best: least wrong is the policy behind the log.
         bounds = replay_all(trace, chosen, rule=rule)
         return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
@@ -72,17 +77,18 @@ def rank(
     rest = [i for i in range(len(chosen)) if i not in found]
     found |= zip(rest, replay_all(trace, [chosen[i] for i in rest], rule=rule), strict=True)
     logs = [found[i] for i in range(len(chosen))]
-    if not ranks_all(texts):
-        return Ranking(logs, notes)
-    if rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
+    every = not texts or "all" in texts
+    if every and rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
         # As it comes it reads a signal, which this recording lacks; fitted it need not.
         fitted = fitted_log(trace, latency)
         if fitted is not None:
             logs.append(fitted)
             notes[fitted.policy] = FITTED
+            lacking.pop("rate-optimal", None)
+    say_left_out(lacking, trace.signals)
     return with_best_fixed(
         Ranking(logs, notes), latency, trace.max_gamma,
-        lambda some: replay_all(trace, some, rule=rule),
+        lambda some: replay_all(trace, some, rule=rule), every,
     )  # fmt: skip
 
 
@@ -98,37 +104,96 @@ def fitted_log(
         return None  # too few prompts, or a rule that cannot be fitted to them
 
 
-def ranks_all(texts: Sequence[str] | None) -> bool:
-    """Whether every policy is ranked, by default or by ``all``."""
-    return not texts or "all" in texts
-
-
 def with_best_fixed(
     ranking: Ranking,
     latency: LatencyTable,
     longest: int | None,
     replayed: Callable[[Named], list[RoundLog]],
+    every: bool,
 ) -> Ranking:
-    """`ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it."""
+    """Return `ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it.
+
+    It comes beside the fixed length that is there by default where `every` policy is ranked, and
+    behind those that were named where not; then a recording that cannot tell it goes without.
+    """
     from policies.lengths.basic import Fixed
     from simulator.whatif.ladder import GAMMAS
     from simulator.whatif.ranking import BEST_FIXED, fastest
 
     lengths = [g for g in GAMMAS if g <= (longest or g)]
-    best = fastest(replayed([(f"fixed:gamma={g}", Fixed(g)) for g in lengths]), latency)
-    logs = list(ranking.logs)
-    if best.policy not in (log.policy for log in logs):
-        # Beside the fixed length that comes by default.
-        fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
-        logs.insert(next(fixed, -1) + 1, best)
-    return Ranking(logs, {**ranking.notes, best.policy: BEST_FIXED})
+    try:
+        best = fastest(replayed([(f"fixed:gamma={g}", Fixed(g)) for g in lengths]), latency)
+    except DraftsimError:
+        if every:
+            raise
+        return ranking
+    logs, notes = list(ranking.logs), {**ranking.notes, best.policy: BEST_FIXED}
+    if best.policy in (log.policy for log in logs):
+        return Ranking(logs, notes)
+    fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
+    logs.insert(next(fixed, -1) + 1 if every else len(logs), best)
+    return Ranking(logs, notes, None if every else best)
+
+
+def predicted_fastest(
+    latency: LatencyTable,
+    chosen: Named,
+    longest: int | None,
+    replayed: Callable[[Named], list[RoundLog]],
+) -> tuple[str, DraftPolicy, RoundLog]:
+    """Return (name, policy, log) of the fastest of `chosen` and of all fixed draft lengths.
+
+    Only of those that can decode for real: not the oracle, nor a rule that is fitted to nothing.
+    ``longest`` and ``replayed`` are as of `with_best_fixed`.
+    """
+    from policies.lengths.basic import Autoregressive, Fixed, Oracle
+    from simulator.whatif.ladder import GAMMAS
+    from simulator.whatif.ranking import fastest
+
+    real = {
+        name: policy for name, policy in named(chosen)
+        if not isinstance(policy, Autoregressive | Oracle) and not is_unfitted(policy)
+    }  # fmt: skip
+    real |= {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
+    best = fastest(replayed(list(real.items())), latency)
+    return best.policy, real[best.policy], best
+
+
+def fastest_for_real(trace: Trace, latency: LatencyTable) -> tuple[str, DraftPolicy]:
+    """Return (name, policy) of what `rank` puts first of all that can decode for real.
+
+    Where that is the rate-optimal rule, it is fitted to all prompts.
+    """
+    from simulator.whatif.ranking import fastest
+    from simulator.whatif.rate import fit_rate_optimal
+
+    name, policy, log = predicted_fastest(
+        latency, load_policies(None, trace, say=False), trace.max_gamma,
+        lambda some: replay_all(trace, some),
+    )  # fmt: skip
+    rule = fitted_log(trace, latency)
+    if rule is not None and fastest([log, rule], latency) is rule:
+        return rule.policy, fit_rate_optimal(trace, latency).policy
+    return name, policy
+
+
+def with_fastest(chosen: Named, found: tuple[str, DraftPolicy]) -> Named:
+    """Return the arms of a check with the predicted fastest among them; a note names a new one."""
+    name, policy = found
+    if name in dict(chosen):
+        return chosen
+    note(f"also decoding {name}, which is predicted to be the fastest")
+    return [*chosen, (name, policy)]
 
 
 def named(chosen: Named) -> Named:
-    """`chosen` with the draft length in the name of a fixed one left at its default."""
+    """Return `chosen` with the draft length in the name of a fixed one left at its default."""
     from policies.lengths.basic import Fixed
 
-    return [(f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) else name, p) for name, p in chosen]
+    return [
+        (f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) and name == "fixed" else name, p)
+        for name, p in chosen
+    ]
 
 
 def without_plain(chosen: Named) -> Named:

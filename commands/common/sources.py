@@ -30,6 +30,10 @@ SourceOption = Annotated[
 ]
 
 RECORD = "`draftsim profile --exit-layers`"
+UNTIMED = "measures their latencies"
+"""Ends what is said of a system whose passes have no cells."""
+FEW = 3
+"""Systems that are still named one by one where they are missing."""
 
 
 def load_source(text: str | None) -> Source | None:
@@ -180,7 +184,7 @@ def replay_systems(
             if not all(latency.has(*call) for call in source.calls):
                 # What could not be priced is not replayed; what it lacks first is said first.
                 source.open(trace, recordings, trace.first)(0)
-                found.missing[name] = f"{by} measures their latencies"
+                found.missing[name] = f"{by} {UNTIMED}"
                 continue
             logs = replay_system(name, trace, recordings)
         except DraftsimError as error:
@@ -188,23 +192,31 @@ def replay_systems(
             found.missing[name] = f"{by} records them" if by in text else text
             continue
         if not all(is_measured(log, latency) for log in logs):
-            found.missing[name] = f"{by} measures their latencies"
+            found.missing[name] = f"{by} {UNTIMED}"
         found.logs.extend(log for log in logs if is_measured(log, latency))
     return found
 
 
 def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
-    """The logs of all parts in the systems' order; a note names what is missing, and why."""
+    """The logs of all parts in the systems' order; a note says how many are missing, and why."""
     from traces.sources.registry import SYSTEMS
 
     reasons = {name: why for part in parts for name, why in part.missing.items()}
-    missing: dict[str, list[str]] = {}
-    for name in SYSTEMS:
-        if name in reasons:
-            missing.setdefault(reasons[name], []).append(name)
-    if missing:
-        said = (f"{', '.join(names)} ({why})" for why, names in missing.items())
-        note(f"not listed: {'; '.join(said)}")
+    missing = [name for name in SYSTEMS if name in reasons]
+    untimed = [name for name in missing if reasons[name].endswith(UNTIMED)]
+    if 0 < len(missing) <= FEW:
+        note(f"not listed: {'; '.join(f'{name} ({reasons[name]})' for name in missing)}")
+    elif missing:
+        absent = [name for name in missing if name not in untimed]
+        counts = [
+            f"{len(names)} methods {what}" for names, what in
+            ((absent, "whose drafts are not recorded"), (untimed, "whose passes are not timed"))
+            if names
+        ]  # fmt: skip
+        note(
+            f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "
+            "lookups among them; --policy NAME says what one of them lacks"
+        )
     logs = [log for part in parts for log in part.logs]
     return sorted(logs, key=lambda log: list(SYSTEMS).index(log.policy))
 

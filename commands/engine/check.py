@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 OFF = "autoregressive"
+ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
+"""Policies run where none is named, beside no speculation and those predicted fastest."""
 SHOWN = (
     "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
     "throughput_predicted", "error", "noise", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
@@ -34,7 +36,7 @@ SHOWN = (
 
 
 def engine_check(
-    name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str],
+    name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str] | None,
     loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
     remeasure: bool = False, http: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -64,8 +66,10 @@ def engine_check(
         trace = drafted.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
-    chosen = arms(policies, trace, latency.meta["engine"]["longest"])
-    options = engine_options(latency, trace)
+    longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace)
+    if not policies:
+        policies = [*ENGINE_ARMS, *predicted(latency, trace, longest, loads, requests, seed)]
+    chosen = arms(policies, trace, longest)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
             raise DraftsimError(
@@ -94,6 +98,36 @@ def engine_check(
         if between is not None:
             write_latency(between.table(), run / CHECKED)
     return rows
+
+
+def predicted(
+    latency: LatencyTable, trace: Trace, longest: int, loads: Mapping[str, Arrivals],
+    requests: int, seed: int,
+) -> list[str]:  # fmt: skip
+    """Return the fixed lengths, or `ENGINE_ARMS`, predicted to be the fastest under the loads.
+
+    A note names those that would not run by default.
+    """
+    from simulator.serving import Limits, Scenario
+    from simulator.serving.run import simulate
+
+    lengths = (f"fixed:gamma={g}" for g in range(1, min(longest, trace.max_gamma or longest) + 1))
+    every = arms([*ENGINE_ARMS, *lengths], trace, longest)
+    best: dict[str, list[str]] = {}
+    for load, arrivals in loads.items():
+        limits = Limits.of_engine(latency, None, None, None)
+        scenario = Scenario(
+            arrivals, limits, requests, warmup=0.0, seed=seed,
+            drafter_loaded=bool(latency.meta["engine"].get("own_drafter")),
+        )  # fmt: skip
+        speed = {
+            text: simulate(trace, latency, policy, scenario, name=text).row()["throughput_tok_s"]
+            for text, policy in every.items()
+        }
+        best.setdefault(max(speed, key=lambda text: speed[text]), []).append(load)
+    for text in best.keys() - {OFF, *ENGINE_ARMS}:
+        note(f"also running {text}, predicted to be the fastest under {', '.join(best[text])}")
+    return list(best)
 
 
 def grid_of(
@@ -132,22 +166,41 @@ def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
 
 
 def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
-    """The policies by their texts, no speculation first.
+    """Return the policies by their texts, no speculation first; ``all`` are those that can be run.
 
     Raises DraftsimError for one that cannot be, or drafts more than `longest` tokens.
     """
+    from commands.serve.policies import every_policy
+    from policies.from_file import Cut, said_cut
     from profiler.engines.setup import policy_from
     from simulator.serving.run import lookahead_of
 
-    chosen = {}
+    chosen: dict[str, Any] = {}
+    recorded = trace.max_gamma or longest
+    policies = list(policies)
+    if "all" in policies:
+        policies.remove("all")
+        policies += [text for text in every_policy() if _can_run(text, trace, longest)]
     for text in dict.fromkeys([OFF, *policies]):
         try:
-            chosen[text] = policy_from(text, longest)
+            chosen[text] = policy_from(text, min(longest, recorded))
         except ValueError as reason:
             raise DraftsimError(str(reason)) from None
+        if isinstance(chosen[text], Cut):
+            whose = "the engine's" if longest <= recorded else "the recording's"
+            note(said_cut(text, chosen[text].longest, whose))
         if (own := lookahead_of(chosen[text], trace)) > longest:
             raise DraftsimError(
                 f"{text} drafts up to {own} tokens, the engine was measured up to {longest}: "
                 f"profile it with --engine-longest {own}"
             )
     return chosen
+
+
+def _can_run(text: str, trace: Trace, longest: int) -> bool:
+    """Whether drafts of `longest` tokens are enough, and the recording holds the signals."""
+    from policies.registry import parse_serving_policy
+    from simulator.serving.run import lookahead_of
+
+    policy = parse_serving_policy(text, max_gamma=min(longest, trace.max_gamma or longest))
+    return set(policy.reads) <= trace.signals and lookahead_of(policy, trace) <= longest

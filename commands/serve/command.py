@@ -21,6 +21,7 @@ from commands.common.inputs import (
     load_latency,
     load_rule,
     load_trace,
+    one_rule,
     origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed_as, placed_folder, placed_table
@@ -158,6 +159,7 @@ def serve(
 
     recorded = load_trace(trace)
     table = load_latency(latency, trace, assume_batch_free)
+    policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
     drafted = drafted_by(source, trace, recorded, rule)
     if drafted is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -18,12 +19,17 @@ PLAIN = "autoregressive"
 DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
 """Policies served where none is named: those that read no signal run in any engine."""
 
-ALL = (
-    "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "hf-heuristic", "cm-asd",
-    "gammatune", "svip", "rate-optimal", "batch-table", "disable-by-batch-size", "goodput",
-    "turbospec", "confidence-freeze", "adaptive-verification", "sglang-adaptive",
-)  # fmt: skip
-"""What ``all`` stands for: every family that an engine could run."""
+LENGTHS = ("fixed:gamma=2", "fixed:gamma=4")
+"""Fixed draft lengths among all policies."""
+
+
+def every_policy() -> list[str]:
+    """Return what ``all`` stands for: every policy that an engine could run."""
+    from policies.registry import policy_names
+
+    # Only a recording knows what the oracle asks.
+    plain, *others = (name for name in policy_names() if name not in ("oracle", "fixed"))
+    return [plain, *LENGTHS, *others]
 
 
 def load_serving_policies(
@@ -34,7 +40,7 @@ def load_serving_policies(
     settings: Path | None = None,
     largest: int = 1,
 ) -> dict[str, DraftPolicy | BatchPolicy]:
-    """The named policies, by the names given; none: `DEFAULT`, ``all``: `ALL`.
+    """The named policies, by the names given; none: `DEFAULT`, ``all``: `every_policy`.
 
     Policies that weigh cost get the table's; those that estimate acceptance, and the rate
     that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
@@ -43,17 +49,18 @@ def load_serving_policies(
     text is given; it is to be served at batches up to `largest`.
     Raises DraftsimError naming what is wrong with a text.
     """
-    from commands.common.user_policy import is_file, load_file
     from policies.batch.base import BatchPolicy
+    from policies.from_file import is_file, load_file, said_cut
     from policies.registry import POLICIES, parse_serving_policy
     from policies.spec import parameters
     from simulator.serving import TableCost
     from simulator.tune import RIVALS, read_settings
     from simulator.whatif.rate import fit_estimates, fit_rate_optimal
     from traces.replay.run import can_replay
+    from traces.sources.methods import exact_policy
 
     asked = [t for t in texts or () if t != "all"]
-    implied = DEFAULT if not texts else ALL if "all" in texts else ()
+    implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
     batched = mode in ("continuous", "static")
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
@@ -67,10 +74,16 @@ def load_serving_policies(
             return with_plain({**chosen, **RIVALS})
     for text in [*asked, *implied]:
         if is_file(text):
-            own, policy = load_file(text)
+            try:
+                own, policy, cut = load_file(text, trace.max_gamma)
+            except ValueError as error:
+                raise DraftsimError(str(error)) from None
+            if cut is not None:
+                note(said_cut(own, cut, "the recording's"))
             chosen.setdefault(own, policy)
             continue
-        name = text.partition(":")[0].strip()
+        exact = exact_policy(text)
+        name = exact.partition(":")[0].strip()
         resources: dict[str, Any] = {}
         wants = parameters(POLICIES[name]) if name in POLICIES else {}
         if "cost" in wants:
@@ -79,12 +92,12 @@ def load_serving_policies(
             resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
             made: DraftPolicy | BatchPolicy
-            if text == "rate-optimal":
+            if exact == "rate-optimal":
                 known = latency.knows_batches or latency.batch_free
                 sizes = (1, 4, 16, 64) if known else (1,)
                 made = fit_rate_optimal(trace, latency, batches=sizes).policy
             else:
-                made = parse_serving_policy(text, max_gamma=trace.max_gamma, **resources)
+                made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
             raise DraftsimError(str(error)) from None
         fits = (
@@ -93,7 +106,9 @@ def load_serving_policies(
             else can_replay(trace, made)
         )
         if text in asked or fits:
-            chosen.setdefault(text, made)
+            # A length left at its default is in the name all the same.
+            name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
+            chosen.setdefault(name, made)
     return with_plain(chosen)
 
 

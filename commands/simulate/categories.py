@@ -39,6 +39,30 @@ def category_ladder(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[st
     return lines
 
 
+def category_rows(overall: Sequence[Row], rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return a line for each category and each row of `overall` but plain decoding, in its order.
+
+    ``rows`` are those by category.
+    """
+    lossy = len({row["verify"] for row in overall if row["policy"] != PLAIN}) > 1
+    lines = []
+    for category in dict.fromkeys(row["category"] for row in rows):
+        own = {_key(row): row for row in rows if row["category"] == category}
+        shown = category
+        for row in overall:
+            if row["policy"] == PLAIN or (found := own.get(_key(row))) is None:
+                continue
+            line = {"category": shown, "policy": row["policy"]}
+            line |= {"verify": row["verify"]} if lossy else {}
+            lines.append({**line, "speedup": _speed(found), "95 %": _span(found)})
+            shown = ""
+    return lines
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row["policy"], row["verify"], row["source"]
+
+
 def _speed(row: Row) -> str:
     return "-" if row["speedup"] is None else f"{row['speedup']:.2f}"
 

@@ -28,18 +28,15 @@ from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
 )
-from commands.common.sources import (
-    SourceOption,
-    load_source,
-    split_systems,
-    with_free_lookups,
-)
+from commands.common.sources import SourceOption, load_source, with_free_lookups
 from commands.simulate.runs import (
+    Asked,
     decoded_part,
     rank_source,
     recorded_rounds,
     replay_side_by_side,
     same_requests,
+    split_asked,
 )
 from commands.simulate.table import (
     LOSSLESS,
@@ -81,7 +78,9 @@ def simulate(
     robustness: Annotated[
         bool,
         typer.Option(
-            "--robustness", help="Instead: mean and sd over twelve initial draft lengths."
+            "--robustness",
+            help="Instead: mean and sd over initial draft lengths from 1 to 24, as far as drafts "
+            "were recorded, of policies that have one (a parameter gamma).",
         ),
     ] = False,
     against: Annotated[
@@ -107,11 +106,14 @@ def simulate(
     labelled approximate.  The exact way is to decode under the rule (`profile --verify`)
     and price those --rounds.
 
-    Every ranking holds the fixed draft length that is fastest here, marked best fixed, and
-    rate-optimal fitted to other prompts than it is judged on, where that can be done.
+    Every ranking of replayed policies holds the fixed draft length that is fastest here, marked
+    best fixed; gains are over it.  That of all policies also holds rate-optimal fitted to other
+    prompts than it is judged on, where that can be done.
 
-    --policy also takes the papers' named systems with another draft source, like specbound
-    or pld; all lists them too.  With const: latencies, searching text costs nothing.
+    --policy also takes the papers' methods by name, with drafts and verification of their own
+    (pld, specbound, csd, ...), and POLICY+RULE for any other combination (gammatune+csd).  A name
+    that is a policy's, too, is the policy: cm-asd is its draft lengths, cm-asd+cm-asd the whole.
+    With const: latencies, searching text costs nothing.
     """
     from traces.replay.always import drafting_always
     from traces.sources.found import find_recordings
@@ -136,46 +138,56 @@ def simulate(
     recorded = load_trace(trace)
     table = drafting_always(load_latency(latency, trace), always_draft)
     say_disturbed(table)
-    drafting, (texts, systems) = load_source(source), split_systems(policy)
+    drafting, asked = load_source(source), split_asked(policy)
+    by_name = bool(policy) and "all" not in (policy or ())
     if drafting is not None:
-        _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
+        _refuse_with("--source", asked, plots=plots, robustness=robustness)
         recordings = find_recordings(trace, recorded)
         rule = load_rule(verify, recorded, memory)
         check_rule(rule, drafting, recorded)
         table = with_free_lookups(table)
-        ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
+        ranking = rank_source(recorded, table, asked.policies, drafting, recordings, rule)
         rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
-        _emit(rows, json, prefill, out)
+        _emit(rows, json, prefill, out, by_name)
         return
     if robustness:
-        from commands.common.figures import robustness_families
-        from simulator.robustness import robustness as spread_over
-        from simulator.robustness import speedup_by_gamma
+        from commands.common.figures import robustness_rows
 
-        families = robustness_families(recorded.max_gamma or 24)
-        spread = spread_over(speedup_by_gamma(recorded, families, table))
+        if (other := [*asked.systems, *asked.ruled]) or verify is not None:
+            what = f"--policy {other[0]}" if other else "--verify"
+            raise DraftsimError(
+                f"--robustness is of draft lengths verified exactly: drop {what}, or name the "
+                "policy alone"
+            )
+        spread, said = robustness_rows(recorded, table, asked.policies)
         emit("simulate", spread, json, out=out)
+        for line in said:
+            note(line)
         return
-    if systems:
-        _refuse_with("--policy", verify=verify, systems=systems)
-    rule = load_rule(verify, recorded, memory)
-    ranking, more = replay_side_by_side(trace, recorded, table, texts, systems, rule)
+    if verify is not None:
+        _refuse_with("--verify", asked)
+    rule = load_rule(verify, recorded, None if asked.remembers else memory)
+    ranking, more = replay_side_by_side(trace, recorded, table, asked, rule, memory)
     logs, table = ranking.logs, with_free_lookups(table)
-    rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
+    listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
+    rows = _rows(ranking, listed, table, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    _emit(with_quality(rows, runs, recorded), json, prefill, out)
+    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
     if plots is not None:
         from commands.common.figures import save_all
 
-        if not logs:
-            raise DraftsimError("--plots compares policies with the draft model: name some")
-        own_text = [log for log in more if log.verify in LOSSLESS]
-        for path in save_all(recorded, table, logs, plots, systems=own_text):
+        # Lossy ones are drawn where they were asked for.
+        own = {log.policy for log in more} if by_name else {*asked.ruled}
+        beside = [log for log in more if log.verify in LOSSLESS or log.policy in own]
+        drawn = save_all(recorded, table, logs, plots, systems=beside, texts=policy)
+        for path in drawn.paths:
             note(f"wrote {path}")
+        for line in drawn.left_out:
+            note(line)
 
 
 def _rows(
@@ -208,10 +220,16 @@ def _rows(
     ]
 
 
-def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None) -> None:
-    """Print or write the rows, and say what was read outside the measured cells, or not at all."""
+def _emit(
+    rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None,
+    by_name: bool = False,
+) -> None:  # fmt: skip
+    """Print or write the rows, and say what was read outside the measured cells, or not at all.
+
+    ``by_name``: whether the policies were named one by one.
+    """
     more = {"headline": headline(over_all(rows))}
-    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows))
+    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, by_name))
     shown = over_all(rows)
     outside = [row for row in shown if row["outside"]]
     if outside:
@@ -225,17 +243,14 @@ def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path
 
 
 def _refuse_with(
-    option: str,
-    *,
-    plots: Path | None = None,
-    robustness: bool = False,
-    verify: str | None = None,
-    systems: Sequence[str] = (),
+    option: str, asked: Asked, *, plots: Path | None = None, robustness: bool = False
 ) -> None:
     """DraftsimError where options do not go together."""
+    from traces.sources.methods import method_of
+
     if plots is not None or robustness:
         raise DraftsimError(f"--plots and --robustness belong to the draft model: drop {option}")
-    if systems and option == "--source":
-        raise DraftsimError(f"{systems[0]!r} has a draft source of its own: drop --source")
-    if systems and verify is not None:
-        raise DraftsimError(f"{systems[0]!r} verifies exactly: drop --verify")
+    own = [*asked.systems, *asked.ruled, *(t for t in asked.policies or () if method_of(t))]
+    if own:
+        what = "a draft source" if option == "--source" else "a verification"
+        raise DraftsimError(f"{own[0]!r} is a method, which has {what} of its own: drop {option}")

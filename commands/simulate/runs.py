@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.inputs import load_latency, load_method, load_trace, replay_all
 from commands.common.progress import working
@@ -14,7 +14,6 @@ from commands.common.ranking import (
     is_unfitted,
     named,
     rank,
-    ranks_all,
     with_best_fixed,
     without_plain,
 )
@@ -26,6 +25,7 @@ from commands.common.sources import (
     replay_system,
     replay_systems,
     replay_with,
+    split_systems,
     with_free_lookups,
 )
 from traces.errors import DraftsimError, SignalError
@@ -52,37 +52,82 @@ def rank_source(
     chosen = without_plain(named(load_source_policies(texts, source, trace, recordings)))
     # The rule is fitted to a draft model's passes, which another source does not make.
     notes = {name: UNFITTED for name, policy in chosen if is_unfitted(policy)}
+    every = not texts or "all" in texts
+    longest = longest_draft(source, trace, recordings)
     with working(f"replaying {len(chosen)} policies", alone=True):
         ranking = Ranking(replayed(chosen), notes)
-    if not ranks_all(texts):
-        return ranking
-    return with_best_fixed(ranking, latency, longest_draft(source, trace, recordings), replayed)
+    return with_best_fixed(ranking, latency, longest, replayed, every)
+
+
+class Asked(NamedTuple):
+    """What ``--policy`` names, by how it is replayed."""
+
+    policies: list[str] | None
+    """Draft lengths with the draft model, under the rule of the command; None: every policy."""
+    systems: list[str]
+    """Methods with another draft source."""
+    ruled: list[str]
+    """Methods with the draft model and a lossy rule of their own."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether one of these rules has a memory."""
+        from traces.sources.methods import method_of
+
+        rules = [chosen.rule for text in self.ruled if (chosen := method_of(text))]
+        return any(rule.partition(":")[0] in ("csd", "csd-ocm") for rule in rules)
+
+
+def split_asked(texts: Sequence[str] | None) -> Asked:
+    """Return what `texts` name, each in its place.  Raises DraftsimError for an unknown rule."""
+    from policies.rules.registry import parse_rule
+    from traces.sources.methods import method_of
+
+    others, systems = split_systems(texts)
+    ruled = []
+    for text in others or ():
+        chosen = method_of(text)
+        if chosen is not None and not parse_rule(chosen.rule.partition(":")[0]).lossless:
+            ruled.append(text)
+    if others is not None:
+        others = [text for text in others if text not in ruled]
+    return Asked(others, systems, ruled)
 
 
 def replay_side_by_side(
-    name: str, trace: Trace, latency: LatencyTable, texts: Sequence[str] | None,
-    systems: Sequence[str], rule: VerifyRule | None = None,
+    name: str, trace: Trace, latency: LatencyTable, asked: Asked,
+    rule: VerifyRule | None = None, memory: Path | None = None,
 ) -> tuple[Ranking, list[RoundLog]]:  # fmt: skip
-    """The policies of `texts` to be ranked, and what is listed beside them.
+    """Return the policies to be ranked, and what is listed beside them.
 
-    That are the `systems`, and with every policy what the papers call by a name, unless a `rule`
-    is asked for.  ``name`` is that of the trace, beside which lie the recordings of other sources.
+    Beside them are the methods that were asked for, and with every policy all named methods that
+    can be replayed, unless a `rule` is asked for.  ``name`` is that of the trace, beside which lie
+    the recordings of other sources; ``memory`` is for rules that have one.
     """
     from simulator.forks import results_of
     from traces.sources.base import Recordings
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS
 
-    free = with_free_lookups(latency)
+    free, texts = with_free_lookups(latency), asked.policies
 
     def ranked() -> Ranking:
-        return rank(trace, latency, texts, rule) if texts is None or texts else Ranking([])
+        if texts is None or texts:
+            return rank(trace, latency, texts, rule)
+        if trace.is_lower_bound:
+            return Ranking([])
+        return with_best_fixed(
+            Ranking([]), latency, trace.max_gamma, lambda some: replay_all(trace, some), False
+        )
 
-    def asked() -> list[RoundLog]:
-        recordings = find_recordings(name, trace) if systems else Recordings()
-        return [log for system in systems for log in replay_system(system, trace, recordings)]
+    def with_own_drafts() -> list[RoundLog]:
+        recordings = find_recordings(name, trace) if asked.systems else Recordings()
+        return [log for one in asked.systems for log in replay_system(one, trace, recordings)]
 
-    parts: list[Callable[[], Any]] = [ranked, asked]
+    def with_own_rules() -> list[RoundLog]:
+        return [replay_method(one, trace, memory) for one in asked.ruled]
+
+    parts: list[Callable[[], Any]] = [ranked, with_own_drafts, with_own_rules]
     every = rule is None and (texts is None or "all" in texts)
     if every:
         # The longest first.
@@ -90,7 +135,8 @@ def replay_side_by_side(
     same = [latency, free, *trace.requests]
     with working("replaying policies", alone=True) as say:
         told = partial(say, "replaying policies")
-        *found, ranking, more = results_of(parts, trace.tokens * len(SYSTEMS), same, told)
+        *found, ranking, more, ruled = results_of(parts, trace.tokens * len(SYSTEMS), same, told)
+    more += ruled
     if every:
         *listed, methods = found
         more += methods
@@ -119,6 +165,18 @@ def _listed(name: str, trace: Trace, latency: LatencyTable) -> list[Callable[[],
         return replay_systems(others, trace, find_recordings(name, trace), latency)
 
     return [partial(replay_systems, looked_up, trace, Recordings(), latency), recorded]
+
+
+def replay_method(name: str, trace: Trace, memory: Path | None = None) -> RoundLog:
+    """Return the log of a method with the draft model, called what it was asked for by."""
+    from policies.from_file import is_file
+    from traces.sources.methods import method_of
+
+    text, policy, rule = load_method(name, trace, memory)
+    if is_file(name) and (chosen := method_of(name)) is not None:
+        name = f"{text}+{chosen.rule}"  # without the folder
+    [log] = replay_all(trace, [(name, policy)], rule=rule)
+    return log
 
 
 def replay_methods(trace: Trace) -> list[RoundLog]:

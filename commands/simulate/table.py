@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from commands.common.layout import in_lines
-from commands.simulate.categories import category_ladder
+from commands.common.layout import GAP, NAME, blocks, in_lines, longest
+from commands.common.printed import console as console_for
+from commands.common.printed import printable
+from commands.simulate.categories import category_ladder, category_rows
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ def compared(
     from simulator.degenerate import accepted_mismatches, degenerate
     from simulator.summary import gains_over
     from simulator.whatif.ranking import BEST_FIXED
+    from traces.sources.methods import said_of
 
     rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
     if against is not None:
@@ -67,7 +71,8 @@ def compared(
             values = [value if math.isfinite(value) else None for value in gains[i]]
             more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
             more["against"] = rows[rival]["policy"]
-        notes = [text for text in (row.get("note"), said) if text]
+        what = said_of(row["policy"], row["verify"] in LOSSLESS)
+        notes = [text for text in (row.get("note"), what, said) if text]
         found.append({**row, **more, "note": "; ".join(notes) or None})
     return found
 
@@ -79,6 +84,7 @@ def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> 
     """
     from policies.registry import parse_policy
     from policies.rules.registry import parse_rule
+    from traces.sources.methods import method_of
     from traces.store.outputs import find_run, quality
 
     category = {request.id: request.category for request in trace.requests}
@@ -87,8 +93,10 @@ def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> 
         seen: Quality | None = None
         if row["verify"] not in LOSSLESS and runs:
             try:
-                names = parse_policy(row["policy"]), parse_rule(row["verify"])
-            except ValueError:
+                method = method_of(row["policy"])
+                policy = row["policy"] if method is None else method.policy
+                names = parse_policy(policy), parse_rule(row["verify"])
+            except (ValueError, DraftsimError):
                 names = None  # a system's name, or a policy of the user's own
             run = None if names is None else find_run(runs, *names, trace)
             if run is not None:
@@ -147,15 +155,14 @@ def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def print_ranked(rows: Sequence[Row]) -> None:
-    """The sentence and the tables, lossy rules in one of their own.
+def print_ranked(rows: Sequence[Row], by_name: bool = False) -> None:
+    """Print the sentence and the tables: lossy rules in one of their own.
 
-    Fastest first, but for lower bounds, which stand as they were asked for.
+    Fastest first, but for lower bounds, which stand as they were asked for.  Where policies were
+    named one by one, they share one table, lossy rules below, and every category shows them all.
     """
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(headline(over_all(rows)), markup=False)
+    console = console_for(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(printable(headline(over_all(rows))))
     rival = next((r["against"] for r in rows if r["against"]), None)
     overall = over_all(rows)
     if not _bounds(overall):
@@ -163,28 +170,45 @@ def print_ranked(rows: Sequence[Row]) -> None:
     lossless = [r for r in overall if r["verify"] in LOSSLESS]
     lossy = [r for r in overall if r["verify"] not in LOSSLESS]
     gained = "" if rival is None else f"; gain: speed over {rival}'s"
-    _print(console, f"the target's own text{gained}", [_lossless(r) for r in lossless], ORDER)
-    if lossy:
-        _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
-    parts = [r for r in rows if r.get("category") is not None and r["verify"] in LOSSLESS]
+    if by_name and lossy:
+        title = f"the target's own text first, then other texts, under lossy rules{gained}"
+        _print(console, title, [_either(r) for r in [*lossless, *lossy]], ORDER)
+    else:
+        _print(console, f"the target's own text{gained}", [_lossless(r) for r in lossless], ORDER)
+        if lossy:
+            _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
+    parts = [r for r in rows if r.get("category") is not None]
     if parts and not _bounds(parts):
-        ladder = category_ladder(lossless, parts)
-        _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
+        if by_name:
+            lines = category_rows([*lossless, *lossy], parts)
+            _print(console, "speedup by category", lines, list(lines[0]))
+        else:
+            ladder = category_ladder(lossless, [r for r in parts if r["verify"] in LOSSLESS])
+            _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
     console.print()
     for line in _footnotes(rows):
-        console.print(line, markup=False)
+        console.print(printable(line))
+
+
+def _gain(row: Row) -> Row:
+    if row["gain"] is None:
+        return {}
+    low, high = (row[k] for k in ("gain_lo", "gain_hi"))
+    span = "" if low is None else f" ({percent(low)[:-2]}, {percent(high)[:-2]})"
+    return {"gain, %": percent(row["gain"])[:-2] + span}
 
 
 def _lossless(row: Row) -> Row:
-    gain = {}
-    if row["gain"] is not None:
-        low, high = (row[k] for k in ("gain_lo", "gain_hi"))
-        span = "" if low is None else f" ({percent(low)[:-2]}, {percent(high)[:-2]})"
-        gain = {"gain, %": percent(row["gain"])[:-2] + span}
     return {
-        **_common(row), **gain, "tokens\n/round": _number(row["block_efficiency"], 2),
+        **_common(row), **_gain(row), "tokens\n/round": _number(row["block_efficiency"], 2),
         "accepted": _share(row["acceptance_rate"]),
     }  # fmt: skip
+
+
+def _either(row: Row) -> Row:
+    """A row of the table that holds both kinds; `wrong` is of lossy rules alone."""
+    verified = {"verify": "-" if row["policy"] == PLAIN else row["verify"]}
+    return {**_common(row), **verified, **_gain(row), "wrong": _share(row["mismatches_accepted"])}
 
 
 def _lossy(row: Row) -> Row:
@@ -215,7 +239,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     for row in over_all(rows):
         if _bounds([row]):
             continue
-        name = row["policy"] if row["verify"] in LOSSLESS else f"{row['policy']} / {row['verify']}"
+        name = _row_name(row)
         if row["note"] and f"* {name}: {row['note']}" not in found:
             found.append(f"* {name}: {row['note']}")
     if any(r["fidelity"] == "approximate" and r["verify"] in LOSSLESS for r in rows):
@@ -235,11 +259,17 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
         )
     for row in scored:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
-        found.append(
-            f"{row['policy']} / {row['verify']}: solved {own} of {count} "
-            f"(greedy {greedy} of {count})"
-        )
+        found.append(f"{_row_name(row)}: solved {own} of {count} (greedy {greedy} of {count})")
     return found
+
+
+def _row_name(row: Row) -> str:
+    """The policy, and a lossy rule where it is not a method that has one."""
+    from traces.sources.methods import method_of
+
+    if row["verify"] in LOSSLESS or method_of(row["policy"]) is not None:
+        return str(row["policy"])
+    return f"{row['policy']} / {row['verify']}"
 
 
 def _print(
@@ -251,34 +281,42 @@ def _print(
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
     columns.sort(key=order.index)
-    table = Table(
-        title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False,
-        padding=(0, 1, 0, 0), title_style="", show_edge=False,
-    )  # fmt: skip
-    for name in columns:
-        words = name in WORDS
-        # A heading asks for no more room than its words.
-        cells = [row.get(name, "-") for row in rows]
-        lines = "\n".join([*(map(in_lines, cells) if words else cells), name]).split("\n")
-        table.add_column(
-            Text(name), justify="left" if words else "right", overflow="fold", no_wrap=not words,
-            min_width=max(map(len, lines)),
-        )  # fmt: skip
-    for row in rows:
-        cells = [row.get(name, "-") for name in columns]
-        table.add_row(*(
-            Text(in_lines(cell) if name in WORDS else cell)
-            for name, cell in zip(columns, cells, strict=True)
-        ))  # fmt: skip
+    width = NAME if "verify" not in columns else NARROW
+    shown = {
+        name: [_cell(name, row.get(name, "-"), width) for row in rows] for name in columns
+    }  # fmt: skip
+    # A heading asks for no more room than its words.
+    needed = {name: max(map(longest, [*cells, name])) for name, cells in shown.items()}
+    keys = list(takewhile(lambda name: name in WORDS, columns))
     console.print()
-    console.print(table)
+    for i, names in enumerate(blocks(needed, keys, console.width + GAP)):
+        table = Table(
+            title=None if i else Text(printable(title), style="bold"), title_justify="left",
+            box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_style="", show_edge=False,
+        )  # fmt: skip
+        for name in names:
+            words = name in WORDS
+            table.add_column(
+                Text(name), justify="left" if words else "right", overflow="fold",
+                no_wrap=not words, min_width=needed[name],
+            )  # fmt: skip
+        for line in zip(*(shown[name] for name in names), strict=True):
+            table.add_row(*map(Text, line))
+        console.print(table)
 
 
-WORDS = ("policy", "rule", "category", "fastest")
+def _cell(name: str, text: str, width: int) -> str:
+    """`text` as the column `name` shows it, names on lines of `width`; they are anybody's."""
+    return in_lines(printable(text), width) if name in WORDS else printable(text)
+
+
+WORDS = ("policy", "rule", "verify", "category", "fastest")
 """Columns of names, which are folded where they have places for it."""
+NARROW = 15
+"""Characters of a name on a line where a table has both policies and their rules."""
 
 ORDER = [
-    "policy", "rule", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",
+    "policy", "rule", "verify", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",
     "like\ngreedy", "BLEU",
 ]  # fmt: skip
 

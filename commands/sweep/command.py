@@ -27,6 +27,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
 from commands.common.progress import progress_bar
+from commands.common.ranking import named
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
@@ -234,7 +235,6 @@ def sweep(
 
 
 def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
-    from policies.lengths.basic import Fixed
     from simulator.whatif.sweep.grid import expand, with_gammas
 
     longest = min(LONGEST, trace.max_gamma or LONGEST)
@@ -244,11 +244,7 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
         if "all" in names:
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)
-    # By its own length, although one length is the default: others stand next to it.
-    return {
-        f"fixed:gamma={policy.gamma}" if isinstance(policy, Fixed) else name: policy
-        for name, policy in load_policies(names, trace)
-    }
+    return dict(named(load_policies(names, trace)))
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
@@ -275,7 +271,7 @@ def _ladder(
     from simulator.whatif.plots import plot_ladder
     from simulator.whatif.sweep.grid import expand
 
-    chosen = dict(load_policies(expand(policy), trace)) if policy else None
+    chosen = dict(named(load_policies(expand(policy), trace))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     note(_climbed(rungs))
     emit("sweep", rungs, json, show=RUNGS, out=out)

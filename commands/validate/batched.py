@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -14,6 +15,7 @@ from commands.common.quiet import AGAIN, say_machine, with_machine
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
@@ -21,7 +23,7 @@ BATCH_ARMS = (
     "autoregressive", "fixed:gamma=2", "fixed:gamma=4", "confidence", "cm-asd", "gammatune",
     "batch-table", "confidence-freeze",
 )  # fmt: skip
-"""Arms where none is named: per request and per batch, fixed lengths as control."""
+"""Policies run where none is named, beside those predicted fastest."""
 
 
 def batch_check(
@@ -58,6 +60,8 @@ def batch_check(
     if "autoregressive" not in names:
         names.insert(0, "autoregressive")
     policies = load_serving_policies(names, trace, latency, "static")
+    if not policy:
+        policies |= fastest_by_batch(trace, latency, batches, policies)
     predicted, requests = predict_groups(trace, latency, policies, batches)
     pair = info.load()
     total = repeats * len(policies) * sum(len(groups_of(len(trace.requests), b)) for b in batches)
@@ -79,6 +83,26 @@ def batch_check(
     meta = {**pair.meta, "machine": measured.machine}
     write_measured(MeasuredRuns(measured.times, meta), run / "measured_batches.parquet")
     return rows.sort_values("batch", kind="stable", ignore_index=True)
+
+
+def fastest_by_batch(
+    trace: Trace, latency: LatencyTable, batches: Sequence[int], known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the policies predicted fastest at a size, but for those `known`; a note names them."""
+    from commands.serve.policies import load_serving_policies
+    from simulator.serving.groups import predict_groups
+    from simulator.whatif.ladder import GAMMAS
+
+    lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]
+    every = load_serving_policies([*lengths, "all"], trace, latency, "static")
+    predicted, _ = predict_groups(trace, latency, every, batches)
+    seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum()
+    best = {int(batch): str(part.idxmin()[1]) for batch, part in seconds.groupby("batch")}
+    found = {name: every[name] for name in best.values() if name not in known}
+    for name in found:
+        at = ", ".join(str(batch) for batch, own in best.items() if own == name)
+        note(f"also decoding {name}, which is predicted to be the fastest at batch {at}")
+    return found
 
 
 def requests_differ(real: RoundLog, simulated: pd.DataFrame) -> int:

@@ -15,6 +15,7 @@ from commands.common.inputs import (
     PolicyOption,
     TrustOption,
     VerifyOption,
+    one_rule,
 )
 from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
 from commands.common.quiet import columns_shown
@@ -31,9 +32,6 @@ from commands.engine.options import (
 )
 from commands.validate.spot_check import say_verdict, spot_check
 from traces.errors import DraftsimError
-
-ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
-"""Arms in a real engine where none is named, beside no speculation."""
 
 COPY = "the measured times are kept there, so copy it and name the copy"
 
@@ -150,7 +148,7 @@ def validate(
         loads = named_loads(load, rate, arrivals)
         with only_writer(run, COPY) if run.is_dir() else nullcontext():
             found = engine_check(
-                engine, run, trace, source, policy or ENGINE_ARMS, loads, requests, repeats, limit,
+                engine, run, trace, source, policy, loads, requests, repeats, limit,
                 seed, remeasure, http,
             )  # fmt: skip
         if http:
@@ -169,6 +167,7 @@ def validate(
         return
     if markdown is not None:
         raise DraftsimError("--markdown is for --recorded: drop it, or use --json")
+    policy, verify = one_rule(policy, verify)
     if remeasure and (batch or verify):
         raise DraftsimError("--remeasure is for lossless runs, one at a time")
     _check_kind(policy, source, verify, memory, batch, sampled, forced)

@@ -11,6 +11,7 @@ import pandas as pd
 from commands.common.inputs import load_policies, load_rule, replay_all, say_memory
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
+from commands.common.ranking import predicted_fastest, with_fastest
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from traces.replay.rounds import RoundLog
 
 LOSSY_ARMS = ("fixed:gamma=4", "fixed:gamma=8", "confidence", "gammatune", "cm-asd")
-"""Policies run under a lossy rule where none is named."""
+"""Policies run under a lossy rule where none is named, beside the one predicted fastest."""
 
 
 def lossy_check(
@@ -60,8 +61,15 @@ def lossy_check(
     rule = load_rule(verify, trace, memory)
     if rule is None or rule.lossless:
         raise DraftsimError(f"--verify {verify} is lossless: leave it out, its replay is exact")
-    named = load_policies(policy or as_recorded(LOSSY_ARMS, trace), trace)
-    chosen = [c for c in named if c[0] != PLAIN]
+    chosen = [
+        c for c in load_policies(policy or as_recorded(LOSSY_ARMS, trace), trace) if c[0] != PLAIN
+    ]
+    if not policy:
+        every = load_policies(None, trace, say=False)
+        *found, _ = predicted_fastest(
+            latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
+        )
+        chosen = with_fastest(chosen, (found[0], found[1]))
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)

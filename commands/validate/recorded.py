@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.output import emit, note
-from commands.common.printed import print_table
+from commands.common.printed import print_table, printable
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
 
@@ -63,7 +63,7 @@ def recorded_check(
         print_table(shown)
         print_table(said)
         for remark in remarks:
-            print(remark)
+            print(printable(remark))
 
     more = {
         "bounds": [_plain(b) for b in kept.items()], "remarks": remarks,

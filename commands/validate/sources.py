@@ -11,10 +11,12 @@ from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
+from commands.common.ranking import predicted_fastest, with_fastest
 from commands.common.sources import (
     load_source,
     load_source_policies,
     load_system,
+    longest_draft,
     split_systems,
 )
 from traces.errors import DraftsimError
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from profiler.models.loading import Pair
     from profiler.sources.modules import Modules
     from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
     from traces.sources.base import Recordings, Source
 
@@ -89,7 +92,7 @@ def source_check(
     check_ids(trace)
     recordings = find_recordings(str(run), trace)
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
-    every = arms(trace, recordings, chosen, policy, source)
+    every = arms(trace, recordings, chosen, policy, source, latency)
     pair = info.load()
     drafters = load_drafters(pair, [a.source for a in every if isinstance(a.source, Eagle)])
     trees = load_trees(pair, [a.source for a in every if isinstance(a.source, Eagle2)])
@@ -143,9 +146,13 @@ def source_check(
 
 def arms(
     trace: Trace, recordings: Recordings, chosen: Sequence[int],
-    policy: Sequence[str] | None, source: str | None,
+    policy: Sequence[str] | None, source: str | None, latency: LatencyTable,
 ) -> list[Arm]:  # fmt: skip
-    """What to run: plain decoding, then every policy and named system asked for."""
+    """Return what to run: plain decoding, then every policy and named system asked for.
+
+    Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
+    fastest with `latency`.
+    """
     from traces.sources.replay import replay_source
 
     texts, systems = split_systems(policy)
@@ -160,6 +167,16 @@ def arms(
         named = load_source_policies(texts or SOURCE_ARMS, drafting, trace, recordings)
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
+            own = as_recorded(drafting, recordings)
+            *found, _ = predicted_fastest(
+                latency, load_source_policies(None, drafting, trace, recordings),
+                longest_draft(drafting, trace, recordings),
+                lambda some: [
+                    replay_source(trace, own, p, recordings=recordings, name=n, requests=chosen)
+                    for n, p in some
+                ],
+            )  # fmt: skip
+            named = with_fastest(named, (found[0], found[1]))
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
         with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]

@@ -13,7 +13,7 @@ from commands.common.inputs import load_policies, replay_all, say_left_out
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
-from commands.common.ranking import is_unfitted, named
+from commands.common.ranking import fastest_for_real, is_unfitted, named, with_fastest
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ ARMS = (
     "confidence:roc_update=in_call", "hf-heuristic", "hf-heuristic:full_accept_means=budget",
     "gammatune", "gammatune-plus", "svip", "adaedl", "draft-and-verify", "oracle",
 )  # fmt: skip
-"""Arms of a spot check where none is named: every policy family, fixed lengths as control."""
+"""Policies that a spot check runs where none is named, beside the one predicted fastest."""
 
 ASSISTED = {
     "constant": (
@@ -87,6 +87,7 @@ def spot_check(
         lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
         say_left_out(lacking, trace.signals)
         chosen = [(n, p) for n, p in chosen if n not in lacking]
+        chosen = with_fastest(chosen, fastest_for_real(trace, latency))
     for name in (n for n, p in chosen if is_unfitted(p)):
         note(f"{name} runs unfitted: with the estimates and the rate it comes with")
     if "autoregressive" not in dict(chosen):

@@ -25,7 +25,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from policies.core import DraftPolicy, Load, Round
+from policies.core import DraftPolicy, Load, Round, bound_of
 from policies.lanes.base import LanePlan, own_word, plan_of
 from policies.parameters import flag
 
@@ -83,6 +83,13 @@ class BatchPolicy(ABC):
 
     reads: ClassVar[tuple[str, ...]] = ()
     """The draft signals the policy reads, of `policies.core.SIGNALS`."""
+
+    def longest_draft(self) -> int | None:
+        """Return the most tokens that a draft may have; None if the policy sets no bound.
+
+        The default reads the attributes that `policies.core.DraftPolicy.longest_draft` does.
+        """
+        return bound_of(self)
 
     @property
     def planned(self) -> int | None:
@@ -190,6 +197,9 @@ class SingleStream(DraftPolicy):
         self._cap = 0
         self._request = 0
         vars(self)["reads"] = policy.reads  # narrower than any class-wide declaration
+
+    def longest_draft(self) -> int | None:
+        return self.policy.longest_draft()
 
     def copy(self) -> SingleStream:
         return SingleStream(self.policy.fresh())

@@ -14,6 +14,9 @@ from policies.parameters import one_of, whole
 class Autoregressive(DraftPolicy):
     """Never drafts: every round is one plain target step."""
 
+    def longest_draft(self) -> int:
+        return 0
+
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         del draft
         return False

@@ -181,6 +181,9 @@ class HFHeuristic(Confidence):
         # What persists is either N or the threshold, never the other along with it.
         self._restart_cap = roc_update == "next_call" and persist == "transient"
 
+    def longest_draft(self) -> int | None:
+        return self.gamma_max
+
     def begin_request(self) -> None:
         super().begin_request()
         if self._restart_cap:

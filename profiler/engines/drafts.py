@@ -74,6 +74,8 @@ class DraftSource(ABC):
 
     signals: frozenset[str] = frozenset({"token_id"})
     """What its tokens carry, of `policies.core.SIGNALS`."""
+    longest: int | None = None
+    """Tokens that a draft may have; None where the source sets no bound."""
     vocab_size: int | None = None
     """Size of the vocabulary that the signals are over; None where it is the engine's."""
 
@@ -106,6 +108,7 @@ class Forced(DraftSource):
     def __init__(self, trace: Trace, texts: Mapping[int, Sequence[int]], vocabulary: int) -> None:
         self.trace, self.texts, self.vocabulary = trace, texts, vocabulary
         self.signals, self.vocab_size = trace.signals, trace.vocab_size
+        self.longest = trace.max_gamma
 
     def open(self, request: Asked, output: Sequence[int]) -> Drafts:
         """Raises DraftsimError for a request that names no recorded sequence."""

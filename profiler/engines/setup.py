@@ -11,13 +11,14 @@ from typing import Any
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
+from policies.from_file import bounded, is_file, load_file
 from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
-from policies.spec import parse_spec
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookups.sources import LookupSource
+from traces.sources.methods import exact_policy
 from traces.sources.registry import parse_source
 from traces.store.text import read_json
 
@@ -51,7 +52,8 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     """The setup that `VARIABLE` describes, drafting at most `longest` tokens.
 
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
-    writes it, or a class of one's own as ``module.Class[:key=value,...]``; the source a lookup,
+    writes it, or a class of one's own as ``FILE.py:Class[:key=value,...]`` or by its dotted name,
+    ``module.Class[:...]``; the source a lookup,
     `ENGINE`, or `FORCED` with a file behind.
 
     Raises
@@ -61,7 +63,8 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     """
     policy, source = _given(environment)
     try:
-        return Setup(policy_from(policy, longest), _source(source))
+        drafts = _source(source)
+        return Setup(policy_from(policy, min(longest, drafts.longest or longest)), drafts)
     except ValueError as error:
         raise DraftsimError(f"{VARIABLE}: {error}") from None
 
@@ -101,13 +104,16 @@ def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
 
 
 def policy_from(text: str, longest: int | None = None) -> Policy:
-    """A policy by its name, or by the dotted name of its class.
+    """Return a policy by its name, its class in a file, or the dotted name of its class.
 
+    A policy of one's own that sets no longest draft is cut at `longest` tokens.
     Raises ValueError naming what is wrong.
     """
+    if is_file(text):
+        return load_file(text, longest).policy
     name = text.partition(":")[0].strip()
     if "." not in name:
-        return parse_serving_policy(text, max_gamma=longest)
+        return parse_serving_policy(exact_policy(text), max_gamma=longest)
     module, _, cls = name.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), cls)
@@ -115,9 +121,7 @@ def policy_from(text: str, longest: int | None = None) -> Policy:
         raise ValueError(f"policy {name!r} cannot be imported: {error}") from None
     if not isinstance(found, type) or not issubclass(found, DraftPolicy | BatchPolicy):
         raise ValueError(f"policy {name!r} is no DraftPolicy and no BatchPolicy")
-    _, own, given = parse_spec(text, "policy", {name: found})
-    policy: Policy = own(**given)
-    return policy
+    return bounded(found, name, text, longest).policy
 
 
 def _source(text: str) -> DraftSource:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from policies.from_file import identity
 from policies.rules.base import VerifyRule
 from simulator.serving.outcome.report import Run
 from simulator.serving.outcome.timeline import Timeline
@@ -75,7 +76,7 @@ class Bench:
         content: list[Any] = [
             dict(self.trace.columns), [asdict(r) for r in self.trace.requests],
             dict(self.trace.meta), self.trace.max_gamma, self.latency.cells.to_dict("list"),
-            dict(self.latency.meta), dict(self.policies), self.rule,
+            dict(self.latency.meta), identity(self.policies), self.rule,
             # A file of arrivals holds its rows once anybody asked for the rate.
             [(s.arrivals.rate, s) for s in self.scenarios],
         ]  # fmt: skip

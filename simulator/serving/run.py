@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from policies.batch.base import SingleStream
 from policies.core import DraftPolicy
-from policies.lengths.basic import Autoregressive
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
@@ -26,29 +24,21 @@ from traces.replay.run import own_policy
 
 
 def lookahead_of(policy: Policy, trace: Trace) -> int:
-    """The longest draft `policy` may make, as its parameters or else the recording bound it.
+    """Return the longest draft `policy` may make: its own bound, or else the recording's.
 
     Raises
     ------
     DraftsimError
         If neither does.
     """
-    if isinstance(policy, Autoregressive):
-        return 0
-    if isinstance(policy, SingleStream):
-        return lookahead_of(policy.policy, trace)
-    names = ("longest", "gamma_max", "gamma")
-    bound = next((v for n in names if (v := getattr(policy, n, None)) is not None), None)
-    if arms := getattr(policy, "gammas", None):
-        bound = max(arms)
-    if bound is None:
-        bound = trace.max_gamma
+    own = policy.longest_draft()
+    bound = trace.max_gamma if own is None else own
     if bound is None:
         raise DraftsimError(
-            f"{type(policy).__name__} names no longest draft and neither does the trace: "
-            "set Limits.lookahead"
+            f"{type(policy).__name__} sets no longest draft (gamma_max) and neither does the "
+            "trace: set Limits.lookahead"
         )
-    return int(bound)
+    return bound
 
 
 def simulate(

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from policies.batch.base import BatchPolicy, SingleStream
 from policies.core import DraftPolicy
+from policies.from_file import is_file, load_file, split_name
 from policies.registry import describe, parse_policy
 from simulator.pricing import autoregressive, price
 from simulator.summary import summarize
@@ -116,8 +118,13 @@ def tune(
 
 def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
     given = ",".join(f"{name}={_text(value)}" for name, value in setting.items())
-    text = policy + ("," if ":" in policy and given else ":" if given else "") + given
+    name, known = split_name(policy)
+    known = ",".join(part for part in (known, given) if part)
+    text = f"{name}:{known}" if known else name
     try:
+        if is_file(text):
+            policy = load_file(text, trace.max_gamma).policy
+            return SingleStream(policy) if isinstance(policy, BatchPolicy) else policy
         return parse_policy(text, max_gamma=trace.max_gamma)
     except ValueError as error:
         raise DraftsimError(str(error)) from None

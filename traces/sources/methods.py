@@ -6,16 +6,17 @@ another source than a draft model come from `traces.sources.registry.SYSTEMS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from policies.core import DraftPolicy
-from policies.registry import describe, parse_policy
+from policies.registry import POLICIES, describe, parse_policy
 from policies.rules.base import VerifyRule
-from policies.rules.registry import parse_rule
+from policies.rules.registry import RULES, parse_rule
 from policies.rules.threshold import CMASDVerification
+from policies.spec import choice
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.replay.judged import columns_of
@@ -88,7 +89,9 @@ CSD_ABLATION: Mapping[str, Method] = {
 """CSD's ablation; a memory calibrated beforehand is given to the run, not named here."""
 
 METHODS: Mapping[str, Method] = {
-    "specdecode": Method(DRAFT_MODEL, "fixed", "exact", "Speculative decoding, fixed length"),
+    "specdecode": Method(
+        DRAFT_MODEL, "fixed:gamma=5", "exact", "Speculative decoding, fixed length"
+    ),
     "hf-heuristic": Method(
         DRAFT_MODEL, "hf-heuristic", "exact", "transformers' heuristic (GammaTune, Table 2)"
     ),
@@ -116,10 +119,117 @@ METHODS: Mapping[str, Method] = {
 def method(name: str) -> Method:
     """The method called `name`; DraftsimError with the nearest if there is none."""
     if name not in METHODS:
-        from policies.spec import choice
-
         raise DraftsimError(f"unknown method {name!r}{choice(name, METHODS)}")
     return METHODS[name]
+
+
+def method_of(text: str) -> Method | None:
+    """Return the method that `text` names beside a policy; None for a policy, or an unknown name.
+
+    That is a name in `METHODS`, or ``POLICY+RULE``.  A name that is a policy's, too, such as
+    ``cm-asd``, is the policy: its whole method is ``cm-asd+cm-asd``.
+
+    Raises
+    ------
+    DraftsimError
+        Where a method's name has parameters, or the rule behind a plus is unknown.
+
+    >>> method_of("csd").rule, method_of("gammatune:gamma=3+csd:tau=0.1").policy
+    ('csd', 'gammatune:gamma=3')
+    >>> method_of("cm-asd") is None
+    True
+    """
+    name = text.partition(":")[0].strip()
+    if name in METHODS and name not in POLICIES:
+        chosen = METHODS[name]
+        if name != text.strip():
+            raise DraftsimError(
+                f"{text!r}: the method {name} takes no parameters: write its parts, "
+                f"{parts_of(name)}"
+            )
+        return chosen
+    for i, sign in enumerate(text):
+        rule = text[i + 1 :].strip()
+        if sign == "+" and rule.partition(":")[0] in RULES:
+            return Method(DRAFT_MODEL, text[:i].strip(), rule, "")
+    policy, plus, rule = text.partition("+")
+    if plus and policy.strip() in POLICIES:
+        raise DraftsimError(f"{text!r}: unknown rule {rule!r}{choice(rule, RULES)}")
+    return None
+
+
+def parts_of(name: str) -> str:
+    """Return the options that say what the method called `name` consists of."""
+    chosen = METHODS[name]
+    if chosen.source not in (DRAFT_MODEL, "none"):
+        return f"--source {chosen.source} --policy {chosen.policy}"
+    rule = chosen.rule.removesuffix(f",tau={MEAN_TAU}")
+    return f"--policy {chosen.policy}" + ("" if rule == "exact" else f" --verify {rule}")
+
+
+def exact_policy(text: str) -> str:
+    """Return the policy that `text` names, for commands whose drafts are all the draft model's and
+    whose policies are all verified alike.
+
+    Raises
+    ------
+    DraftsimError
+        If `text` names a method with another source or a rule of its own; it says what to write.
+    """
+    chosen = method_of(text)
+    if chosen is None:
+        return text
+    if chosen.source not in (DRAFT_MODEL, "none"):
+        raise DraftsimError(
+            f"--policy {text} drafts with {chosen.source}, and this command drafts alike for all "
+            f"policies: write {parts_of(text)}, or use `draftsim simulate`"
+        )
+    if not parse_rule(chosen.rule.partition(":")[0]).lossless:
+        parts = f"--policy {chosen.policy} --verify {chosen.rule}"
+        raise DraftsimError(
+            f"--policy {text} verifies by {chosen.rule.partition(':')[0]}, which changes the text, "
+            "and this command verifies alike for all policies: write "
+            f"{parts_of(text) if text in METHODS else parts}, or use `draftsim simulate`"
+        )
+    return chosen.policy
+
+
+def same_rule(
+    texts: Sequence[str] | None, verify: str | None
+) -> tuple[list[str] | None, str | None]:
+    """Return policies and the rule that all are verified by, for commands that take one rule.
+
+    Where every text (plain decoding apart) names a method with the draft model and one lossy rule,
+    these are their policies and that rule; else `texts` and `verify` as they are.
+    """
+    given = [text for text in texts or () if text != "autoregressive"]
+    found = [method_of(text) for text in given]
+    rules = {None if m is None or m.source != DRAFT_MODEL else m.rule for m in found}
+    if verify is not None or len(rules) != 1:
+        return None if texts is None else list(texts), verify
+    rule = rules.pop()
+    if rule is None or MEAN_TAU in rule or parse_rule(rule).lossless:
+        return None if texts is None else list(texts), verify
+    own = {text: m.policy for text, m in zip(given, found, strict=True) if m is not None}
+    return [own.get(text, text) for text in texts or ()], rule
+
+
+def said_of(name: str, exact: bool) -> str | None:
+    """Return what a row called `name`, a policy or a method, consists of; None if the name says it.
+
+    ``exact``: whether the row is verified exactly.
+    """
+    head = name.partition(":")[0]
+    chosen = METHODS.get(head)
+    if chosen is None or head in SYSTEMS:
+        return None
+    if head not in POLICIES:
+        rule = "exactly" if chosen.rule == "exact" else f"by {chosen.rule.partition(':')[0]}"
+        return f"{chosen.policy}, verified {rule}"
+    if exact and chosen.rule != "exact":
+        whole = f"{chosen.policy}+{chosen.rule}"
+        return f"the draft lengths alone, verified exactly; the whole method is {whole}"
+    return None
 
 
 def build(chosen: Method, trace: Trace, **resources: object) -> tuple[DraftPolicy, VerifyRule]:

@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from policies.from_file import is_file, load_file, split_name
 from policies.registry import POLICIES
 from policies.spec import parameters
 from traces.errors import DraftsimError
@@ -110,7 +111,7 @@ def search_space(text: str) -> tuple[str, dict[str, list[str]]]:
     >>> search_space("gammatune:gamma=4,eta={0.1,0.3}")
     ('gammatune:gamma=4', {'eta': ['0.1', '0.3']})
     """
-    name, _, given = text.partition(":")
+    name, given = split_name(text)
     fixed: list[str] = []
     space: dict[str, list[str]] = {}
     for part in filter(None, _COMMAS.split(given)):
@@ -162,10 +163,15 @@ def with_gammas(texts: Sequence[str], gammas: Sequence[int]) -> list[str]:
     """
     found: list[str] = []
     for text in texts:
-        name, _, rest = text.partition(":")
-        cls = POLICIES.get(name)
+        name, rest = split_name(text)
+        takes = parameters(POLICIES[name]) if name in POLICIES else {}
+        if is_file(text):
+            try:
+                takes = parameters(type(load_file(name).policy))
+            except ValueError as error:
+                raise DraftsimError(str(error)) from None
         given = {item.partition("=")[0].strip() for item in rest.split(",")}
-        if cls is None or "gamma" not in parameters(cls) or "gamma" in given:
+        if "gamma" not in takes or "gamma" in given:
             found.append(text)
         else:
             found += [f"{text}{',' if rest else ':'}gamma={g}" for g in gammas]

@@ -14,11 +14,13 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pandas as pd
 
 from policies.core import DraftPolicy
+from policies.from_file import identity
 from simulator.executors import Executor, Local, Lost
 from simulator.whatif.sweep.cells import COLUMNS, TEXT, Bench, Part
 from simulator.whatif.sweep.file import SCHEMA, Columns, KeptParts, write_sweep
@@ -241,12 +243,12 @@ class Sweep:
         bench = self.bench
         content: list[Any] = [
             SCHEMA, dict(bench.trace.columns), [asdict(r) for r in bench.trace.requests],
-            bench.trace.max_gamma, dict(bench.policies), list(bench.prices.ratios),
+            bench.trace.max_gamma, identity(bench.policies), list(bench.prices.ratios),
             bench.prices.verify, list(bench.prices.contexts),
             [(*t[:-1], t.table.cells.to_dict("list")) for t in bench.prices.tables],
             self.method, bench.resamples, bench.confidence, bench.seed,
         ]  # fmt: skip
         try:
             return str(joblib.hash(content))
-        except Exception:  # a policy of one's own may hold anything
-            return None
+        except Exception:  # a policy of one's own may hold anything: no other run is this one
+            return uuid4().hex

@@ -1,0 +1,179 @@
+"""A policy of a user's own: the class of a file, ``FILE.py:Class[:key=value,...]``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+from policies.batch.base import BatchPolicy, SingleStream
+from policies.checks import PolicyError, check_policy
+from policies.core import DraftPolicy, Load, Round
+from policies.registry import FILE_MARK, capped, describe
+from policies.spec import parse_spec
+
+
+class Loaded(NamedTuple):
+    """A policy from a file."""
+
+    name: str
+    """``FILE.py:Class`` without the folder, and the parameters that differ from their defaults."""
+    policy: DraftPolicy | BatchPolicy
+    cut: int | None = None
+    """Draft length that it is cut at, because it sets none of its own; None: it is not cut."""
+
+
+def is_file(text: str) -> bool:
+    """Return True if `text` names a class in a file."""
+    return ".py:" in text
+
+
+def split_name(text: str) -> tuple[str, str]:
+    """Return what `text` names, a policy or a class in a file, and its parameters.
+
+    >>> split_name("my/file.py:Mine:gamma=3"), split_name("svip")
+    (('my/file.py:Mine', 'gamma=3'), ('svip', ''))
+    """
+    place, mark, rest = text.partition(".py:")
+    if not mark:
+        place, rest = "", text
+    name, _, given = rest.partition(":")
+    return place + mark + name, given
+
+
+def load_file(text: str, max_gamma: int | None = None) -> Loaded:
+    """Return the policy that `text` names, which has passed `check_policy`.
+
+    The file is run, as Python would run it.  Longest drafts that `text` leaves at a larger default
+    are lowered to `max_gamma`; a policy that sets none (`DraftPolicy.longest_draft`) is cut there.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be run, has no such policy, or the policy breaks the contract.
+    """
+    place, _, rest = text.partition(".py:")
+    path, name = Path(f"{place}.py"), rest.partition(":")[0].strip()
+    found = _run(text, path).get(name)
+    if not (isinstance(found, type) and issubclass(found, DraftPolicy | BatchPolicy)):
+        what = "has no class" if found is None else "has, but as no DraftPolicy or BatchPolicy,"
+        raise ValueError(f"{text}: {path} {what} {name!r}: name a subclass of policies.DraftPolicy")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    setattr(found, FILE_MARK, (f"{path.name}:{name}", digest))
+    try:
+        return bounded(found, name, rest, max_gamma)
+    except PolicyError as error:
+        raise ValueError(f"{text} breaks the contract of policies: {error}") from None
+    except SystemExit as error:
+        raise ValueError(f"{text}: {_exits(error)}") from None
+    except Exception as error:  # whatever a user's constructor may do
+        raise ValueError(f"{text}: {error}") from None
+
+
+def bounded(
+    found: type[DraftPolicy] | type[BatchPolicy], name: str, text: str, max_gamma: int | None
+) -> Loaded:
+    """Return the policy of a user's class, with the parameters that ``name:...`` in `text` gives.
+
+    ``max_gamma``: as of `load_file`.  Raises ValueError, or what the constructor raises.
+    """
+    given = parse_spec(text, "policy", {name: found}).given
+    policy: DraftPolicy | BatchPolicy = found(**given)
+    check_policy(SingleStream(policy) if isinstance(policy, BatchPolicy) else policy)
+    if max_gamma is not None:
+        policy = capped(policy, max_gamma, explicit=given)
+    shown = describe(policy)
+    if max_gamma is None or policy.longest_draft() is not None:
+        return Loaded(shown, policy)
+    if isinstance(policy, BatchPolicy):
+        return Loaded(shown, policy, max_gamma)
+    return Loaded(shown, Cut(policy, max_gamma), max_gamma)
+
+
+def said_cut(name: str, longest: int, whose: str) -> str:
+    """Return the note that a policy without a bound is cut at the `longest` draft of `whose`."""
+    return (
+        f"{name} sets no longest draft: it is cut at {longest} tokens, {whose} longest "
+        "(set an attribute gamma_max, or define longest_draft())"
+    )
+
+
+def identity(policy: Any) -> Any:
+    """Return what a digest of a study takes of `policy`: itself, or its file's content and state.
+
+    A class from a file can be pickled by no name.
+    """
+    mark = getattr(type(policy), FILE_MARK, None)
+    if mark is not None:
+        return (*mark, vars(policy))
+    if isinstance(policy, Mapping):
+        return {name: identity(value) for name, value in policy.items()}
+    inner = getattr(policy, "policy", None)
+    if inner is not None and hasattr(type(inner), FILE_MARK):
+        return type(policy).__name__, {**vars(policy), "policy": identity(inner)}
+    return policy
+
+
+class Cut(DraftPolicy):
+    """A policy whose drafts end at `longest` tokens, whatever it would go on with."""
+
+    def __init__(self, policy: DraftPolicy, longest: int) -> None:
+        self.policy, self.longest = policy, longest
+        vars(self)["reads"] = policy.reads
+        self.learns_across_requests = policy.learns_across_requests
+        looks = type(policy).begin_round is not DraftPolicy.begin_round
+        self.reads_load = policy.reads_load and looks
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self.longest and self.policy.keep_drafting(draft)
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return self.policy.submit(draft)
+
+    def begin_run(self, vocab_size: int | None) -> None:
+        self.policy.begin_run(vocab_size)
+
+    def begin_round(self, load: Load) -> None:
+        self.policy.begin_round(load)
+
+    def begin_request(self) -> None:
+        self.policy.begin_request()
+
+    def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
+        self.policy.observe(outcome, draft)
+
+    def copy(self) -> Cut:
+        return Cut(self.policy.copy(), self.longest)
+
+
+class _AsItStands(SourceFileLoader):
+    """Always compiles the file: Python's cache compares only size and time in seconds, so that a
+    quick edit of equal length would run the old code."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _run(text: str, path: Path) -> Mapping[str, Any]:
+    loader = _AsItStands(path.stem, str(path))
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ValueError(f"{text}: {path} is no such file: check the path")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise ValueError(f"{text}: {_exits(error)}") from None
+    except Exception as error:  # whatever a user's file may do
+        raise ValueError(
+            f"{text}: {path} cannot be run ({type(error).__name__}: {error})"
+        ) from error
+    return vars(module)
+
+
+def _exits(error: SystemExit) -> str:
+    return f"it calls sys.exit({error.code!r}), which would end draftsim: remove that call"

@@ -1,0 +1,154 @@
+"""A policy of a user's own, named by its file: in every command, with parameters and bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from policies import Fixed
+from policies.from_file import identity, load_file
+from tests.conftest import ROOT, Run
+
+OWN = """
+from policies import BatchPolicy, DraftPolicy
+
+class Careful(DraftPolicy):
+    reads = ("prob",)
+
+    def __init__(self, threshold: float = 0.5, gamma: int = 8) -> None:
+        self.threshold, self.gamma = threshold, gamma
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.gamma and (not draft or draft[-1].prob > self.threshold)
+
+class Endless(DraftPolicy):
+    def keep_drafting(self, draft):
+        return "yes"
+
+class Longer(Careful):
+    def __init__(self, threshold: float = 0.5, gamma_max: int = 40) -> None:
+        self.threshold, self.gamma, self.gamma_max = threshold, gamma_max, gamma_max
+
+class Unbounded(DraftPolicy):
+    reads = ("prob",)
+
+    def keep_drafting(self, draft):
+        return len(draft) < 40 and (not draft or draft[-1].prob > 0.3)
+
+class Misled(DraftPolicy):
+    def __init__(self, gamma=2):
+        self.gamma = gamma
+
+    def keep_drafting(self, draft):
+        return len(draft) < self.gamma + 2
+
+class Shared(BatchPolicy):
+    def __init__(self, gamma=3):
+        self.gamma = gamma
+
+    def plan(self, loads):
+        return self.gamma if len(loads) < 2 else 1
+
+class Other:
+    pass
+"""
+
+
+def test_a_policy_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    command = ["simulate", "--trace", synthetic_run, "--json", "-", "--policy"]
+    rows = run(*command, f"{file}:Careful:threshold=0.25").rows
+    assert [r["policy"] for r in rows[:2]] == ["autoregressive", "mine.py:Careful:threshold=0.25"]
+    assert [r["note"] for r in rows] == [None, None, "best fixed"]
+    assert rows[1]["against"] == rows[2]["policy"]
+    for text, message in (
+        (f"{file}:Carefull", "has no class 'Carefull'"),
+        (f"{file}:Other", "no DraftPolicy"),
+        (f"{file}:Endless", "Endless"),
+        (f"{file}:Careful:treshold=1", "did you mean 'threshold'"),
+        (f"{tmp_path}/none.py:Careful", "no such file"),
+    ):
+        ran = run(*command, text)
+        assert ran.code == 2, text
+        assert message in ran.err
+        assert ran.err.count("\n") == 1
+
+
+def test_a_policy_of_ones_own_is_held_to_the_longest_draft_there_is(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    for command, more in (("simulate", ()), ("serve", ("--batch", 1, "--requests", 6))):
+        ran = run(
+            command, "--trace", synthetic_run, *more, "--json", "-", "--policy", f"{file}:Longer",
+            "--policy", f"{file}:Unbounded",
+        )  # fmt: skip
+        shown = [row["policy"] for row in ran.rows]
+        assert shown[1:3] == ["mine.py:Longer:gamma_max=24", "mine.py:Unbounded"]
+        assert (
+            "mine.py:Unbounded sets no longest draft: it is cut at 24 tokens, the recording's "
+            "longest (set an attribute gamma_max, or define longest_draft())" in ran.err
+        )
+        assert "Longer sets" not in ran.err
+    ran = run("simulate", "--trace", synthetic_run, "--policy", f"{file}:Misled")
+    assert ran.code == 2
+    assert "drafted 4 tokens, but its longest draft is 2: set an attribute gamma_max" in ran.err
+
+
+def test_a_policy_for_batches_of_ones_own(synthetic_run: Path, tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    command = ("--trace", synthetic_run, "--json", "-", "--policy")
+    rows = run("simulate", *command, f"{file}:Shared").rows
+    assert rows[1]["policy"] == "mine.py:Shared"
+    rows = run(
+        "serve", *command, f"{file}:Shared:gamma=2", "--batch", "1,2", "--requests", 6
+    ).rows  # fmt: skip
+    assert {row["policy"] for row in rows} == {"autoregressive", "mine.py:Shared:gamma=2"}
+
+
+def test_a_policy_of_ones_own_is_swept_and_searched(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    """Several settings of one class, in processes of their own, and gone on with."""
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    command = ("sweep", "--trace", synthetic_run, "--resamples", 4, "--json", "-")
+    swept = ("--c", "0.1,0.2", "--policy", f"{file}:Careful:threshold={{0.2,0.5}}")
+    for jobs in (1, 2):
+        rows = run(*command, *swept, "--jobs", jobs).rows
+        assert {r["policy"] for r in rows} == {
+            "mine.py:Careful:threshold=0.2", "mine.py:Careful",
+        }  # fmt: skip
+    rows = run(*command, "--policy", f"{file}:Careful", "--gamma", "1..3", "--jobs", 1).rows
+    assert [r["policy"] for r in rows if "gamma=" in r["policy"]]
+    rows = run(*command, "--policy", f"{file}:Careful:threshold={{0.1,0.3}}", "--tune").rows
+    assert rows[1]["policy"] == "mine.py:Careful"
+
+
+def test_what_a_study_is_of_changes_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    found = []
+    for limit in (8, 9, 8):
+        file.write_text(OWN.replace("gamma: int = 8", f"gamma: int = {limit}"))
+        found.append(identity({"it": load_file(f"{file}:Careful", 4).policy}))
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+    plain = {"fixed": Fixed(3)}
+    assert identity(plain) == plain
+
+
+def test_the_policy_of_readme_takes_its_parameters(
+    synthetic_run: Path, tmp_path: Path, run: Run
+) -> None:
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(">>> class ", 1)[1]
+    lines = [line[4:] for line in shown.splitlines() if line.startswith("... ")]
+    file = tmp_path / "mine.py"
+    head = f"from policies import DraftPolicy\n\nclass {shown.splitlines()[0]}\n"
+    file.write_text(head + "\n".join(lines))
+    rows = run(
+        "simulate", "--trace", synthetic_run, "--json", "-",
+        "--policy", f"{file}:StopWhenUnsure:threshold=0.4",
+    ).rows  # fmt: skip
+    assert rows[1]["policy"] == "mine.py:StopWhenUnsure:threshold=0.4"
