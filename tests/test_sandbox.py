@@ -27,6 +27,7 @@ TASK = CodeTask("twice", TESTS)
         ("```\nx = 1\n```", "x = 1\n"),
         ("```bash\npip install x\n```\nthen\n```py\nx = 1\n```", "x = 1\n"),
         ("```python\nx = 1\ny = ", "x = 1\ny = "),  # cut at the token limit
+        ("```python\nx = 1\ny = 2<|im_end|>", "x = 1\ny = 2"),  # ended without the mark
         ("```python\nx = 1\n```<|im_end|>", "x = 1\n"),
         ("1. First:\n   ```python\n   x = 1\n   ```", "x = 1\n"),
     ],
@@ -44,6 +45,18 @@ def test_right_code_passes_and_wrong_code_fails() -> None:
     assert judge(TASK, RIGHT.replace("2 *", "x *")) == Verdict(False, "AssertionError: ")
     assert "does not define twice" in judge(TASK, "def double(x):\n    return 2 * x").said
     assert "SyntaxError" in judge(TASK, "Here is a function that doubles:").said
+
+
+def test_code_that_was_cut_off_counts_up_to_its_last_whole_statement() -> None:
+    begun = f"```python\n{RIGHT}\nprint(twice(\n    1,\n    'two"
+    assert judge(TASK, begun).passed
+    assert "SyntaxError" in judge(TASK, f"{begun}\n```").said
+    assert "SyntaxError" in judge(TASK, f"{begun}<|im_end|>").said
+    assert judge(TASK, f"```python\n{RIGHT.rstrip()}").passed
+    tests = "```python\nassert twice(3) == 6\nassert twice(-1) == -2\nassert twice(5) == 1"
+    assert judge(GIVEN, tests).passed
+    assert not judge(GIVEN, f"{tests}\n").passed
+    assert judge(GIVEN, tests.replace("== 6", "== 9")).said.startswith("on the right code")
 
 
 def test_what_only_a_script_would_do_is_left_out() -> None:

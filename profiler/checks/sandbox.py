@@ -27,7 +27,7 @@ from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
 CHILD = Path(__file__).with_name("sandboxed.py")
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.M | re.S)
 _SPECIAL = re.compile(r"(?:<\|[^<>|\s]+\|>|</s>)+\s*\Z")
 PYTHON = ("", "py", "python", "python3")
 
@@ -62,37 +62,49 @@ class Verdict(NamedTuple):
 def code_of(text: str) -> str:
     """The first Python block of a text between ``` marks, or the whole text without one.
 
-    A block that the token limit cut off counts as far as it goes.
+    A block that the token limit cut off is as long as it goes.
 
     >>> code_of("Sure:\\n```python\\nx = 1\\n```\\nThis sets x.")
     'x = 1\\n'
     """
-    text = _SPECIAL.sub("", text)
-    blocks = _BLOCK.findall(text)
-    return next((dedent(code) for tag, code in blocks if tag.lower() in PYTHON), text)
+    return _code_of(text)[0]
+
+
+def _code_of(text: str) -> tuple[str, bool]:
+    """The code of a text, and whether the token limit cut it off."""
+    whole = _SPECIAL.sub("", text)
+    for tag, code, end in _BLOCK.findall(whole):
+        if tag.lower() in PYTHON:
+            cut = not end and whole == text  # no end of the block, nor of the text
+            return dedent(code), cut
+    return whole, False
 
 
 def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
     """Whether the code in an answer does what the prompt asks.
 
     Code is run with the prompt's unit tests.  An answer that is itself tests must pass on the
-    right code and fail on the wrong one.
+    right code and fail on the wrong one.  Code that the token limit cut off counts up to its last
+    whole statement.
     """
-    code = code_of(text)
+    code, cut = _code_of(text)
     if task.unit_tests:
-        return run(code, task.entry, tests=task.unit_tests, limits=limits)
-    right = run(code, task.entry, given=task.solution, limits=limits)
+        return run(code, task.entry, tests=task.unit_tests, cut=cut, limits=limits)
+    right = run(code, task.entry, given=task.solution, cut=cut, limits=limits)
     if not right.passed:
         return Verdict(False, f"on the right code: {right.said}")
-    if run(code, task.entry, given=task.mutant, limits=limits).passed:
+    if run(code, task.entry, given=task.mutant, cut=cut, limits=limits).passed:
         return Verdict(False, "passes on the wrong code too")
     return Verdict(True)
 
 
 def run(
-    code: str, entry: str, *, tests: str = "", given: str = "", limits: Limits | None = None
-) -> Verdict:
+    code: str, entry: str, *, tests: str = "", given: str = "", cut: bool = False,
+    limits: Limits | None = None,
+) -> Verdict:  # fmt: skip
     """Run `code` with `tests`, or as tests of the code `given` where there are none.
+
+    Lines at the end of `cut` code are left out until it is Python, of tests at least the last one.
 
     Only a verdict with the token that the process was given counts, so that an exit or a print of
     the code is no success.  Raises DraftsimError where there are no such limits.
@@ -102,8 +114,8 @@ def run(
     limits = limits or Limits()
     token = secrets.token_hex(16)
     job = {
-        "code": code, "entry": entry, "tests": tests, "given": given, "token": token,
-        "limits": limits.of_process,
+        "code": code, "entry": entry, "tests": tests, "given": given, "cut": cut,
+        "token": token, "limits": limits.of_process,
     }  # fmt: skip
     with (
         tempfile.TemporaryDirectory(prefix="draftsim-code-", ignore_cleanup_errors=True) as own,

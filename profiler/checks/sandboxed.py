@@ -73,11 +73,14 @@ def main() -> None:
     leave(0)
 
 
-def run(code: str, entry: str, given: str, tests: str) -> None:
+def run(code: str, entry: str, given: str, tests: str, cut: bool) -> None:
     """Run `code`, and then its `tests`; raise if anything fails.
 
     Without `tests` the code is itself tests of `entry`, which is what the code `given` defines.
     """
+    if cut:
+        # Half of an assert may be one too, which says something else; half of a function does not.
+        code = whole_statements(code if tests else code[: code.rfind("\n") + 1])
     unit: Any = None
     if "pytest" in code:
         sys.modules["pytest"] = stand_in_for_pytest()
@@ -108,6 +111,17 @@ def run(code: str, entry: str, given: str, tests: str) -> None:
                 getattr(value(), method)()
         elif callable(value) and name.startswith("test"):
             value()
+
+
+def whole_statements(code: str) -> str:
+    """The code without lines at its end that are no Python, as where it was cut off."""
+    lines = code.splitlines()
+    while lines:
+        with suppress(SyntaxError):
+            ast.parse("\n".join(lines))
+            break
+        lines.pop()
+    return "\n".join(lines)
 
 
 def without(code: str, entry: str) -> ast.Module:
