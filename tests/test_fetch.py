@@ -113,7 +113,7 @@ def test_parts_become_folders_with_a_card(known: ModelSet, index: Index, cache: 
     said.clear()
     index.asked.clear()
     fetch.fetch(known, said.append)
-    assert sorted(said) == [f"qwen-coder is at {target}", f"qwen-coder-draft is at {draft}"]
+    assert said == [f"qwen-coder is at {target}", f"qwen-coder-draft is at {draft}"]
     assert index.asked == []
 
 

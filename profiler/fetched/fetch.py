@@ -34,7 +34,7 @@ def fetch(known: ModelSet, say: Say = print) -> list[Path]:
     named = dict(zip(known.names, known.models, strict=False))
     with _only_one(root):
         missing = {n: m for n, m in named.items() if made_from(folder(n)) != m.sha256}
-        for name in named.keys() - missing.keys():
+        for name in [name for name in named if name not in missing]:
             say(f"{name} is at {folder(name)}")
         if missing:
             convert.check_packages()
