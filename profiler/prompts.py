@@ -14,6 +14,20 @@ from traces.store.text import json_lines, read_text
 
 
 @dataclass(frozen=True)
+class CodeTask:
+    """How the code that answers a prompt is judged (see `profiler.checks.sandbox`)."""
+
+    entry: str
+    """The function or class that the answer defines, or tests."""
+    unit_tests: str = ""
+    """Python statements that fail unless the answer is right; empty where it is itself tests."""
+    solution: str = ""
+    """Code that tests must pass on."""
+    mutant: str = ""
+    """Code that tests must fail on."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt of a prompts file."""
 
@@ -22,6 +36,8 @@ class Prompt:
     text: str
     answer: str | None = None
     """The number that solves it, in digits; None where it asks for no number."""
+    code: CodeTask | None = None
+    """How code that answers it is judged; None where it asks for none."""
 
 
 class _Sorted(Protocol):
@@ -39,7 +55,8 @@ def read_prompts(
 
     Of a ``reference`` (of the first turn, where there is a list of them) or an ``answer`` only
     the number is kept that solves the prompt, if it names one: ``#### 72`` at its end as in GSM8K
-    and Spec-Bench's math_reasoning, or nothing but a number.
+    and Spec-Bench's math_reasoning, or nothing but a number.  With ``unit_tests``, or with
+    ``solution`` and ``mutant``, the prompt asks for code, or for tests, of ``entry``.
 
     With ``categories`` only their prompts; with ``limit`` prompts are taken in turn from each
     category, so that none is left out.  Raises DraftsimError naming file and line.
@@ -110,7 +127,19 @@ def _prompt(row: Any, where: str, number: int) -> Prompt:
             raise DraftsimError(f"{where}: {key!r} is {shown(value)}, expected text or a number")
     answers = [_answer(row, key, where) for key in ("reference", "answer")]
     answer = next((found for found in answers if found is not None), None)
-    return Prompt(str(name), str(category), text, answer)
+    return Prompt(str(name), str(category), text, answer, _code(row, where))
+
+
+def _code(row: dict[str, Any], where: str) -> CodeTask | None:
+    """How code that answers the prompt is judged; None if the row does not say."""
+    tests = row.get("unit_tests")
+    names = ("entry", "unit_tests") if tests else ("entry", "solution", "mutant")
+    if not tests and not all(row.get(name) for name in names[1:]):
+        return None
+    for name in names:
+        if not isinstance(row.get(name), str):
+            raise DraftsimError(f"{where}: {name!r} must be a text: see docs/profile.md")
+    return CodeTask(**{name: row[name] for name in names})
 
 
 def _answer(row: dict[str, Any], key: str, where: str) -> str | None:

@@ -24,7 +24,8 @@ SIMULATE_FIELDS = [
     "target_forwards", "block_efficiency", "acceptance_rate", "wall_s", "speedup", "speedup_lo",
     "speedup_hi", "fidelity", "note", "outside", "unpriced", "mismatches_accepted", "against",
     "gain", "gain_lo", "gain_hi",
-    "agreement", "relative_bleu", "scored", "solved", "solved_greedy",
+    "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
+    "passed_greedy",
 ]  # fmt: skip
 
 

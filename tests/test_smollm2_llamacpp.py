@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from docs.llamacpp_tables import COUNTS, answers, asked, settings
-from profiler.smollm2 import places
+from profiler.fetched import places
 from simulator.tune.llamacpp import LlamaCppSetting
 from traces.acceptance.trace import Request
 

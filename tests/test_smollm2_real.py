@@ -11,11 +11,11 @@ from commands.common.progress import progress_bar
 from policies.lengths.basic import Fixed
 from profiler.checks.spot_check import Arm
 from profiler.features import read_drafter
+from profiler.fetched import places
 from profiler.models.loading import Pair
 from profiler.profile import Settings, profile_trace
 from profiler.prompts import Prompt
 from profiler.recording.run import RunInfo
-from profiler.smollm2 import places
 from tests.replayed import assert_decoded_as_replayed
 
 pytestmark = pytest.mark.real_model

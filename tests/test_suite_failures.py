@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler.fetched import places as fetched
 from profiler.smollm2 import places
 from profiler.smollm2.draft import draft_config, draft_model
 from profiler.smollm2.drafters import read_stored
@@ -265,7 +266,7 @@ def test_the_stand_in_has_smollm2s_shape_and_its_drafts() -> None:
     shape = draft_config(config, settings["hidden"], settings["layers"])
     draft = draft_model(shape, weights, torch.zeros(config.vocab_size, config.hidden_size))
     assert draft.config.vocab_size == config.vocab_size
-    folder = places.folder(places.NAME)
+    folder = fetched.folder(places.NAME)
     if not (folder / "config.json").is_file():
         pytest.skip("SmolLM2 is not on this machine: its own configuration is not compared")
     own = LlamaConfig.from_pretrained(folder)

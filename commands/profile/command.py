@@ -31,7 +31,7 @@ from commands.profile.recording import (
     measure_again,
     run_profile,
 )
-from commands.profile.redecode import decode_again, jobs
+from commands.profile.redecode import check_code, decode_again, jobs, score_code
 from commands.profile.said import say_complete
 from commands.profile.trees import profile_trees, trees_among
 from traces.errors import DraftsimError
@@ -162,6 +162,16 @@ def profile(
         bool,
         typer.Option("--papers", help="Also decode for real what `draftsim papers` compares."),
     ] = False,
+    run_code: Annotated[
+        bool,
+        typer.Option(
+            "--run-code",
+            help="Run the Python code in outputs decoded under --verify, and in the greedy ones, "
+            "against the tests of the prompts, and keep which pass. It runs in a subprocess: no "
+            "environment, an empty folder, limits of time and memory, no network, no further "
+            "process. Linux only. Code is never run without this option.",
+        ),
+    ] = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Profile a pair: its latency table and acceptance trace, written into a run folder.
@@ -236,6 +246,8 @@ def profile(
             raise DraftsimError(f"{name} records nothing: drop what asks for recordings")
     if latency_only and signals_only:
         raise DraftsimError("--latency-only and --signals-only: run one after the other")
+    if run_code and not force:
+        check_code(out, prompts, bool(again))
     if force and again:
         raise DraftsimError("--verify, --method and --papers add to a folder: drop --force")
     with only_writer(out):
@@ -254,7 +266,7 @@ def profile(
             pair = info.load()
             check_layers(pair)
         recording = Recording(info, prompts, out, settings, limit, pair, category or [])
-        if force or not ((again or pair is not None) and is_complete(out)):
+        if force or not ((again or run_code or pair is not None) and is_complete(out)):
             run_profile(recording, force)
         else:
             drawn = settings.sampling
@@ -274,6 +286,8 @@ def profile(
             profile_trees(pair, out, trees, repeats=repeats)
         if again:
             decode_again(recording, again, memory, not settings.sampling.greedy)
+        if run_code:
+            score_code(out, prompts)
 
 
 def _kept(name: str) -> str:

@@ -17,7 +17,9 @@ from traces.errors import DraftsimError, FileError
 if TYPE_CHECKING:
     from commands.profile.recording import Recording
     from profiler.checks.spot_check import Arm
+    from profiler.prompts import CodeTask
     from traces.acceptance.trace import Trace
+    from traces.store.outputs import Output
 
 
 class Job(NamedTuple):
@@ -104,6 +106,61 @@ def decode_again(
             run = real_run(pair, greedy, arm, measured, provenance, answers)
             note(f"wrote {write_run(run, out)}")
             say_memory([run.log])
+
+
+def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
+    """Raise DraftsimError unless `--run-code` has outputs to run and tests to run them with."""
+    from traces.store.outputs import find_runs
+
+    if not decodes and not (out.is_dir() and find_runs(out)):
+        raise DraftsimError(
+            f"--run-code: {out} has no outputs decoded under a rule: add --verify RULE"
+        )
+    if prompts is None or not _tasks(prompts):
+        raise DraftsimError(
+            f"--run-code: no prompt of {prompts} has tests: give unit_tests, or solution and "
+            "mutant, to some (docs/profile.md)"
+        )
+
+
+def score_code(out: Path, prompts: Path) -> None:
+    """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
+    from profiler.checks.sandbox import judge
+    from profiler.profile import progress_bar
+    from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
+
+    tasks, known = _tasks(prompts), dict[tuple[str, str], bool]()
+
+    def judged(output: Output, category: str) -> Output:
+        expected, code = tasks.get(output.id, (None, None))
+        if code is None or expected != category:
+            return output
+        for text in {output.text, output.reference} - {t for i, t in known if i == output.id}:
+            known[output.id, text] = judge(code, text).passed  # a rule seldom changes every text
+        own, greedy = (known[output.id, text] for text in (output.text, output.reference))
+        return replace(output, passed=own, greedy_passed=greedy)
+
+    runs = {file: read_run(file) for file in find_runs(out)}
+    with progress_bar() as progress:
+        task = progress.add_task("running code", total=sum(len(r.outputs) for r in runs.values()))
+        for file, run in runs.items():
+            outputs = []
+            for output, request in zip(run.outputs, run.log.requests, strict=True):
+                outputs.append(judged(output, request.category))
+                progress.advance(task)
+            write_outputs(replace(run, outputs=outputs), file)
+            tested, own, greedy = quality_of_code(outputs)
+            note(
+                f"{run.log.policy} under {run.log.verify}: code passes for {own} of {tested} "
+                f"prompts (greedy {greedy})"
+            )
+
+
+def _tasks(file: Path) -> dict[str, tuple[str, CodeTask]]:
+    """Category and tests of the prompts of a file that have tests, by id."""
+    from profiler.prompts import read_prompts
+
+    return {p.id: (p.category, p.code) for p in read_prompts(file) if p.code is not None}
 
 
 def part_of(

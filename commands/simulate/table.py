@@ -24,7 +24,10 @@ Row = dict[str, Any]
 WIDTH = 80
 """Columns that a table fits where nobody's terminal says otherwise."""
 LOSSLESS = ("exact", "rejection-sampling")
-QUALITY = ("agreement", "relative_bleu", "scored", "solved", "solved_greedy")
+QUALITY = (
+    "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
+    "passed_greedy",
+)  # fmt: skip
 """What rows have of the quality of texts really decoded; None where none were."""
 
 
@@ -212,10 +215,13 @@ def _either(row: Row) -> Row:
 
 
 def _lossy(row: Row) -> Row:
-    bleu = row.get("relative_bleu")
+    bleu, code = row.get("relative_bleu"), {}
+    if tested := row.get("tested"):
+        own, greedy = (100 * row[name] / tested for name in ("passed", "passed_greedy"))
+        code = {CODE: f"{own:.0f}/{greedy:.0f}"}
     return {
         **_common(row), "rule": row["verify"], "wrong": _share(row["mismatches_accepted"]),
-        "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(bleu, 1),
+        "like\ngreedy": _share(row.get("agreement")), "BLEU": _number(bleu, 1), **code,
     }  # fmt: skip
 
 
@@ -257,6 +263,8 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
             "solved: of the prompts that have a number for an answer, those whose text ends in "
             "it before its token limit"
         )
+    if any(r.get("tested") for r in rows):
+        found.append("passes/greedy: % of texts whose code passes its tests, and of greedy texts")
     for row in scored:
         count, own, greedy = (row[name] for name in ("scored", "solved", "solved_greedy"))
         found.append(f"{_row_name(row)}: solved {own} of {count} (greedy {greedy} of {count})")
@@ -315,9 +323,10 @@ WORDS = ("policy", "rule", "verify", "category", "fastest")
 NARROW = 15
 """Characters of a name on a line where a table has both policies and their rules."""
 
+CODE = "passes\n/greedy"
 ORDER = [
     "policy", "rule", "verify", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",
-    "like\ngreedy", "BLEU",
+    "like\ngreedy", "BLEU", CODE,
 ]  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import TYPE_CHECKING, Any
 
-from profiler.smollm2 import places
+from profiler.fetched import places
+from profiler.smollm2 import places as smollm2
 from traces.errors import DraftsimError, FileError
 from traces.store.header import is_whole
 from traces.store.identity import RUN_ID, check_folder
@@ -60,13 +61,12 @@ class RunInfo:
 def model_path(name: str, role: str) -> str:
     """The folder or hub id of a model's name, in the role of target or draft.
 
-    ``bundled`` stands for the pair that comes with the project, ``smollm2`` for the one that
-    `draftsim fetch` brings, and its drafters have names too (see `profiler.smollm2.places`).
+    ``bundled`` is the pair that comes with the project; what `draftsim fetch` brings has names
+    too (see `profiler.fetched.places`).
     """
     if name == "bundled":
         return str(BUNDLED / role)
-    if name == places.NAME and role == "draft":
-        name = f"{name}-draft"
+    name = places.name_in_role(name, role)
     return str(places.fetched(name)) if name in places.NAMES else name
 
 
@@ -75,7 +75,7 @@ def shipped_heads(name: str) -> Path | None:
     folder = Path(model_path(name, "target")).resolve()
     for target, heads in (
         (BUNDLED / "target", BUNDLED / "exit_heads"),
-        (places.folder(places.NAME), places.STORED / places.HEADS),
+        (places.folder(smollm2.NAME), smollm2.STORED / smollm2.HEADS),
     ):
         if folder == target.resolve() and heads.is_dir():
             return heads

@@ -27,6 +27,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from profiler.features import default_depths, read_drafter
+from profiler.fetched.places import cache, fetched, folder
 from profiler.heads.adapter import Adapter
 from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
 from profiler.heads.train import FILES, train_masks
@@ -45,7 +46,7 @@ from profiler.smollm2.heads import (
     new_parallel_heads,
 )
 from profiler.smollm2.measure import measure
-from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED, cache, fetched, folder
+from profiler.smollm2.places import DRAFTERS, HEADS, NAME, STORED
 from profiler.smollm2.text import write_text
 from traces.store.files import read_trace
 

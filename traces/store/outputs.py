@@ -60,6 +60,11 @@ class Output:
     the prompt asks for none, or none was known."""
     greedy_solved: bool | None = None
     """The same of the target's own greedy output."""
+    passed: bool | None = None
+    """Whether its code passes the prompt's tests; None where the prompt has none, or it was not
+    run (`draftsim profile --run-code`)."""
+    greedy_passed: bool | None = None
+    """The same of the target's own greedy output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +97,24 @@ class Quality:
     """Those of them that the output solves (see `Output.solved`)."""
     solved_greedy: int = 0
     """And that the target's own greedy output solves."""
+    tested: int = 0
+    """Prompts whose outputs' code was run (see `Output.passed`)."""
+    passed: int = 0
+    """Those of them whose tests the code passes."""
+    passed_greedy: int = 0
+    """And whose tests the code of the target's own greedy output passes."""
 
     @property
     def score(self) -> str:
-        """How many prompts were solved, in words; empty where none could be."""
-        if not self.scored:
-            return ""
-        greedy = f"greedy {self.solved_greedy} of {self.scored}"
-        return f"solved {self.solved} of {self.scored} ({greedy})"
+        """How many prompts were solved and how many tests passed, in words; empty without any."""
+        return "; ".join(
+            f"{done} {own} of {count} (greedy {greedy} of {count})"
+            for done, count, own, greedy in (
+                ("solved", self.scored, self.solved, self.solved_greedy),
+                ("code passed", self.tested, self.passed, self.passed_greedy),
+            )
+            if count
+        )
 
 
 def find_run(
@@ -163,7 +178,15 @@ def quality(outputs: Sequence[Output], trace: Trace) -> Quality:
         len(scored),
         sum(o.solved is True for o in scored),
         sum(o.greedy_solved is True for o in scored),
+        *quality_of_code(outputs),
     )
+
+
+def quality_of_code(outputs: Sequence[Output]) -> tuple[int, int, int]:
+    """Outputs whose code was run, those that pass, and those whose greedy text passes."""
+    tested = [o for o in outputs if o.passed is not None]
+    passed = sum(o.passed is True for o in tested)
+    return len(tested), passed, sum(o.greedy_passed is True for o in tested)
 
 
 def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
@@ -171,16 +194,21 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
     place = Path(folder) / FOLDER
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"{_name(run)}.parquet"
+    write_rounds(run.log, path)
+    write_outputs(run, path)
+    return path
+
+
+def write_outputs(run: RealRun, path: Path) -> None:
+    """Write the outputs of `run` beside its rounds, which are in the file `path`."""
     document = {
         "schema": SCHEMA,
         "meta": dict(run.meta),
         "outputs": [asdict(output) for output in run.outputs],
     }
-    write_rounds(run.log, path)
     # As it is read again: tuples are lists then.
     document[DIGEST] = _digest(parse_json(json.dumps(document)))
     write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
-    return path
 
 
 def _digest(document: Mapping[str, Any]) -> str:
@@ -236,7 +264,7 @@ _OUTPUT: Mapping[str, Check] = {
     # Rounding may leave a sum of logarithms of 1 above 0.
     "log_likelihood": lambda value: is_number(value) and value < 1e-3,
     **dict.fromkeys(
-        ("solved", "greedy_solved"), lambda value: value is None or isinstance(value, bool)
+        ("solved", "greedy_solved", "passed", "greedy_passed"), lambda value: value is None or isinstance(value, bool)
     ),
 }
 """What is checked of each field of an output."""

@@ -26,6 +26,7 @@ from profiler.features import (
     layer_config,
     read_drafter,
 )
+from profiler.fetched import places as fetched
 from profiler.models.loading import Pair
 from profiler.models.stack import LayerRunner
 from profiler.recording.run import model_path
@@ -67,7 +68,7 @@ def smollm2_drafters(place: Workplace, target: Any) -> Drafters:
     found: dict[str, FeatureDrafter] = {}
     layer = layer_config(target.config)
     for name in [d for d in places.DRAFTERS if d.startswith("eagle")]:
-        folder = places.folder(f"{places.NAME}-{name}")
+        folder = fetched.folder(f"{places.NAME}-{name}")
         settings, weights = read_stored(places.STORED / f"{name}.safetensors")
         own = weights["fc.weight"].shape[0] == layer.hidden_size
         if own and (folder / "config.json").is_file():

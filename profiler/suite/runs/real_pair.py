@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from profiler.fetched import places as fetched
 from profiler.models.loading import Pair, describe_model, load_pair
 from profiler.prompts import Prompt, read_prompts
 from profiler.recording.run import BUNDLED
@@ -52,7 +53,7 @@ def smollm2_pair(
     Raises DraftsimError if models that are there cannot be loaded.
     """
     texts = read_prompts(prompts or BUNDLED / "prompts.jsonl", most)
-    folders = places.folder(places.NAME), places.folder(f"{places.NAME}-draft")
+    folders = fetched.folder(places.NAME), fetched.folder(f"{places.NAME}-draft")
     if not all((folder / "config.json").is_file() for folder in folders):
         place.say(
             f"{places.NAME} is not on this machine (`draftsim fetch {places.NAME}`): random "

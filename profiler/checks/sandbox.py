@@ -1,0 +1,154 @@
+"""Judges code that a model wrote, by running it in a process of its own with limits.
+
+The process has no environment, an empty folder of its own, no site packages, and limits of
+processor time, memory, file size and seconds; on Linux with x86_64 or aarch64 the kernel denies it
+sockets and further processes. Python refuses it to change files outside of its folder. It may read
+files. That holds off accidents of a language model. It is no wall against somebody who means harm:
+for such code use a virtual machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+from profiler.prompts import CodeTask
+from traces.errors import DraftsimError
+
+CHILD = Path(__file__).with_name("sandboxed.py")
+_BLOCK = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(^[ \t]*```|\Z)", re.M | re.S)
+_SPECIAL = re.compile(r"(?:<\|[^<>|\s]+\|>|</s>)+\s*\Z")
+PYTHON = ("", "py", "python", "python3")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run of code may use."""
+
+    wall_s: float = 30.0
+    cpu_s: int = 5
+    memory: int = 512 << 20
+    """Bytes of address space."""
+    file_size: int = 1 << 20
+    """Bytes of a file that it writes."""
+
+    @property
+    def of_process(self) -> dict[str, int]:
+        """Names of `resource`'s limits with their values."""
+        return {
+            "RLIMIT_CPU": self.cpu_s, "RLIMIT_AS": self.memory, "RLIMIT_FSIZE": self.file_size,
+            "RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0,
+        }  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """Whether code passed, and what was wrong where it did not."""
+
+    passed: bool
+    said: str = ""
+
+
+def code_of(text: str) -> str:
+    """The first Python block of a text between ``` marks, or the whole text without one.
+
+    A block that the token limit cut off is as long as it goes.
+
+    >>> code_of("Sure:\\n```python\\nx = 1\\n```\\nThis sets x.")
+    'x = 1\\n'
+    """
+    return _code_of(text)[0]
+
+
+def _code_of(text: str) -> tuple[str, bool]:
+    """The code of a text, and whether the token limit cut it off."""
+    whole = _SPECIAL.sub("", text)
+    for tag, code, end in _BLOCK.findall(whole):
+        if tag.lower() in PYTHON:
+            cut = not end and whole == text  # no end of the block, nor of the text
+            return dedent(code), cut
+    return whole, False
+
+
+def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
+    """Whether the code in an answer does what the prompt asks.
+
+    Code is run with the prompt's unit tests.  An answer that is itself tests must pass on the
+    right code and fail on the wrong one.  Code that the token limit cut off counts up to its last
+    whole statement.
+    """
+    code, cut = _code_of(text)
+    if task.unit_tests:
+        return run(code, task.entry, tests=task.unit_tests, cut=cut, limits=limits)
+    right = run(code, task.entry, given=task.solution, cut=cut, limits=limits)
+    if not right.passed:
+        return Verdict(False, f"on the right code: {right.said}")
+    if run(code, task.entry, given=task.mutant, cut=cut, limits=limits).passed:
+        return Verdict(False, "passes on the wrong code too")
+    return Verdict(True)
+
+
+def run(
+    code: str, entry: str, *, tests: str = "", given: str = "", cut: bool = False,
+    limits: Limits | None = None,
+) -> Verdict:  # fmt: skip
+    """Run `code` with `tests`, or as tests of the code `given` where there are none.
+
+    Lines at the end of `cut` code are left out until it is Python, of tests at least the last one.
+
+    Only a verdict with the token that the process was given counts, so that an exit or a print of
+    the code is no success.  Raises DraftsimError where there are no such limits.
+    """
+    if sys.platform != "linux":
+        raise DraftsimError(f"--run-code needs the limits of Linux; this is {sys.platform}")
+    limits = limits or Limits()
+    token = secrets.token_hex(16)
+    job = {
+        "code": code, "entry": entry, "tests": tests, "given": given, "cut": cut,
+        "token": token, "limits": limits.of_process,
+    }  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(prefix="draftsim-code-", ignore_cleanup_errors=True) as own,
+        tempfile.TemporaryFile() as asked,
+        tempfile.TemporaryFile() as answered,
+    ):
+        asked.write(json.dumps(job).encode())
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-B", str(CHILD)], env={}, cwd=own, stdin=asked,
+            stdout=answered, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            ended = process.wait(limits.wall_s)
+        except subprocess.TimeoutExpired:
+            return Verdict(False, f"no end within {limits.wall_s:g} s")
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+        answered.seek(0)
+        return _read(answered.read(4096), token, ended)
+
+
+def _read(written: bytes, token: str, ended: int) -> Verdict:
+    try:
+        found = json.loads(written)
+        if found["token"] == token:
+            said = found["said"]
+            return Verdict(said is None, said or "")
+    except (ValueError, TypeError, KeyError):
+        pass
+    if ended < 0:
+        return Verdict(False, f"ended by {signal.Signals(-ended).name}")
+    return Verdict(False, f"ended by itself with {ended}, before its tests had")
