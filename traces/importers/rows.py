@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ import numpy.typing as npt
 from traces.acceptance.schema import MATCH, MISMATCH, UNKNOWN, Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
+
+GZIPPED = b"\x1f\x8b"
+"""How a gzipped file begins."""
 
 
 class LoggedTurn(NamedTuple):
@@ -79,16 +83,21 @@ class Rows(NamedTuple):
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file, without a byte-order mark; FileError if it cannot be read."""
+    """The text of a file, gzipped or not, without a byte-order mark; FileError if unreadable."""
     try:
+        content = Path(path).read_bytes()
+        if content.startswith(GZIPPED):
+            content = gzip.decompress(content)
         # Some programs and editors write a byte-order mark.
-        return Path(path).read_text(encoding="utf-8-sig")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise FileError(f"{path}: no such file: check the path") from error
     except IsADirectoryError as error:
         raise FileError(f"{path}: is a directory: name a file in it") from error
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: is not text: expected a log in UTF-8") from error
+    except EOFError as error:
+        raise FileError(f"{path}: is truncated (gzip): copy the file again") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"{path}: cannot be read ({reason}): check its permissions") from error
