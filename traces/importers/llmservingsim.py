@@ -35,15 +35,11 @@ from traces.errors import FileError
 from traces.importers.base import Options
 from traces.importers.timed import Floats, numbers, place_of, read_frame
 from traces.operators.devices import Device
-from traces.operators.shapes import BYTES, Architecture
+from traces.operators.elementwise import fused_s
+from traces.operators.shapes import Architecture
 from traces.operators.table import OperatorTable, joined, rows_of
 
 SOURCE = "casys-kaist/LLMServingSim"
-LAUNCH_S = 2.2e-6
-"""A fused norm's or rotary kernel's least time: 1.9 to 2.7 us over the five models timed inside
-vLLM on an RTX 4090 and an RTX PRO 6000."""
-MOVED = 0.8
-"""Share of the memory's bandwidth that a long fused kernel reaches."""
 ITERATIONS = 3
 
 DENSE = {
@@ -112,18 +108,6 @@ class LLMServingSim:
             read = Read(file, frame, device, model, shared or 1)
             tables.append(joined([OperatorTable(kind(read), {"files": [file.name]})]))
         return joined(tables)
-
-
-def fused_s(operator: str, model: Architecture, device: Device, tokens: Floats) -> Floats:
-    """Seconds of a fused norm or rotary kernel: its launch, and the bytes that it moves.
-
-    A norm reads and writes the tokens and the residual; rotary positions, queries and keys.
-    """
-    width = 4 * model.hidden
-    if operator == "rope":
-        width = 2 * (model.heads + model.kv_heads) * model.head_dim
-    found: Floats = LAUNCH_S + tokens * width * BYTES / (MOVED * device.bandwidth)
-    return found
 
 
 def _dense(read: Read) -> pd.DataFrame:

@@ -125,6 +125,6 @@ def find_architecture(name: str) -> Architecture:
     close = difflib.get_close_matches(text, ARCHITECTURES, n=1, cutoff=0.5)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise DraftsimError(
-        f"no model {name!r} is known by its sizes{hint}: add its line to "
-        f"traces/operators/data/models.csv, or name one of {', '.join(ARCHITECTURES)}"
+        f"no model {name!r} is known by its sizes{hint}: traces/operators/data/models.csv holds "
+        f"those of {len(ARCHITECTURES)} models, and takes more"
     )
