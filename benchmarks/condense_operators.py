@@ -16,6 +16,7 @@ import pandas as pd
 
 from traces.importers.base import Options
 from traces.importers.registry import import_log
+from traces.operators.attention import PROMPT
 from traces.operators.devices import DATA
 from traces.operators.table import OperatorTable, joined
 from traces.store.operators import write_operators
@@ -51,7 +52,7 @@ def condensed(table: OperatorTable, device: str) -> OperatorTable:
     few = attention.loc[attention["tokens"] > 0, "tokens"].min()
     kept = attention["context"].isin(CONTEXTS) & attention["batch_context"].isin(CONTEXTS)
     alone = (attention["batch"] == 0) | (attention["tokens"] == 0)
-    beside = (attention["tokens"] == few) & (attention["context"] == 0)
+    beside = attention["tokens"].isin([few, PROMPT]) & (attention["context"] == 0)
     messages = rows[rows["operator"] == "all_reduce"]
     parts = [
         dense, attention[kept & (alone | beside)], _thinned(messages),

@@ -30,6 +30,8 @@ from traces.operators.table import OperatorTable
 Floats = npt.NDArray[np.float64]
 
 MEASURED, OWN_LAW, LAW = "measured", "by bytes, fitted on this GPU", "by bytes, fitted on others"
+PROMPT = 1024
+"""Tokens of the prompt that sequences are taken to decode beside."""
 TILE = 64
 """Tokens of a sequence that an unsplit block takes."""
 SPLIT = (8e-6, 0.035e-6, 0.94)
@@ -101,6 +103,8 @@ class Timed(NamedTuple):
     """By tokens of a prompt's chunk."""
     unsplit: Plane
     """By sequences that decode beside a chunk of a few tokens."""
+    beside: Plane
+    """What sequences that decode beside a prompt of `PROMPT` tokens add to it."""
 
 
 class AttentionOperators:
@@ -146,6 +150,17 @@ class AttentionOperators:
         few = np.where(batch > 1, several, alone)
         # A sequence is never cheaper beside others than alone.
         return np.maximum(np.where(tiles > 1, grown, few), alone)
+
+    def beside_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+        """What sequences that decode beside a prompt add to its attention."""
+        split = self.split_s(heads, batch, context + width)
+        if self.splits_all:
+            return split
+        timed = self._timed.get(heads)
+        found = self.unsplit_s(heads, batch, width, context)
+        if timed is not None:
+            found = np.maximum(found, timed.beside.at(batch, context))
+        return np.maximum(found, split)
 
     def pass_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
         """Seconds of a layer's attention in a pass over `width` tokens a sequence."""
@@ -193,12 +208,19 @@ class AttentionOperators:
 def _timed(rows: pd.DataFrame) -> Timed | None:
     alone = rows[rows["batch"] == 0]
     few = int(alone["tokens"].min()) if len(alone) else 0
-    beside = rows[(rows["tokens"] == few) & (rows["context"] == 0) & (rows["batch"] > 0)]
+    fresh = rows[(rows["context"] == 0) & (rows["batch"] > 0)]
+    unsplit = _plane(fresh[fresh["tokens"] == few], "batch", "batch_context")
+    by_prompt = fresh[fresh["tokens"] == PROMPT]
+    prompt = alone.loc[(alone["tokens"] == PROMPT) & (alone["context"] == 0), "seconds"]
+    if len(prompt):
+        added = np.maximum(by_prompt["seconds"] - prompt.median(), 0)
+        by_prompt = by_prompt.assign(seconds=added)
+    beside = _plane(by_prompt, "batch", "batch_context")
     split = _plane(rows[rows["tokens"] == 0], "batch", "batch_context")
-    chunk, unsplit = _plane(alone, "tokens", "context"), _plane(beside, "batch", "batch_context")
+    chunk = _plane(alone, "tokens", "context")
     if split is None or chunk is None or unsplit is None:
         return None
-    return Timed(split, chunk, unsplit)
+    return Timed(split, chunk, unsplit, beside or unsplit)
 
 
 def _plane(rows: pd.DataFrame, size: str, context: str) -> Plane | None:

@@ -128,13 +128,8 @@ class Composer:
         tokens = self.padded(batch * width)
         heads = heads_of(placed.model, placed.shared)
         of = self.attention
-        if beside and not of.splits_all:
-            attended = np.maximum(
-                of.unsplit_s(heads, batch, width, context),
-                of.split_s(heads, batch, context + width),
-            )
-        else:
-            attended = of.pass_s(heads, batch, width, context)
+        attend = of.beside_s if beside else of.pass_s
+        attended = attend(heads, batch, width, context)
         size = tokens * placed.model.hidden * BYTES
         summed, _ = self.dense.all_reduce_s(size, placed.shared)
         own = self.dense.layer_s(placed.model, placed.shared, tokens)
