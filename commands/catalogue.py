@@ -16,8 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from commands.common.output import JsonOption, OutOption, emit
-from commands.common.printed import print_entries
+from commands.common.printed import print_entries, print_table
 from traces.errors import DraftsimError
+
+DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
+"""What is printed of a GPU; its source and the rest are in the file of --out and in the JSON."""
 
 
 def list_all(
@@ -35,7 +38,10 @@ def list_all(
     ] = False,
     devices: Annotated[
         bool,
-        typer.Option("--devices", help="Instead: data sheets that latencies can be carried to."),
+        typer.Option(
+            "--devices",
+            help="Instead: GPUs, and what is measured, composed or a roofline on each.",
+        ),
     ] = False,
     weight_formats: Annotated[
         bool,
@@ -66,6 +72,8 @@ def list_all(
     }[chosen[0]]() if chosen else recording_rows()  # fmt: skip
     entries = chosen and chosen[0] in ("policies", "rules", "sources")
     printed = partial(print_entries, map(_entry, rows)) if entries else None
+    if chosen == ["devices"]:
+        printed = partial(print_table, [{k: row[k] for k in DEVICE_COLUMNS} for row in rows])
     emit("list", rows, json, out=out, printed=printed)
 
 
@@ -156,12 +164,13 @@ def format_rows() -> list[dict[str, Any]]:
 
 
 def device_rows() -> list[dict[str, Any]]:
-    """Data sheets."""
+    """Data sheets, and what is measured, composed or a roofline on each GPU."""
     from dataclasses import asdict
 
     from simulator.hardware import DEVICES
+    from traces.store.operators import coverage
 
-    return [asdict(device) for device in DEVICES.values()]
+    return [{"name": name, **coverage(name), **asdict(device)} for name, device in DEVICES.items()]
 
 
 def weight_rows() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``draftsim import``: logs of other programs, made into traces, survival curves or latencies."""
+"""``draftsim import``: files of other programs, made into what the commands read."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from traces.acceptance.trace import Trace
     from traces.importers.totals import Totals
     from traces.latency.table import LatencyTable
+    from traces.operators.table import OperatorTable
 
 FORMATS = ", ".join([*IMPORTERS, AUTO])
 
@@ -56,6 +57,10 @@ def import_file(
         str | None,
         typer.Option(metavar="TEXT", help="Of latencies: what they were measured on."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of operators: the model, where no folder names it."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Turn another program's log into a trace, or its timings into latencies, for every command.
@@ -69,10 +74,11 @@ def import_file(
     from traces.importers.base import Options
     from traces.importers.registry import find_importer, import_log
     from traces.latency.table import LatencyTable
+    from traces.operators.table import OperatorTable
 
     given = {
         "baseline": baseline, "draft_lengths": draft_lengths, "max_new_tokens": max_new_tokens,
-        "drafter": drafter, "device": device,
+        "drafter": drafter, "device": device, "model": model,
     }  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     takes = find_importer(form, files).takes
@@ -85,6 +91,8 @@ def import_file(
         _trace(found, out, json)
     elif isinstance(found, LatencyTable):
         _latency(found, out, json)
+    elif isinstance(found, OperatorTable):
+        _operators(found, out, json)
     else:
         _totals(found, form, out, json)
     for reason in found.meta.get("left_out") or ():
@@ -179,6 +187,27 @@ def _latency(table: LatencyTable, out: Path | None, json: str | None) -> None:
         note("no host time: what happens around the passes counts as nothing")
     if json is not None:
         emit("import", table.cells.to_dict("records"), json)
+
+
+def _operators(table: OperatorTable, out: Path | None, json: str | None) -> None:
+    from traces.store.operators import write_operators
+
+    out = _recording(out, "this makes an operator table")
+    write_operators(table, out)
+    corrected = int((table.rows["measured"] == 0).sum())
+    note(f"wrote {out}: {len(table.rows)} timings on {', '.join(table.devices)}")
+    for model, shared in table.models:
+        own = sorted(set(table.of(model=model, tensor_parallel=shared)["operator"]))
+        note(f"{model} on {shared} GPU(s): {', '.join(own)}")
+    if corrected:
+        note(f"{corrected} timings of norms and rotary positions corrected to a fused kernel's")
+    if table.models:
+        note(f"price with it: --latency {out}/{table.models[0][0]}+DRAFT")
+    if json is not None:
+        keys = ["device", "model", "tensor_parallel", "operator", "source"]
+        counted = table.rows.groupby(keys, sort=True)["measured"].agg(["size", "sum"]).reset_index()
+        counted = counted.rename(columns={"size": "timings", "sum": "measured"})
+        emit("import", counted.to_dict("records"), json)
 
 
 def measured(meta: Any) -> dict[str, float]:

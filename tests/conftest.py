@@ -180,7 +180,7 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def beside(name: str, what: str) -> Path:
     """A folder kept beside the checkout; the test that needs it skips where it is absent."""
-    path = ROOT.parent / "shared" / name
+    path = Path(os.environ.get("DRAFTSIM_SHARED", ROOT.parent / "shared")) / name
     if not path.is_dir():
         pytest.skip(f"needs {what} in ../shared/{name} beside the checkout")
     return path

@@ -106,11 +106,16 @@ def written(folder: Path, content: Any, name: str = "log") -> Path:
     return file
 
 
+VIDUR = "time_stats.all_reduce.median,time_stats.all_reduce.min,num_workers,size,devices_per_node\n"
+VIDUR += "0.043,0.010,2,2048,2\n"
+DENSE = "layer,tokens,time_us\nqkv_proj,1,54.9\n"
+
+
 def example(name: str) -> Any:
     """A file's content of each format."""
     return {
         "specbench": row(1, [3, 1, 2]), "vllm": DETAILED, "sglang": SGLANG, "eagle": EAGLE,
         "prometheus": SCRAPE.format(10, 20, 9, 6, 3), "llamacpp": LLAMACPP, "rounds": ROUNDS,
         "by-start": BY_START, "tensorrt-llm": [ITERATION], "aiperf": AIPERF, "latency": LATENCY,
-        "llama-bench": bench_record(n_gen=128),
+        "llama-bench": bench_record(n_gen=128), "vidur": VIDUR, "llmservingsim": DENSE,
     }[name]  # fmt: skip

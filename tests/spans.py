@@ -54,6 +54,14 @@ def beside(*rows: tuple[int, int, float]) -> LatencyTable:
 PROMPTED = {
     **TABLES,
     "mixed": beside(*((b, n, 1e-5 * (b + n)) for b in (1, 8, 40) for n in (1, 30, 200))),
+    "another kernel": LatencyTable(
+        pd.concat([
+            GRID.cells,
+            GRID.cells.query("model == 'target' and phase == 'forward'").assign(
+                phase="beside", median_s=lambda cells: cells["median_s"] * 1.3
+            ),
+        ], ignore_index=True)
+    ),
     "free prompts": table([
         (model, "forward", b, n, 0, 0.01 * n + 1e-3 * b)
         for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
@@ -79,6 +87,8 @@ LIMITS = st.builds(
     kv_blocks=st.sampled_from([None, 14, 20, 40]),
     block_size=st.sampled_from([4, 16]),
     chunked_prefill=st.booleans(),
+    prefix_caching=st.booleans(),
+    whole_prompts=st.booleans(),
 )
 SCENARIOS = st.builds(
     Scenario,

@@ -31,6 +31,7 @@ from traces.importers.registry import AUTO, IMPORTERS, import_log, looks_like
 from traces.importers.specbench import import_specbench
 from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
+from traces.operators.table import OperatorTable
 
 
 def counts(name: str, *files: Path, **options: Any) -> Totals:
@@ -42,21 +43,26 @@ def counts(name: str, *files: Path, **options: Any) -> Totals:
 TRACES = ("specbench", "vllm", "rounds", "by-start", "aiperf")
 """Formats that hold rounds in order; the others hold counts, or latencies."""
 LATENCIES = ("latency", "llama-bench")
+OPERATORS = ("vidur", "llmservingsim")
 
 
 def kind_of(name: str) -> type:
     """What an import of this format makes."""
+    if name in OPERATORS:
+        return OperatorTable
     return Trace if name in TRACES else LatencyTable if name in LATENCIES else Totals
 
 
 @pytest.mark.parametrize("name", list(IMPORTERS))
 def test_every_format_knows_its_own_file_and_no_other(name: str, tmp_path: Path) -> None:
-    file = written(tmp_path, example(name))
+    # Operators are of the GPU and the model whose folders they lie in.
+    (folder := tmp_path / "a100" / "phi-2").mkdir(parents=True)
+    file = written(folder, example(name))
     assert looks_like(file) == [name]
     found = import_log(AUTO, [file], Options())
     assert isinstance(found, kind_of(name))
     # A byte-order mark changes nothing.
-    marked = tmp_path / "marked"
+    marked = folder / "marked"
     marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     again = import_log(name, [marked], Options())
     assert type(again) is type(found)

@@ -12,7 +12,6 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import TwoState, iid_mean
 from simulator.aggregate.hazard import check_totals, emitted_at
 from simulator.formulas.leviathan import expected_tokens
-from simulator.hardware.devices import DEVICES
 from simulator.hardware.evidence.papers import GAMMATUNE_1
 from simulator.hardware.shapes import SHAPES
 from simulator.papers.measured import by_study, log_rows, measured_rows
@@ -23,6 +22,7 @@ from simulator.papers.measured.unexplained import LARGE, NOTES
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
+from traces.operators.devices import DEVICES
 from traces.replay.run import replay
 
 TABLE = Path(__file__).parents[2] / "shared" / "tables" / "rtx3090-qwen3.8-27b-nmax.csv"

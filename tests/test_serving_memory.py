@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.serving.kv import BlockPool
+from simulator.serving.scheduler import Continuous, Limits
+from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 
 
@@ -94,3 +99,53 @@ def test_an_audit_notices_blocks_lost_or_made() -> None:
         pool.hold("a", held)
         with pytest.raises(AssertionError, match=message):
             pool.audit()
+
+
+def test_a_preempted_request_finds_its_blocks_until_they_are_taken() -> None:
+    pool = BlockPool(10, 4)
+    pool.grow("old", 12)
+    pool.grow("young", 20)  # 5 blocks, 4 of them full
+    assert pool.used == 8
+    assert not pool.keeps
+    pool.preempt("young", 4)
+    assert (pool.used, pool.kept("young"), pool.keeps) == (3, 4, True)
+    # Free in this order: two that never were anybody's, its last one, and its four, the last first.
+    pool.grow("old", 24)
+    assert pool.kept("young") == 4
+    pool.grow("old", 32)
+    assert pool.kept("young") == 2
+    pool.release("old")
+    assert pool.kept("young") == 2
+    pool.find("young", 1)
+    assert (pool.used, pool.held("young"), pool.keeps) == (1, 1, False)
+    assert pool.grow("old", 36) == 36
+    assert pool.grow("young", 8) == 0
+
+
+def test_a_preempted_request_reads_only_what_was_taken_again() -> None:
+    limits = Limits(max_batch=4, kv_blocks=8, block_size=4)
+    scheduler = Continuous(limits, lookahead=0)
+    jobs: list[Any] = [SimpleNamespace(prompt_tokens=n, output_tokens=20) for n in (12, 16)]
+    slots = [Slot(i, job, 0.0, None) for i, job in enumerate(jobs)]
+    scheduler.waiting.extend(slots)
+    for _ in range(2):
+        for slot, tokens in scheduler.next(False).chunks:
+            slot.prefilled, slot.prefill_left = slot.prefilled + tokens, 0
+            slot.tokens, slot.context = 1, slot.context + 1
+    slots[0].context = 17  # needs a fifth block, which only the younger one has
+    scheduler.next(False)
+    assert slots[1].preemptions == 1
+    assert slots[1].prefill_left == 16
+    scheduler.finish(slots[0])
+    [(slot, tokens)] = scheduler.next(False).chunks
+    # Four full blocks were its own: one was taken, and one token at the least is read again.
+    assert (slot, slot.prefilled, tokens) == (slots[1], 12, 4)
+
+
+def test_a_prompt_that_does_not_fit_whole_waits() -> None:
+    for whole, begun in ((True, []), (False, [8])):
+        limits = Limits(token_budget=8, kv_blocks=3, block_size=4, whole_prompts=whole)
+        scheduler = Continuous(limits, lookahead=0)
+        job: Any = SimpleNamespace(prompt_tokens=16, output_tokens=2)
+        scheduler.waiting.append(Slot(0, job, 0.0, None))
+        assert [chunk.tokens for chunk in scheduler.next(False).chunks] == begun

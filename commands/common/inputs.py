@@ -38,7 +38,8 @@ LatencyOption = Annotated[
     typer.Option(
         "--latency",
         metavar="L",
-        help="Latency file, run folder, bundled recording's name, or "
+        help="Latency file, run folder, bundled recording's name, GPU/TARGET[@tpN][+DRAFT] "
+        "composed from measured operators (a100/llama-2-70b@tp4+llama-2-7b), or "
         "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
     ),
 ]
@@ -139,6 +140,7 @@ def load_latency(
 
     Raises DraftsimError if the trace is a file by itself, as of a log, and none is named.
     """
+    from commands.common.output import note
     from traces.store.recordings import find_latency, folder_of
 
     if name is None and folder_of(trace_name) is None:
@@ -147,6 +149,8 @@ def load_latency(
             "folder, a recording (`draftsim list`) or const:target=SECONDS,draft=SECONDS"
         )
     table = find_latency(name if name is not None else trace_name)
+    if said := table.meta.get("said"):
+        note(str(said))
     return table.assumed_batch_free() if assume_batch_free else table
 
 

@@ -1,6 +1,5 @@
 """Another GPU than the one measured: data sheets, a cost model, and its error."""
 
-from simulator.hardware.devices import DEVICES, Device, find_device
 from simulator.hardware.formats import FORMATS, WeightFormat, find_format
 from simulator.hardware.interval import CALIBRATE, bounds_of, interval_words
 from simulator.hardware.measured import check_recording
@@ -8,6 +7,7 @@ from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
 from simulator.hardware.scaling import carry_over, fit_table, scaling_error, scaling_words
 from simulator.hardware.shapes import SHAPES, ModelShape
+from traces.operators.devices import DEVICES, Device, find_device
 
 __all__ = [
     "CALIBRATE",

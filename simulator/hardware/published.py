@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from simulator.hardware.devices import DEVICES
 from simulator.hardware.evidence.papers import CONTEXT, GAMMATUNE, GAMMATUNE_1, QUANTISED
 from simulator.hardware.formats import FORMATS
 from simulator.hardware.kernels import outside_launches
 from simulator.hardware.record import passes
 from simulator.hardware.roofline import Mode, Observation, Roofline
 from simulator.hardware.shapes import SHAPES
+from traces.operators.devices import DEVICES
 
 SPECBOUND_3_AR_MS = 17.5
 """Vicuna-7B, plain decoding, batch 1, H800 (SpecBound, arXiv:2604.12247, Table 3)."""

@@ -24,10 +24,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.hardware.devices import Device
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.operators.devices import Device
 
 Mode = Literal["eager", "graph"]
 Floats = npt.NDArray[np.float64]

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from simulator.hardware.devices import DEVICES, Device, find_device
 from simulator.hardware.formats import WeightFormat
 from simulator.hardware.interval import interval_words, note_of
 from simulator.hardware.kernels import unpacking
@@ -16,6 +15,7 @@ from simulator.hardware.roofline import Mode, Roofline, observations
 from simulator.hardware.shapes import ModelShape
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.operators.devices import DEVICES, Device, find_device
 
 MOST_ERROR = 0.25
 """Median relative error on the measured passes beyond which a fit describes no such table."""

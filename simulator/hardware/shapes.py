@@ -8,6 +8,7 @@ from typing import Any
 
 from simulator.hardware.formats import Unpacking, WeightFormat
 from traces.errors import DraftsimError
+from traces.operators.shapes import ARCHITECTURES, Architecture
 
 
 @dataclass(frozen=True)
@@ -77,41 +78,11 @@ class ModelShape:
         return cls(name, layers, hidden, weights, head, kv_values, dtype_bytes, dtype_bytes)
 
 
-def _llama(
-    name: str, layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int,
-    head_dim: int | None = None,
-) -> ModelShape:  # fmt: skip
-    width = head_dim or hidden // heads
-    kv = 2 * kv_heads * width
-    head = float(vocab * hidden)
-    layer = hidden * (2 * heads * width + kv + 3 * inner)
-    return ModelShape(name, layers, hidden, layers * layer + head, head, float(layers * kv))
+def _shape(model: Architecture) -> ModelShape:
+    weights = float(model.layers * model.layer_weights + model.head)
+    kv_values = float(model.layers * model.kv_values)
+    return ModelShape(model.hub, model.layers, model.hidden, weights, float(model.head), kv_values)
 
 
-_ALL = (
-    _llama("meta-llama/Llama-3.2-1B-Instruct", 16, 2048, 8192, 32, 8, 128256),
-    _llama("meta-llama/Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128256),
-    _llama("meta-llama/Llama-3.1-70B", 80, 8192, 28672, 64, 8, 128256),
-    _llama("meta-llama/Llama-2-7b", 32, 4096, 11008, 32, 32, 32000),
-    _llama("meta-llama/Llama-2-70b", 80, 8192, 28672, 64, 8, 32000),
-    _llama("TinyLlama/TinyLlama-1.1B", 22, 2048, 5632, 32, 4, 32000),
-    _llama("double7/vicuna-68m", 2, 768, 3072, 12, 12, 32000),
-    _llama("double7/vicuna-160m", 12, 768, 3072, 12, 12, 32000),
-    _llama("lmsys/vicuna-7b-v1.5", 32, 4096, 11008, 32, 32, 32000),
-    _llama("lmsys/vicuna-13b-v1.5", 40, 5120, 13824, 40, 40, 32000),
-    _llama("Qwen/Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 151936),
-    _llama("Qwen/Qwen2.5-1.5B", 28, 1536, 8960, 12, 2, 151936),
-    _llama("Qwen/Qwen2.5-3B", 36, 2048, 11008, 16, 2, 151936),
-    _llama("Qwen/Qwen2.5-7B", 28, 3584, 18944, 28, 4, 152064),
-    _llama("Qwen/Qwen2.5-14B", 48, 5120, 13824, 40, 8, 152064),
-    _llama("Qwen/Qwen2.5-32B", 64, 5120, 27648, 40, 8, 152064),
-    _llama("Qwen/Qwen3-0.6B", 28, 1024, 3072, 16, 8, 151936, 128),
-    _llama("Qwen/Qwen3-1.7B", 28, 2048, 6144, 16, 8, 151936, 128),
-    _llama("Qwen/Qwen3-4B", 36, 2560, 9728, 32, 8, 151936, 128),
-    _llama("Qwen/Qwen3-8B", 36, 4096, 12288, 32, 8, 151936, 128),
-    _llama("Qwen/Qwen3-14B", 40, 5120, 17408, 40, 8, 151936, 128),
-    _llama("Qwen/Qwen3-32B", 64, 5120, 25600, 64, 8, 151936, 128),
-)
-
-SHAPES: Mapping[str, ModelShape] = {s.name: s for s in _ALL}
+SHAPES: Mapping[str, ModelShape] = {m.hub: _shape(m) for m in ARCHITECTURES.values()}
 """The models of the published runs, by their configurations on the Hugging Face hub, in bf16."""

@@ -2,6 +2,10 @@
 
 Blocks are interchangeable, so counting them is enough: what an engine decides from a
 paged cache (admit, grow, pre-empt) depends on numbers of blocks and never on which.
+
+Free blocks are taken in the order in which they became free.  A pre-empted request's blocks keep
+what they hold until they are taken, its last block first, and the request finds the rest again
+(vLLM's prefix caching, `KVCacheManager.free`).
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ class BlockPool:
         self.block_size = block_size
         self.used = 0
         self._held: dict[Hashable, int] = {}
+        # (whose they were, how many) in the order in which they are taken; empty where no free
+        # block is anybody's.
+        self._free: list[tuple[Hashable | None, int]] = []
 
     def fits(self, tokens: int) -> bool:
         """Whether a request of this many tokens fits into the empty pool."""
@@ -45,9 +52,15 @@ class BlockPool:
         wanted = max(held, -(-tokens // self.block_size))
         if self.blocks is not None and self.used + wanted - held > self.blocks:
             return 0
+        if self._free:
+            self._take(wanted - held)
         self.used += wanted - held
         self._held[owner] = wanted
         return wanted * self.block_size
+
+    def has(self, tokens: int) -> bool:
+        """Whether there are free blocks for this many tokens."""
+        return self.blocks is None or self.used - (-tokens // self.block_size) <= self.blocks
 
     def held(self, owner: Hashable) -> int:
         """Blocks that `owner` holds."""
@@ -69,7 +82,58 @@ class BlockPool:
 
     def release(self, owner: Hashable) -> None:
         """Take back every block of `owner`."""
-        self.used -= self._held.pop(owner, 0)
+        held = self._held.pop(owner, 0)
+        self.used -= held
+        if self._free and held:
+            self._free.append((None, held))
+
+    def preempt(self, owner: Hashable, full: int) -> None:
+        """Take back every block of `owner`, which may find the first `full` again.
+
+        Only blocks that are full of computed tokens can be found.
+        """
+        held = self._held.pop(owner, 0)
+        if not self._free and self.blocks is not None:
+            self._free.append((None, self.blocks - self.used))
+        self.used -= held
+        self._free += [(None, held - full), (owner, full)]
+        self._take(0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether any free block still holds what a pre-empted request could find again."""
+        return bool(self._free)
+
+    def kept(self, owner: Hashable) -> int:
+        """Blocks that a pre-empted `owner` would find again."""
+        return sum(count for whose, count in self._free if whose is owner)
+
+    def find(self, owner: Hashable, blocks: int) -> None:
+        """Let a pre-empted `owner` hold `blocks` of those it finds again; the others are free."""
+        left = blocks
+        for place, (whose, count) in enumerate(self._free):
+            if whose is owner:
+                own = min(left, count)
+                left -= own
+                self._free[place] = (None, count - own)
+        self.used += blocks
+        if blocks:
+            self._held[owner] = blocks
+        self._take(0)
+
+    def _take(self, count: int) -> None:
+        """Take `count` free blocks, those first that became free first."""
+        free = self._free
+        while free and (count or not free[0][1]):
+            whose, there = free[0]
+            taken = min(count, there)
+            count -= taken
+            if taken == there:
+                del free[0]
+            else:
+                free[0] = (whose, there - taken)
+        if not any(whose is not None and there for whose, there in free):
+            free.clear()
 
     @property
     def holders(self) -> int:

@@ -34,6 +34,11 @@ class Limits:
         Blocks of the pool (None: never runs out) and tokens of a block.
     chunked_prefill:
         Whether a prompt may be processed in pieces.
+    prefix_caching:
+        Whether a pre-empted request finds those of its blocks again that nobody has taken.
+    whole_prompts:
+        Whether a request is admitted only if all of its prompt fits into the free blocks, not just
+        the first piece (vLLM's ``scheduler_reserve_full_isl``).
     lookahead:
         Draft slots reserved per decoding request, also the longest draft; None takes the
         policy's own maximum.
@@ -44,6 +49,8 @@ class Limits:
     kv_blocks: int | None = None
     block_size: int = 16
     chunked_prefill: bool = True
+    prefix_caching: bool = True
+    whole_prompts: bool = True
     lookahead: int | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +120,13 @@ class Scheduler(ABC):
         self.running.remove(slot)
 
     def _preempt(self, slot: Slot) -> None:
-        self.pool.release(slot)
+        # The last emitted token is in no cache yet.
+        computed = slot.prefilled if slot.prefill_left else slot.context - 1
+        full = computed // self.limits.block_size
+        if self.limits.prefix_caching and full:
+            self.pool.preempt(slot, full)
+        else:
+            self.pool.release(slot)
         self.running.remove(slot)
         slot.capacity = slot.prefilled = 0
         # All but the last emitted token, which no cache holds yet, is computed again.
@@ -173,14 +186,26 @@ class Continuous(Scheduler):
         limits, running = self.limits, self.running
         while self.waiting and len(running) < limits.max_batch and budget > 0:
             slot = self.waiting[0]
-            left = slot.prefill_left
+            found = self._found(slot)
+            left = slot.prefill_left - found
             tokens = min(left, budget) if limits.chunked_prefill else left
-            if tokens > budget or not (capacity := self.pool.grow(slot, slot.prefilled + tokens)):
+            needed = slot.prefill_left if limits.whole_prompts else found + tokens
+            if tokens > budget or not self.pool.has(needed):
                 return
-            slot.capacity = capacity
+            if slot.preemptions and self.pool.keeps:
+                self.pool.find(slot, found // limits.block_size)
+            slot.prefilled, slot.prefill_left = slot.prefilled + found, left
+            slot.capacity = self.pool.grow(slot, slot.prefilled + tokens)
             running.append(self.waiting.popleft())
             chunks.append(Chunk(slot, tokens))
             budget -= tokens
+
+    def _found(self, slot: Slot) -> int:
+        """Tokens that a pre-empted request need not process again; one is always left."""
+        if not slot.preemptions or not self.pool.keeps:
+            return 0
+        size = self.limits.block_size
+        return min(self.pool.kept(slot), (slot.prefill_left - 1) // size) * size
 
     def _chunk(self, slot: Slot, budget: int, chunks: list[Chunk]) -> int:
         tokens = min(slot.prefill_left, budget)

@@ -1,4 +1,4 @@
-"""What an importer is: one format of another program, made into a trace, counts or latencies."""
+"""What an importer is: it makes a trace, counts, latencies or operators of one format."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Protocol
 from traces.acceptance.trace import Trace
 from traces.importers.totals import Totals
 from traces.latency.table import LatencyTable
+from traces.operators.table import OperatorTable
 
-Imported = Trace | Totals | LatencyTable
+Imported = Trace | Totals | LatencyTable | OperatorTable
 Progress = Callable[[str, int, int], None]
 """Called with what takes long, how much of it is done, and how much there is."""
 
@@ -30,6 +31,8 @@ class Options:
     """Which of several drafters a log tells of."""
     device: str | None = None
     """What latencies were measured on, where their file does not say."""
+    model: str | None = None
+    """The model that operators are of, where the folders of their files do not say."""
     progress: Progress = field(default=lambda *_: None, compare=False)
 
 
@@ -56,7 +59,7 @@ class Importer(Protocol):
         ...
 
     def read(self, files: Sequence[Path], options: Options) -> Imported:
-        """What the files tell: a trace where rounds are in order, else counts; or latencies.
+        """Return what the files tell: a trace where rounds are in order, else counts; or timings.
 
         Raises
         ------

@@ -14,17 +14,19 @@ from traces.importers.eagle import Eagle
 from traces.importers.latencies.cells import Latency
 from traces.importers.latencies.llama_bench import LlamaBench
 from traces.importers.llamacpp import LlamaCpp
+from traces.importers.llmservingsim import LLMServingSim
 from traces.importers.prometheus import Prometheus
 from traces.importers.rounds import Rounds
 from traces.importers.sglang import SGLang
 from traces.importers.specbench import SpecBench
 from traces.importers.tensorrt_llm import TensorRTLLM
+from traces.importers.vidur import Vidur
 from traces.importers.vllm import VLLM
 from traces.store.text import read_text
 
 _ALL: tuple[Importer, ...] = (
     SpecBench(), VLLM(), SGLang(), TensorRTLLM(), LlamaCpp(), Prometheus(), AIPerf(), Eagle(),
-    Rounds(), ByStart(), LlamaBench(), Latency(),
+    Rounds(), ByStart(), LlamaBench(), Latency(), Vidur(), LLMServingSim(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"

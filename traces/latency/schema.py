@@ -27,6 +27,7 @@ PHASES: dict[str, str] = {
     "mixed": "what whole prompts add to a pass that decodes (batch = tokens it decodes in all, "
     "new_tokens = those of the prompts)",
     "forward": "one pass as the decoder runs it: model, argmax and cache placement",
+    "beside": "a pass over sequences that decode in a step that also reads prompts, without these",
     "pass": "the same where no passes of a draft model or of layers precede it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
     "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",

@@ -264,7 +264,8 @@ _OUTPUT: Mapping[str, Check] = {
     # Rounding may leave a sum of logarithms of 1 above 0.
     "log_likelihood": lambda value: is_number(value) and value < 1e-3,
     **dict.fromkeys(
-        ("solved", "greedy_solved", "passed", "greedy_passed"), lambda value: value is None or isinstance(value, bool)
+        ("solved", "greedy_solved", "passed", "greedy_passed"),
+        lambda value: value is None or isinstance(value, bool),
     ),
 }
 """What is checked of each field of an output."""

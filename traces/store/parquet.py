@@ -31,6 +31,7 @@ SCHEMA = 1
 KINDS = {
     "trace": "an acceptance trace",
     "latency": "a latency table",
+    "operators": "an operator table",
     "rounds": "a round log",
     "exits": "a recording of early exits",
     "starts": "a recording of drafts by start",

@@ -14,6 +14,7 @@ from traces.latency.schema import PHASES
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder
+from traces.store.operators import find_composed
 from traces.store.text import read_object
 
 BUNDLED = Path(__file__).parents[1] / "recorded"
@@ -94,17 +95,22 @@ def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> 
 
 
 def find_latency(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> LatencyTable:
-    """The latency table of a bundled recording, of a run's folder, in a file, or ``const:``.
+    """The latency table of a recording, of a run's folder, in a file, or given in words.
+
+    Words are ``const:`` (see `parse_latency`) or a GPU and its models, composed from operators:
+    ``a100/llama-2-70b@tp4+llama-2-7b`` (see `traces.store.operators.find_composed`).
 
     Raises
     ------
     FileError
         If there is none, with the nearest name; if a folder's trace is of another run.
     DraftsimError
-        If a ``const:`` description is wrong (see `parse_latency`).
+        If such a description is wrong.
     """
     if isinstance(name_or_path, str) and name_or_path.startswith("const:"):
         return parse_latency(name_or_path)
+    if isinstance(name_or_path, str) and (composed := find_composed(name_or_path)) is not None:
+        return composed
     path = _find(name_or_path, "latency", folder)
     if path.parent != Path(name_or_path).parent:
         check_folder(path.parent)

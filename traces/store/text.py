@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,20 +18,31 @@ MOST_BYTES = 2**30
 """Largest text file that is read, 1 GiB: a log beyond it is to be split."""
 
 _AT_ONCE = 2**20
+GZIPPED = b"\x1f\x8b"
+"""How a gzipped file begins."""
 AGAIN = "copy it again, or write it again"
 
 
 def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
     """Return the text of a file, without a byte-order mark and with ``\\n`` as line ends.
 
+    A gzipped file is unpacked.
+
     Raises
     ------
     FileError
-        If the file is missing, cannot be read, is larger than `most` bytes or is not UTF-8.
+        If the file is missing, cannot be read, is larger than `most` bytes (unpacked) or is not
+        UTF-8.
     """
     try:
         with Path(path).open("rb") as file:
             content = _bounded(file, most)
+        if content is not None and content.startswith(GZIPPED):
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
+                content = packed.read(most + 1)
+            content = content if len(content) <= most else None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FileError(f"{path}: is damaged (gzip): {AGAIN}") from error
     except FileNotFoundError as error:
         raise FileError(f"{path}: no such file: check the path") from error
     except IsADirectoryError as error:

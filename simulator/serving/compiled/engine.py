@@ -68,9 +68,9 @@ class CompiledEngine(Engine):
         engine = state.Arrays(
             limits_of(scheduler), prices_of(self.cost, scheduler.limits.max_batch),
             rounds_of(self._replays, jobs, requests), requests, _zeros(state.QUEUE, len(jobs)),
-            _zeros(state.SEAT, scheduler.limits.max_batch), _zeros(state.STATE)[0],
-            _zeros(state.MARK, len(self._marks)), _nothing_seen(), np.zeros(state.BINS, np.int64),
-            _zeros(state.ITERATION, LOGGED),
+            _zeros(state.FREE, 2 * len(jobs) + 4), _zeros(state.SEAT, scheduler.limits.max_batch),
+            _zeros(state.STATE)[0], _zeros(state.MARK, len(self._marks)), _nothing_seen(),
+            np.zeros(state.BINS, np.int64), _zeros(state.ITERATION, LOGGED),
         )  # fmt: skip
         engine.marks.at_s = sorted(self._marks.values())
         why, told = loop.MORE, 0

@@ -11,11 +11,72 @@ from typing import Any
 
 from simulator.serving.compiled.jit import jit
 from simulator.serving.compiled.prices import Prompts, iteration_s
-from simulator.serving.compiled.state import BINS, FINEST, WIDTH, Arrays
+from simulator.serving.compiled.state import BINS, FINEST, NOBODY, WIDTH, Arrays
 from simulator.serving.cost.work import Work
 
 DONE, MORE, STUCK = range(3)
 """Why `run` came back: every request has left, its log is full, nobody can run."""
+
+
+@jit
+def append(engine: Arrays, whose: int, blocks: int) -> None:
+    """Free blocks behind all others; two neighbours that are nobody's are one entry."""
+    state, free = engine.state, engine.free
+    if state.free and whose == NOBODY == free[state.free - 1].whose:
+        free[state.free - 1].blocks += blocks
+    elif blocks:
+        free[state.free].whose, free[state.free].blocks = whose, blocks
+        state.free += 1
+
+
+@jit
+def take(engine: Arrays, blocks: int) -> None:
+    """`BlockPool._take`, and entries that have become alike joined."""
+    state, free = engine.state, engine.free
+    kept, anybodys = 0, False
+    for i in range(state.free):
+        whose, there = free[i].whose, free[i].blocks
+        taken = min(blocks, there)
+        blocks -= taken
+        there -= taken
+        if not there:
+            continue
+        anybodys = anybodys or whose != NOBODY
+        if kept and whose == NOBODY == free[kept - 1].whose:
+            free[kept - 1].blocks += there
+        else:
+            free[kept].whose, free[kept].blocks = whose, there
+            kept += 1
+    state.free = kept if anybodys else 0
+
+
+@jit
+def found_again(engine: Arrays, slot: int) -> int:
+    """`Scheduler._found`."""
+    state, request = engine.state, engine.requests[slot]
+    kept = 0
+    if request.preemptions:
+        for i in range(state.free):
+            if engine.free[i].whose == slot:
+                kept += engine.free[i].blocks
+    size = engine.limits.block_size
+    return int(min(kept, (request.prefill_left - 1) // size) * size) if kept else 0
+
+
+@jit
+def find(engine: Arrays, slot: int, blocks: int) -> None:
+    """`BlockPool.find`."""
+    state, left = engine.state, blocks
+    for i in range(state.free):
+        entry = engine.free[i]
+        if entry.whose == slot:
+            own = min(left, entry.blocks)
+            left -= own
+            entry.blocks -= own
+            entry.whose = NOBODY
+    state.used += blocks
+    engine.requests[slot].blocks = blocks
+    take(engine, 0)
 
 
 @jit
@@ -26,6 +87,8 @@ def grown(engine: Arrays, slot: int, tokens: int) -> bool:
     more = wanted - request.blocks
     if limits.kv_blocks and state.used + more > limits.kv_blocks:
         return False
+    if state.free and more:
+        take(engine, more)
     state.used += more
     request.blocks = wanted
     request.capacity = wanted * limits.block_size
@@ -40,7 +103,16 @@ def room(engine: Arrays, slot: int, tokens: int) -> bool:
         state.running -= 1
         number = engine.seats[state.running].running
         victim = engine.requests[number]
+        computed = victim.prefilled if victim.prefill_left else victim.context - 1
+        full = computed // engine.limits.block_size if engine.limits.prefix_caching else 0
+        if full and not state.free:
+            append(engine, NOBODY, engine.limits.kv_blocks - state.used)
         state.used -= victim.blocks
+        if full:
+            append(engine, NOBODY, victim.blocks - full)
+            append(engine, number, full)
+        elif state.free:
+            append(engine, NOBODY, victim.blocks)
         victim.blocks = victim.capacity = victim.prefilled = 0
         victim.prefill_left = victim.context - (1 if victim.tokens else 0)
         victim.preemptions += 1
@@ -92,11 +164,18 @@ def plan(engine: Arrays) -> None:
     while state.head < state.tail and state.running < limits.max_batch and budget > 0:
         slot = engine.queue[state.head].waits
         request = requests[slot]
-        tokens = request.prefill_left
-        if limits.chunked_prefill:
-            tokens = min(tokens, budget)
-        if tokens > budget or not grown(engine, slot, request.prefilled + tokens):
+        found = found_again(engine, slot)
+        left = request.prefill_left - found
+        tokens = min(left, budget) if limits.chunked_prefill else left
+        needed = request.prefill_left if limits.whole_prompts else found + tokens
+        blocks = -(-needed // limits.block_size)
+        if tokens > budget or (limits.kv_blocks and state.used + blocks > limits.kv_blocks):
             return
+        if request.preemptions and state.free:
+            find(engine, slot, found // limits.block_size)
+        request.prefilled += found
+        request.prefill_left = left
+        grown(engine, slot, request.prefilled + tokens)
         state.head += 1
         seats[state.running].running = slot
         state.running += 1
@@ -140,6 +219,8 @@ def leave(engine: Arrays, slot: int) -> None:
     state, seats, request = engine.state, engine.seats, engine.requests[slot]
     request.around_s = engine.prices.hosts[state.running].request_s
     state.used -= request.blocks
+    if state.free:
+        append(engine, NOBODY, request.blocks)
     request.blocks = 0
     at = 0
     while seats[at].running != slot:

@@ -9,6 +9,7 @@ import numpy as np
 from simulator.serving.arrivals import Job
 from simulator.serving.compiled.prices import (
     ALONG,
+    BESIDE,
     DRAFT_PREFILL,
     FIRST,
     FIT,
@@ -43,7 +44,7 @@ def phases_of(cost: IterationCost) -> list[tuple[str, str] | None]:
         phases[FIRST] = ("draft", first) if first != "forward" else None
         phases[ALONG] = ("draft", "along") if latency.has("draft", "along") else None
         phases[DRAFT_PREFILL] = ("draft", "prefill") if latency.has("draft", "prefill") else None
-    for reader, phase in ((TARGET_PREFILL, "prefill"), (MIXED, "mixed")):
+    for reader, phase in ((TARGET_PREFILL, "prefill"), (BESIDE, "beside"), (MIXED, "mixed")):
         phases[reader] = ("target", phase) if latency.has("target", phase) else None
     return phases
 
@@ -67,8 +68,9 @@ def prices_of(cost: IterationCost, max_batch: int) -> Prices:
                 for name, weight in zip(FIT, grid.fit, strict=True):
                     reader[name] = weight
         reader.last = len(batches)
-    if readers[FIRST].read == NOWHERE:
-        readers[FIRST].read = readers[LATER].read
+    for place, other in ((FIRST, LATER), (BESIDE, TARGET)):
+        if readers[place].read == NOWHERE:
+            readers[place].read = readers[other].read
     for place in (TARGET_PREFILL, DRAFT_PREFILL):
         if readers[place].read != NOWHERE:
             model = "target" if place == TARGET_PREFILL else "draft"
@@ -122,7 +124,7 @@ def limits_of(scheduler: Scheduler) -> Limits:
     own = scheduler.limits
     return Limits(
         own.max_batch, own.token_budget, own.kv_blocks or 0, own.block_size, own.chunked_prefill,
-        scheduler.lookahead,
+        own.prefix_caching, own.whole_prompts, scheduler.lookahead,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ Ints = npt.NDArray[np.int64]
 Records = Any
 """An array of records."""
 
-READERS = cast("tuple[int, ...]", tuple(np.arange(7)))
-TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, MIXED = READERS
+READERS = cast("tuple[int, ...]", tuple(np.arange(8)))
+TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, BESIDE, MIXED = READERS
 """What is read; a draft's later and first passes may be the same cells.  For each of the plain
 integers numba would compile what reads them anew."""
 NOWHERE = -1
@@ -174,8 +174,10 @@ def count(seen: Any, batch: float, width: float, context: float) -> None:
 
 
 @jit
-def decoding_s(prices: Prices, seen: Records, work: Work, batch: int) -> tuple[float, float]:
-    """Seconds of the target's pass over what decodes, and of all else beside it."""
+def decoding_s(
+    prices: Prices, seen: Records, work: Work, batch: int, target: int
+) -> tuple[float, float]:
+    """Seconds of the target's pass over what decodes, read from `target`, and of all else."""
     context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
     if prices.always:
         catch_up = min(catch_up, MOST_BEHIND * drafting) + batch - drafting
@@ -202,7 +204,7 @@ def decoding_s(prices: Prices, seen: Records, work: Work, batch: int) -> tuple[f
         seconds += prices.settled[batch, min(longest, prices.settled.shape[1]) - 1]
         for step in range(longest - 1):
             seconds += read(prices, seen, LATER, size, 1.0, mean + step)
-    return read(prices, seen, TARGET, size, width, cached), seconds
+    return read(prices, seen, target, size, width, cached), seconds
 
 
 @jit
@@ -242,8 +244,10 @@ def iteration_s(
     if not batch:
         around_s: float = prices.hosts[prompts.number].iteration_s
         return draft_s + prompt_s + around_s
-    target_s, beside_s = decoding_s(prices, seen, work, batch)
-    if prompts.number and prices.readers[TARGET_PREFILL].read != NOWHERE:
+    mixes = prompts.number > 0 and prices.readers[TARGET_PREFILL].read != NOWHERE
+    target = prices.readers[BESIDE].read if mixes else TARGET
+    target_s, beside_s = decoding_s(prices, seen, work, batch, target)
+    if mixes:
         sizes = float(batch + work.drafted), float(prompts.tokens), float(prompts.cached)
         mixed = prices.readers[MIXED]
         if mixed.read != NOWHERE and not prompts.cached and sizes[1] <= mixed.most:

@@ -25,6 +25,8 @@ class Limits(NamedTuple):
     kv_blocks: int
     block_size: int
     chunked_prefill: bool
+    prefix_caching: bool
+    whole_prompts: bool
     lookahead: int
 
 
@@ -52,9 +54,13 @@ STATE = np.dtype([
     ("now", "f8"), ("busy_s", "f8"), ("area_s", "f8"), ("changed_s", "f8"), ("gaps_s", "f8"),
     ("in_system", "i8"), ("arrived", "i8"), ("iterations", "i8"), ("peak_batch", "i8"),
     ("tokens", "i8"), ("head", "i8"), ("tail", "i8"), ("running", "i8"), ("finished", "i8"),
-    ("used", "i8"), ("marked", "i8"), ("decodes", "i8"), ("reads", "i8"),
+    ("used", "i8"), ("marked", "i8"), ("decodes", "i8"), ("reads", "i8"), ("free", "i8"),
 ])  # fmt: skip
-"""The recorder's counters, and how far queue, batch and pool are filled."""
+"""The recorder's counters, and how far queue, batch, pool and its free list are filled."""
+FREE = np.dtype([("whose", "i8"), ("blocks", "i8")])
+"""Free blocks in the order in which they are taken, and the request that may find them again, or
+`NOBODY` (`simulator.serving.kv.BlockPool`)."""
+NOBODY = -1
 MARK = np.dtype([("at_s", "f8"), ("tokens", "i8")])
 """An end of the measured window, and the tokens emitted by then."""
 ITERATION = np.dtype([
@@ -70,6 +76,7 @@ class Arrays(NamedTuple):
     rounds: Records
     requests: Records
     queue: Records
+    free: Records
     seats: Records
     state: Any
     """One record."""

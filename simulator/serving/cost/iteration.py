@@ -70,6 +70,7 @@ class IterationCost:
     that the iteration verifies, behind which such a drafter runs.
 
     What prompts make of a pass that decodes, `mixed` prices: they are no part of its mean width.
+    Beside them sequences decode with another kernel, where the table has its cells (``beside``).
     A table of an engine that always drafts (`traces.replay.always`) has its passes in every
     iteration that decodes.
 
@@ -98,12 +99,14 @@ class IterationCost:
         self.draft_batch = draft_batch
         self.passes = passes
         self._target = PassReader(latency, "target")
+        own = latency.has("target", "beside")
+        self._beside = PassReader(latency, "target", "beside") if own else self._target
         self._mixed = MixedPasses(latency)
         self._drafts = DraftCost(latency, speculates, self.always, draft_batch, passes)
         self._hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, MODELS if speculates else MODELS[:1])
         self.together = TogetherCost(
-            self._target, self._drafts, self._hosts, self._mixed, self.always
+            self._target, self._drafts, self._hosts, self._mixed, self.always, self._beside
         )
 
     def __call__(
@@ -186,7 +189,8 @@ class IterationCost:
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
         self.together.count_all()
-        readers = [self._target, *self._drafts.readers, *self._prompts.readers]
+        besides = [] if self._beside is self._target else [self._beside]
+        readers = [self._target, *self._drafts.readers, *self._prompts.readers, *besides]
         return [row for reader in readers for row in reader.coverage] + self._mixed.coverage
 
     @property
@@ -218,7 +222,7 @@ class IterationCost:
         tokens = decoding + work.drafted
         # The last token emitted is in no cache yet: it is the first this pass processes.
         cached = work.context - decoding
-        decode_s = self._target(decoding, tokens / decoding, cached / decoding)
         if not prompts.tokens:
-            return decode_s
+            return self._target(decoding, tokens / decoding, cached / decoding)
+        decode_s = self._beside(decoding, tokens / decoding, cached / decoding)
         return self._mixed.seconds(decode_s, tokens, *prompts[1:])

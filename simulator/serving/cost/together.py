@@ -45,16 +45,17 @@ Kept = dict[Hashable, Alone]
 class TogetherCost:
     """Prices iterations whose totals say all, many at a time.
 
-    ``target`` reads the target's passes; ``always`` is as in `DraftCost`.  What was read is counted
+    ``target`` reads the target's passes, ``beside`` those beside prompts; ``always`` is as in
+    `DraftCost`.  What was read is counted
     when the iterations have happened, for a span may be cut off.
     """
 
     def __init__(
         self, target: PassReader, drafts: DraftCost, hosts: HostCost, mixed: MixedPasses,
-        always: int,
+        always: int, beside: PassReader,
     ) -> None:  # fmt: skip
         self._target, self._drafts, self._hosts, self._always = target, drafts, hosts, always
-        self._mixed = mixed
+        self._mixed, self._beside = mixed, beside
         self._uncounted: list[Reading] = []
         self._readers = target, drafts.along, drafts.first, drafts.later
 
@@ -152,9 +153,14 @@ class TogetherCost:
         seconds, readings = priced
         if prompts.tokens.any():
             # Read again: a pass of the target is what prompts change.
-            own = self._target.many(batch, readings[0].widths, readings[0].contexts)
+            first = readings[0]
+            own = self._target.many(batch, first.widths, first.contexts)
+            aside = self._beside.many(batch, first.widths, first.contexts)
             assert own is not None
-            seconds += self._mixed.each(own, works.drafted + batch, prompts) - own
+            if aside is None:
+                return None
+            readings[0] = first._replace(reader=self._beside)
+            seconds += self._mixed.each(aside, works.drafted + batch, prompts) - own
         return seconds + prompts.draft_s, readings
 
     def count(self, readings: Sequence[Reading], iterations: int | None = None) -> None:

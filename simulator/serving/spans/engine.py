@@ -143,7 +143,10 @@ class SpanEngine(BookingEngine):
         for slot in running:
             if not slot.prefill_left:
                 slot.rounds = slot.decoder.rounds(None)
-        for _ in range(STEPS):
+        steps = 0
+        # Which block is taken when matters as long as a pre-empted request may find some again.
+        while steps < STEPS or self.scheduler.pool.keeps:
+            steps += 1
             if self.full or not (yield from self.iterate()):
                 return False
         self._by_steps = False

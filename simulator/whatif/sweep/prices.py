@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.hardware.devices import find_device
 from simulator.hardware.formats import WeightFormat
 from simulator.hardware.interval import Bounds, bounds_of
 from simulator.hardware.scaling import carry_over, home_device
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
+from traces.operators.devices import find_device
 
 ANY = "any"
 """The device of a cost ratio."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from traces.errors import DraftsimError
+
+DATA = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,7 @@ class Device:
 
     ``bandwidth``: memory, bytes/s.  ``flops``: dense bf16 with fp32 accumulation, 1/s
     (no sparsity).  ``memory``: bytes.  ``vector_flops``: fp32 outside the tensor cores, 1/s.
+    ``link``: to another GPU, bytes/s each way.  ``processors``: multiprocessors.
     """
 
     name: str
@@ -23,59 +28,33 @@ class Device:
     memory: float
     source: str
     vector_flops: float
+    link: float
+    processors: int
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops", "memory", "vector_flops"):
+        names = ("bandwidth", "flops", "memory", "vector_flops", "link", "processors")
+        for name in names:
             value = getattr(self, name)
             if not value > 0:
                 raise DraftsimError(f"{name} of {self.name!r} is {value}, expected > 0")
 
 
-_AMPERE = "NVIDIA A100 Tensor Core GPU data sheet (2021)"
-_HOPPER = "NVIDIA H100 Tensor Core GPU data sheet, SXM (1,979 TFLOP/s with sparsity, halved)"
-_H800 = "NVIDIA H800 Tensor Core GPU data sheet, SXM: memory and bf16 as the H100's"
+def _read() -> dict[str, Device]:
+    with (DATA / "devices.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        row["name"]: Device(
+            row["name"], float(row["bandwidth"]), float(row["flops"]), float(row["memory"]),
+            row["source"], float(row["vector_flops"]), float(row["link"]), int(row["processors"]),
+        )
+        for row in rows
+    }  # fmt: skip
 
-_ALL = (
-    Device("a100-40gb", 1555e9, 312e12, 40e9, f"{_AMPERE}, SXM 40 GB", 19.5e12),
-    Device("a100-80gb", 2039e9, 312e12, 80e9, f"{_AMPERE}, SXM 80 GB", 19.5e12),
-    Device("h100", 3350e9, 989.5e12, 80e9, _HOPPER, 67e12),
-    Device("h200", 4800e9, 989.5e12, 141e9, "NVIDIA H200 Tensor Core GPU data sheet, SXM", 67e12),
-    Device("h800", 3350e9, 989.5e12, 80e9, _H800, 67e12),
-    Device("h20", 4000e9, 148e12, 96e9, "NVIDIA H20 product brief (148 TFLOP/s bf16 dense)", 44e12),
-    Device(
-        "l4", 300e9, 121e12, 24e9, "NVIDIA L4 data sheet (242 TFLOP/s with sparsity, halved)",
-        30.3e12,
-    ),
-    Device("l40s", 864e9, 362e12, 48e9, "NVIDIA L40S data sheet (362.05 TFLOP/s dense)", 91.6e12),
-    Device("a10", 600e9, 125e12, 24e9, "NVIDIA A10 data sheet (125 TFLOP/s dense)", 31.2e12),
-    Device(
-        "rtx-4090", 1008e9, 165.2e12, 24e9,
-        "NVIDIA Ada GPU Architecture white paper, appendix A (bf16, fp32 accumulate)", 82.6e12,
-    ),
-    Device(
-        "rtx-5090", 1792e9, 209.5e12, 32e9,
-        "NVIDIA RTX Blackwell GPU Architecture white paper, appendix A (bf16, fp32 accumulate)",
-        104.8e12,
-    ),
-    Device(
-        "b200", 8000e9, 2250e12, 180e9,
-        "NVIDIA HGX B200 data sheet, an eighth (36 PFLOP/s bf16 with sparsity, halved)", 75e12,
-    ),
-    Device(
-        "mi300x", 5300e9, 1307.4e12, 192e9,
-        "AMD Instinct MI300X data sheet (1,307.4 TFLOP/s bf16 dense)", 163.4e12,
-    ),
-    Device(
-        "rtx-3090", 936e9, 71e12, 24e9,
-        "NVIDIA Ampere GA102 GPU Architecture white paper, tables 2 and 9 (bf16, fp32 accumulate)",
-        35.6e12,
-    ),
-)  # fmt: skip
 
-DEVICES: Mapping[str, Device] = {d.name: d for d in _ALL}
+DEVICES: Mapping[str, Device] = _read()
 
 _ALIASES = {
-    "a100": "a100-80gb",
+    "a100": "a100-80gb", "a6000": "rtx-a6000", "rtxpro6000": "rtx-pro-6000",
     **{name: f"rtx-{n}" for n in ("3090", "4090", "5090") for name in (n, f"rtx{n}")},
 }  # fmt: skip
 
@@ -108,9 +87,10 @@ def find_device(name: str) -> Device:
         "rtx-3090",
         "rtx-4090",
         "rtx-5090",
+        "rtx-pro-6000-blackwell-server",
     ):
         if text.startswith(key) and not any(other in text for other in others):
-            return DEVICES[_ALIASES.get(key, key)]
+            return DEVICES[_ALIASES.get(key, key.removesuffix("-blackwell-server"))]
     close = difflib.get_close_matches(text, DEVICES, n=1, cutoff=0.3)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise DraftsimError(

@@ -1,0 +1,238 @@
+"""Passes composed from operators: sums, what is read from near sizes, and names for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pytest
+
+from tests.conftest import Run
+from traces.errors import DraftsimError
+from traces.operators.attention import AttentionOperators, Heads, heads_of
+from traces.operators.compose import CAPTURED, Composer, Placed
+from traces.operators.dense import MEASURED, NEAR, DenseOperators, experts_reached
+from traces.operators.devices import DATA, DEVICES
+from traces.operators.shapes import ARCHITECTURES, find_architecture
+from traces.operators.table import OperatorTable, rows_of
+from traces.store.operators import (
+    bundled_operators,
+    coverage,
+    find_composed,
+    timed_devices,
+    write_operators,
+)
+from traces.store.recordings import find_latency
+
+EIGHT = find_architecture("llama-3.1-8b")
+
+
+def one(values: float) -> npt.NDArray[np.float64]:
+    return np.array([float(values)])
+
+
+def made(**changed: float) -> OperatorTable:
+    """A GPU on which every operator takes a round number of microseconds."""
+    per_layer = {"norm": 2, "qkv": 1, "rope": 1, "o": 1, "gate_up": 1, "act": 1, "down": 1}
+    once = {"embedding": 0, "final_norm": 0, "lm_head": 0, "sampler": 0}
+    micro = {
+        "norm": 2.0, "qkv": 50.0, "rope": 3.0, "o": 40.0, "gate_up": 250.0, "act": 4.0,
+        "down": 125.0, "embedding": 5.0, "final_norm": 2.0, "lm_head": 1000.0, "sampler": 25.0,
+        **changed,
+    }  # fmt: skip
+    rows = []
+    for name, count in {**per_layer, **once}.items():
+        rows += [(name, count, t, micro[name] * (1 + t / 1000)) for t in (1, 64, 1024)]
+    operator, counts, tokens, seconds = zip(*rows, strict=True)
+    frame = rows_of(
+        device="rtx-4090", model=EIGHT.name, operator=list(operator), per_layer=list(counts),
+        tokens=list(tokens), seconds=[s * 1e-6 for s in seconds], source="made up",
+    )  # fmt: skip
+    return OperatorTable(frame, {})
+
+
+def test_a_pass_is_the_sum_of_its_operators() -> None:
+    composer = Composer(made(), "rtx-4090", captured=())
+    heads = heads_of(EIGHT, 1)
+    for batch, context in ((1, 0), (20, 700), (64, 3000)):
+        grown = 1 + batch / 1000
+        layer = (2 * 2 + 50 + 3 + 40 + 250 + 4 + 125) * 1e-6 * grown
+        once = (5 + 2 + 1000 + 25) * 1e-6 * grown
+        attended = composer.attention.split_s(heads, one(batch), one(context + 1))[0]
+        expected = 32 * (layer + attended) + once
+        assert float(composer.pass_s(Placed(EIGHT), batch, 1, context)) == pytest.approx(expected)
+
+
+def test_captured_sizes_pad_all_but_attention() -> None:
+    plain, padded = (Composer(made(), "rtx-4090", captured=c) for c in ((), CAPTURED))
+    at = {n: float(padded.pass_s(Placed(EIGHT), n, 1, 500)) for n in (33, 40, 41)}
+    assert padded.padded(np.array([1.0, 3, 33, 512, 513])).tolist() == [1, 4, 40, 512, 513]
+    bare = float(plain.pass_s(Placed(EIGHT), 40, 1, 500))
+    assert at[40] == pytest.approx(bare)
+    less = 32 * np.subtract(
+        *(plain.attention.split_s(heads_of(EIGHT, 1), one(n), one(501))[0] for n in (40, 33))
+    )
+    head = 1027e-6 * 7 / 1000
+    assert at[40] - at[33] == pytest.approx(less + head, rel=1e-6)
+    assert at[41] > at[40]
+
+
+def test_near_sizes_predict_each_of_vidurs_models() -> None:
+    """A model's products, from the other models of its GPU alone."""
+    tokens = np.array([1.0, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048])
+    for device in ("a100-80gb", "h100"):
+        rows = bundled_operators(device).of(source="microsoft/vidur")
+        whole = DenseOperators(OperatorTable(rows, {}), DEVICES[device])
+        medians = []
+        for name in sorted({model for model, _ in whole.models}):
+            model = ARCHITECTURES[name]
+            alike = [m.name for m in ARCHITECTURES.values() if m.layer_shape == model.layer_shape]
+            rest = OperatorTable(rows[~rows["model"].isin(alike)], {})
+            others = DenseOperators(rest, DEVICES[device])
+            for shared in [n for m, n in whole.models if m == name]:
+                sums = []
+                for of, origin in ((whole, MEASURED), (others, NEAR)):
+                    parts = [of.part(product, model, shared) for product in model.matrices]
+                    assert {part.origin for part in parts} == {origin}
+                    sums.append(sum(part.curve.at(tokens) for part in parts if part.curve))
+                medians.append(np.median(np.abs(sums[1] / sums[0] - 1)))
+        assert np.median(medians) < 0.05
+        assert max(medians) < 0.2
+
+
+def test_a_draft_costs_less_than_its_target_and_more_than_its_bytes() -> None:
+    for device in ("a100-80gb", "h100", "rtx-3090", "rtx-4090", "rtx-a6000", "rtx-pro-6000"):
+        composer = Composer(bundled_operators(device), device)
+        seconds = [
+            float(composer.pass_s(Placed(find_architecture(name)), 1, 1, 500))
+            for name in ("llama-68m", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b")
+        ]
+        assert sorted(seconds) == seconds
+        read = 2 * (EIGHT.parameters - EIGHT.head) / DEVICES[device].bandwidth
+        assert 1.02 * read < seconds[-1] < 1.6 * read, device
+
+
+def test_attention_by_bytes_is_near_what_was_timed() -> None:
+    table = bundled_operators("rtx-4090")
+    timed = AttentionOperators(table, DEVICES["rtx-4090"])
+    law = AttentionOperators(
+        OperatorTable(table.rows[table.rows["operator"] != "attention"], {}), DEVICES["rtx-4090"]
+    )
+    heads = heads_of(EIGHT, 1)
+    batch, context = (v.ravel() for v in np.meshgrid([1.0, 4, 16, 64, 128], [512.0, 2048, 8192]))
+    error = law.split_s(heads, batch, context) / timed.split_s(heads, batch, context) - 1
+    assert np.median(np.abs(error)) < 0.12
+    few = np.full(len(batch), 4.0)
+    wide = law.unsplit_s(heads, batch, few, context) / timed.unsplit_s(heads, batch, few, context)
+    assert np.median(np.abs(wide - 1)) < 0.2
+
+
+def test_verifying_costs_no_less_than_decoding_and_splits_on_hopper() -> None:
+    heads = Heads(32, 8, 128)
+    sizes = np.array([1.0, 8, 64]), np.full(3, 5.0), np.full(3, 4000.0)
+    for device in ("a100-80gb", "h100", "rtx-4090"):
+        of = AttentionOperators(bundled_operators(device), DEVICES[device])
+        decode = of.pass_s(heads, sizes[0], np.ones(3), sizes[2])
+        verify = of.pass_s(heads, *sizes)
+        assert (verify >= decode * 0.999).all()
+        assert (verify[0] < 1.1 * decode[0]) == (device == "h100")
+
+
+def test_experts_reached() -> None:
+    model = find_architecture("qwen3-30b-a3b")
+    reached = experts_reached(model, np.array([1.0, 2, 10_000]))
+    assert reached.tolist() == pytest.approx([8, 128 * (1 - (15 / 16) ** 2), 128])
+    assert experts_reached(model, np.array([2.0]), 0.3).tolist() == [8]
+    composer = Composer(bundled_operators("rtx-pro-6000"), "rtx-pro-6000")
+    one_s, two_s, full_s = composer.dense.experts_s(model, 1, np.array([1.0, 2, 2048]))
+    assert 1.3 < two_s / one_s < 2.7
+    assert full_s == pytest.approx(1066.6e-6, rel=0.01)
+
+
+def test_names_of_composed_latencies(tmp_path: Path) -> None:
+    table = find_latency("a100/llama-2-70b@tp4+llama-2-7b")
+    assert table.meta["tensor_parallel"] == {"target": 4, "draft": 1}
+    assert table.meta["origins"]["target"]["qkv"] == MEASURED
+    assert table.has("draft", "prefill")
+    assert {"forward", "prefill", "layer", "head", "beside"} <= set(table.cells["phase"])
+    passes = [table.seconds(m, "forward", context=500).item() for m in ("target", "draft")]
+    layer = table.seconds("target", "layer", context=512).item()
+    head = table.seconds("target", "head").item()
+    whole = table.seconds("target", "forward", context=512).item()
+    assert passes[1] < passes[0]
+    assert 80 * layer + head == pytest.approx(whole, rel=0.01)
+    # A file of operators, and one of several GPUs.
+    path = tmp_path / "ops.parquet"
+    rows = bundled_operators("rtx-3090").rows
+    write_operators(OperatorTable(rows, {}), path)
+    own = find_composed(f"{path}/llama-3.1-8b")
+    assert own is not None
+    assert own.cells.equals(find_latency("rtx-3090/llama-3.1-8b").cells)
+    both = pd.concat([rows, bundled_operators("a6000").rows], ignore_index=True)
+    write_operators(OperatorTable(both, {}), path)
+    with pytest.raises(DraftsimError, match=r"name one, as in .*:rtx-3090/llama-3.1-8b"):
+        find_composed(f"{path}/llama-3.1-8b")
+    assert find_composed(f"{path}:a6000/llama-3.1-8b") is not None
+    assert find_composed("runs/mine") is None
+    assert find_composed("smollm2-cpu") is None
+
+
+def test_h800_is_h100_within_one_gpu_and_slower_between_several() -> None:
+    for models, slower in (("llama-2-7b+vicuna-68m", False), ("llama-2-70b@tp8", True)):
+        h100, h800 = (find_latency(f"{name}/{models}") for name in ("h100", "h800"))
+        wide = [t.seconds("target", "forward", new_tokens=64).item() for t in (h100, h800)]
+        assert (wide[1] > wide[0]) == slower
+        if not slower:
+            assert h100.cells.equals(h800.cells)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("l4/llama-2-7b+vicuna-68m", "no operators were timed on l4"),
+        ("a100/lama-2-7b", "did you mean 'llama-2-7b'"),
+        ("a100/llama-2-70b", "the weights take 138 GB of one a100-80gb, which has 80"),
+        ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
+        ("a100/llama-2-7b@4", "expected a model and @tpN"),
+        ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
+        ("z100/llama-2-7b+vicuna-68m", "has no data-sheet entry"),
+    ],
+)
+def test_what_no_table_covers_is_refused(name: str, said: str, run: Run) -> None:
+    ran = run("simulate", "--latency", name)
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_the_first_line_says_what_is_measured(run: Run) -> None:
+    ran = run(
+        "serve", "--latency", "rtx-4090/llama-3.1-8b+llama-3.2-1b", "--policy", "fixed:gamma=2",
+        "--batch", "4", "--requests", "20", "--json", "-",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    first = ran.err.splitlines()[0]
+    assert first.startswith("rtx-4090/llama-3.1-8b+llama-3.2-1b: composed from operators")
+    assert "target measured: norm" in first
+    assert "draft by the bytes moved" in first
+
+
+def test_devices_say_what_is_measured(run: Run) -> None:
+    rows = {row["name"]: row for row in run("list", "--devices", "--json", "-").rows}
+    assert rows["l4"]["latencies"] == "roofline (--gpu)"
+    assert rows["h800"]["measured"].startswith("operators of h100")
+    assert "llama-2-70b (TP 1, 2, 4, 8)" in rows["a100-80gb"]["measured"]
+    assert "whole steps of llama-3.1-8b" in rows["rtx-pro-6000"]["measured"]
+    assert "attention, by bytes" in rows["rtx-3090"]["composed"]
+    assert coverage("rtx-4090")["latencies"] == "measured, composed"
+
+
+def test_bundled_operators_name_their_source_and_are_small() -> None:
+    assert len(timed_devices()) == 6
+    for name, path in timed_devices().items():
+        assert path.stat().st_size < 100_000
+        sources = bundled_operators(name).meta["sources"]
+        assert all("MIT licence" in said and " at " in said for said in sources.values())
+    assert {p.suffix for p in DATA.iterdir()} == {".csv", ".parquet"}

@@ -1,0 +1,232 @@
+"""What attention over the cache costs.
+
+Two kernels do it.  Where every sequence has one new token, its cache is shared among
+multiprocessors and read at nearly the memory's bandwidth (*split*).  Where some sequence has more,
+in a verification or beside a prompt, each multiprocessor walks the whole cache of one sequence for
+one head and up to 64 of its tokens (*unsplit*).  Hopper's kernels split either way.
+
+    split    = launch + sequences x heads_kv x each + bytes of the cache / (share x bandwidth)
+    unsplit  = launch + walk x (context + tokens / 2) x max(1, blocks / multiprocessors)
+    blocks   = sequences x heads x ceil(tokens / 64)
+
+Both are read from timings where a GPU has them for as many heads; elsewhere the laws are fitted to
+the timings of the same GPU, or else of others.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.latency.nonnegative import non_negative
+from traces.operators.devices import Device
+from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
+from traces.operators.table import OperatorTable
+
+Floats = npt.NDArray[np.float64]
+
+MEASURED, OWN_LAW, LAW = "measured", "by bytes, fitted on this GPU", "by bytes, fitted on others"
+PROMPT = 1024
+"""Tokens of the prompt that sequences are taken to decode beside."""
+TILE = 64
+"""Tokens of a sequence that an unsplit block takes."""
+SPLIT = (8e-6, 0.035e-6, 0.94)
+"""Launch, seconds for a sequence's head, and share of the bandwidth: between those fitted to the
+RTX 4090 and to the RTX PRO 6000."""
+UNSPLIT_S = 5e-6
+WALKS = {"rtx-3090": 51e-9, "rtx-a6000": 48e-9, "rtx-4090": 32e-9, "rtx-pro-6000": 22.8e-9}
+"""Seconds an unsplit block takes for a token of the cache.  Timed on all but the RTX 3090, whose
+multiprocessors are the A6000's at another clock."""
+WALK_S = 37e-9
+"""The same of an A100 and others: 52 cycles at its clock, where those timed take 47 to 86; assumed
+within a factor of 1.4."""
+HOPPER = ("h100", "h200", "h800", "h20")
+"""GPUs whose kernels split the cache for several tokens a sequence, too (FlashAttention 3)."""
+
+
+class Heads(NamedTuple):
+    """The heads of one GPU."""
+
+    heads: float
+    kv_heads: float
+    head_dim: int
+
+    @property
+    def cached_bytes(self) -> float:
+        """Bytes that a token of the cache takes in one layer."""
+        return 2 * self.kv_heads * self.head_dim * BYTES
+
+
+def heads_of(model: Architecture, shared: int) -> Heads:
+    """The heads of one of the GPUs that share a model; key-value heads are never divided."""
+    return Heads(model.heads / shared, max(model.kv_heads / shared, 1), model.head_dim)
+
+
+class Plane(NamedTuple):
+    """Seconds by size and context: (sizes,), (contexts,) and (sizes, contexts)."""
+
+    sizes: Floats
+    contexts: Floats
+    seconds: Floats
+
+    def at(self, sizes: Floats, contexts: Floats) -> Floats:
+        """Seconds between the timings; beyond the last they go on in proportion."""
+        inside = np.clip(sizes, self.sizes[0], self.sizes[-1])
+        near = np.clip(contexts, self.contexts[0], None)
+        lines = np.array([_carried(self.contexts, line, near) for line in self.seconds])
+        at = np.clip(self.sizes.searchsorted(inside) - 1, 0, max(len(self.sizes) - 2, 0))
+        after = np.minimum(at + 1, len(self.sizes) - 1)
+        gap = self.sizes[after] - self.sizes[at]
+        share = np.divide(inside - self.sizes[at], gap, out=np.zeros(len(at)), where=gap > 0)
+        each = np.arange(len(at))
+        found = lines[at, each] * (1 - share) + lines[after, each] * share
+        return np.asarray(found * np.maximum(sizes / self.sizes[-1], 1.0))
+
+
+def _carried(contexts: Floats, seconds: Floats, at: Floats) -> Floats:
+    found = np.interp(at, contexts, seconds)
+    if len(contexts) > 1:
+        slope = (seconds[-1] - seconds[-2]) / (contexts[-1] - contexts[-2])
+        found += np.maximum(at - contexts[-1], 0) * max(slope, 0.0)
+    return np.asarray(found)
+
+
+class Timed(NamedTuple):
+    """The timings of one GPU for one number of heads."""
+
+    split: Plane
+    chunk: Plane
+    """By tokens of a prompt's chunk."""
+    unsplit: Plane
+    """By sequences that decode beside a chunk of a few tokens."""
+    beside: Plane
+    """What sequences that decode beside a prompt of `PROMPT` tokens add to it."""
+
+
+class AttentionOperators:
+    """Attention on one device, at any model's heads."""
+
+    def __init__(self, table: OperatorTable, device: Device) -> None:
+        self.device = device
+        rows = table.of(device=device.name, operator="attention", longest=0)
+        self._timed: dict[Heads, Timed] = {}
+        for (name, shared), own in rows.groupby(["model", "tensor_parallel"], sort=False):
+            timed = _timed(own)
+            if timed is not None and str(name) in ARCHITECTURES:
+                self._timed.setdefault(heads_of(ARCHITECTURES[str(name)], int(shared)), timed)
+
+    @property
+    def splits_all(self) -> bool:
+        """Whether passes over several tokens a sequence share its cache, too."""
+        return self.device.name in HOPPER
+
+    def origin(self, model: Architecture, shared: int) -> str:
+        """How attention of a model is known."""
+        if heads_of(model, shared) in self._timed:
+            return MEASURED
+        return OWN_LAW if self._timed else LAW
+
+    def split_s(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
+        """Seconds of a layer's attention with one new token a sequence; never less than bytes."""
+        least = batch * context * heads.cached_bytes / self.device.bandwidth
+        timed = self._timed.get(heads)
+        found = timed.split.at(batch, context) if timed else self._split_law(heads, batch, context)
+        return np.maximum(found, least)
+
+    def unsplit_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+        """The same with `width` new tokens a sequence, or beside a prompt."""
+        tiles = np.ceil(width / TILE)
+        law = self._unsplit_law(heads, batch, width, context)
+        timed = self._timed.get(heads)
+        if timed is None:
+            return law
+        alone = timed.chunk.at(width, context)
+        several = timed.unsplit.at(batch, context)
+        grown = alone * law / self._unsplit_law(heads, np.ones(len(batch)), width, context)
+        few = np.where(batch > 1, several, alone)
+        # A sequence is never cheaper beside others than alone.
+        return np.maximum(np.where(tiles > 1, grown, few), alone)
+
+    def beside_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+        """What sequences that decode beside a prompt add to its attention."""
+        split = self.split_s(heads, batch, context + width)
+        if self.splits_all:
+            return split
+        timed = self._timed.get(heads)
+        found = self.unsplit_s(heads, batch, width, context)
+        if timed is not None:
+            found = np.maximum(found, timed.beside.at(batch, context))
+        return np.maximum(found, split)
+
+    def pass_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+        """Seconds of a layer's attention in a pass over `width` tokens a sequence."""
+        split = self.split_s(heads, batch, context + width)
+        wide = width > 1
+        if not wide.any():
+            return split
+        unsplit = self.unsplit_s(heads, batch, width, context)
+        if self.splits_all:
+            # Many tokens are bound by arithmetic, however the cache is shared.
+            unsplit = np.where(width > TILE, unsplit, split)
+        return np.where(wide, np.maximum(unsplit, split), split)
+
+    @cached_property
+    def law(self) -> tuple[float, float, float]:
+        """Launch, seconds for a sequence's head and share of the bandwidth, of `split_s`."""
+        if not self._timed:
+            return SPLIT
+        features, target = [], []
+        for heads, timed in self._timed.items():
+            batch, context = (
+                v.ravel()
+                for v in np.meshgrid(timed.split.sizes, timed.split.contexts, indexing="ij")
+            )
+            seconds = timed.split.seconds.ravel()
+            read = batch * context * heads.cached_bytes / self.device.bandwidth
+            columns = np.stack([np.ones(len(batch)), batch * heads.kv_heads, read], axis=1)
+            features.append(columns / seconds[:, None])
+            target.append(np.ones(len(seconds)))
+        launch, each, times = non_negative(np.concatenate(features), np.concatenate(target))
+        return float(launch), float(each), float(1 / max(times, 1.0))
+
+    def _split_law(self, heads: Heads, batch: Floats, context: Floats) -> Floats:
+        launch, each, share = self.law
+        read = batch * context * heads.cached_bytes / (share * self.device.bandwidth)
+        return np.asarray(launch + each * batch * heads.kv_heads + read)
+
+    def _unsplit_law(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
+        walk = WALKS.get(self.device.name, 27e-9 if self.splits_all else WALK_S)
+        blocks = batch * heads.heads * np.ceil(width / TILE)
+        turns = np.maximum(blocks / self.device.processors, 1.0)
+        return np.asarray(UNSPLIT_S + walk * (context + width / 2) * turns)
+
+
+def _timed(rows: pd.DataFrame) -> Timed | None:
+    alone = rows[rows["batch"] == 0]
+    few = int(alone["tokens"].min()) if len(alone) else 0
+    fresh = rows[(rows["context"] == 0) & (rows["batch"] > 0)]
+    unsplit = _plane(fresh[fresh["tokens"] == few], "batch", "batch_context")
+    by_prompt = fresh[fresh["tokens"] == PROMPT]
+    prompt = alone.loc[(alone["tokens"] == PROMPT) & (alone["context"] == 0), "seconds"]
+    if len(prompt):
+        added = np.maximum(by_prompt["seconds"] - prompt.median(), 0)
+        by_prompt = by_prompt.assign(seconds=added)
+    beside = _plane(by_prompt, "batch", "batch_context")
+    split = _plane(rows[rows["tokens"] == 0], "batch", "batch_context")
+    chunk = _plane(alone, "tokens", "context")
+    if split is None or chunk is None or unsplit is None:
+        return None
+    return Timed(split, chunk, unsplit, beside or unsplit)
+
+
+def _plane(rows: pd.DataFrame, size: str, context: str) -> Plane | None:
+    if rows.empty:
+        return None
+    table = rows.pivot_table(index=size, columns=context, values="seconds", aggfunc="median")
+    # A context that few sizes have is filled in between its neighbours.
+    table = table.interpolate(axis=1, method="index", limit_direction="both")
+    return Plane(table.index.to_numpy(float), table.columns.to_numpy(float), table.to_numpy(float))

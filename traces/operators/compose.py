@@ -1,0 +1,264 @@
+"""Passes put together from operators, and the latency tables that hold them.
+
+    pass = layers x (operators at batch x width tokens + attention + 2 all-reduces)
+           + embedding, final norm, output projection, sampler
+
+A CUDA graph is captured for some numbers of tokens, and a pass over fewer costs what the next
+captured one costs (`CAPTURED`, vLLM's default); attention alone keeps its own sizes.  What the
+framework adds around a step is taken to be nothing: an engine that schedules ahead prepares a step
+while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.operators.attention import AttentionOperators, heads_of
+from traces.operators.dense import (
+    ASSUMED,
+    CORRECTED,
+    MEASURED,
+    DenseOperators,
+)
+from traces.operators.devices import Device, find_device
+from traces.operators.shapes import BYTES, Architecture
+from traces.operators.table import OperatorTable
+
+Floats = npt.NDArray[np.float64]
+
+CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Tokens that vLLM captures CUDA graphs for, by default."""
+FRAMEWORK_S = (-0.0006, 0.0013)
+"""What a step may take less or more than its operators: a CUDA graph saves 0.3 to 0.7 ms of
+launches, and a step's own host time was at most 1.3 ms."""
+VERIFIED = 64
+"""Tokens a sequence up to which a pass is taken for a verification, with a row of logits each."""
+
+BATCHES = (
+    1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 25, 32, 33, 40, 41, 48, 56, 64, 80, 96, 128, 192, 256,
+)  # fmt: skip
+WIDTHS = (
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280,
+    1536, 1792, 2048, 4096,
+)  # fmt: skip
+CONTEXTS = (0, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+PROMPTS = (
+    16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536,
+    1664, 1792, 1920, 2048, 4096, 8192,
+)  # fmt: skip
+MOST_TOKENS = 8192
+"""Tokens of the largest pass that has a cell."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model and the number of GPUs that share it."""
+
+    model: Architecture
+    shared: int = 1
+
+    def __post_init__(self) -> None:
+        if self.shared < 1 or self.model.heads % self.shared:
+            raise DraftsimError(
+                f"{self.model.name}@tp{self.shared}: its {self.model.heads} heads cannot be shared "
+                f"by {self.shared} GPUs"
+            )
+
+    @property
+    def name(self) -> str:
+        """As ``--latency`` names it."""
+        return self.model.name if self.shared == 1 else f"{self.model.name}@tp{self.shared}"
+
+
+class Composer:
+    """Passes of any model on one device.
+
+    Parameters
+    ----------
+    table:
+        The operators timed.
+    device:
+        The GPU, a name of `draftsim list --devices`.
+    captured:
+        Tokens that CUDA graphs are captured for, ascending; empty: none, and no pass is padded.
+
+    Raises
+    ------
+    DraftsimError
+        If the table has no timings of matrix products on the device.
+    """
+
+    def __init__(
+        self, table: OperatorTable, device: str | Device, captured: Sequence[int] = CAPTURED
+    ) -> None:
+        self.device = find_device(device) if isinstance(device, str) else device
+        self.dense = DenseOperators(table, self.device)
+        self.attention = AttentionOperators(table, self.device)
+        self.captured = np.array(sorted(captured), dtype=float)
+        if not self.dense.models:
+            raise DraftsimError(
+                f"no layer's operators were timed on {self.device.name} (the table has "
+                f"{', '.join(table.devices) or 'none'}): import Vidur's mlp.csv or LLMServingSim's "
+                "dense.csv or layers.csv of it"
+            )
+
+    def padded(self, tokens: Floats) -> Floats:
+        """Tokens that a captured pass runs over; larger passes than any captured are as asked."""
+        if not len(self.captured):
+            return tokens
+        place = self.captured.searchsorted(tokens)
+        return np.where(
+            place < len(self.captured),
+            self.captured[np.minimum(place, len(self.captured) - 1)], tokens,
+        )  # fmt: skip
+
+    def layer_s(
+        self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool = False
+    ) -> Floats:
+        """Seconds of one layer of a pass; with `beside`, of decoding sequences beside a prompt."""
+        tokens = self.padded(batch * width)
+        heads = heads_of(placed.model, placed.shared)
+        of = self.attention
+        attend = of.beside_s if beside else of.pass_s
+        attended = attend(heads, batch, width, context)
+        size = tokens * placed.model.hidden * BYTES
+        summed, _ = self.dense.all_reduce_s(size, placed.shared)
+        own = self.dense.layer_s(placed.model, placed.shared, tokens)
+        return np.asarray(own + attended + 2 * summed)
+
+    def head_s(self, placed: Placed, rows: Floats) -> Floats:
+        """Seconds from the last layer to chosen tokens, of this many rows of logits."""
+        model, shared = placed.model, placed.shared
+        return np.asarray(
+            self.dense.once_s("final_norm", model, shared, rows)
+            + self.dense.once_s("lm_head", model, shared, rows)
+            + self.dense.once_s("sampler", model, shared, rows)
+        )
+
+    def pass_s(
+        self, placed: Placed, batch: npt.ArrayLike, width: npt.ArrayLike, context: npt.ArrayLike,
+        beside: bool = False,
+    ) -> Floats:  # fmt: skip
+        """Seconds of a pass over `width` new tokens each of `batch` sequences; sizes broadcast."""
+        given = (np.asarray(v, dtype=float) for v in (batch, width, context))
+        sizes = np.broadcast_arrays(*given)
+        b, n, c = (v.ravel() for v in sizes)
+        rows = np.where(n <= VERIFIED, b * n, b)
+        layers = placed.model.layers * self.layer_s(placed, b, n, c, beside)
+        once = self.dense.once_s("embedding", placed.model, placed.shared, self.padded(b * n))
+        return np.asarray((layers + once + self.head_s(placed, rows)).reshape(sizes[0].shape))
+
+    def origins(self, placed: Placed) -> dict[str, str]:
+        """How each part of a model's passes is known."""
+        model, shared = placed.model, placed.shared
+        found = {name: part.origin for name, part in self.dense.layer(model, shared).items()}
+        if model.experts:
+            found["experts"] = self.dense.experts_origin(model)
+        found["attention"] = self.attention.origin(model, shared)
+        if shared > 1:
+            found["all_reduce"] = self.dense.all_reduce_s(np.ones(1), shared)[1]
+        for name in ("embedding", "final_norm", "lm_head", "sampler"):
+            found[name] = self.dense.part(name, model, shared).origin
+        return found
+
+    def cells(self, role: str, placed: Placed) -> pd.DataFrame:
+        """The cells of a model's passes, of its layers and of its head."""
+        parts = []
+        b, n, c = _grid(BATCHES, WIDTHS, CONTEXTS)
+        parts.append(_cells(role, "forward", b, n, c, self.pass_s(placed, b, n, c)))
+        if role == "target":
+            narrow = n <= VERIFIED
+            b1, n1, c1 = b[narrow], n[narrow], c[narrow]
+            aside = self.pass_s(placed, b1, n1, c1, beside=True)
+            parts.append(_cells(role, "beside", b1, n1, c1, aside))
+        few = np.isin(b, (1, 2, 4, 8, 16, 32, 64, 128)) & (n <= VERIFIED)
+        b, n, c = b[few], n[few], c[few]
+        parts.append(_cells(role, "layer", b, n, c, self.layer_s(placed, b, n, c)))
+        first = c == 0
+        b, n, c = b[first], n[first], c[first]
+        parts.append(_cells(role, "head", b, n, c, self.head_s(placed, b * n)))
+        b, n, c = _grid((1, 2, 3, 4, 6, 8, 16), PROMPTS, (0,))
+        once = self.pass_s(placed, b, np.maximum(n, VERIFIED + 1), c)
+        wide = np.where(n > VERIFIED, once, self._prompt_s(placed, b, n))
+        parts.append(_cells(role, "prefill", b, n, c, wide))
+        return pd.concat(parts, ignore_index=True)
+
+    def _prompt_s(self, placed: Placed, b: Floats, n: Floats) -> Floats:
+        """Seconds of short prompts, with one row of logits each."""
+        layers = placed.model.layers * self.layer_s(placed, b, n, np.zeros(len(b)))
+        once = self.dense.once_s("embedding", placed.model, placed.shared, self.padded(b * n))
+        return np.asarray(layers + once + self.head_s(placed, b))
+
+    def table(self, target: Placed, draft: Placed | None = None, name: str = "") -> LatencyTable:
+        """The latency table of a target and its draft.
+
+        Raises
+        ------
+        DraftsimError
+            If the weights do not fit into the memory of the GPUs.
+        """
+        roles = {"target": target, **({} if draft is None else {"draft": draft})}
+        self._check_memory(roles)
+        cells = pd.concat([self.cells(role, placed) for role, placed in roles.items()])
+        origins = {role: self.origins(placed) for role, placed in roles.items()}
+        meta: dict[str, Any] = {
+            "kind": "composed", "device": self.device.name, "dtype": "bfloat16", "mode": "graph",
+            "estimator": "median", "composed": name, "origins": origins,
+            "models": {role: placed.model.hub for role, placed in roles.items()},
+            "tensor_parallel": {role: placed.shared for role, placed in roles.items()},
+            "shapes": {role: placed.model.meta() for role, placed in roles.items()},
+            "framework_s": list(FRAMEWORK_S), "captured": self.captured.astype(int).tolist(),
+        }  # fmt: skip
+        meta["said"] = said(name, self.device, origins)
+        return LatencyTable(cells.reset_index(drop=True), meta)
+
+    def _check_memory(self, roles: Mapping[str, Placed]) -> None:
+        # Every GPU of a target holds its share; a draft that is not shared lies on one of them.
+        held = sum(BYTES * placed.model.parameters / placed.shared for placed in roles.values())
+        if held > self.device.memory:
+            names = " + ".join(placed.name for placed in roles.values())
+            raise DraftsimError(
+                f"{names}: the weights take {held / 1e9:.0f} GB of one {self.device.name}, which "
+                f"has {self.device.memory / 1e9:.0f}: share the target, as in "
+                f"{roles['target'].model.name}@tp{2 * roles['target'].shared}"
+            )
+
+
+def said(name: str, device: Device, origins: Mapping[str, Mapping[str, str]]) -> str:
+    """In one line, how the parts of a composed table are known."""
+    roles = []
+    for role, parts in origins.items():
+        by_origin: dict[str, list[str]] = {}
+        for part, origin in parts.items():
+            by_origin.setdefault(origin, []).append(part)
+        ordered = sorted(by_origin, key=lambda o: (o not in (MEASURED, CORRECTED), o == ASSUMED))
+        words = [f"{origin}: {', '.join(by_origin[origin])}" for origin in ordered]
+        roles.append(f"{role} {'; '.join(words)}")
+    return f"{name}: composed from operators on {device.name}. {'. '.join(roles)}"
+
+
+def _grid(
+    batches: Sequence[int], widths: Sequence[int], contexts: Sequence[int]
+) -> tuple[Floats, Floats, Floats]:
+    b, n, c = (
+        v.ravel().astype(float) for v in np.meshgrid(batches, widths, contexts, indexing="ij")
+    )
+    kept = b * n <= MOST_TOKENS
+    return b[kept], n[kept], c[kept]
+
+
+def _cells(role: str, phase: str, b: Floats, n: Floats, c: Floats, seconds: Floats) -> pd.DataFrame:
+    values = {
+        "model": role, "phase": phase, "batch": b.astype(int), "new_tokens": n.astype(int),
+        "context": c.astype(int), "median_s": seconds, "spread_s": 0.0, "repeats": 1,
+    }  # fmt: skip
+    return pd.DataFrame(values)[list(CELL_COLUMNS)]

@@ -1,0 +1,335 @@
+"""What tokens cost outside of attention: products, kernels between them, experts, collectives.
+
+An operator that was timed for the asked sizes is read between its timings.  A matrix product that
+was not is read between the timed products of the same GPU that have fewer and more weights: in
+bytes of weights and tokens, products of one GPU lie close to one curve.  Predicting each of Vidur's
+models from the others on its GPU so, a layer's products are off by 1.3 to 6 % in the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.operators.devices import Device
+from traces.operators.elementwise import LAUNCH_S, fused_s
+from traces.operators.shapes import ARCHITECTURES, BYTES, Architecture
+from traces.operators.table import OperatorTable
+
+Floats = npt.NDArray[np.float64]
+
+MEASURED, CORRECTED = "measured", "measured, norms corrected"
+NEAR, MOVING, ASSUMED = "from near sizes", "by the bytes moved", "assumed"
+
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Products that an engine merges, and what they are where they were timed apart."""
+SAMPLER_S = (20e-6, 0.6e-6)
+"""Seconds of choosing tokens, and for each: 10 to 25 us for one token and 164 to 311 for 256, over
+the models timed inside vLLM."""
+PCIE_S, PCIE_SHARE = 20e-6, 0.6
+"""An all-reduce over PCIe where none was timed: its latency, and the share of the link it reaches;
+both are assumed, within a factor of two."""
+NVLINK_SHARE = 0.8
+
+
+class Curve(NamedTuple):
+    """Seconds by tokens, ascending."""
+
+    tokens: Floats
+    seconds: Floats
+
+    def at(self, tokens: Floats) -> Floats:
+        """Seconds at any number of tokens; beyond the last they grow in proportion."""
+        found = np.interp(tokens, self.tokens, self.seconds)
+        beyond = np.maximum(tokens / self.tokens[-1], 1.0)
+        return np.asarray(found * beyond)
+
+
+class Part(NamedTuple):
+    """An operator of a model on a device."""
+
+    curve: Curve | None
+    """None: `seconds` asks for it otherwise."""
+    per_layer: int
+    origin: str
+
+
+OTHERWISE = ("attention", "attention_unsplit", "all_reduce", "moe", "step", "step_saved")
+"""Operators that no curve by tokens describes."""
+
+
+class DenseOperators:
+    """The operators of one device, read at any model's sizes.
+
+    Parameters
+    ----------
+    table:
+        Timings; those of other devices are left out.
+    device:
+        The GPU.
+    """
+
+    def __init__(self, table: OperatorTable, device: Device) -> None:
+        self.device = device
+        own = table.of(device=device.name)
+        self._rows = own[own["operator"].isin(["all_reduce", "moe", "expert_down"])]
+        self._curves = _curves(own[~own["operator"].isin(OTHERWISE)])
+
+    @property
+    def models(self) -> list[tuple[str, int]]:
+        """(model, GPUs that share it) of every model with products timed."""
+        return sorted({(m, n) for op, m, n in self._curves if op in ("o", "qkv")})
+
+    # What a model runs.
+
+    def layer(self, model: Architecture, shared: int) -> dict[str, Part]:
+        """The operators of a layer but attention and collectives, with how each is known."""
+        names = ["norm", "qkv", *(["qk_norm"] if model.qk_norm else []), "rope", "o"]
+        if model.experts:
+            return {name: self.part(name, model, shared) for name in names}
+        names += ["gate_up", "act", "down"]
+        parts = {name: self.part(name, model, shared) for name in names}
+        # vLLM adds the residual inside the norm; Vidur's norms do not.
+        if (add := self._timed("add", model, shared)) is not None:
+            parts["add"] = Part(add[0], add[1], MEASURED)
+        return parts
+
+    def part(self, operator: str, model: Architecture, shared: int) -> Part:
+        """An operator at a model's sizes."""
+        found = self._timed(operator, model, shared)
+        if found is not None:
+            curve, per_layer, measured = found
+            return Part(curve, per_layer, MEASURED if measured else CORRECTED)
+        if (pieces := self._in_parts(operator, model, shared)) is not None:
+            return Part(pieces, 1, MEASURED)
+        if operator in model.matrices or operator == "lm_head":
+            weights = model.head if operator == "lm_head" else model.matrices[operator]
+            per_layer = 0 if operator == "lm_head" else 1
+            return Part(self._products.curve(BYTES * weights / shared), per_layer, NEAR)
+        if operator == "sampler":
+            rows = np.array([1.0, 4096.0])
+            return Part(Curve(rows, SAMPLER_S[0] + SAMPLER_S[1] * rows), 0, ASSUMED)
+        tokens = np.array([1.0, 8192.0])
+        seconds = fused_s(
+            operator, model, self.device, tokens, shared=shared, launch_s=self._launch_s(operator)
+        )
+        per_layer = {"norm": 2, "embedding": 0, "final_norm": 0}.get(operator, 1)
+        return Part(Curve(tokens, seconds), per_layer, MOVING)
+
+    def layer_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
+        """Seconds of a layer's operators but attention and collectives."""
+        total = np.zeros(len(tokens))
+        for part in self.layer(model, shared).values():
+            assert part.curve is not None
+            total += part.per_layer * part.curve.at(tokens)
+        if model.experts:
+            total += self.experts_s(model, shared, tokens)
+        return total
+
+    def once_s(self, operator: str, model: Architecture, shared: int, rows: Floats) -> Floats:
+        """Seconds of an operator that runs once in a pass."""
+        part = self.part(operator, model, shared)
+        assert part.curve is not None
+        return part.curve.at(rows)
+
+    # Experts.
+
+    def experts_s(
+        self, model: Architecture, shared: int, tokens: Floats, concentration: float = 1.0
+    ) -> Floats:
+        """Seconds of an MoE block: routing, and the experts that the tokens reach.
+
+        With tokens that choose independently, E experts and k a token, ``E (1 - (1 - k / E)^T)``
+        are reached by T tokens; times `concentration`, never fewer than k.
+        """
+        reached = experts_reached(model, tokens, concentration)
+        block = self._rows[self._rows["operator"] == "moe"]
+        own = block[block["model"].isin(_alike(model))]
+        if not own.empty:
+            # Experts are shared between GPUs whole: each runs those of its own that are reached.
+            return _plane(own, tokens, np.maximum(reached / shared, 1.0))
+        each = tokens * model.experts_per_token / reached
+        total = np.zeros(len(tokens))
+        for name in ("expert_gate", "expert_up", "expert_down", "expert_act"):
+            total += self._expert(name, model, shared).at(each)
+        router = self._timed("router", model, shared)
+        once = router[0].at(tokens) if router else np.full(len(tokens), LAUNCH_S)
+        return np.asarray(reached * total + once)
+
+    def _expert(self, name: str, model: Architecture, shared: int) -> Curve:
+        found = self._timed(name, model, shared)
+        if found is not None:
+            return found[0]
+        if name == "expert_act":
+            tokens = np.array([1.0, 8192.0])
+            return Curve(tokens, fused_s("act", model, self.device, tokens, shared=shared))
+        return self._products.curve(BYTES * model.hidden * model.inner / shared)
+
+    def experts_origin(self, model: Architecture) -> str:
+        """How an MoE block is known."""
+        timed = self._rows[self._rows["operator"].isin(["moe", "expert_down"])]
+        return MEASURED if timed["model"].isin(_alike(model)).any() else NEAR
+
+    # Collectives.
+
+    def all_reduce_s(self, size: Floats, gpus: int) -> tuple[Floats, str]:
+        """Seconds of one all-reduce of `size` bytes over `gpus`, and how they are known."""
+        if gpus == 1:
+            return np.zeros(len(size)), MEASURED
+        own = self._rows[
+            (self._rows["operator"] == "all_reduce") & (self._rows["tensor_parallel"] == gpus)
+        ]
+        moved = size * 2 * (gpus - 1) / gpus
+        if own.empty:
+            return PCIE_S + moved / (PCIE_SHARE * self.device.link), ASSUMED
+        modes = sorted(set(own["mode"]), key=lambda m: (not m.endswith("dgx"), m))
+        curve = _quickest(own[own["mode"] == modes[0]])
+        return np.asarray(np.interp(size, *curve) * np.maximum(size / curve[0][-1], 1.0)), MEASURED
+
+    # How it is known.
+
+    def _timed(
+        self, operator: str, model: Architecture, shared: int
+    ) -> tuple[Curve, int, bool] | None:
+        alike = _alike_head(model) if operator == "lm_head" else _alike(model)
+        if operator in ("embedding", "final_norm", "sampler"):
+            alike = [m.name for m in ARCHITECTURES.values() if m.hidden == model.hidden]
+            alike.sort(key=lambda name: name != model.name)
+        for name in alike:
+            if (found := self._curves.get((operator, name, shared))) is not None:
+                return found
+        return None
+
+    def _in_parts(self, operator: str, model: Architecture, shared: int) -> Curve | None:
+        if operator not in PARTS:
+            return None
+        found = [self._timed(name, model, shared) for name in PARTS[operator]]
+        curves = [one[0] for one in found if one is not None]
+        if len(curves) < len(found):
+            return None
+        tokens = curves[0].tokens
+        return Curve(tokens, np.asarray(sum(curve.at(tokens) for curve in curves)))
+
+    def _launch_s(self, operator: str) -> float:
+        least = [
+            curve.seconds[0] for (name, _, _), (curve, _, measured) in self._curves.items()
+            if name == operator and measured
+        ]  # fmt: skip
+        return float(np.median(least)) if least else LAUNCH_S
+
+    @cached_property
+    def _products(self) -> Products:
+        found = []
+        for (operator, name, shared), (curve, _, _) in self._curves.items():
+            model = ARCHITECTURES.get(name)
+            if model is None:
+                continue
+            weights = {**model.matrices, "lm_head": model.head}
+            if operator in weights and not (model.experts and operator in ("gate_up", "down")):
+                found.append((BYTES * weights[operator] / shared, curve))
+        for operator, pieces in PARTS.items():
+            for name, shared in {(m, n) for op, m, n in self._curves if op == pieces[0]}:
+                model = ARCHITECTURES[name]
+                if (whole := self._in_parts(operator, model, shared)) is not None:
+                    found.append((BYTES * model.matrices[operator] / shared, whole))
+        return Products(found)
+
+
+class Products:
+    """Matrix products by bytes of weights and tokens, read between those that were timed."""
+
+    def __init__(self, timed: Sequence[tuple[float, Curve]]) -> None:
+        every = sorted({float(t) for _, curve in timed for t in curve.tokens})
+        self._tokens = np.array(every)
+        by_bytes: dict[float, list[Floats]] = {}
+        for size, curve in timed:
+            by_bytes.setdefault(float(size), []).append(curve.at(self._tokens))
+        self._bytes = np.array(sorted(by_bytes))
+        self._seconds = np.array([np.median(by_bytes[b], axis=0) for b in self._bytes.tolist()])
+
+    def curve(self, size: float) -> Curve:
+        """Seconds by tokens of a product of `size` bytes of weights.
+
+        Beyond the most weights timed they grow in proportion; below the fewest, all but a launch
+        shrinks in proportion.
+        """
+        known, logs = self._bytes, np.log(self._seconds)
+        if size <= known[0]:
+            least = np.minimum(LAUNCH_S, self._seconds[0])
+            return Curve(self._tokens, least + (self._seconds[0] - least) * size / known[0])
+        if size >= known[-1]:
+            return Curve(self._tokens, self._seconds[-1] * size / known[-1])
+        above = int(known.searchsorted(size))
+        low, high = np.log(known[above - 1]), np.log(known[above])
+        share = (np.log(size) - low) / (high - low)
+        return Curve(self._tokens, np.exp(logs[above - 1] * (1 - share) + logs[above] * share))
+
+
+def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, bool]]:
+    """By operator, model and GPUs: seconds by tokens, times a layer, and whether as timed."""
+    keys = ["operator", "model", "tensor_parallel", "tokens"]
+    if rows.duplicated(keys).any():
+        together = {"seconds": "median", "per_layer": "first", "measured": "min"}
+        rows = rows.groupby(keys, as_index=False).agg(together)
+    rows = rows.sort_values(keys)
+    names = list(rows[keys[:3]].itertuples(index=False, name=None))
+    tokens, seconds = rows["tokens"].to_numpy(float), rows["seconds"].to_numpy(float)
+    per_layer, measured = rows["per_layer"].tolist(), rows["measured"].to_numpy() == 1
+    cuts = [i for i, name in enumerate(names) if not i or name != names[i - 1]]
+    found = {}
+    for first, last in zip(cuts, [*cuts[1:], len(names)], strict=True):
+        curve = Curve(tokens[first:last], seconds[first:last])
+        operator, model, shared = names[first]
+        as_timed = bool(measured[first:last].all())
+        found[str(operator), str(model), int(shared)] = curve, int(per_layer[first]), as_timed
+    return found
+
+
+def experts_reached(model: Architecture, tokens: Floats, concentration: float = 1.0) -> Floats:
+    """Distinct experts that so many tokens reach, see `DenseOperators.experts_s`."""
+    chance = model.experts_per_token / model.experts
+    reached = model.experts * (1 - (1 - chance) ** tokens) * concentration
+    return np.asarray(np.clip(reached, model.experts_per_token, model.experts))
+
+
+def _alike(model: Architecture) -> list[str]:
+    """Models whose layers have the same sizes, itself first."""
+    same = [m.name for m in ARCHITECTURES.values() if m.layer_shape == model.layer_shape]
+    return sorted(same, key=lambda name: name != model.name)
+
+
+def _alike_head(model: Architecture) -> list[str]:
+    same = [
+        m.name for m in ARCHITECTURES.values() if (m.hidden, m.vocab) == (model.hidden, model.vocab)
+    ]
+    return sorted(same, key=lambda name: name != model.name)
+
+
+def _plane(rows: pd.DataFrame, tokens: Floats, experts: Floats) -> Floats:
+    """Seconds of an MoE block between the tokens and experts that were timed."""
+    lines = []
+    counts = np.array(sorted(set(rows["tokens"])), dtype=float)
+    for count in counts:
+        own = rows[rows["tokens"] == count].groupby("experts")["seconds"].median()
+        known, seconds = own.index.to_numpy(float), own.to_numpy(float)
+        # A token count's most experts are those that it can reach.
+        lines.append(np.interp(experts, known, seconds))
+    table = np.array(lines)
+    found = np.array([np.interp(t, counts, table[:, i]) for i, t in enumerate(tokens)])
+    return np.asarray(found * np.maximum(tokens / counts[-1], 1.0))
+
+
+def _quickest(rows: pd.DataFrame) -> tuple[Floats, Floats]:
+    """(bytes, seconds) of messages; no message takes longer than the quickest larger one."""
+    edges = 2.0 ** np.arange(10, 31)
+    size, seconds = rows["size"].to_numpy(float), rows["seconds"].to_numpy(float)
+    place = np.searchsorted(edges, size)
+    kept = sorted(set(place.tolist()))
+    at = np.array([np.median(size[place == i]) for i in kept])
+    low = np.array([np.quantile(seconds[place == i], 0.25) for i in kept])
+    return at, np.minimum.accumulate(low[::-1])[::-1]

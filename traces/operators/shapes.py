@@ -1,0 +1,130 @@
+"""Sizes of decoders, which decide what their operators cost."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from traces.errors import DraftsimError
+from traces.operators.devices import DATA
+
+BYTES = 2
+"""Bytes of a number in weights and cache: bf16."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder, by its configuration on the Hugging Face hub.
+
+    ``inner``: width of the MLP, of one expert where there are experts.  ``gated``: the MLP has a
+    gate (SwiGLU).  ``tied``: the embedding is the output projection, too.
+    """
+
+    name: str
+    hub: str
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def layer_shape(self) -> tuple[int | bool, ...]:
+        """What a layer's operators depend on: layers alike cost the same."""
+        return (
+            self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.gated,
+            self.qk_norm, self.experts, self.experts_per_token,
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """Weights of a layer's matrix products by operator; of one expert where there are some."""
+        wide = 2 if self.gated else 1
+        return {
+            "qkv": self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim,
+            "o": self.heads * self.head_dim * self.hidden,
+            "gate_up": wide * self.hidden * self.inner,
+            "down": self.inner * self.hidden,
+        }
+
+    @property
+    def head(self) -> int:
+        """Weights of the output projection."""
+        return self.vocab * self.hidden
+
+    @property
+    def kv_values(self) -> int:
+        """Numbers that a token occupies in the cache of one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's matrices, of all experts."""
+        own = self.matrices
+        return own["qkv"] + own["o"] + max(self.experts, 1) * (own["gate_up"] + own["down"])
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all matrices, the embedding included."""
+        return self.layers * self.layer_weights + (1 if self.tied else 2) * self.head
+
+    def meta(self) -> dict[str, object]:
+        """The fields that a latency table's provenance says of a model."""
+        return {
+            "name": self.hub, "layers": self.layers, "hidden_size": self.hidden,
+            "vocab_size": self.vocab, "parameters": self.parameters, "tied": self.tied,
+            "kv_values": self.layers * self.kv_values,
+        }  # fmt: skip
+
+
+def _read() -> dict[str, Architecture]:
+    with (DATA / "models.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    flags = ("tied", "gated", "qk_norm")
+    return {
+        row["name"]: Architecture(
+            row.pop("name"), row.pop("hub"),
+            **{key: bool(int(row.pop(key))) for key in flags},
+            **{key: int(value) for key, value in row.items()},
+        )
+        for row in rows
+    }  # fmt: skip
+
+
+ARCHITECTURES: Mapping[str, Architecture] = _read()
+"""The models known by name."""
+_ENDINGS = ("-hf", "-instruct", "-chat", "-2507", "-v0.1", "-v1.5", "-v1.3", "-base")
+
+
+def find_architecture(name: str) -> Architecture:
+    """The model called `name`, as in `ARCHITECTURES` or as on the Hugging Face hub.
+
+    Raises DraftsimError with the nearest name.
+
+    >>> find_architecture("meta-llama/Llama-2-7b-hf").name
+    'llama-2-7b'
+    """
+    text = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
+    while text not in ARCHITECTURES:
+        ending = next((e for e in _ENDINGS if text.endswith(e)), None)
+        if ending is None:
+            break
+        text = text.removesuffix(ending)
+    for known in ARCHITECTURES.values():
+        if text in (known.name, known.hub.lower().rpartition("/")[2]):
+            return known
+    close = difflib.get_close_matches(text, ARCHITECTURES, n=1, cutoff=0.5)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise DraftsimError(
+        f"no model {name!r} is known by its sizes{hint}: traces/operators/data/models.csv holds "
+        f"those of {len(ARCHITECTURES)} models, and takes more"
+    )

@@ -1,0 +1,160 @@
+"""Operator tables: seconds of each operator of a model's pass, timed by itself on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from traces.errors import DraftsimError
+
+OPERATOR_COLUMNS: dict[str, tuple[str, str]] = {
+    "device": ("str", "the GPU, a name of `draftsim list --devices`"),
+    "model": ("str", "the model whose sizes the operator has; empty for a collective"),
+    "operator": ("str", "what was timed, see OPERATORS"),
+    "tensor_parallel": ("int32", "GPUs that share the operator; of a collective, that take part"),
+    "per_layer": ("int32", "times it runs in a layer; 0: once in a pass"),
+    "tokens": ("int32", "tokens that go through it; of attention, those of a prompt's chunk"),
+    "context": ("int32", "of attention: tokens of that prompt in the cache before the chunk"),
+    "batch": ("int32", "of attention and whole steps: sequences that decode one token"),
+    "batch_context": ("int32", "their cached tokens, in the mean"),
+    "longest": ("int32", "the most cached tokens of one of them; 0 where all are alike"),
+    "experts": ("int32", "of an MoE block: experts that the tokens reach"),
+    "size": ("int64", "of a collective: bytes"),
+    "mode": ("str", "of a step: full, piecewise or no CUDA graph; of a collective: what links"),
+    "seconds": ("float64", "median over the repeats"),
+    "measured": ("int8", "1 as it was timed, 0 where the importer corrected it"),
+    "source": ("str", "the program that timed it"),
+}
+
+OPERATORS: dict[str, str] = {
+    "embedding": "looking up the tokens' embeddings",
+    "norm": "a layer's norm, before attention or before the MLP",
+    "qkv": "the product that makes queries, keys and values; `q`, `k`, `v` where apart",
+    "q": "the product that makes queries",
+    "k": "the product that makes keys",
+    "v": "the product that makes values",
+    "qk_norm": "norms of queries and keys",
+    "rope": "rotary positions",
+    "attention": "attention over the cache: a prompt's chunk and sequences that decode, together",
+    "attention_unsplit": "the same in the kernel for several tokens a sequence, which does not "
+    "share a sequence's cache among multiprocessors",
+    "o": "the product behind attention",
+    "gate_up": "the MLP's first product; `gate` and `up` where apart",
+    "gate": "the MLP's gate",
+    "up": "the MLP's first product beside its gate",
+    "act": "the MLP's activation",
+    "down": "the MLP's last product",
+    "add": "adding the residual",
+    "router": "choosing experts",
+    "expert_gate_up": "one expert's first product",
+    "expert_gate": "one expert's gate",
+    "expert_up": "one expert's first product beside its gate",
+    "expert_act": "one expert's activation",
+    "expert_down": "one expert's last product",
+    "moe": "a whole MoE block: routing and experts",
+    "final_norm": "the norm before the output projection",
+    "lm_head": "the output projection (tokens = rows)",
+    "sampler": "choosing tokens from logits (tokens = rows)",
+    "all_reduce": "summing over GPUs",
+    "step": "a whole step of the engine",
+    "step_saved": "what its CUDA graph saves beside launching kernel by kernel",
+}
+
+KEY = [name for name in OPERATOR_COLUMNS if name not in ("seconds", "measured", "source")]
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorTable:
+    """Operators timed on one or more GPUs, columns as in `OPERATOR_COLUMNS`.
+
+    Raises
+    ------
+    DraftsimError
+        On missing or mistyped columns, unknown operators, or times that are not positive.
+    """
+
+    rows: pd.DataFrame
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", checked_rows(self.rows))
+
+    def __repr__(self) -> str:
+        return f"<OperatorTable: {len(self.rows)} operators, {', '.join(self.devices)}>"
+
+    @property
+    def devices(self) -> list[str]:
+        """GPUs that operators were timed on."""
+        return sorted(set(self.rows["device"]))
+
+    @property
+    def models(self) -> list[tuple[str, int]]:
+        """(model, GPUs that share it) of every model that has operators."""
+        own = self.rows[(self.rows["model"] != "") & (self.rows["operator"] != "step")]
+        pairs = own[["model", "tensor_parallel"]].drop_duplicates()
+        return sorted((str(m), int(n)) for m, n in pairs.itertuples(index=False))
+
+    def of(self, **values: Any) -> pd.DataFrame:
+        """The rows whose columns have these values; a list means any of them."""
+        keep = np.ones(len(self.rows), dtype=bool)
+        for name, value in values.items():
+            column = self.rows[name]
+            some = column.isin(value) if isinstance(value, list | tuple | set) else column == value
+            keep &= some.to_numpy()
+        return self.rows[keep]
+
+
+def checked_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """`rows` with the columns of `OPERATOR_COLUMNS` alone, in their types."""
+    if missing := [c for c in OPERATOR_COLUMNS if c not in rows.columns]:
+        raise DraftsimError(f"operator table lacks the column(s) {', '.join(missing)}")
+    typed: dict[str, Any] = {}
+    for name, (dtype, _) in OPERATOR_COLUMNS.items():
+        try:
+            column = rows[name]
+            typed[name] = (
+                column.astype(str).to_numpy(object) if dtype == "str" else column.to_numpy(dtype)
+            )
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DraftsimError(f"operator table column {name!r} is not of type {dtype}") from error
+    found = pd.DataFrame(typed)
+    if unknown := sorted(set(found["operator"]) - set(OPERATORS)):
+        raise DraftsimError(f"operator table has unknown operator(s) {', '.join(unknown)}")
+    seconds = found["seconds"].to_numpy(float)
+    if not np.isfinite(seconds).all() or (seconds < 0).any():
+        raise DraftsimError("operator table column 'seconds' holds a negative or non-finite time")
+    return found
+
+
+def rows_of(**columns: Any) -> pd.DataFrame:
+    """Rows with these columns, the others empty, zero or one (`tensor_parallel`, `measured`)."""
+    frame = pd.DataFrame(columns)
+    for name, (dtype, _) in OPERATOR_COLUMNS.items():
+        if name not in frame:
+            one = name in ("tensor_parallel", "measured", "per_layer")
+            frame[name] = "" if dtype == "str" else int(one)
+    return frame[list(OPERATOR_COLUMNS)]
+
+
+def joined(tables: Sequence[OperatorTable]) -> OperatorTable:
+    """One table of several; rows that say the same thing twice are joined at their median."""
+    rows = pd.concat([table.rows for table in tables], ignore_index=True)
+    if rows.duplicated([*KEY, "source"]).any():
+        keys = [*KEY, "source"]
+        together = {"seconds": "median", "measured": "min"}
+        rows = rows.groupby(keys, sort=False, as_index=False).agg(together)
+    meta: dict[str, Any] = {}
+    for table in tables:
+        for name, value in table.meta.items():
+            if isinstance(value, list):
+                before = meta.get(name, [])
+                meta[name] = [*before, *(v for v in value if v not in before)]
+            elif isinstance(value, dict):
+                meta[name] = {**meta.get(name, {}), **value}
+            else:
+                meta.setdefault(name, value)
+    return OperatorTable(rows, meta)

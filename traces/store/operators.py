@@ -1,0 +1,182 @@
+"""Reading and writing operator tables, and the latencies composed from those that come along."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from traces.errors import DraftsimError, FileError
+from traces.latency.table import LatencyTable
+from traces.operators.compose import Composer, Placed
+from traces.operators.dense import NVLINK_SHARE
+from traces.operators.devices import DATA, DEVICES, find_device
+from traces.operators.shapes import find_architecture
+from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
+from traces.store.parquet import file_error, read_file, write_file
+
+PathLike = str | os.PathLike[str]
+
+
+def write_operators(table: OperatorTable, path: PathLike) -> None:
+    """Write an operator table: one row per timing, provenance in the header."""
+    arrays = {}
+    for name, (dtype, _) in OPERATOR_COLUMNS.items():
+        values = table.rows[name]
+        text = dtype == "str"
+        arrays[name] = (
+            pa.array([str(v) for v in values], pa.string()) if text
+            else pa.array(values.to_numpy(dtype))
+        )  # fmt: skip
+    write_file(path, "operators", pa.table(arrays), {"meta": dict(table.meta)})
+
+
+def read_operators(path: PathLike) -> OperatorTable:
+    """The operator table in the file at `path`.
+
+    Raises
+    ------
+    FileError
+        If the file is missing, damaged, of another schema or kind, or contradicts itself.
+    """
+    header, table = read_file(path, "operators")
+    columns = {}
+    for name, (dtype, _) in OPERATOR_COLUMNS.items():
+        if name not in table.column_names:
+            raise file_error(path, f"lacks the column {name!r}")
+        column = table.column(name)
+        expected = pa.string() if dtype == "str" else pa.from_numpy_dtype(np.dtype(dtype))
+        if column.type != expected or column.null_count:
+            raise file_error(path, f"column {name!r} is of type {column.type}, expected {expected}")
+        columns[name] = (
+            np.array(column.to_pylist(), dtype=object) if dtype == "str" else column.to_numpy()
+        )
+    meta = header.get("meta")
+    if not isinstance(meta, dict):
+        raise file_error(path, "header field 'meta' is missing or no table")
+    try:
+        return OperatorTable(pd.DataFrame(columns), meta)
+    except DraftsimError as error:
+        raise FileError(f"{path}: {error}: import it again") from error
+
+
+STANDS_FOR = {"h800": "h100"}
+"""GPUs whose operators are another's: within one GPU they are the same chip and memory."""
+
+
+def timed_devices() -> dict[str, Path]:
+    """The GPUs whose operators come along, and the files that hold them."""
+    return {path.stem: path for path in sorted(DATA.glob("*.parquet"))}
+
+
+def bundled_operators(device: str) -> OperatorTable:
+    """The operators of a GPU that come along.
+
+    Raises
+    ------
+    DraftsimError
+        If nobody timed operators on it.
+    """
+    wanted = find_device(device)
+    files, own = timed_devices(), STANDS_FOR.get(wanted.name, wanted.name)
+    if own not in files:
+        raise DraftsimError(
+            f"no operators were timed on {wanted.name} (only on {', '.join([*files, *STANDS_FOR])})"
+            f": import some, or carry a table of another GPU over with --gpu {wanted.name}"
+        )
+    table = read_operators(files[own])
+    if own == wanted.name:
+        return table
+    rows = table.rows.assign(device=wanted.name)
+    summed = rows["operator"] == "all_reduce"
+    gpus, size = (rows.loc[summed, c].to_numpy(float) for c in ("tensor_parallel", "size"))
+    slower = (1 / wanted.link - 1 / DEVICES[own].link) / NVLINK_SHARE
+    rows.loc[summed, "seconds"] += 2 * (gpus - 1) / gpus * size * slower
+    return OperatorTable(rows, {**table.meta, "stands_for": f"{own}, links as the data sheet's"})
+
+
+def coverage(device: str) -> dict[str, str]:
+    """What is measured of a GPU, what is composed from that, and what is a roofline.
+
+    The values are words: ``latencies`` says which of the three there are.
+    """
+    if STANDS_FOR.get(device, device) not in timed_devices():
+        return {"latencies": "roofline (--gpu)", "measured": "-", "composed": "-"}
+    table = bundled_operators(device)
+    layers: dict[str, list[int]] = {}
+    for model, shared in table.models:
+        layers.setdefault(model, []).append(shared)
+    attended = {str(m) for m in table.of(operator="attention")["model"]}
+    words = [
+        f"{model} (TP {', '.join(map(str, shared))}{', attention' if model in attended else ''})"
+        for model, shared in layers.items()
+    ]
+    gpus = sorted(set(table.of(operator="all_reduce")["tensor_parallel"]))
+    if gpus:
+        words.append(f"all-reduce over {', '.join(map(str, gpus))} GPUs")
+    words += [f"whole steps of {m}" for m in sorted(set(table.of(operator="step")["model"]))]
+    said = "operators of " + STANDS_FOR[device] + ": " if device in STANDS_FOR else ""
+    less = [] if attended else ["attention, by bytes"]
+    less += [] if gpus else ["all-reduce, assumed"]
+    return {
+        "latencies": "measured, composed", "measured": said + "; ".join(words),
+        "composed": "; ".join([*less, "other models, from near sizes"]),
+    }  # fmt: skip
+
+
+def find_composed(name: str) -> LatencyTable | None:
+    """The latency table of ``GPU/TARGET[@tpN][+DRAFT[@tpN]]``; None for what is no such name.
+
+    ``GPU`` is one whose operators come along, or the file of an operator table, with the GPU behind
+    a colon where it holds several.
+
+    Raises
+    ------
+    DraftsimError
+        If nobody timed operators on the GPU, a model is not known by its sizes, or the weights do
+        not fit.
+    """
+    where, slash, models = name.rpartition("/")
+    if not slash or not models or Path(name).exists():
+        return None
+    file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
+    if Path(file).is_file():
+        return _composed(file, within, models, Path(file).stat().st_mtime_ns)
+    try:
+        device = find_device(where)
+    except DraftsimError:
+        if "+" in models or "@" in models:
+            raise
+        return None
+    return None if Path(where).is_dir() else _composed("", device.name, models, 0)
+
+
+@lru_cache(maxsize=8)
+def _composed(file: str, device: str, models: str, written: int) -> LatencyTable:
+    del written  # a file written anew is read anew
+    table = read_operators(file) if file else bundled_operators(device)
+    if not device:
+        if len(table.devices) != 1:
+            named = f"{file}:{table.devices[0]}/{models}"
+            raise DraftsimError(
+                f"{file} holds operators of {', '.join(table.devices)}: name one, as in {named}"
+            )
+        device = table.devices[0]
+    first, *others = models.split("+")
+    if len(others) > 1:
+        raise DraftsimError(f"{models!r} names {1 + len(others)} models: a target and a draft")
+    name = f"{file or device}/{models}"
+    target, draft = _placed(first), _placed(others[0]) if others else None
+    return Composer(table, device).table(target, draft, name)
+
+
+def _placed(text: str) -> Placed:
+    name, at, shared = text.partition("@")
+    if at and not re.fullmatch(r"tp[1-9]\d*", shared):
+        raise DraftsimError(f"{text!r}: expected a model and @tpN for the GPUs that share it")
+    return Placed(find_architecture(name), int(shared[2:]) if at else 1)
