@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from filelock import FileLock
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from commands.app import app
@@ -27,7 +28,7 @@ PARTS = [b"GGUF", b"one and ", b"the rest"]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DRAFTSIM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
     def written(gguf: Path, into: Path) -> None:
         (into / "weights").write_bytes(gguf.read_bytes())
@@ -225,7 +226,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (local_dir / name).write_bytes(answers["data"])
         return str(local_dir / name)
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", brought)
     return answers
