@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from commands.common.ranking import fastest_for_real
 from policies.lengths.basic import Fixed
+from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
 from tests.conftest import SMALL_PROFILE, Run
+from traces import find_trace
+from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources import EarlyExit, read_recordings
 from traces.sources.base import Recordings
@@ -31,6 +36,52 @@ def test_real_runs_agree_with_the_replay(run: Run, small_run: Path) -> None:
     refused = run("validate", "--run", small_run, "--source", "medusa-tree")
     assert refused.code == 2
     assert "no real decoder" in refused.err
+
+
+def test_what_is_predicted_fastest_is_decoded_by_default(
+    run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winner of `simulate`, of a source and of a rule, though none of them is a usual arm."""
+    few = ("fixed:gamma=4",)
+    for place in ("spot_check.ARMS", "sources.SOURCE_ARMS", "lossy.LOSSY_ARMS",
+                  "batched.BATCH_ARMS"):  # fmt: skip
+        monkeypatch.setattr(f"commands.validate.{place}", few)
+    for more in ((), ("--source", "pld"), ("--verify", "lossy-global"), ("--batch", "1")):
+        ran = run("validate", "--run", small_run, *more, "--repeats", 1, "--no-assisted",
+                  "--json", "-")  # fmt: skip
+        names = [row["policy"] for row in ran.rows]
+        assert names[:2] == ["autoregressive", *few], more
+        assert f"also decoding {names[2]}, which is predicted to be the fastest" in ran.err
+        assert sum(row["rounds_differ"] for row in ran.rows) == 0
+        if not more or more[0] == "--source":
+            told = run("simulate", "--trace", small_run, *more, "--resamples", 2, "--json", "-")
+            assert names[2] in json.loads(told.out)["headline"], more
+    # Named policies are decoded as they were named.
+    asked = ("--policy", "fixed:gamma=2", "--repeats", 1, "--no-assisted", "--json", "-")
+    rows = run("validate", "--run", small_run, *asked).rows
+    assert [row["policy"] for row in rows] == ["autoregressive", "fixed:gamma=2"]
+
+
+def test_a_rule_that_wins_is_decoded_as_it_is_fitted(
+    run: Run, small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = fastest_for_real(
+        find_trace("bundled").select(range(8)), LatencyTable.constant(0.01, 0.001, 0.012)
+    )
+    assert found[0] == "rate-optimal"
+    assert isinstance(found[1], RateOptimal)
+    assert found[1].cost is not None
+    short = RateOptimal(
+        found[1].rate, 4, found[1].acceptance, estimator=found[1].estimator,
+        following=found[1].following, cost=found[1].cost,
+    )  # fmt: skip
+    monkeypatch.setattr("commands.validate.spot_check.ARMS", ("fixed:gamma=4",))
+    monkeypatch.setattr(
+        "commands.validate.spot_check.fastest_for_real", lambda *_: ("rate-optimal", short)
+    )
+    ran = run("validate", "--run", small_run, "--repeats", 1, "--no-assisted", "--json", "-")
+    assert [row["policy"] for row in ran.rows][1:] == ["fixed:gamma=4", "rate-optimal"]
+    assert ran.rows[-1]["rounds_differ"] == 0
 
 
 def test_latencies_measured_between_the_real_runs_predict_and_are_kept(

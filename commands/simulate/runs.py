@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commands.common.inputs import load_latency, load_method, load_trace, replay_all
+from commands.common.output import note
 from commands.common.progress import working
 from commands.common.ranking import (
     Ranking,
@@ -28,7 +29,7 @@ from commands.common.sources import (
     split_systems,
     with_free_lookups,
 )
-from traces.errors import DraftsimError, SignalError
+from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
@@ -180,11 +181,15 @@ def replay_method(name: str, trace: Trace, memory: Path | None = None) -> RoundL
 
 
 def replay_methods(trace: Trace) -> list[RoundLog]:
-    """The papers' lossy methods with a draft model, as far as the trace can tell of them."""
+    """Return the papers' lossy methods with a draft model, as far as the trace can tell of them.
+
+    A note names those whose drafts are longer than the recorded ones.
+    """
     from traces.sources.methods import METHODS
     from traces.sources.registry import DRAFT_MODEL
 
     logs: dict[tuple[str, str], RoundLog] = {}
+    longer = []
     for name, chosen in METHODS.items():
         if chosen.source != DRAFT_MODEL or chosen.rule == "exact":
             continue
@@ -193,7 +198,15 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
             [log] = replay_all(trace, named([(text, policy)]), rule=rule)
         except SignalError:
             continue
+        except TailError:
+            longer.append(name)
+            continue
         logs.setdefault((log.policy, log.verify), log)
+    if longer:
+        note(
+            f"not listed: {', '.join(longer)}, whose drafts are longer than the recorded "
+            f"{trace.max_gamma} tokens"
+        )
     return list(logs.values())
 
 

@@ -168,15 +168,18 @@ def arms(
         if not texts:
             named = [n for n in named if set(n[1].reads) <= drafting.held(recordings)]
             own = as_recorded(drafting, recordings)
-            *found, _ = predicted_fastest(
-                latency, load_source_policies(None, drafting, trace, recordings),
-                longest_draft(drafting, trace, recordings),
+            longest = longest_draft(drafting, trace, recordings)
+            every = load_policies(
+                None, trace, signals=drafting.held(recordings), max_gamma=longest, say=False
+            )
+            *fastest, _ = predicted_fastest(
+                latency, every, longest,
                 lambda some: [
                     replay_source(trace, own, p, recordings=recordings, name=n, requests=chosen)
                     for n, p in some
                 ],
             )  # fmt: skip
-            named = with_fastest(named, (found[0], found[1]))
+            named = with_fastest(named, (fastest[0], fastest[1]))
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
         with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]
