@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from commands.common.bounds import bounded
+
 
 class Listed(NamedTuple):
     """A command as it is listed."""
@@ -35,7 +37,7 @@ class _Loaded(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self.made:
             alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-            alone.command(name)(self.listed[name].function())
+            alone.command(name)(bounded(self.listed[name].function()))
             self.made[name] = typer.main.get_command(alone)
         return self.made[name]
 

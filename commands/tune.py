@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.bounds import MOST_CONTEXT
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
@@ -23,6 +24,7 @@ from commands.common.inputs import (
     AssumeOption,
     LatencyOption,
     TraceOption,
+    batch_sizes,
     load_trace,
     origin_of,
 )
@@ -163,7 +165,7 @@ def tune(
     table = drafting_always(table, always_draft)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
-    sizes = _numbers("--batch", batch)
+    sizes = None if batch is None else batch_sizes("--batch", batch)
     if engine in ONE_REQUEST and sizes not in (None, [1]):
         raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
@@ -313,7 +315,8 @@ def _search(
         return tune_sglang(trace, latency, batches, **common)
     return tune_vllm(
         trace, latency, batches, by_context=by_context or context is not None,
-        contexts=_numbers("--context", context), **common,
+        contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),
+        **common,
     )  # fmt: skip
 
 
@@ -349,15 +352,3 @@ def _check(
         row |= dict(zip(CHECKED, values, strict=True))
     if worse := [b for b in batches if not at[b]["not_worse"]]:
         note(f"served at batch {', '.join(map(str, worse))}, a fixed length was faster")
-
-
-def _numbers(option: str, text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = [0]
-    if min(values) < 1:
-        raise DraftsimError(f"{option} is {text!r}, expected whole numbers >= 1 as in 1,4,16")
-    return values

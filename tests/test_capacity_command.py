@@ -49,6 +49,8 @@ def test_the_command_answers_in_words_and_rows(
         (("--slo", "ttft=1", "--rate", 1, "--gpus", 0), "gpus is 0"),
         (("--slo", "ttft=1", "--rate", 1, "--router", "best"), "router is 'best'"),
         (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 0), "at least 1 replica"),
+        (("--slo", "ttft=1", "--rate", 1, "--max-replicas", 10**8), "expected at most 65536"),
+        (("--slo", "ttft=1", "--rate", 1, "--requests", 10**20), "expected at most 10000000"),
     ],
 )
 def test_bad_questions_are_one_line(

@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from commands.app import COMMANDS
+from commands.common.bounds import bounded
 from commands.common.printed import print_table
 from commands.common.written import write_rows
 from policies.registry import POLICIES, parse_policy
 from policies.rules.registry import RULES
 from tests.conftest import SMALL_PROFILE, Run
+from traces.errors import DraftsimError
 from traces.importers.registry import IMPORTERS
 from traces.sources.registry import SOURCES, SYSTEMS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_whole_number_is_without_a_bound(command: str) -> None:
+    """Every command, and every option of it: a number that no machine holds is one line."""
+    function = COMMANDS[command].function()
+    hints = inspect.signature(function, eval_str=True).parameters
+    whole = [
+        name for name, parameter in hints.items()
+        if int in (own := get_args(parameter.annotation) or (parameter.annotation,))
+        or (own and int in get_args(own[0]))
+    ]  # fmt: skip
+    for name in whole:
+        with pytest.raises(DraftsimError) as error:
+            bounded(function)(**{name: 10**20})
+        said = str(error.value)
+        assert said.startswith(f"--{name.replace('_', '-')} is {10**20}, expected at most ")
+        assert "\n" not in said
+    if command in ("serve", "capacity", "tune", "sweep", "simulate", "validate", "profile"):
+        assert whole
 
 
 def test_every_name_is_listed_with_its_parameters(run: Run) -> None:

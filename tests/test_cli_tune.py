@@ -71,7 +71,8 @@ def test_the_command_serves_what_it_found(run: Run, recorded: SimpleNamespace) -
     [
         (["--engine", "vllm", "--slo", "fast"], "is none of ttft=TIME, tpot=TIME, p=SHARE"),
         (["--engine", "vllm", "--slo", "tpot=-1"], "expected more than 0 seconds"),
-        (["--engine", "vllm", "--batch", "0"], "expected whole numbers >= 1"),
+        (["--engine", "vllm", "--batch", "0"], "--batch holds 0"),
+        (["--engine", "vllm", "--batch", "1000000000"], "expected at most 65536"),
         (["--engine", "hf", "--batch", "1,2"], "decodes one request"),
         (["--engine", "sglang", "--by-context"], "a form of vllm's"),
         (["--engine", "llamacpp", "--batch", "8"], "no table of them"),

@@ -206,7 +206,7 @@ def test_search_space_tells_values_from_braces() -> None:
     [
         (("--c", "0.1:x:3"), "'x' is no number"),
         (("--c", "0.1", "--alpha", "1.5"), "1.5 is not between"),
-        (("--c", "0.1", "--batch", "0"), "0 is not >= 1"),
+        (("--c", "0.1", "--batch", "0"), "0 is not between 1 and 65536"),
         (("--c", "0.1", "--policy", "fixd"), "did you mean 'fixed'"),
         (("--c", "0.1", "--policy", "svip", "--gamma", "1..3"), "none of svip"),
         (("--c", "0.1", "--context", "5"), "--context needs a latency table"),
@@ -214,6 +214,8 @@ def test_search_space_tells_values_from_braces() -> None:
         (("--latency", CONST, "--latency", "const:target=1,draft=1", "--ladder"), "got 2"),
         (("--latency", CONST, "--tune", "--policy", "svip"), "none of"),
         (("--latency", CONST, "--tune"), "needs a --policy"),
+        (("--latency", CONST, "--batch", "1000000000"), "not between 1 and 65536"),
+        (("--latency", CONST, "--context", "1e12"), "not between 0 and 1e"),
         (("--latency", CONST, "--tune", "--ladder"), "leave out --tune"),
     ],
 )

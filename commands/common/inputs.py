@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.bounds import MOST_BATCH
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -309,9 +310,15 @@ def say_memory(logs: Sequence[RoundLog]) -> None:
             )
 
 
-def batch_sizes(option: str, text: str) -> list[int]:
-    """The whole numbers of `text`, commas between; DraftsimError naming `option` if it is none."""
-    return [int(size) for size in positive_numbers(option, text, int)]
+def batch_sizes(option: str, text: str, most: int = MOST_BATCH) -> list[int]:
+    """Read whole numbers from 1 to `most`, commas between.
+
+    Raises DraftsimError naming `option` if `text` is anything else.
+    """
+    sizes = [int(size) for size in positive_numbers(option, text, int)]
+    if max(sizes) > most:
+        raise DraftsimError(f"{option} holds {max(sizes)}, expected at most {most}")
+    return sizes
 
 
 def positive_numbers(option: str, text: str, kind: type[int] | type[float] = float) -> list[float]:

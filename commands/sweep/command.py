@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.bounds import MOST_BATCH, MOST_LENGTH
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
@@ -171,7 +172,7 @@ def sweep(
     drafted = drafted_by(source, trace, recorded)
     by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
     tables = latencies(latency, trace, by_ratio, assume_batch_free)
-    sizes = [int(b) for b in axis(batch, "batch", low=1, whole=True)]
+    sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     if drafted is not None:
         drafted.check_costs(ratios, gpu or weights)
         recorded = drafted.trace
@@ -240,7 +241,7 @@ def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[
     longest = min(LONGEST, trace.max_gamma or LONGEST)
     names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
     if gamma is not None:
-        lengths = [int(g) for g in axis(gamma, "gamma", low=0, whole=True)]
+        lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
         if "all" in names:
             names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
         names = with_gammas(names, lengths)

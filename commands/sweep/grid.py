@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from commands.common.bounds import MOST_CONTEXT
 from commands.common.devices import gpu_names, weight_formats
 from traces.errors import DraftsimError
 
@@ -35,7 +36,7 @@ def prices_of(
     if context is not None:
         if not tables:
             raise DraftsimError("--context needs a latency table: add --latency")
-        contexts = [int(k) for k in axis(context, "context", low=0, whole=True)]
+        contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
     return Prices(
         ratios, tables, contexts, verify, gpu_names(gpu), weight_formats(weights), always or 0
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,8 @@ from traces.errors import DraftsimError
 
 Mode = Literal["continuous", "static", "static-minimum", "static-mean", "pearl", "dsi"]
 MODES: tuple[Mode, ...] = ("continuous", "static", "static-minimum", "static-mean", "pearl", "dsi")
+MOST = {"requests": 1_000_000_000, "replications": 10_000, "replicas": 65_536}
+"""Beyond these a run would not fit into any machine."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Scenario:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise DraftsimError(f"{name} is {value}, expected a positive number")
+            if value is not None and value > MOST.get(name, math.inf):
+                raise DraftsimError(f"{name} is {value}, expected at most {MOST[name]}")
         if self.max_tokens is not None and self.replicas > 1:
             raise DraftsimError("max_tokens bounds one engine: give replicas 1, or max_time_s")
         if self.seed < 0:

@@ -19,6 +19,9 @@ from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 
+MOST_BATCH = 65_536
+MOST_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -54,9 +57,11 @@ class Limits:
     lookahead: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "token_budget"):
+        for name, most in (("max_batch", MOST_BATCH), ("token_budget", MOST_TOKENS)):
             if getattr(self, name) < 1:
                 raise DraftsimError(f"{name} is {getattr(self, name)}, expected at least 1")
+            if getattr(self, name) > most:
+                raise DraftsimError(f"{name} is {getattr(self, name)}, expected at most {most}")
         if self.lookahead is not None and self.lookahead < 0:
             raise DraftsimError(f"lookahead is {self.lookahead}, expected at least 0")
         BlockPool(self.kv_blocks, self.block_size)
