@@ -16,8 +16,10 @@ def main() -> None:
     if found := stranger():
         print(f"draftsim: {found}", file=sys.stderr)
         sys.exit(2)
-    from commands.app import main as run
-
+    try:
+        from commands.app import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)  # nothing is begun yet
     run()
 
 

@@ -48,7 +48,8 @@ def demo(
     ranking = rank(trace, latency, None)
     runs = price_all(ranking.logs, latency)
     summary = ranking.noted(to_rows(summarize_runs(runs)))
-    rows = spot_check(out, repeats=repeats, remeasure=True)
+    with only_writer(out):
+        rows = spot_check(out, repeats=repeats, remeasure=True)
     if json is None:
         note("Predicted from the recording:")
         print_ranked(compared(summary, runs, latency, None, 2000))

@@ -43,6 +43,7 @@ def test_pieces_are_given_as_they_were_put(kept: Path) -> None:
     assert not said
 
 
+@pytest.mark.invariant(13)
 def test_no_damaged_piece_is_given(kept: Path) -> None:
     path, chosen = kept / "one.npz", random.Random(3)
     whole = path.read_bytes()

@@ -115,7 +115,7 @@ def test_after_a_plain_install_models_are_one_line_away(recorded: Path, tmp_path
     needs("cluster", found["cluster"])
     for name in engine:
         assert found[name][0] == 2
-        assert found[name][1].count("\n") == 1
+        assert "vLLM cannot be imported here" in found[name][1].splitlines()[-1]
     for made in ("new", "demo", "e"):
         assert not (tmp_path / made).exists()
 

@@ -133,21 +133,19 @@ def test_simulate_tells_how_far_it_is(lines: Lines, synthetic_run: Path, run: Ru
     assert any(line.startswith("pricing their rounds: ") for line in lines)
 
 
-def test_parts_of_an_answer_are_counted() -> None:
+@pytest.mark.parametrize("tokens", [0, 10**9])
+def test_parts_of_an_answer_are_counted(tokens: int) -> None:
+    """In this process alone, and in others beside it."""
+
     def square(n: int) -> Callable[[], int]:
         return lambda: n * n
 
-    for tokens in (0, 10**9):  # in this process alone, and in others beside it
-        told: list[tuple[int, int]] = []
-        found = results_of(
-            [square(n) for n in range(5)],
-            tokens,
-            progress=lambda *n, told=told: told.append(n),  # type: ignore[misc]
-        )
-        assert found == [0, 1, 4, 9, 16]
-        assert told
-        assert told == sorted(told)
-        assert all(0 <= done <= of == 5 for done, of in told)
+    told: list[tuple[int, int]] = []
+    parts = [square(n) for n in range(5)]
+    assert results_of(parts, tokens, progress=lambda *now: told.append(now)) == [0, 1, 4, 9, 16]
+    assert told
+    assert told == sorted(told)
+    assert all(0 <= done <= of == 5 for done, of in told)
 
 
 def test_the_search_for_draft_lengths_is_told(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_a_damaged_line_is_named_and_its_row_computed_again(
     assert [again[i] for i in kept] == [whole.splitlines()[i] for i in kept]
 
 
+@pytest.mark.invariant(13)
 def test_whatever_is_damaged_the_answer_is_the_same(serve: Serve, tmp_path: Path) -> None:
     out, chosen = tmp_path / "r.jsonl", random.Random(7)
     assert serve(*LOADS, "--out", out).code == 0

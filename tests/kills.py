@@ -1,0 +1,377 @@
+"""Commands that are killed again and again, run to their end, and held to an uninterrupted run.
+
+`tests/test_kills.py` does so with few kills, in processes forked off the tests.  This file by
+itself starts the real program, two worker processes included, and kills it many times:
+
+    python -m tests.kills --chains 10 --kills 5 [--seed 1] [COMMAND...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+import draftsim
+from simulator.serving import read_results
+from simulator.whatif import read_sweep
+from tests.conftest import ROOT, SMALL_PROFILE
+from tests.few_cells import few_cells
+from tests.test_import_specbench import row, write_rows
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+from traces.store.files import read_latency, read_trace, write_latency, write_trace
+from traces.store.measured import read_measured
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+ENDS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+"""Exit code of a process that was stopped by each."""
+OUTSIDE = 99
+"""Exit code of a fork that was stopped before or after the command."""
+PAIR = ("--policy", "autoregressive", "--policy", "fixed:gamma=2")
+
+
+class Command(NamedTuple):
+    """A command that writes, and what is to be the same however often it was killed."""
+
+    arguments: tuple[str, ...]
+    """With ``{given}`` for the folder of its inputs; it runs where it writes."""
+    answer: Callable[[Path], Any]
+    """Of the folder that it ran in."""
+    models: bool = False
+    """Whether it needs torch."""
+    begins_in: str = ""
+    """The input that is copied to ``run`` in its folder first: what it adds to."""
+
+
+class Stop(NamedTuple):
+    """When a process is stopped: after a share of a whole run's time, or at one of its writes."""
+
+    number: signal.Signals
+    share: float
+    by_writes: bool
+
+
+class Run(NamedTuple):
+    """How a process ended."""
+
+    code: int
+    said: str
+    seconds: float
+    writes: int
+    """Calls that change files which it made; 0 where they are not counted."""
+
+
+def inputs(folder: Path, models: Path | None = None) -> Path:
+    """Small inputs of all commands; `models` is a profiled run."""
+    trace = synthetic_trace(0.7, requests=8, tokens=30, max_gamma=24, concentration=4.0, seed=1)
+    made = folder / "synthetic"
+    made.mkdir()
+    write_trace(trace, made / "trace.parquet")
+    write_latency(
+        LatencyTable.constant(0.0143, 0.00176, 0.015, host_round=0.0003), made / "latency.parquet"
+    )
+    write_rows(
+        folder / "log.jsonl", [row(n, [3, 1, 2, 4, 1], [2, 4, 1, 1, 3]) for n in range(81, 121)]
+    )
+    if models is not None:
+        shutil.copytree(models, folder / "profiled")
+    return folder
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of complete results, without the seconds that they took."""
+    stored = read_results(path)
+    assert stored.complete
+    return [{k: v for k, v in row.items() if k != "elapsed_s"} for row in stored.rows]
+
+
+def table_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table likewise."""
+    frame = pd.read_csv(path).drop(columns=["elapsed_s"], errors="ignore")
+    found: list[dict[str, Any]] = json.loads(frame.to_json(orient="records"))
+    return found
+
+
+def files_of(*names: str) -> Callable[[Path], list[bytes]]:
+    """The very bytes of files."""
+    return lambda folder: [
+        path.read_bytes() for name in names for path in sorted(folder.glob(name)) or [folder / name]
+    ]
+
+
+def sweep_of(folder: Path) -> Any:
+    frame = read_sweep(folder / "s.parquet")
+    return frame.to_csv(), (folder / "s.breakeven.parquet").read_bytes()
+
+
+def profile_of(folder: Path) -> Any:
+    """What a profile recorded, to the bit, and the cells that it timed."""
+    trace, latency = (
+        read_trace(folder / "run/trace.parquet"),
+        read_latency(folder / "run/latency.parquet"),
+    )
+    cells = latency.cells[["model", "phase", "batch", "new_tokens", "context", "repeats"]]
+    columns = {name: values.tobytes() for name, values in trace.columns.items()}
+    return columns, [r.id for r in trace.requests], sorted(cells.itertuples(index=False))
+
+
+def check_of(folder: Path) -> Any:
+    times = read_measured(folder / "run/measured.parquet").times
+    return times[["policy", "verify", "batch", "forced", "repeat", "request", "rounds"]].to_csv()
+
+
+TRACE = ("--trace", "{given}/synthetic")
+COMMANDS = {
+    "serve": Command(
+        ("serve", *TRACE, *PAIR, "--batch", "1,2,3,4", "--requests", "40", "--out", "r.jsonl"),
+        lambda folder: rows_of(folder / "r.jsonl"),
+    ),
+    "serve table": Command(
+        ("serve", *TRACE, *PAIR, "--rate", "2,4", "--requests", "40", "--out", "r.csv",
+         "--timeline", "t.json"),
+        lambda folder: (table_of(folder / "r.csv"), files_of("t.json")(folder)),
+    ),
+    "sweep": Command(
+        ("sweep", *TRACE, *PAIR, "--c", "0.1,0.2", "--batch", "1,2,3", "--assume-batch-free",
+         "--resamples", "20", "--out", "s.parquet"),
+        sweep_of,
+    ),
+    "capacity": Command(
+        ("capacity", *TRACE, *PAIR, "--slo", "tpot=0.02", "--rate", "8", "--requests", "60",
+         "--replications", "2", "--max-batch", "8", "--assume-batch-free", "--out", "c.csv"),
+        lambda folder: table_of(folder / "c.csv"),
+    ),
+    "simulate": Command(
+        ("simulate", *TRACE, *PAIR, "--resamples", "20", "--out", "s.csv", "--plots", "plots"),
+        files_of("s.csv", "plots/*"),
+    ),
+    "tune": Command(
+        ("tune", *TRACE, "--engine", "hf", "--resamples", "4", "--out", "t.json", "--json",
+         "r.json"),
+        files_of("t.json", "r.json"),
+    ),
+    "report": Command(
+        ("report", "--run", "{given}/synthetic", "--no-serve", *PAIR, "--resamples", "4", "--out",
+         "page.html"),
+        files_of("page.html"),
+    ),
+    "import": Command(
+        ("import", "specbench", "{given}/log.jsonl", "--out", "t.parquet"), files_of("t.parquet")
+    ),
+    "profile": Command(
+        (*SMALL_PROFILE, "--out", "run"), profile_of, models=True,
+    ),
+    "validate": Command(
+        ("validate", "--run", "run", *PAIR, "--repeats", "2", "--no-assisted"), check_of,
+        models=True, begins_in="profiled",
+    ),
+}  # fmt: skip
+JOBS = {"sweep", "capacity", "serve"}
+"""Commands that share their work between processes."""
+
+
+class Chain:
+    """One command, killed at seeded moments in one folder, and then run to its end.
+
+    Parameters
+    ----------
+    start:
+        Runs a command in a folder, to its end or to a `Stop`, given how the whole one ended.
+    given:
+        The folder of `inputs`.
+    work:
+        An empty folder.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[list[str], Path, Stop | None, Run | None], Run],
+        given: Path,
+        work: Path,
+    ) -> None:
+        self.name, self.command, self._start = name, COMMANDS[name], start
+        self._given, self._work = given, work
+        self.folder = self._prepared("whole")
+        self.whole = self._run(self.folder, None)
+        assert self.whole.code == 0, f"{name} failed by itself: {self.whole.said}"
+        self.expected = self.command.answer(self.folder)
+        self.left = names_in(self.folder)
+
+    def killed(self, seed: int, kills: int) -> list[Stop]:
+        """Kill it `kills` times, run it to its end, and compare; the stops that landed."""
+        chosen, landed = random.Random(f"{self.name} {seed}"), list[Stop]()
+        folder = self._prepared(f"killed-{seed}")
+        stops = [
+            Stop(SIGNALS[(i + seed) % len(SIGNALS)], chosen.random(), chosen.random() < 0.7)
+            for i in range(kills)
+        ]
+        for stop in stops:
+            ended = self._run(folder, stop)
+            assert ended.code in (0, OUTSIDE, ENDS[stop.number], -stop.number), (stop, ended)
+            assert "Traceback" not in ended.said, (stop, ended.said)
+            if ended.code not in (0, OUTSIDE):
+                landed.append(stop)
+            if ended.code == ENDS[stop.number] > 0:
+                assert "draftsim: stopped; nothing is half-written" in ended.said
+        last = self._run(folder, None)
+        assert last.code == 0, (stops, last.said)
+        assert self.command.answer(folder) == self.expected, (self.name, stops)
+        assert names_in(folder) == self.left, (self.name, stops)
+        shutil.rmtree(folder)
+        return landed
+
+    def _prepared(self, name: str) -> Path:
+        folder = self._work / name
+        folder.mkdir()
+        if self.command.begins_in:
+            shutil.copytree(self._given / self.command.begins_in, folder / "run")
+        return folder
+
+    def _run(self, folder: Path, stop: Stop | None) -> Run:
+        arguments = [text.format(given=self._given) for text in self.command.arguments]
+        return self._start(arguments, folder, stop, None if stop is None else self.whole)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Everything in a folder, by its path."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def forked_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None) -> Run:
+    """The command in a fork of this process, which has loaded what it needs."""
+    context = get_context("fork")
+    writes, begun = context.Value("i", 0), context.Event()
+    said = folder.with_suffix(".said")
+
+    def child() -> None:
+        code: Any = OUTSIDE
+        try:
+            os.chdir(folder)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.argv = ["draftsim", *arguments]
+            with (
+                said.open("w") as text, redirect_stderr(text), redirect_stdout(text),
+                counted(writes, stop, whole), few_cells(),
+            ):  # fmt: skip
+                begun.set()
+                draftsim.main()
+        except SystemExit as ended:
+            code = ended.code
+        except KeyboardInterrupt:
+            pass
+        os._exit(code or 0)
+
+    process = context.Process(target=child)
+    process.start()
+    assert process.pid is not None
+    begun.wait(120)
+    began_s = time.monotonic()
+    if stop is not None and whole is not None and not stop.by_writes:
+        process.join(stop.share * whole.seconds)
+        if process.is_alive():
+            os.kill(process.pid, stop.number)
+    process.join(120)
+    assert process.exitcode is not None, "it does not end"
+    seconds = time.monotonic() - began_s
+    return Run(process.exitcode, said.read_text(), seconds, writes.value)
+
+
+@contextmanager
+def counted(writes: Any, stop: Stop | None, whole: Run | None) -> Any:
+    """Count the calls that change files, and stop this process at one of them."""
+    at = None
+    if stop is not None and whole is not None and stop.by_writes:
+        at = int(stop.share * whole.writes)
+    calls = {name: getattr(os, name) for name in ("replace", "fsync", "unlink", "mkdir", "rmdir")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            if writes.value == at:
+                assert stop is not None
+                os.kill(os.getpid(), stop.number)
+            writes.value += 1
+            return calls[name](*given, **named)
+
+        return call
+
+    for name in calls:
+        setattr(os, name, counting(name))
+    try:
+        yield
+    finally:
+        for name, own in calls.items():
+            setattr(os, name, own)
+
+
+def started_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None) -> Run:
+    """The real program in a session of its own."""
+    if arguments[0] in JOBS:
+        arguments = [*arguments, "--jobs", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "draftsim", *arguments]
+    began_s = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        if stop is not None and whole is not None:
+            try:
+                # Not while Python itself starts, which has words of its own for Ctrl-C.
+                process.wait((0.2 + 0.8 * stop.share) * whole.seconds)
+            except subprocess.TimeoutExpired:
+                # Ctrl-C reaches all processes of a terminal, the other signals the one named.
+                send = os.killpg if stop.number == signal.SIGINT else os.kill
+                send(process.pid, stop.number)
+        said = process.communicate()[1]
+    if stop is not None and stop.number == signal.SIGKILL:
+        _end_session(process.pid)
+    return Run(process.returncode, said, time.monotonic() - began_s, 0)
+
+
+def _end_session(group: int) -> None:
+    """End the workers that nobody could: of a process that was killed outright."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def main() -> None:
+    """Kill the real program, as often as is asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commands", nargs="*", metavar="COMMAND", help=", ".join(COMMANDS))
+    parser.add_argument("--chains", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="draftsim-kills-") as place:
+        given = Path(place, "given")
+        given.mkdir()
+        inputs(given)
+        for name in options.commands or COMMANDS:
+            if COMMANDS[name].begins_in and not (given / "profiled").exists():
+                started_run([*SMALL_PROFILE, "--out", str(given / "profiled")], given, None, None)
+            work = Path(tempfile.mkdtemp(dir=place))
+            chain, landed = Chain(name, started_run, given, work), list[Stop]()
+            for seed in range(options.seed, options.seed + options.chains):
+                landed += chain.killed(seed, options.kills)
+            each = ", ".join(f"{sum(s.number == n for s in landed)} {n.name}" for n in SIGNALS)
+            print(f"{name}: {options.chains} chains equal; kills that landed: {each}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Every command that writes, killed at seeded moments, ends in the answer of one that was not.
+
+``DRAFTSIM_KILLS=20`` kills twenty chains a command; `tests.kills` by itself kills the real program.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.kills import COMMANDS, SIGNALS, Chain, forked_run, inputs
+
+CHAINS = int(os.environ.get("DRAFTSIM_KILLS", "1"))
+KILLS = len(SIGNALS)
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_killed_command_comes_to_the_same_answer(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    command = COMMANDS[name]
+    if command.models and find_spec("torch") is None:
+        pytest.skip("needs torch")
+    run = request.getfixturevalue("small_run") if command.begins_in else None
+    (tmp_path / "given").mkdir()
+    given = inputs(tmp_path / "given", run)
+    chain = Chain(name, forked_run, given, tmp_path)
+    landed = [stop for seed in range(CHAINS) for stop in chain.killed(seed, KILLS)]
+    assert landed, "no kill came before its end"
