@@ -244,14 +244,30 @@ def test_impossible_runs_are_refused(tmp_path: Path) -> None:
         ("batch,k,tokens_per_s,emitted\n1,2,60,3.5\n", "3.5 tokens a round at k = 2"),
         ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7\n", "acceptance of 1 positions at k = 2"),
         ("batch,k,tokens_per_s\n1,0,fast\n", "expected numbers"),
-        ("batch,k,tokens_per_s\n1,0,inf\n", "expected numbers of at most"),
-        ("batch,k,tokens_per_s,context\n1,0,5,1e308\n", "expected numbers of at most"),
-        ("batch,k,tokens_per_s,contxt\n1,0,5,8\n", "did you mean 'context'"),
+        ("batch,k,tokens_per_s\n1,0,inf\n", "tokens_per_s is 'inf', expected numbers of at most"),
+        ("batch,k,tokens_per_s,context\n1,0,50,1e308\n", "run 1: context is '1e308', expected"),
+        ("batch,k,tokens_per_s\n1,0.5,50\n", "k is 0.5, expected a whole number"),
+        ("batch,k,tokens_per_s\n1_0,0,50\n", "batch is '1_0', expected numbers"),
+        ("batch,k,tokens_per_s,context\n1,0,50\n", "run 1: has not as many values as the head"),
+        ("batch,k,tokens_per_s,contex\n1,0,50,9\n", "unknown 'contex' .did you mean 'context'"),
+        ("batch,k,k,tokens_per_s\n1,0,0,50\n", "names a column twice"),
+        (f"batch,k,tokens_per_s\n1,0,{'x' * 200_000}\n", "is not CSV: field larger than"),
+        ("batch,k,tokens_per_s,acceptance\n1,2,60,0.7 0.9\n", "chances from 1 to 0 that do not"),
         ("batch,k,tokens_per_s,max_concurrency\n1,0,5,8\n", "which are one"),
         ("", "holds no runs"),
     ):
         path = tmp_path / "runs.csv"
         path.write_text(text)
+        with pytest.raises(DraftsimError, match=message):
+            read_runs(path)
+    for line, message in (
+        ("[" * 100_000, "runs.jsonl line 1: is not JSON .nested deeper"),
+        ('{"batch": 1, "k": 0, "tokens_per_s": ' + "9" * 5000 + "}", "a number of 5000 digits"),
+        ("[1, 0, 50]", "run 1: is .1, 0, 50., expected an object"),
+        ('{"batch": true, "k": 0, "tokens_per_s": 50}', "batch is True, expected numbers"),
+    ):
+        path = tmp_path / "runs.jsonl"
+        path.write_text(line)
         with pytest.raises(DraftsimError, match=message):
             read_runs(path)
     with pytest.raises(DraftsimError, match="no runs"):

@@ -22,7 +22,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +57,7 @@ from traces.sources.registry import parse_source
 from traces.sources.replay import replay_source
 from traces.store.files import read_rounds, write_latency, write_rounds, write_trace
 from traces.store.measured import MEASURED_COLUMNS, MeasuredRuns, write_measured
+from traces.store.outputs import DIGEST, digest_of
 from traces.store.parquet import HEADER_KEY, write_file
 from traces.store.recordings import trace_folder
 
@@ -373,7 +374,7 @@ NUMBERS = (-7, -0.5, 10**11, 1e308, math.inf, math.nan, HUGE)
 """Numbers that nothing here can be, in the place of one that is 0 or more."""
 OTHERS: Mapping[type, tuple[Any, ...]] = {
     bool: ("x", 3, [], {}), int: (*NUMBERS, True, "x", "", [], {}), list: ("x", 0, 1.5, {}),
-    float: (*NUMBERS[4:], True, "x", "", [], {}), str: (True, 0, -1, 1e30, [], {}),
+    float: (-7, *NUMBERS[3:], True, "x", "", [], {}), str: (True, 0, -1, 1e30, [], {}),
     dict: ("x", 0, -1, [], True), type(None): ([], {}),
 }  # fmt: skip
 """What no field of a type can be."""
@@ -473,9 +474,15 @@ def dumped(document: Any) -> str:
     return text
 
 
-def in_json(rng: random.Random, content: bytes) -> Damaged:
+def in_json(rng: random.Random, content: bytes, sealed: bool) -> Damaged:
+    """Change a JSON document; one with a checksum is sealed again, or not."""
     what, changed, told = in_document(rng, json.loads(content))
-    return Damaged(what, dumped(changed).encode(), told)
+    if sealed and rng.random() < 0.5 and isinstance(changed, dict) and DIGEST in changed:
+        with suppress(TypeError):  # `Raw` is no JSON
+            changed[DIGEST] = digest_of(json.loads(json.dumps(changed)))
+            return Damaged(f"{what}, sealed", dumped(changed).encode(), told)
+    # Older files have no checksum.
+    return Damaged(what, dumped(changed).encode(), told or (sealed and DIGEST not in what))
 
 
 def in_lines(rng: random.Random, content: bytes) -> Damaged:
@@ -567,14 +574,15 @@ def in_table(rng: random.Random, table: pa.Table) -> tuple[str, pa.Table, bool]:
     if how == 5:
         texts = pa.array([str(v) for v in values], pa.string())
         return f"{name} as text", table.set_column(place, name, texts), kind != pa.string()
-    inner = values[at][0] if isinstance(values[at], list) else values[at]
+    listed = isinstance(values[at], list)
+    inner = (values[at] or [None])[0] if listed else values[at]
     new = rng.choice(
         [None, -7, 2**31 - 1 if kind == pa.int32() else 127] if isinstance(inner, int)
         else [None, math.nan, math.inf] if isinstance(inner, float) else [None]
     )  # fmt: skip
     if isinstance(inner, bool):
         new = None
-    values[at] = [new, *values[at][1:]] if isinstance(values[at], list) else new
+    values[at] = [new, *values[at][1:]] if listed else new
     changed = table.set_column(place, name, pa.array(values, kind))
     return f"{name}[{at}]={new}", changed, new is None or new == -7 or not math.isfinite(new)
 
@@ -591,7 +599,7 @@ def damaged(rng: random.Random, name: str, content: bytes, sealed: bool, scratch
         return in_numbers(rng, content)
     if name.endswith(".npz"):
         return in_bytes(rng, content, sealed)
-    return (in_lines if name.endswith(".jsonl") else in_json)(rng, content)
+    return in_lines(rng, content) if name.endswith(".jsonl") else in_json(rng, content, sealed)
 
 
 # -------------------------------------------------------------------------------- the harness

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import traces.store.parquet
+from policies.lengths.basic import Fixed
+from tests.random_sources import random_outputs, random_recordings
 from tests.stored import assert_same, small_trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
-from traces.store.files import read_latency, read_trace, write_latency
+from traces.replay.run import replay
+from traces.sources.files import read_exits, read_starts, read_trees, write_recordings
+from traces.store.files import read_latency, read_rounds, read_trace, write_latency, write_rounds
+from traces.store.measured import MeasuredRuns, read_measured, write_measured
+from traces.store.parquet import write_file
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "starts": read_starts, "exits": read_exits, "trees": read_trees,
+}  # fmt: skip
 
 
 def rewrite(
@@ -128,3 +141,122 @@ def test_numbers_beyond_64_bits_are_refused(trace_file: Path) -> None:
         FileError, match="request 1 of the header has tokens=1180591620717411303424"
     ):
         read_trace(rewrite(trace_file, header={"requests": rows}))
+
+
+def replayed(folder: Path) -> Path:
+    """A round log with two requests' rounds, written."""
+    write_rounds(replay(small_trace(), Fixed(2), name="fixed"), folder / "rounds")
+    return folder / "rounds"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("catch_up", -7, "row 3 breaks 0 <= catch_up <= the tokens before the round"),
+        ("catch_up", 2**31 - 1, "row 3 breaks 0 <= catch_up"),
+        ("draft_forwards", 2**31 - 1, "row 3 breaks 0 <= draft_forwards <= 4096"),
+        ("drafted", -1, "row 3 breaks 0 <= accepted <= drafted <= 4096"),
+        ("emitted", 0, "row 3 breaks 1 <= emitted"),
+        ("position", 0, "row 2 breaks position . emitted = the next round's position"),
+        ("request", 9, "row 3 breaks 0 <= request < 3"),
+    ],
+)
+def test_rounds_that_cannot_have_been_are_named(
+    tmp_path: Path, name: str, value: int, message: str
+) -> None:
+    file = replayed(tmp_path)
+    values = read_rounds(file).rounds[name].copy()
+    values[3] = value
+    with pytest.raises(FileError, match=f"rewritten: {message}"):
+        read_rounds(rewrite(file, column=(name, pa.array(values))))
+
+
+def test_a_log_without_its_last_rounds_is_named(tmp_path: Path) -> None:
+    log = replay(small_trace(), Fixed(2), name="fixed")
+    for rounds, message in ((log.rounds[:-1], "in its last round"), (log.rounds[:0], "no round")):
+        write_rounds(replace(log, rounds=rounds), tmp_path / "cut")
+        with pytest.raises(FileError, match=message):
+            read_rounds(tmp_path / "cut")
+
+
+MEASURED: dict[str, list[Any]] = {
+    "policy": ["a"] * 4, "verify": ["exact"] * 4, "batch": [1] * 4, "forced": [True] * 4,
+    "repeat": [0, 0, 1, 1], "request": ["x", "y"] * 2, "wall_s": [0.1, 0.2, 0.1, 0.2],
+    "rounds": [3, 4] * 2,
+}  # fmt: skip
+
+
+def test_measured_runs_that_are_whole_are_read(tmp_path: Path) -> None:
+    write_measured(MeasuredRuns(pd.DataFrame(MEASURED)), tmp_path / "m")
+    assert read_measured(tmp_path / "m").times.to_dict("list") == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({name: [] for name in MEASURED}, "holds no run"),
+        ({name: values[:3] for name, values in MEASURED.items()},
+         "a / exact has 3 runs of the 4 that its requests and repeats make"),
+        ({"repeat": [0, 0, 1, 0]}, "holds a run twice: .*'request': 'y'"),
+        ({"rounds": list("3434")}, "column 'rounds' is of type string"),
+        ({"policy": ["a", None, "a", "a"]}, "column 'policy' is of type string, with 1 gaps"),
+        ({"wall_s": [0.1, float("nan"), 0.1, 0.2]}, "row 1 breaks 0 <= wall_s"),
+        ({"batch": [1, 0, 1, 1]}, "row 1 breaks 1 <= batch"),
+    ],
+)  # fmt: skip
+def test_measured_runs_that_are_none_are_named(
+    tmp_path: Path, changed: dict[str, list[Any]], message: str
+) -> None:
+    times = pa.table({**MEASURED, **changed})
+    write_file(tmp_path / "m", "measured", times, {"meta": {}})
+    with pytest.raises(FileError, match=message):
+        read_measured(tmp_path / "m")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recordings of other draft sources."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_recordings(random_recordings(random_outputs(3), 3, missing=0.0), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["starts-medusa", "exits", "trees-eagle2.eagle"])
+@pytest.mark.parametrize("meta", [[], "text", -1, None, {"sampling": []}, {"layers": "x"}])
+def test_a_source_whose_provenance_is_no_table_is_named(
+    sources: Path, name: str, meta: object
+) -> None:
+    file = rewrite(sources / f"{name}.parquet", header={"meta": meta})
+    with pytest.raises(FileError, match="rewritten: header field 'meta"):
+        READERS[name.partition("-")[0]](file)
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "message"),
+    [
+        ("exits", {"layers": 10**12}, "'layers' is 1000000000000, expected 1 to 4096"),
+        ("exits", {"path_starts": [0, 5, 3]}, "'path_starts' is .0, 5, 3., expected rows"),
+        ("exits", {"settings": [[0.5, 0.3, 0.5, None, "x"]]}, "'settings' is .*expected tau"),
+        ("starts-medusa", {"offsets": 10**9}, "'offsets' is 1000000000, expected 1 to 4096"),
+        ("starts-medusa", {"request_starts": None}, "'request_starts' is None, expected rows"),
+        ("trees-eagle2.eagle", {"layers": -1}, "'layers' is -1, expected 1 to 4096"),
+    ],
+)
+def test_a_sources_header_is_checked(
+    sources: Path, name: str, header: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FileError, match=message):
+        READERS[name.partition("-")[0]](rewrite(sources / f"{name}.parquet", header=header))
+
+
+def test_a_source_without_rows_or_with_gaps_is_named(sources: Path) -> None:
+    exits = pq.read_table(sources / "exits.parquet")
+    header = json.loads(pq.read_metadata(sources / "exits.parquet").metadata[b"draftsim"])
+    for table, message in (
+        (exits.slice(0, 0), "header field 'path_starts'"),
+        (exits.set_column(3, "token", pa.array([None] * len(exits), pa.int32())), "'token' is of"),
+        (exits.set_column(4, "argmax", pa.array([[1]] * len(exits))), "'argmax' is of type"),
+    ):
+        write_file(sources / "changed", "exits", table, header)
+        with pytest.raises(FileError, match=message):
+            read_exits(sources / "changed")

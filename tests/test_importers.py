@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,73 @@ def test_the_interval_of_curves_holds_the_true_one(accepted: list[int]) -> None:
         assert (mine[0] <= theirs[1] + 1e-12).all()
     assert sums.block_efficiency()[0][-1] == pytest.approx(1 + sums.mean_accepted)
     assert sums.block_efficiency()[1][-1] == pytest.approx(1 + sums.mean_accepted)
+
+
+def changed(name: str, path: str, value: Any) -> Any:
+    """The example of a format with the value at `path`, a name or number a step, replaced."""
+    document = deepcopy(example(name))
+    holder, (*steps, last) = document, path.split(".")
+    for step in steps:
+        holder = holder[int(step) if isinstance(holder, list) else step]
+    holder[int(last) if isinstance(holder, list) else last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "message"),
+    [
+        ("llamacpp", "timings.draft_n", 10**9, "timings.draft_n is 1,000,000,000 in 7 rounds, "
+         "expected at most 4,096 drafted tokens in each"),
+        ("llamacpp", "timings.predicted_n", 10**8, "timings.predicted_n is 100,000,000, expected"),
+        ("llamacpp", "timings.predicted_ms", "x", "timings.predicted_ms is 'x', expected"),
+        ("llamacpp", "timings.predicted_ms", 1e308, r"timings.predicted_ms is 1e\+308"),
+        ("tensorrt-llm", "0.specDecodingStats.numDraftTokens", 2 * 10**8,
+         "numDraftTokens is 200,000,000 in 2 rounds"),
+        ("specbench", "choices.0.accept_lengths", [10**18, 1, 2], "accept_lengths holds 1,000,000"),
+        ("specbench", "choices.0.new_tokens", [10**18], "new_tokens holds 1,000,000,000,000,000,0"),
+        ("vllm", "metrics.speculative_decoding.per_step_drafted", [3, 2**40],
+         "per_step_drafted holds 1,099,511,627,776, expected at most 4,096"),
+        ("vllm", "usage", "x", "usage is 'x', expected an object"),
+        ("sglang", "meta_info.spec_correct_drafts_histogram", {}, "no list of whole numbers"),
+        ("sglang", "meta_info.spec_num_proposed_drafts", 10**15, "tokens drafted in 33 rounds"),
+        ("aiperf", "spec_decode_acceptance.per_step_accepted", 1, "per_step_accepted is no list"),
+        ("eagle", "choices.0.wall_time", [float("inf"), 1.0], "wall_time=inf: expected"),
+        ("by-start", "acc_eagle.acc_len", [2**70, 1, 1], "acc_eagle holds 1,180,591,620,717,411"),
+        ("by-start", "generated_token_ids", [3, 4, 2**63], "generated_token_ids holds 9,223,372"),
+        ("llama-bench", "samples_ns", [[1], "x"], "samples_ns is"),
+        ("llama-bench", "n_gen", 1e300, r"n_gen is 1e\+300, expected a whole number"),
+    ],
+)  # fmt: skip
+def test_one_number_of_a_log_does_not_set_the_memory(
+    name: str, path: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FileError, match=message) as refused:
+        import_log(name, [written(tmp_path, changed(name, path, value))], Options())
+    assert "log" in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("prometheus", SCRAPE.replace('position="1"', 'position="\u00b2"').format(10, 20, 9, 6, 3),
+         "line 7: the label position is '\u00b2', expected a whole number"),
+        ("prometheus", SCRAPE.replace('position="1"', f'position="{"1" * 5000}"')
+         .format(10, 20, 9, 6, 3), "line 7: the label position is '1111"),
+        ("prometheus", SCRAPE.format(10, 20, 1e18, 6, 3), "line 5: .* is no count of at most"),
+        ("rounds", "drafted,accepted\n3,\u00b2\n", "line 2: accepted is '\u00b2', expected"),
+        ("rounds", "drafted,accepted\n3,1,1\n", "line 2: has not as many values"),
+        ("rounds", "drafted,accepted\n5000,1\n", "line 2: drafted is 5,000, expected at most"),
+        ("specbench", [row(1, [2]), row(1, [2])], "holds question 1, turn 1 2 times"),
+        ("llamacpp", "[" * 100_000, "line 1: is not JSON .nested deeper than 64 levels"),
+        ("llamacpp", '{"timings": {"draft_n": ' + "9" * 5000 + "}}", "a number of 5000 digits"),
+    ],
+)  # fmt: skip
+def test_what_no_program_writes_is_one_line(
+    name: str, content: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FileError, match=message):
+        import_log(name, [written(tmp_path, content)], Options())
 
 
 def test_options_of_another_format_are_refused(tmp_path: Path, run: Run) -> None:

@@ -163,6 +163,11 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
     assert tmp_path.name in text
     assert "Predicted against measured" in text
     assert "Measured, but not replayed for this page" in text
+    (tmp_path / "measured.parquet").unlink()
+    (tmp_path / "measured.parquet").mkdir()
+    odd = run("report", "--run", tmp_path, "--out", out)
+    assert odd.code == 2
+    assert "measured.parquet: is no regular file" in odd.err
     missing = run("report", "--run", tmp_path / "nowhere", "--out", out)
     assert missing.code == 2
     assert missing.err.count("\n") == 1

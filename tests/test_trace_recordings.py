@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.table import LatencyTable
 from traces.store.files import write_latency, write_trace
-from traces.store.recordings import find_latency, find_trace, folder_of, parse_latency, recordings
+from traces.store.recordings import (
+    ELSEWHERE,
+    find_latency,
+    find_trace,
+    folder_of,
+    parse_latency,
+    recordings,
+    trace_folder,
+)
 
 
 @pytest.fixture
@@ -106,3 +115,13 @@ def test_latencies_in_words() -> None:
 def test_wrong_words_say_what_is_expected(text: str, message: str) -> None:
     with pytest.raises(DraftsimError, match=message):
         parse_latency(text)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "/", 3, None])
+def test_a_trace_elsewhere_is_in_a_folder_next_to_this_one(tmp_path: Path, name: object) -> None:
+    """``..`` would be the trace of the folder that holds them all."""
+    folder = tmp_path / "recording"
+    folder.mkdir()
+    (folder / ELSEWHERE).write_text(json.dumps({"trace": name}))
+    with pytest.raises(FileError, match=r"elsewhere.json: names no trace: unpack"):
+        trace_folder(folder)

@@ -207,12 +207,12 @@ def write_outputs(run: RealRun, path: Path) -> None:
         "outputs": [asdict(output) for output in run.outputs],
     }
     # As it is read again: tuples are lists then.
-    document[DIGEST] = _digest(parse_json(json.dumps(document)))
+    document[DIGEST] = digest_of(parse_json(json.dumps(document)))
     write_atomically(path.with_suffix(".json"), json.dumps(document).encode())
 
 
-def _digest(document: Mapping[str, Any]) -> str:
-    """SHA-256 of a document without its own digest, in hexadecimal."""
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document without its own digest, in hexadecimal."""
     rest = {name: value for name, value in document.items() if name != DIGEST}
     return hashlib.sha256(json.dumps(rest).encode()).hexdigest()
 
@@ -236,7 +236,7 @@ def read_run(path: str | os.PathLike[str]) -> RealRun:
         )
     if extra := sorted(set(document) - {"schema", "meta", "outputs", DIGEST}):
         raise FileError(f"{beside}: has an unknown field {extra[0]!r}: {REMEDY}")
-    if document.get(DIGEST, _digest(document)) != _digest(document):
+    if document.get(DIGEST, digest_of(document)) != digest_of(document):
         raise FileError(f"{beside}: the content does not match its checksum: {REMEDY}")
     meta, rows = meta_of(beside, document), document.get("outputs")
     if not isinstance(rows, list):
