@@ -125,8 +125,8 @@ def check_code(out: Path, prompts: Path | None, decodes: bool) -> None:
 
 def score_code(out: Path, prompts: Path) -> None:
     """Run the code of every output kept in the folder whose prompt has tests; keep which pass."""
+    from commands.common.progress import progress_bar
     from profiler.checks.sandbox import judge
-    from profiler.profile import progress_bar
     from traces.store.outputs import find_runs, quality_of_code, read_run, write_outputs
 
     tasks, known = _tasks(prompts), dict[tuple[str, str], bool]()

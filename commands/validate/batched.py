@@ -97,7 +97,8 @@ def fastest_by_batch(
     every = load_serving_policies([*lengths, "all"], trace, latency, "static")
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum()
-    best = {int(batch): str(part.idxmin()[1]) for batch, part in seconds.groupby("batch")}
+    fastest: Any = seconds.groupby("batch").idxmin()
+    best = {int(batch): str(policy) for batch, policy in fastest}
     found = {name: every[name] for name in best.values() if name not in known}
     for name in found:
         at = ", ".join(str(batch) for batch, own in best.items() if own == name)

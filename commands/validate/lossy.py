@@ -66,10 +66,10 @@ def lossy_check(
     ]
     if not policy:
         every = load_policies(None, trace, say=False)
-        *found, _ = predicted_fastest(
+        name, fastest, _ = predicted_fastest(
             latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
         )
-        chosen = with_fastest(chosen, (found[0], found[1]))
+        chosen = with_fastest(chosen, (name, fastest))
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_DRAFTED, digits, label, shown, whole
+from traces.importers.bounds import MOST_DRAFTED, digits, label, whole
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals
@@ -86,7 +87,7 @@ def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise FileError(f"{at}: metrics is {shown(metrics)}, expected an object")
     for name in ("usage_prompt_tokens", "input_sequence_length"):
         found = metrics.get(name) if isinstance(metrics, dict) else None
-        value = found.get("value") if isinstance(found, dict) else None
+        value: Any = found.get("value") if isinstance(found, dict) else None
         if type(value) in (int, float):
             return {"prompt_tokens": int(value) if value == value // 1 else value}
     return {}

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from statistics import median
 from typing import Any, NamedTuple
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_TOKENS, is_seconds, label, shown
+from traces.importers.bounds import MOST_TOKENS, is_seconds, label
 from traces.importers.rows import only_file, read_json_rows
 from traces.importers.totals import Totals
 

@@ -14,18 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import (
-    MOST_COUNT,
-    MOST_TOKENS,
-    check_drafted,
-    is_seconds,
-    shown,
-    whole,
-)
+from traces.importers.bounds import MOST_COUNT, MOST_TOKENS, check_drafted, is_seconds, whole
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Totals
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import check_drafted, shown, whole
+from traces.importers.bounds import check_drafted, whole
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import Rows, read_json_rows
 from traces.importers.totals import Totals

@@ -13,13 +13,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, Literal
 
 from traces.acceptance.schema import Request
 from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, shown, whole, wholes
+from traces.importers.bounds import MOST_DRAFTED, MOST_TOKENS, label, whole, wholes
 from traces.importers.histograms import Summary, pooled
 from traces.importers.rows import LoggedRound, Rows, logged_trace, matches, read_json_rows
 from traces.importers.totals import Totals

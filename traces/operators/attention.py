@@ -117,7 +117,7 @@ class AttentionOperators:
         for (name, shared), own in rows.groupby(["model", "tensor_parallel"], sort=False):
             timed = _timed(own)
             if timed is not None and str(name) in ARCHITECTURES:
-                self._timed.setdefault(heads_of(ARCHITECTURES[str(name)], int(shared)), timed)
+                self._timed.setdefault(heads_of(ARCHITECTURES[str(name)], int(str(shared))), timed)
 
     @property
     def splits_all(self) -> bool:

@@ -90,14 +90,14 @@ def _read() -> dict[str, Architecture]:
     with (DATA / "models.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     flags = ("tied", "gated", "qk_norm")
-    return {
-        row["name"]: Architecture(
-            row.pop("name"), row.pop("hub"),
-            **{key: bool(int(row.pop(key))) for key in flags},
-            **{key: int(value) for key, value in row.items()},
-        )
-        for row in rows
-    }  # fmt: skip
+    found = {}
+    for row in rows:
+        name, hub = row.pop("name"), row.pop("hub")
+        values: dict[str, Any] = {
+            key: bool(int(value)) if key in flags else int(value) for key, value in row.items()
+        }
+        found[name] = Architecture(name, hub, **values)
+    return found
 
 
 ARCHITECTURES: Mapping[str, Architecture] = _read()

@@ -134,7 +134,8 @@ def write_trees(recording: TreeRecording, path: PathLike) -> None:
 def read_trees(path: PathLike) -> TreeRecording:
     """The recording of draft trees at `path`; FileError if it is missing or damaged."""
     with _read(path, TREES) as (header, table):
-        rows, layers, meta = table.num_rows, header.get("layers"), header["meta"]
+        rows, meta = table.num_rows, header["meta"]
+        layers: Any = header.get("layers")
         check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
         check(path, "meta.topk", meta.get("topk"), is_whole(meta.get("topk"), 1), "1 or more")
         own, within = np.triu_indices(layers)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from reprlib import repr as shown
 
 import pandas as pd
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, shown
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits
 from traces.importers.rows import only_file
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable

@@ -6,13 +6,14 @@ import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, label, shown, whole
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, label, whole
 from traces.store.text import json_lines
 
 NORMAL_IQR = 0.6744897501960817

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 
 from traces.errors import FileError
-from traces.importers.bounds import MOST_DRAFTED, shown
+from traces.importers.bounds import MOST_DRAFTED
 from traces.importers.scrapes.text import read_counts, read_samples
 from traces.importers.totals import Totals
 

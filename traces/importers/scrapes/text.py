@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as shown
 from typing import NamedTuple
 
 from traces.errors import FileError
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, digits, shown
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, digits
 from traces.store.text import read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
