@@ -6,6 +6,7 @@ import csv
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from traces.errors import DraftsimError
 from traces.operators.devices import DATA

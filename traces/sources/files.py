@@ -60,7 +60,7 @@ def write_exits(recording: ExitRecording, path: PathLike) -> None:
 def read_exits(path: PathLike) -> ExitRecording:
     """The early-exit recording at `path`; FileError if it is missing or damaged."""
     with _read(path, EXITS) as (header, table):
-        layers = header.get("layers")
+        layers: Any = header.get("layers")
         check(path, "layers", layers, is_whole(layers, 1, MOST_LAYERS), f"1 to {MOST_LAYERS}")
         for name in ("exit_layers", "omegas", "settings"):
             check(path, name, header.get(name), isinstance(header.get(name), list), "a list")
