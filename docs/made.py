@@ -69,6 +69,23 @@ def kinds() -> str:
     return table(("kind", "holds"), [(code(name), what) for name, what in KINDS.items()])
 
 
+BOUNDS = (
+    "traces.store.text:MOST_BYTES", "policies.json_text:MOST_DEPTH",
+    "policies.json_text:MOST_DIGITS", "traces.acceptance.schema:MOST_DRAFTED",
+    "traces.acceptance.schema:MOST_TOKENS", "traces.importers.bounds:MOST_COUNT",
+    "traces.importers.bounds:MOST_SECONDS", "simulator.serving.arrivals:MOST_S",
+)  # fmt: skip
+
+
+def bounds() -> str:
+    """The bounds of what is read from a file."""
+    rows = []
+    for module, _, name in (where.partition(":") for where in BOUNDS):
+        value = getattr(importlib.import_module(module), name)
+        rows.append((f"{value:,.0f}", string_behind(module, name)))
+    return table(("at most", "of what"), rows)
+
+
 def phases() -> str:
     """The phases of a latency table."""
     return table(("phase", "what was timed"), [(code(n), what) for n, what in PHASES.items()])
@@ -267,7 +284,7 @@ def equivalents() -> str:
 
 
 MAKERS: Mapping[str, Callable[..., str]] = {
-    "api": api, "calls": calls, "catalogued": catalogued, "columns": columns,
+    "api": api, "bounds": bounds, "calls": calls, "catalogued": catalogued, "columns": columns,
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,

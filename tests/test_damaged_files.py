@@ -661,6 +661,7 @@ def wrong(reader: Reader, place: Path, name: str) -> list[str]:
     return found
 
 
+@pytest.mark.invariant(13)
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_are_refused_in_one_line(name: str, place: Path, tmp_path: Path) -> None:
     said_in = tmp_path / "said"

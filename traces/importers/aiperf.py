@@ -62,8 +62,9 @@ class AIPerf:
 def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     requests, match, drafted = [], [], 0
     for at, row, record in records:
-        about = row.get("metadata")
-        about = about if isinstance(about, dict) else {}
+        about = row.get("metadata") or {}
+        if not isinstance(about, dict):
+            raise FileError(f"{at}: metadata is {shown(about)}, expected an object")
         tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}
         usage = {name: value for name, value in tokens.items() if value is not None}
         response = {"id": about.get("x_request_id"), "usage": usage}
