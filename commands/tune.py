@@ -12,16 +12,14 @@ from commands.common.devices import (
     AlwaysOption,
     GpuOption,
     WeightsOption,
-    one_latency,
     say_calibrate,
 )
-from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     TraceOption,
-    load_trace,
     origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed
@@ -129,18 +127,17 @@ def tune(
     from simulator.tune.launch import FILE
     from traces.replay.always import drafting_always
 
-    recorded = load_trace(trace, "tune")
-    table = one_latency(latency, trace, gpu, assume_batch_free, weights)
-    drafted = drafted_by(source, trace, recorded)
-    if drafted is not None:
-        if engine in ONE_REQUEST:
-            raise DraftsimError(
-                f"what is tuned for {engine.value} drafts with a model, not with "
-                f"{drafted.trace.source}: tune for vllm or sglang"
-            )
-        drafted.check_costs((), gpu or weights)
-        recorded, table = drafted.trace, drafted.priced(table, 1, assume_batch_free)
-    table = drafting_always(table, always_draft)
+    recording = load_recording(
+        trace, latency, source, chooses="tune", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free,
+    )  # fmt: skip
+    recorded = recording.trace
+    if recording.source is not None and engine in ONE_REQUEST:
+        raise DraftsimError(
+            f"what is tuned for {engine.value} drafts with a model, not with "
+            f"{recorded.source}: tune for vllm or sglang"
+        )
+    table = drafting_always(recording.priced(), always_draft)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = _numbers("--batch", batch)
@@ -150,8 +147,6 @@ def tune(
     if try_out:
         if engine is not Engine.VLLM:
             raise DraftsimError(f"--try runs vllm, not {engine.value}")
-        if drafted is not None:
-            raise DraftsimError("--try forces a draft model's recording: drop --source")
         from commands.engine.trial import check_trial
 
         longest = check_trial(table)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.devices import AlwaysOption
+from commands.common.drafted import load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
     LatencyOption,
@@ -16,9 +17,7 @@ from commands.common.inputs import (
     PolicyOption,
     TraceOption,
     VerifyOption,
-    load_latency,
     load_rule,
-    load_trace,
     say_memory,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
@@ -28,7 +27,6 @@ from commands.common.ranking import (
 )
 from commands.common.sources import (
     SourceOption,
-    load_source,
     split_systems,
     with_free_lookups,
 )
@@ -40,9 +38,9 @@ from commands.simulate.runs import (
     same_requests,
 )
 from commands.simulate.table import (
-    LOSSLESS,
     compared,
     headline,
+    lossless,
     over_all,
     print_ranked,
     with_quality,
@@ -112,7 +110,6 @@ def simulate(
     or pld; all lists them too.  With const: latencies, searching text costs nothing.
     """
     from traces.replay.always import drafting_always
-    from traces.sources.found import find_recordings
     from traces.sources.replay import check_rule
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -127,23 +124,23 @@ def simulate(
         for group in same_requests(logs):
             rows = _rows(Ranking([]), group, table, against, resamples, prefill, by_category)
             found += with_quality(rows, runs, decoded_part(recorded, group[0]))
-        _emit(found, json, prefill, out)
+        _emit(found, json, prefill, out, rounds.name)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
-    recorded = load_trace(trace)
-    table = drafting_always(load_latency(latency, trace), always_draft)
+    recording = load_recording(trace, latency, source, one_stream=True)
+    recorded = recording.trace
+    table = drafting_always(recording.priced(), always_draft)
     say_disturbed(table)
-    drafting, (texts, systems) = load_source(source), split_systems(policy)
-    if drafting is not None:
+    texts, systems = split_systems(policy)
+    if recording.stream is not None:
         _refuse_with("--source", plots=plots, robustness=robustness, systems=systems)
-        recordings = find_recordings(trace, recorded)
         rule = load_rule(verify, recorded, memory)
-        check_rule(rule, drafting, recorded)
+        check_rule(rule, recording.stream, recorded)
         table = with_free_lookups(table)
-        ranking = rank_source(recorded, table, texts, drafting, recordings, rule)
+        ranking = rank_source(recorded, table, texts, recording.stream, recording.recordings, rule)
         rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
-        _emit(rows, json, prefill, out)
+        _emit(rows, json, prefill, out, recording.said)
         return
     if robustness:
         from commands.common.figures import robustness_families
@@ -157,12 +154,13 @@ def simulate(
     if systems:
         _refuse_with("--policy", verify=verify, systems=systems)
     rule = load_rule(verify, recorded, memory)
-    ranking, more = replay_side_by_side(trace, recorded, table, texts, systems, rule)
+    recording.check_rule(rule)
+    ranking, more = replay_side_by_side(recording, table, texts, systems, rule)
     logs, table = ranking.logs, with_free_lookups(table)
     rows = _rows(ranking, [*logs, *more], table, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    _emit(with_quality(rows, runs, recorded), json, prefill, out)
+    _emit(with_quality(rows, runs, recorded), json, prefill, out, recording.said)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -171,7 +169,7 @@ def simulate(
 
         if not logs:
             raise DraftsimError("--plots compares policies with the draft model: name some")
-        own_text = [log for log in more if log.verify in LOSSLESS]
+        own_text = [log for log in more if lossless(log.verify)]
         for path in save_all(recorded, table, logs, plots, systems=own_text):
             note(f"wrote {path}")
 
@@ -205,10 +203,15 @@ def _rows(
     ]
 
 
-def _emit(rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None) -> None:
-    """Print or write the rows, and say what was read outside the measured cells, or not at all."""
-    more = {"headline": headline(over_all(rows))}
-    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows))
+def _emit(
+    rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None, of: str = ""
+) -> None:
+    """Print or write the rows, and say what was read outside the measured cells, or not at all.
+
+    ``of``: the recording, its models and device.
+    """
+    more = {"headline": headline(over_all(rows), of)}
+    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, of))
     shown = over_all(rows)
     outside = [row for row in shown if row["outside"]]
     if outside:

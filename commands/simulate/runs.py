@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commands.common.inputs import load_latency, load_method, load_trace, replay_all
+from commands.common.drafted import Recording, load_recording
+from commands.common.inputs import load_method, replay_all
 from commands.common.ranking import (
     Ranking,
     is_unfitted,
@@ -58,38 +59,40 @@ def rank_source(
 
 
 def replay_side_by_side(
-    name: str, trace: Trace, latency: LatencyTable, texts: Sequence[str] | None,
-    systems: Sequence[str], rule: VerifyRule | None = None,
+    recording: Recording, latency: LatencyTable, texts: Sequence[str] | None,
+    systems: Sequence[str], rule: VerifyRule | None = None, lossy: bool = True,
 ) -> tuple[Ranking, list[RoundLog]]:  # fmt: skip
-    """The policies of `texts` to be ranked, and what is listed beside them.
+    """Return the policies of `texts` to be ranked, and the logs to list with them.
 
-    That are the `systems`, and with every policy what the papers call by a name, unless a `rule`
-    is asked for.  ``name`` is that of the trace, beside which lie the recordings of other sources.
+    Listed are the `systems`, and with every policy all that the papers call by a name, unless a
+    `rule` is asked for; the methods that change the text only if ``lossy``.
     """
     from simulator.forks import results_of
     from traces.sources.base import Recordings
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS
 
+    name, outputs, trace = recording.name, recording.outputs, recording.trace
     free = with_free_lookups(latency)
 
     def ranked() -> Ranking:
         return rank(trace, latency, texts, rule) if texts is None or texts else Ranking([])
 
     def asked() -> list[RoundLog]:
-        recordings = find_recordings(name, trace) if systems else Recordings()
-        return [log for system in systems for log in replay_system(system, trace, recordings)]
+        recordings = find_recordings(name, outputs) if systems else Recordings()
+        return [log for system in systems for log in replay_system(system, outputs, recordings)]
 
     parts: list[Callable[[], Any]] = [ranked, asked]
     every = rule is None and (texts is None or "all" in texts)
     if every:
         # The longest first.
-        parts = [*_listed(name, trace, free), partial(replay_methods, trace), *parts]
+        methods = partial(replay_methods, trace) if lossy else list
+        parts = [*_listed(name, outputs, free), methods, *parts]
     same = [latency, free, *trace.requests]
     *found, ranking, more = results_of(parts, trace.tokens * len(SYSTEMS), shared=same)
     if every:
-        *listed, methods = found
-        more += methods
+        *listed, of_methods = found
+        more += of_methods
         known = {log.policy for log in more}
         more += [log for log in in_listed_order(listed) if log.policy not in known]
     return ranking, more
@@ -145,6 +148,7 @@ def recorded_rounds(
     from traces.store.files import read_rounds
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs
+    from traces.store.recordings import SAMPLED
 
     files = find_runs(path)
     if not files:
@@ -154,9 +158,18 @@ def recorded_rounds(
     own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
     if own is not None:
         check_folder(own, files)
-    table = load_latency(latency, trace if own is None else str(own))
-    recorded = own is not None and (own / "trace.parquet").is_file()
-    return [read_rounds(file) for file in files], table, load_trace(str(own) if recorded else trace)
+    if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
+        trace = str(own)
+    elif own is not None and latency is None:
+        latency = str(own)
+    recording = load_recording(trace, latency)
+    logs = [read_rounds(file) for file in files]
+    if recording.source is not None and any(log.drafter == "draft" for log in logs):
+        raise DraftsimError(
+            f"the latencies are of drafting with {recording.trace.source}, and the rounds in "
+            f"{path} were drafted by a draft model: give latencies of one with --latency"
+        )
+    return logs, recording.latency, recording.outputs
 
 
 def decoded_part(trace: Trace, log: RoundLog) -> Trace:
