@@ -6,19 +6,15 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import (
-    DEFAULT_TRACE,
-    LatencyOption,
-    TraceOption,
-    load_latency,
-    load_trace,
-)
+from commands.common.drafted import DraftedOption, load_recording
+from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 
 
 def check(
     trace: TraceOption = DEFAULT_TRACE,
     latency: LatencyOption = None,
+    source: DraftedOption = None,
     tokens: Annotated[
         int, typer.Option(min=1000, help="Length of each synthetic output.")
     ] = 20_000,
@@ -32,7 +28,8 @@ def check(
     """
     from simulator.check import run_checks
 
-    rows = run_checks(load_trace(trace), load_latency(latency, trace), tokens=tokens)
+    recording = load_recording(trace, latency, source)
+    rows = run_checks(recording.trace, recording.priced(), tokens=tokens)
     emit("check", rows, json, out=out)
     failed = rows[~rows["ok"] & ~rows["formula"].str.startswith("recorded")]
     if len(failed):

@@ -52,7 +52,7 @@ def demo(
         rows = spot_check(out, repeats=repeats, remeasure=True)
     if json is None:
         note("Predicted from the recording:")
-        print_ranked(compared(summary, runs, latency, None, 2000))
+        print_ranked(compared(summary, runs, latency, None, 2000), recording=f"{out}")
     emit("demo", rows, json, show=columns_shown(rows))
     say_verdict(rows)
     drawn = save_all(trace, latency, ranking.logs, out / "plots", rows)

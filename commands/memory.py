@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies, load_trace
+from commands.common.drafted import load_recording
+from commands.common.inputs import DEFAULT_TRACE, TraceOption, load_policies
 from commands.common.output import note, placed_as, placed_recording
+from traces.errors import DraftsimError
 
 
 def calibrate_memory(
@@ -48,7 +50,13 @@ def calibrate_memory(
     from traces.store.files import write_trace
     from traces.store.writing import write_atomically
 
-    recorded = load_trace(trace)
+    recording = load_recording(trace, None, by_ratio=True, one=False)
+    if recording.source is not None:
+        raise DraftsimError(
+            f"a memory counts the corrections of a draft model, and {trace} drafts with "
+            f"{recording.trace.source}: name a recording of a draft model with --trace"
+        )
+    recorded = recording.trace
     train, others = split_requests(recorded, split)
     [(name, chosen)] = load_policies([policy], recorded)
     memory = calibrated(recorded.select(train), chosen, OnlineCorrectionMemory(capacity))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,19 +12,20 @@ from commands.common.devices import (
     AlwaysOption,
     GpuOption,
     WeightsOption,
-    one_latency,
     say_calibrate,
 )
+from commands.common.drafted import DraftedOption, Recording, load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
     TRACE_VARIABLE,
     LatencyOption,
     PolicyOption,
-    load_trace,
+    as_named,
 )
 from commands.common.output import note, placed_as
 from commands.common.progress import working
-from commands.common.ranking import rank
+from commands.common.sources import with_free_lookups
+from commands.simulate.runs import replay_side_by_side, split_asked
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def report(
             "--run",
             metavar="RUN",
             envvar=TRACE_VARIABLE,
+            callback=as_named,
             help="Run folder of `draftsim profile`, or bundled recording.",
         ),
     ] = DEFAULT_TRACE,
@@ -47,6 +49,7 @@ def report(
     ] = Path("report.html"),
     latency: LatencyOption = None,
     policy: PolicyOption = None,
+    source: DraftedOption = None,
     always_draft: AlwaysOption = None,
     gpu: GpuOption = None,
     weights: WeightsOption = None,
@@ -55,30 +58,62 @@ def report(
     ] = True,
     resamples: Annotated[int, typer.Option(min=1, help="Bootstrap resamples over prompts.")] = 2000,
 ) -> None:
-    """Write one HTML page to hand on: no network, sliders that recompute in the page."""
+    """Write one HTML page to hand on: no network, sliders that recompute in the page.
+
+    The page ranks the policies and named systems that `simulate` ranks, and recommends the same
+    one.
+    """
     from simulator.report import build_report, write_report
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
 
-    trace = load_trace(run, "the report")
-    table = drafting_always(one_latency(latency, run, gpu, weights=weights), always_draft)
+    recording = load_recording(run, latency, source, chooses="the report", gpu=gpu, weights=weights)
+    if recording.trace.drafts_end:
+        raise DraftsimError(
+            f"the page's sliders change the cost of a drafted token, and {recording.trace.source} "
+            "drafts all of a round's at once: price it with `draftsim simulate --source`"
+        )
+    table = drafting_always(recording.priced(), always_draft)
     say_calibrate([table], 2 if serve and table.knows_batches else 1)
     # Times measured on another device are no check of what is predicted for this one.
-    other = latency is not None or table.meta.get("scaled") or always_draft is not None
+    other = (
+        latency is not None or table.meta.get("scaled") or always_draft is not None
+        or recording.source is not None
+    )  # fmt: skip
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)
+    asked = split_asked(policy)
+    if asked.ruled:
+        raise DraftsimError(
+            f"{asked.ruled[0]!r} changes the text, and the page ranks lossless policies: price it "
+            "with `draftsim simulate`"
+        )
     with working("replaying policies", alone=True) as progress:
-        ranking = rank(trace, table, policy)
+        ranking, more = replay_side_by_side(recording, table, asked, lossy=False)
+        table = with_free_lookups(table)
         notes = {**ranking.notes}
         for name, span in carried_spans(ranking.logs, table).items():
             notes[name] = "; ".join(filter(None, (notes.get(name), span)))
-        logs = [always_drafted(log, passes_always(table)) for log in ranking.logs]
+        logs = [always_drafted(log, passes_always(table)) for log in (*ranking.logs, *more)]
         page = build_report(
-            trace, table, logs, notes=notes, measured=measured,
+            recording.trace, table, logs, notes=notes, measured=measured, pair=names_of(recording),
             title=Path(run).name, serve=serve, resamples=resamples, progress=progress,
         )  # fmt: skip
     write_report(page, out)
     note(f"wrote {out}, {out.stat().st_size / 1e3:.0f} kB")
+
+
+def names_of(recording: Recording) -> Mapping[str, str]:
+    """Return the names that the page gives to a recording's target and drafter.
+
+    Those in the trace may say only the model's role.
+    """
+    from simulator.report.data import model_name
+
+    found = {role: model_name(about) for role, about in recording.models.items() if about}
+    if recording.source is not None:
+        found["draft"] = recording.trace.source
+    return found
 
 
 def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:

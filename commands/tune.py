@@ -15,17 +15,15 @@ from commands.common.devices import (
     AlwaysOption,
     GpuOption,
     WeightsOption,
-    one_latency,
     say_calibrate,
 )
-from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
     AssumeOption,
     LatencyOption,
     TraceOption,
     batch_sizes,
-    load_trace,
     origin_of,
 )
 from commands.common.output import JsonOption, emit, note, placed_as
@@ -33,7 +31,7 @@ from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from commands.common.drafted import Drafted
+    from commands.common.drafted import Recording
     from simulator.targets import Targets
     from simulator.tune import Tuned
     from simulator.tune.launch import NamedDrafter
@@ -151,18 +149,17 @@ def tune(
     from traces.replay.always import drafting_always
 
     targets = None if slo is None else parse_targets(slo)
-    recorded = load_trace(trace, "tune")
-    table = one_latency(latency, trace, gpu, assume_batch_free, weights)
-    drafted = drafted_by(source, trace, recorded)
-    if drafted is not None:
-        if engine in ONE_REQUEST:
-            raise DraftsimError(
-                f"what is tuned for {engine.value} drafts with a model, not with "
-                f"{drafted.trace.source}: tune for vllm or sglang"
-            )
-        drafted.check_costs((), gpu or weights)
-        recorded, table = drafted.trace, drafted.priced(table, 1, assume_batch_free)
-    table = drafting_always(table, always_draft)
+    recording = load_recording(
+        trace, latency, source, chooses="tune", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free,
+    )  # fmt: skip
+    recorded = recording.trace
+    if recording.source is not None and engine in ONE_REQUEST:
+        raise DraftsimError(
+            f"what is tuned for {engine.value} drafts with a model, not with "
+            f"{recorded.source}: tune for vllm or sglang"
+        )
+    table = drafting_always(recording.priced(), always_draft)
     if engine is not Engine.VLLM and (by_context or context):
         raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
     sizes = None if batch is None else batch_sizes("--batch", batch)
@@ -172,8 +169,6 @@ def tune(
     if try_out:
         if engine is not Engine.VLLM:
             raise DraftsimError(f"--try runs vllm, not {engine.value}")
-        if drafted is not None:
-            raise DraftsimError("--try forces a draft model's recording: drop --source")
         from commands.engine.trial import check_trial
 
         longest = check_trial(table)
@@ -183,7 +178,7 @@ def tune(
     if longest is not None:
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
     tuned = _search(engine, recorded, table, sizes, by_context, context, common)
-    target, drafter = _models(drafted, recorded, table)
+    target, drafter = _models(recording, table)
     if engine is Engine.VLLM and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
     rows = [dict(row) for row in tuned.rows]
@@ -274,17 +269,15 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     return "; ".join(said)
 
 
-def _models(
-    drafted: Drafted | None, trace: Trace, latency: LatencyTable
-) -> tuple[str, NamedDrafter]:
+def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
     """What an engine is told of the target and the drafter: their names, as far as recorded."""
     from simulator.tune.launch import METHODS, TARGET, NamedDrafter
 
-    engine = latency.meta.get("engine") or {}
+    trace, engine = recording.trace, latency.meta.get("engine") or {}
     target = str(latency.meta["target"]) if engine else _path(trace, "target") or TARGET
-    if drafted is not None:
-        meta = drafted.recorded
-        kind = METHODS.get(str(meta.get("kind", drafted.source.name)))
+    if recording.source is not None:
+        meta = recording.drafter
+        kind = METHODS.get(str(meta.get("kind", recording.source.name)))
         model = meta.get("model")
         return target, NamedDrafter(kind, None if model is None else str(model))
     if engine.get("own_drafter"):

@@ -26,8 +26,8 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
     """What is degenerate about each run, in words; empty for the others.
 
     A rule that accepts over `HARDLY_VERIFIES` of the mismatches it judges, one that accepts
-    none, and runs that went through the very rounds of an earlier one, whose settings then
-    differ in name alone.
+    none, and runs whose rounds are identical to an earlier one's: their settings differ in name
+    alone.
     """
     seen: dict[tuple[bytes, bytes], RoundLog] = {}
     found = []
@@ -39,7 +39,7 @@ def degenerate(logs: Sequence[RoundLog]) -> list[str]:
         calls = b"" if log.calls is None else log.calls.tobytes()
         first = seen.setdefault((log.rounds.tobytes(), calls), log)
         if first is not log:
-            said.append(f"the very rounds of {_name(first, log)}")
+            said.append(f"identical to {_name(first, log)}")
         elif share == 0:
             said.append("lets no mismatch stand: never fires")
         found.append("; ".join(said))

@@ -136,13 +136,14 @@ def ratio_sums(log: RoundLog) -> RatioSums:
     return _sums(emitted, forwards, verified, rest)
 
 
-def carried_sums(run: Priced, plain: Priced, own: OwnRatios) -> RatioSums:
+def carried_sums(run: Priced, plain: Priced, own: OwnRatios, drafts_at_c: bool = True) -> RatioSums:
     """The sums over priced rounds, with all that they cost carried over to other ratios.
 
     Seconds of drafting (catching up on the draft's cache and longer contexts included) are
     taken as proportional to c, those of verifying drafts to v, and signals, the host and plain
     decoding stay what they are.  At the pair's own ratios the speedup is then that of the
-    seconds themselves (`simulator.summary.summarize`).
+    seconds themselves (`simulator.summary.summarize`).  Without ``drafts_at_c`` the seconds of
+    drafting stay as well: another source drafts than the model that c is the cost of.
 
     Raises
     ------
@@ -151,7 +152,10 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios) -> RatioSums:
     """
     drafts = run.log.rounds["drafted"] > 0
     unit = own.target_s
+    others = run.log.per_request(run.signal_s + run.host_s)
     drafting = run.log.per_request(run.draft_s)
+    if not drafts_at_c:
+        others, drafting = others + drafting, np.zeros_like(drafting)
     verifying, undrafted = (
         run.log.per_request(np.where(mask, run.verify_s, 0.0)) for mask in (drafts, ~drafts)
     )
@@ -165,7 +169,6 @@ def carried_sums(run: Priced, plain: Priced, own: OwnRatios) -> RatioSums:
                 "give latencies above 0"
             )
     emitted = [float(p.log.rounds["emitted"].sum(dtype=np.int64)) for p in (run, plain)]
-    others = run.log.per_request(run.signal_s + run.host_s)
     return _sums(
         # A lossy run's outputs have other lengths: plain decoding of as many tokens.
         plain.decode_s * (emitted[0] / max(emitted[1], 1.0)) / (unit or 1.0),

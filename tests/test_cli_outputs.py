@@ -150,7 +150,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     def worked(*_: object, **__: object) -> None:
         raise AssertionError("it worked first")
 
-    monkeypatch.setattr("commands.simulate.command.load_trace", worked)
+    monkeypatch.setattr("commands.simulate.command.load_recording", worked)
     ran = run("simulate", "--out", tmp_path / out)
     assert ran.code == 2
     assert said in ran.err

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from commands import app
-from commands.common.drafted import drafted_by
+from commands.common.drafted import load_recording
 from docs.engine_tables import checks, served_in_words, stepped_in_words
 from docs.lossy_tables import lossy_rules
 from tests.conftest import ROOT, Run
@@ -83,8 +83,7 @@ def test_the_readmes_figures_of_the_real_pair_are_those_recorded() -> None:
     assert f"takes {ratio.min():.1f} to {ratio.max():.1f} times one" in text
     first = {"draft model": (trace.run_lengths > 0).mean()}
     for name, head in (("EAGLE", "smollm2-eagle"), ("EAGLE-3", "smollm2-eagle3")):
-        drafted = drafted_by(f"eagle:model={head}", "smollm2-cpu", trace)
-        assert drafted is not None
+        drafted = load_recording("smollm2-cpu", None, f"eagle:model={head}")
         columns = drafted.trace.columns
         first[name] = (columns["accepted"][columns["offset"] == 0] > 0).mean()
     for name, share in first.items():

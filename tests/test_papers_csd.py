@@ -156,7 +156,7 @@ def test_what_never_fires_and_what_coincides_is_marked(ours: Ours) -> None:
     assert "never fires" in gate.mark
     assert "-40.00" in gate.note
     both = rows[CSD_ROWS["csd"], "speedup"]
-    assert "the very rounds of" in both.mark
+    assert "identical to" in both.mark
     # And one whose wrong drafts are as good as right ones: the gate lets all of them stand.
     columns["target_draft_logit"] = columns["target_top1"]
     trace = Trace(columns, ours.trace.requests, ours.trace.max_gamma, ours.trace.meta)

@@ -130,7 +130,7 @@ def test_figure_3_is_around_the_optimum_on_the_other_half(made: Made, rows: list
     optima = [label for (label, column), r in figure.items() if "optimum" in r.note]
     assert set(optima) == {f"{n}={getattr(best, n):g}" for n in best._fields}
     # One temperature was recorded: all strengths of annealing are one.
-    marked = [label for (label, _), r in figure.items() if "the very rounds" in r.mark]
+    marked = [label for (label, _), r in figure.items() if "identical to" in r.mark]
     assert {f"omega={o:g}" for o in OMEGAS[1:]} <= set(marked)
 
 

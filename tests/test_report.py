@@ -124,11 +124,15 @@ def test_the_headline_says_whether_the_first_is_told_from_the_best_fixed_length(
     assert head["told_apart"] == (expected[1] > 1)
     assert ("is beyond chance" in lead(page())) == head["told_apart"]
     assert "oracle" not in lead(page())
-    # A rule that comes out as the best fixed length is as fast, not 0.0 % slower.
-    same = [fixed_two(recording()), *logs()[:1], replace(logs()[0], policy="twin")]
-    assert "twin, is just as fast." in lead(
-        build_report(recording(), latency(), same, resamples=20, serve=False)
-    )
+    # A rule that comes out as the best fixed length is as fast, not 0.0 % slower ...
+    twin = replace(logs()[0], policy="twin")
+    text = build_report(recording(), latency(), [twin], resamples=20, serve=False)
+    assert "The best fixed length, γ = 4, is just as fast." in lead(text)
+    # ... and is no policy that adapts its length.
+    same = [fixed_two(recording()), *logs()[:1], twin]
+    text = build_report(recording(), latency(), same, resamples=20, serve=False)
+    assert "twin" not in lead(text)
+    assert "identical to fixed:gamma=4" in {row["note"] for row in data_of(text)["policies"]}
 
 
 def test_a_fitted_rule_is_not_held_against_the_unfitted_one_that_ran() -> None:

@@ -12,6 +12,7 @@ from simulator.formulas import general, leviathan
 from simulator.ratios import RatioSums, break_even_ratio, own_ratios, speedup_at
 from simulator.report import build_report
 from simulator.report.ratio_model import carried
+from simulator.whatif.ranking import FITTED
 from tests.browser import Browser
 from tests.report_pages import POLICIES, data, latency, logs, move, recording, value
 from traces.replay.run import replay
@@ -125,14 +126,51 @@ def test_a_slider_moved_by_keyboard_gives_pythons_number(
         "return [...document.querySelectorAll('#table-ratio tbody tr')]"
         ".map(r => [...r.cells].map(c => c.textContent))"
     )
+    curve = [float(speedup_at(fixed_sums(g), at["c"], at["v"])[0]) for g in range(1, 13)]
+    best = 1 + curve.index(max(curve))
     own = {row["policy"]: RatioSums(*row["sums"]) for row in data()["policies"]}
-    assert {row[0].removesuffix(" best fixed") for row in cells} == set(own) == set(POLICIES)
+    assert set(own) == set(POLICIES)
+    # The best fixed length of these ratios is among them, and no other is called so.
+    own[f"fixed:gamma={best}"] = fixed_sums(best)
+    assert {row[0].removesuffix(" best fixed") for row in cells} == set(own)
+    named = [row[0] for row in cells if row[0].endswith(" best fixed")]
+    assert named == [f"fixed:gamma={best} best fixed"]
+    order = [float(row[1]) for row in cells]
+    assert order == sorted(order, reverse=True)
     for name, speedup, even, span in cells:
         sums = own[name.removesuffix(" best fixed")]
         assert speedup == f"{float(speedup_at(sums, at['c'], at['v'])[0]):.3f}"
         found = break_even_ratio(sums, at["v"])
         assert (even, span) == (f"{found.ratio:.3f}", f"{found.low:.3f} – {found.high:.3f}")
     assert opened.console() == []
+
+
+def test_away_from_the_pairs_costs_a_rule_fitted_to_them_is_left_out(
+    browser: Browser, tmp_path: Path
+) -> None:
+    text = build_report(
+        recording(), latency(), logs(), notes={"svip": FITTED}, resamples=20, serve=False
+    )
+    (tmp_path / "fitted.html").write_text(text, encoding="utf-8")
+    browser.console()
+    browser.open(tmp_path / "fitted.html")
+
+    def shown_names() -> str:
+        names = browser.run(
+            "return [...document.querySelectorAll('#table-ratio tbody th, #plot-ratio svg text')]"
+            ".map(e => e.textContent)"
+        )
+        return " | ".join(names)
+
+    before = shown_names()
+    assert before.count("svip") == 2
+    assert browser.text("#ratio-note") == ""
+    move(browser, "c", "ArrowRight", 3)
+    assert "svip" not in shown_names()
+    assert browser.text("#ratio-note").startswith("Left out: svip, fitted to this pair's own costs")
+    move(browser, "c", "ArrowLeft", 3)
+    assert shown_names() == before
+    assert browser.console() == []
 
 
 def test_alpha_moves_to_the_tilted_recording(opened: Browser) -> None:

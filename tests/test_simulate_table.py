@@ -58,7 +58,7 @@ def test_rules_that_hardly_verify_and_runs_that_coincide_are_named() -> None:
     said = degenerate([exact, lenient, strict])
     assert said[0] == ""
     assert "hardly verifies" in said[1]
-    assert said[2] == "the very rounds of exact"
+    assert said[2] == "identical to exact"
 
 
 @pytest.fixture

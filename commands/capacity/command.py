@@ -10,7 +10,7 @@ import typer
 
 from commands.capacity.said import remarks, shown
 from commands.common.devices import AlwaysOption
-from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
     AssumeOption,
@@ -19,9 +19,7 @@ from commands.common.inputs import (
     PolicyOption,
     TraceOption,
     VerifyOption,
-    load_latency,
     load_rule,
-    load_trace,
     one_rule,
     origin_of,
 )
@@ -112,19 +110,17 @@ def capacity(
 
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
-    recorded = load_trace(trace, "capacity")
-    table = load_latency(latency, trace, assume_batch_free)
+    recording = load_recording(
+        trace, latency, source, chooses="capacity", assume_batch_free=assume_batch_free
+    )
+    recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
-    drafted = drafted_by(source, trace, recorded, rule)
-    if drafted is not None:
-        recorded = drafted.trace
+    recording.check_rule(rule)
     limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
     max_batch = limits.max_batch
     table.check_sizes("target", "forward", max_batch, 1)
-    if drafted is not None:
-        table = drafted.priced(table, max_batch, assume_batch_free)
-    table = drafting_always(table, always_draft)
+    table = drafting_always(recording.priced(max_batch), always_draft)
     base = Scenario(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,
         replications=replications, router=chosen_router(router or DEFAULT_ROUTER, 2),

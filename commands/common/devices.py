@@ -101,35 +101,28 @@ def in_batches(
     return said
 
 
-def one_latency(
-    name: str | None, trace_name: str, gpu: str | None = None, assume_batch_free: bool = False,
-    weights: str | None = None,
-) -> LatencyTable:  # fmt: skip
-    """The one table that `name` stands for, by default the trace's own, on one GPU or its own.
+def carried(
+    tables: Mapping[str, LatencyTable], gpu: str | None = None, weights: str | None = None
+) -> dict[str, LatencyTable]:
+    """`tables` on the device they were measured on, or the one table carried over to one GPU.
 
     ``weights`` as of `weight_formats`.
 
     Raises
     ------
     DraftsimError
-        If it is more than one table or GPU, or the table cannot be carried over.
+        If it is more than one GPU, or the table cannot be carried over.
     """
-    named = None if name is None else [name]
-    tables = latencies(named, trace_name, False, assume_batch_free)
-    if len(tables) != 1:
-        raise DraftsimError(
-            f"--latency {name} holds {len(tables)} tables, expected one: name {', '.join(tables)}"
-        )
     wanted, forms = gpu_names(gpu), weight_formats(weights)
     if not wanted and not forms:
-        return next(iter(tables.values()))
+        return dict(tables)
     if len(wanted) > 1:
         raise DraftsimError(f"--gpu is {gpu!r}, expected one GPU here: run once for each")
     from simulator.whatif.sweep.prices import Prices
 
     prices = Prices(latencies=tables, gpus=wanted, weights=forms)
     say_scaling(prices)
-    return prices.tables[0].table
+    return dict.fromkeys(tables, prices.tables[0].table)
 
 
 def _by_pair(table: LatencyTable) -> dict[str, LatencyTable]:

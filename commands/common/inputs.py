@@ -25,12 +25,31 @@ SERVED_TRACE = "smollm2-vllm-draft-cpu"
 TRACE_VARIABLE = "DRAFTSIM_TRACE"
 """The environment variable that names another."""
 
+
+class Defaulted(str):
+    """The name of a recording that a command takes because the user named none."""
+
+    option = "--trace"
+    """The option that would have named one."""
+
+
+def as_named(context: typer.Context, param: typer.CallbackParam, value: str) -> str:
+    """Mark a recording that comes by default: a callback of the options that name one."""
+    source = context.get_parameter_source(str(param.name))
+    if source is None or source.name != "DEFAULT":
+        return value
+    name = Defaulted(value)
+    name.option = f"--{param.name}"
+    return name
+
+
 TraceOption = Annotated[
     str,
     typer.Option(
         "--trace",
         metavar="T",
         envvar=TRACE_VARIABLE,
+        callback=as_named,
         help="Trace file, run folder, or recording's name.",
     ),
 ]
@@ -90,7 +109,14 @@ COMMON_LENGTH = 8
 
 
 def load_trace(name: str, chooses: str | None = None) -> Trace:
-    """The trace `name` stands for; unknown positions are imputed, and the result marked.
+    """The trace `name` stands for, as `imputed`."""
+    from traces.store.recordings import find_trace
+
+    return imputed(name, find_trace(name), chooses)
+
+
+def imputed(name: str, trace: Trace, chooses: str | None = None) -> Trace:
+    """The trace called `name` with unknown positions imputed, and the result marked.
 
     Raises DraftsimError if that is a lower bound and what is called `chooses` would have to
     choose between policies by it.
@@ -99,9 +125,7 @@ def load_trace(name: str, chooses: str | None = None) -> Trace:
 
     from commands.common.output import note
     from traces.acceptance.trace import UNKNOWN
-    from traces.store.recordings import find_trace
 
-    trace = find_trace(name)
     if not np.any(trace.columns["match"] == UNKNOWN):
         return trace
     if trace.meta.get("draft_lengths_known") is False:

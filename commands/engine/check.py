@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from commands.common.drafted import drafted_by
-from commands.common.inputs import load_trace
+from commands.common.drafted import load_recording
 from commands.common.output import note
 from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
@@ -42,7 +41,8 @@ def engine_check(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy.
 
-    What is accepted are the drafts of the trace's draft model, or of a `source` recorded along it.
+    What is accepted are the drafts of `source`, recorded along the trace; by default those of the
+    drafter that the engine was measured with.
     With `remeasure` the table is measured once more between the arms, predicts in the place of the
     run's own, and is kept beside it (`CHECKED`).  With `http` the engine is behind its server
     (`commands.engine.http`).  The runs of a stopped check are kept in the run folder, where the
@@ -59,11 +59,10 @@ def engine_check(
         raise DraftsimError(
             f"{run} holds no engine's latencies: `draftsim profile --engine {name}`"
         )
-    trace = load_trace(trace_name)
-    if (drafted := drafted_by(source, trace_name, trace)) is not None:
-        if latency.meta["engine"].get("own_drafter"):
-            drafted.priced(latency, 1)  # refuses latencies of drafting with another
-        trace = drafted.trace
+    recording = load_recording(trace_name, str(run), source)
+    if latency.meta["engine"].get("own_drafter"):
+        recording.priced()  # refuses latencies of drafting with another
+    trace = recording.trace
     if limit is not None:
         trace = trace.select(range(min(limit, len(trace.requests))))
     longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.inputs import DEFAULT_TRACE, TRACE_VARIABLE
+from commands.common.inputs import DEFAULT_TRACE, TRACE_VARIABLE, as_named
 
 MeasuredEngineOption = Annotated[
     str | None,
@@ -68,7 +68,7 @@ AcceptanceOption = Annotated[
     str,
     typer.Option(
         "--trace", metavar="T", help="Of --engine: the acceptance that drafts are given.",
-        envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE,
+        envvar=TRACE_VARIABLE, show_default=DEFAULT_TRACE, callback=as_named,
     ),
 ]  # fmt: skip
 LoadOption = Annotated[

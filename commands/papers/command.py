@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.inputs import (
-    DEFAULT_TRACE,
-    LatencyOption,
-    TraceOption,
-    load_latency,
-    load_trace,
-)
+from commands.common.drafted import load_recording
+from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
 from commands.papers.table import print_papers
 from traces.errors import DraftsimError
@@ -89,7 +84,13 @@ def papers(
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
-    recorded, folder = load_trace(trace), folder_of(trace)
+    recording = load_recording(trace, latency)
+    if recording.source is not None:
+        raise DraftsimError(
+            f"these latencies are of drafting with {recording.trace.source}, and the papers draft "
+            "with a draft model: name a recording of one with --trace (`draftsim list`)"
+        )
+    recorded, folder = recording.trace, folder_of(trace)
     if folder is not None and rounds is None:
         check_folder(folder, find_runs(folder))
     files = [f for path in (rounds or ([folder] if folder else [])) for f in find_runs(path)]
@@ -101,7 +102,7 @@ def papers(
     recordings, sampled_ones = results_of(reading, recorded.tokens * COLUMNS)
     ours = Ours(
         recorded,
-        load_latency(latency, trace),
+        recording.latency,
         [read_run(file) for file in files],
         recordings,
         sampled_ones,

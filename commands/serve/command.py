@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.common.devices import AlwaysOption
-from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
     AssumeOption,
@@ -18,9 +18,7 @@ from commands.common.inputs import (
     PolicyOption,
     TraceOption,
     VerifyOption,
-    load_latency,
     load_rule,
-    load_trace,
     one_rule,
     origin_of,
 )
@@ -157,18 +155,16 @@ def serve(
     from simulator.serving import Devices, Limits, Scenario
     from traces.replay.always import drafting_always
 
-    recorded = load_trace(trace)
-    table = load_latency(latency, trace, assume_batch_free)
+    recording = load_recording(trace, latency, source, assume_batch_free=assume_batch_free)
+    recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
-    drafted = drafted_by(source, trace, recorded, rule)
-    if drafted is not None:
-        if mode in ONE_STREAM:
-            raise DraftsimError(
-                f"--mode {mode} drafts on while the target verifies, and {drafted.trace.source} "
-                "drafts from what it has verified: drop --source"
-            )
-        recorded = drafted.trace
+    recording.check_rule(rule)
+    if recording.source is not None and mode in ONE_STREAM:
+        raise DraftsimError(
+            f"--mode {mode} drafts on while the target verifies, and {recorded.source} drafts from "
+            "what it has verified: take a recording of a draft model, or another --mode"
+        )
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
@@ -182,14 +178,13 @@ def serve(
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
-    if drafted is not None:
-        table = drafted.priced(table, largest, assume_batch_free)
+    table = recording.priced(largest)
     if always_draft is not None and mode in ONE_STREAM:
         raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
     table = drafting_always(table, always_draft)
     policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
     meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
-    meta |= {"source": recorded.source} if drafted is not None else {}
+    meta |= {"source": recorded.source} if recording.source is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
     with kept(rows, out, meta), requests_bar(scenarios, policies) as (advance, progress):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.devices import AlwaysOption
+from commands.common.drafted import load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
     LatencyOption,
@@ -17,9 +18,7 @@ from commands.common.inputs import (
     PolicyOption,
     TraceOption,
     VerifyOption,
-    load_latency,
     load_rule,
-    load_trace,
     say_memory,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
@@ -28,7 +27,7 @@ from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
 )
-from commands.common.sources import SourceOption, load_source, with_free_lookups
+from commands.common.sources import SourceOption, with_free_lookups
 from commands.simulate.runs import (
     Asked,
     decoded_part,
@@ -39,9 +38,9 @@ from commands.simulate.runs import (
     split_asked,
 )
 from commands.simulate.table import (
-    LOSSLESS,
     compared,
     headline,
+    lossless,
     over_all,
     print_ranked,
     with_quality,
@@ -116,7 +115,6 @@ def simulate(
     With const: latencies, searching text costs nothing.
     """
     from traces.replay.always import drafting_always
-    from traces.sources.found import find_recordings
     from traces.sources.replay import check_rule
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
@@ -131,24 +129,26 @@ def simulate(
         for group in same_requests(logs):
             rows = _rows(Ranking([]), group, table, against, resamples, prefill, by_category)
             found += with_quality(rows, runs, decoded_part(recorded, group[0]))
-        _emit(found, json, prefill, out)
+        _emit(found, json, prefill, out, of=rounds.name)
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
-    recorded = load_trace(trace)
-    table = drafting_always(load_latency(latency, trace), always_draft)
+    recording = load_recording(trace, latency, source, one_stream=True)
+    recorded = recording.trace
+    table = drafting_always(recording.priced(), always_draft)
     say_disturbed(table)
-    drafting, asked = load_source(source), split_asked(policy)
+    asked = split_asked(policy)
     by_name = bool(policy) and "all" not in (policy or ())
-    if drafting is not None:
+    if recording.stream is not None:
         _refuse_with("--source", asked, plots=plots, robustness=robustness)
-        recordings = find_recordings(trace, recorded)
         rule = load_rule(verify, recorded, memory)
-        check_rule(rule, drafting, recorded)
+        check_rule(rule, recording.stream, recorded)
         table = with_free_lookups(table)
-        ranking = rank_source(recorded, table, asked.policies, drafting, recordings, rule)
+        ranking = rank_source(
+            recorded, table, asked.policies, recording.stream, recording.recordings, rule
+        )
         rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
-        _emit(rows, json, prefill, out, by_name)
+        _emit(rows, json, prefill, out, by_name, recording.said)
         return
     if robustness:
         from commands.common.figures import robustness_rows
@@ -167,22 +167,25 @@ def simulate(
     if verify is not None:
         _refuse_with("--verify", asked)
     rule = load_rule(verify, recorded, None if asked.remembers else memory)
-    ranking, more = replay_side_by_side(trace, recorded, table, asked, rule, memory)
+    recording.check_rule(rule)
+    ranking, more = replay_side_by_side(recording, table, asked, rule, memory)
     logs, table = ranking.logs, with_free_lookups(table)
     listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
     rows = _rows(ranking, listed, table, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name)
+    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
     if plots is not None:
         from commands.common.figures import save_all
 
+        if not logs:
+            raise DraftsimError("--plots compares policies with the draft model: name some")
         # Lossy ones are drawn where they were asked for.
         own = {log.policy for log in more} if by_name else {*asked.ruled}
-        beside = [log for log in more if log.verify in LOSSLESS or log.policy in own]
+        beside = [log for log in more if lossless(log.verify) or log.policy in own]
         drawn = save_all(recorded, table, logs, plots, systems=beside, texts=policy)
         for path in drawn.paths:
             note(f"wrote {path}")
@@ -222,14 +225,17 @@ def _rows(
 
 def _emit(
     rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None,
-    by_name: bool = False,
+    by_name: bool = False, of: str = "",
 ) -> None:  # fmt: skip
     """Print or write the rows, and say what was read outside the measured cells, or not at all.
 
-    ``by_name``: whether the policies were named one by one.
+    ``by_name``: whether the policies were named one by one.  ``of``: the recording, its models
+    and device.
     """
-    more = {"headline": headline(over_all(rows))}
-    emit("simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, by_name))
+    more = {"headline": headline(over_all(rows), of)}
+    emit(
+        "simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, by_name, of)
+    )
     shown = over_all(rows)
     outside = [row for row in shown if row["outside"]]
     if outside:

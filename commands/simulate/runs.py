@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commands.common.inputs import load_latency, load_method, load_trace, replay_all
+from commands.common.drafted import Recording, load_recording
+from commands.common.inputs import load_method, replay_all
 from commands.common.output import note
 from commands.common.progress import working
 from commands.common.ranking import (
@@ -96,20 +97,21 @@ def split_asked(texts: Sequence[str] | None) -> Asked:
 
 
 def replay_side_by_side(
-    name: str, trace: Trace, latency: LatencyTable, asked: Asked,
-    rule: VerifyRule | None = None, memory: Path | None = None,
+    recording: Recording, latency: LatencyTable, asked: Asked, rule: VerifyRule | None = None,
+    memory: Path | None = None, lossy: bool = True,
 ) -> tuple[Ranking, list[RoundLog]]:  # fmt: skip
-    """Return the policies to be ranked, and what is listed beside them.
+    """Return the policies to be ranked, and what is listed next to them.
 
-    Beside them are the methods that were asked for, and with every policy all named methods that
-    can be replayed, unless a `rule` is asked for.  ``name`` is that of the trace, beside which lie
-    the recordings of other sources; ``memory`` is for rules that have one.
+    Listed are the methods that were asked for, and with every policy all named methods that can be
+    replayed, unless a `rule` is asked for; those that change the text only if ``lossy``.
+    ``memory`` is for rules that have one.
     """
     from simulator.forks import results_of
     from traces.sources.base import Recordings
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS
 
+    name, outputs, trace = recording.name, recording.outputs, recording.trace
     free, texts = with_free_lookups(latency), asked.policies
 
     def ranked() -> Ranking:
@@ -122,8 +124,8 @@ def replay_side_by_side(
         )
 
     def with_own_drafts() -> list[RoundLog]:
-        recordings = find_recordings(name, trace) if asked.systems else Recordings()
-        return [log for one in asked.systems for log in replay_system(one, trace, recordings)]
+        recordings = find_recordings(name, outputs) if asked.systems else Recordings()
+        return [log for one in asked.systems for log in replay_system(one, outputs, recordings)]
 
     def with_own_rules() -> list[RoundLog]:
         return [replay_method(one, trace, memory) for one in asked.ruled]
@@ -132,15 +134,16 @@ def replay_side_by_side(
     every = rule is None and (texts is None or "all" in texts)
     if every:
         # The longest first.
-        parts = [*_listed(name, trace, free), partial(replay_methods, trace), *parts]
+        methods = partial(replay_methods, trace) if lossy else list
+        parts = [*_listed(name, outputs, free), methods, *parts]
     same = [latency, free, *trace.requests]
     with working("replaying policies", alone=True) as say:
         told = partial(say, "replaying policies")
         *found, ranking, more, ruled = results_of(parts, trace.tokens * len(SYSTEMS), same, told)
     more += ruled
     if every:
-        *listed, methods = found
-        more += methods
+        *listed, of_methods = found
+        more += of_methods
         known = {log.policy for log in more}
         more += [log for log in in_listed_order(listed) if log.policy not in known]
     return ranking, more
@@ -220,6 +223,7 @@ def recorded_rounds(
     from traces.store.files import read_rounds
     from traces.store.identity import check_folder
     from traces.store.outputs import find_runs
+    from traces.store.recordings import SAMPLED
 
     files = find_runs(path)
     if not files:
@@ -229,9 +233,18 @@ def recorded_rounds(
     own = next((f for f in (path, path.parent, path.parent.parent) if _has_latency(f)), None)
     if own is not None:
         check_folder(own, files)
-    table = load_latency(latency, trace if own is None else str(own))
-    recorded = own is not None and (own / "trace.parquet").is_file()
-    return [read_rounds(file) for file in files], table, load_trace(str(own) if recorded else trace)
+    if own is not None and any((own / name).is_file() for name in ("trace.parquet", SAMPLED)):
+        trace = str(own)
+    elif own is not None and latency is None:
+        latency = str(own)
+    recording = load_recording(trace, latency)
+    logs = [read_rounds(file) for file in files]
+    if recording.source is not None and any(log.drafter == "draft" for log in logs):
+        raise DraftsimError(
+            f"the latencies are of drafting with {recording.trace.source}, and the rounds in "
+            f"{path} were drafted by a draft model: give latencies of one with --latency"
+        )
+    return logs, recording.latency, recording.outputs
 
 
 def decoded_part(trace: Trace, log: RoundLog) -> Trace:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 WIDTH = 80
 """Columns that a table fits where nobody's terminal says otherwise."""
-LOSSLESS = ("exact", "rejection-sampling")
 QUALITY = (
     "agreement", "relative_bleu", "scored", "solved", "solved_greedy", "tested", "passed",
     "passed_greedy",
@@ -74,7 +73,7 @@ def compared(
             values = [value if math.isfinite(value) else None for value in gains[i]]
             more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
             more["against"] = rows[rival]["policy"]
-        what = said_of(row["policy"], row["verify"] in LOSSLESS)
+        what = said_of(row["policy"], lossless(row["verify"]))
         notes = [text for text in (row.get("note"), what, said) if text]
         found.append({**row, **more, "note": "; ".join(notes) or None})
     return found
@@ -94,7 +93,7 @@ def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> 
     found = []
     for row in rows:
         seen: Quality | None = None
-        if row["verify"] not in LOSSLESS and runs:
+        if not lossless(row["verify"]) and runs:
             try:
                 method = method_of(row["policy"])
                 policy = row["policy"] if method is None else method.policy
@@ -120,37 +119,63 @@ def _bounds(rows: Sequence[Row]) -> bool:
     return any(row["fidelity"] == "lower bound" for row in rows)
 
 
-def headline(rows: Sequence[Row]) -> str:
-    """What the rows say, in a sentence: the fastest policy one could run, and by how much."""
-    real = [
-        r for r in rows
-        if r["verify"] in LOSSLESS and r["policy"].partition(":")[0] not in ("oracle", PLAIN)
-        and r["speedup"] is not None
-    ]  # fmt: skip
-    if not real:
+def lossless(verify: str) -> bool:
+    """Return whether the output under a rule, named as in rows, is the target's own."""
+    from simulator.whatif.ranking import LOSSLESS
+
+    return verify in LOSSLESS
+
+
+def headline(rows: Sequence[Row], recording: str = "") -> str:
+    """Return the recommendation in a sentence: the fastest policy, against no speculation.
+
+    ``recording`` says whose models and device the rows are of.  The gain over another row, such
+    as the best fixed length, is told only if that row is itself faster than no speculation.
+    """
+    from simulator.whatif.ranking import winner
+    from traces.sources.registry import DRAFT_MODEL
+
+    begin = f"{recording}: " if recording else ""
+    if _bounds(rows):
+        return (
+            f"{begin}lower bounds, which rank nothing: the log does not tell how long its drafts "
+            "were."
+        )
+    index = winner(rows)
+    if index is None:
         return ""
-    if _bounds(real):
-        return "Lower bounds, which rank nothing: the log does not tell how long its drafts were."
-    best = max(real, key=lambda r: r["speedup"])
+    best = rows[index]
     lo, hi = best["speedup_lo"], best["speedup_hi"]
-    known = lo is not None and hi is not None
+    span = f" ({lo:.3f} to {hi:.3f})" if lo is not None and hi is not None else ""
+    factor = f"{best['speedup']:.3f}x no speculation{span}"
     if best["speedup"] <= 1:
-        said = f"Nothing pays here: the best, {best['policy']}, is at"
-    else:
-        said = f"{best['policy']} is fastest:"
-    said += f" {best['speedup']:.3f}x plain decoding"
-    said += f" ({lo:.3f} to {hi:.3f})" if known else ""
-    if best["gain"] is None:
+        return (
+            f"{begin}no policy is faster than no speculation: the best, {best['policy']}, is at "
+            f"{factor}."
+        )
+    said = f"{begin}{best['policy']} is fastest, {factor}"
+    rival = next((r for r in rows if r["policy"] == best["against"]), None)
+    if rival is None or best["gain"] is None:
         return f"{said}."
+    at = f"{rival['policy']}, is at {rival['speedup']:.3f}x"
+    if rival["speedup"] <= 1 and _is_best_fixed(rival):
+        alike = [r for r in rows if r["source"] == rival["source"]]
+        first = winner(alike)
+        drafter = "the draft model" if rival["source"] == DRAFT_MODEL else rival["source"]
+        slow = first is not None and alike[first]["speedup"] <= 1
+        return f"{said}; {f'with {drafter} no policy is: ' * slow}the best fixed length, {at}."
     gain, low, high = (best[k] for k in ("gain", "gain_lo", "gain_hi"))
-    said += f", {percent(gain)} against {best['against']}"
+    said += f"; {percent(gain)} against {rival['policy']}"
     if low is None:
         return f"{said}."
     apart = "" if not low <= 1 <= high else ": these prompts cannot tell them apart"
     return f"{said} ({percent(low)} to {percent(high)}){apart}."
 
 
-PLAIN = "autoregressive"
+def _is_best_fixed(row: Row) -> bool:
+    from simulator.whatif.ranking import BEST_FIXED
+
+    return BEST_FIXED in (row["note"] or "").split("; ")
 
 
 def percent(ratio: float) -> str:
@@ -158,35 +183,35 @@ def percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f} %"
 
 
-def print_ranked(rows: Sequence[Row], by_name: bool = False) -> None:
-    """Print the sentence and the tables: lossy rules in one of their own.
+def print_ranked(rows: Sequence[Row], by_name: bool = False, recording: str = "") -> None:
+    """Print the sentence (`headline`) and the tables: lossy rules in one of their own.
 
     Fastest first, but for lower bounds, which stand as they were asked for.  Where policies were
     named one by one, they share one table, lossy rules below, and every category shows them all.
     """
     console = console_for(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(printable(headline(over_all(rows))))
+    console.print(printable(headline(over_all(rows), recording)))
     rival = next((r["against"] for r in rows if r["against"]), None)
     overall = over_all(rows)
     if not _bounds(overall):
         overall = sorted(overall, key=lambda r: -(r["speedup"] or 0.0))
-    lossless = [r for r in overall if r["verify"] in LOSSLESS]
-    lossy = [r for r in overall if r["verify"] not in LOSSLESS]
+    exact = [r for r in overall if lossless(r["verify"])]
+    lossy = [r for r in overall if not lossless(r["verify"])]
     gained = "" if rival is None else f"; gain: speed over {rival}'s"
     if by_name and lossy:
         title = f"the target's own text first, then other texts, under lossy rules{gained}"
-        _print(console, title, [_either(r) for r in [*lossless, *lossy]], ORDER)
+        _print(console, title, [_either(r) for r in [*exact, *lossy]], ORDER)
     else:
-        _print(console, f"the target's own text{gained}", [_lossless(r) for r in lossless], ORDER)
+        _print(console, f"the target's own text{gained}", [_lossless(r) for r in exact], ORDER)
         if lossy:
             _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
     parts = [r for r in rows if r.get("category") is not None]
     if parts and not _bounds(parts):
         if by_name:
-            lines = category_rows([*lossless, *lossy], parts)
+            lines = category_rows([*exact, *lossy], parts)
             _print(console, "speedup by category", lines, list(lines[0]))
         else:
-            ladder = category_ladder(lossless, [r for r in parts if r["verify"] in LOSSLESS])
+            ladder = category_ladder(exact, [r for r in parts if lossless(r["verify"])])
             _print(console, "speedup by category, the target's own text", ladder, list(ladder[0]))
     console.print()
     for line in _footnotes(rows):
@@ -228,7 +253,7 @@ def _lossy(row: Row) -> Row:
 def _common(row: Row) -> Row:
     lo, hi = row["speedup_lo"], row["speedup_hi"]
     span = "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}"
-    about = row["fidelity"] == "approximate" and row["verify"] in LOSSLESS
+    about = row["fidelity"] == "approximate" and lossless(row["verify"])
     bound = _bounds([row])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
@@ -248,11 +273,11 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
         name = _row_name(row)
         if row["note"] and f"* {name}: {row['note']}" not in found:
             found.append(f"* {name}: {row['note']}")
-    if any(r["fidelity"] == "approximate" and r["verify"] in LOSSLESS for r in rows):
+    if any(r["fidelity"] == "approximate" and lossless(r["verify"]) for r in rows):
         found.append("~ approximate")
     if any(r["policy"].partition(":")[0] == "oracle" for r in rows):
         found.append("oracle knows every outcome: a bound, not a policy")
-    if any(r["verify"] not in LOSSLESS for r in rows):
+    if any(not lossless(r["verify"]) for r in rows):
         found.append(
             "wrong: mismatches let stand, of those judged; like greedy and BLEU: of texts really "
             "decoded under the rule, against greedy ones (-: none was recorded)"
@@ -275,7 +300,7 @@ def _row_name(row: Row) -> str:
     """The policy, and a lossy rule where it is not a method that has one."""
     from traces.sources.methods import method_of
 
-    if row["verify"] in LOSSLESS or method_of(row["policy"]) is not None:
+    if lossless(row["verify"]) or method_of(row["policy"]) is not None:
         return str(row["policy"])
     return f"{row['policy']} / {row['verify']}"
 
@@ -323,6 +348,7 @@ WORDS = ("policy", "rule", "verify", "category", "fastest")
 NARROW = 15
 """Characters of a name on a line where a table has both policies and their rules."""
 
+PLAIN = "autoregressive"
 CODE = "passes\n/greedy"
 ORDER = [
     "policy", "rule", "verify", "speedup", "95 %", "gain, %", "tokens\n/round", "accepted", "wrong",

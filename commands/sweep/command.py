@@ -14,17 +14,15 @@ from commands.common.devices import (
     GpuOption,
     WeightsOption,
     in_batches,
-    latencies,
     say_calibrate,
     say_scaling,
 )
-from commands.common.drafted import DraftedOption, drafted_by
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
     AssumeOption,
     TraceOption,
     load_policies,
-    load_trace,
 )
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
 from commands.common.progress import progress_bar
@@ -167,16 +165,16 @@ def sweep(
     from simulator.whatif.sweep.thresholds import thresholds
     from traces.replay.always import drafting_always
 
-    recorded = load_trace(trace, "sweep")
     ratios = axis(c, "c", low=0.0)
-    drafted = drafted_by(source, trace, recorded)
     by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
-    tables = latencies(latency, trace, by_ratio, assume_batch_free)
+    recording = load_recording(
+        trace, latency, source, chooses="sweep", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free, by_ratio=by_ratio, one=False,
+    )  # fmt: skip
+    recording.check_ratios(ratios)
+    recorded = recording.trace
     sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
-    if drafted is not None:
-        drafted.check_costs(ratios, gpu or weights)
-        recorded = drafted.trace
-        tables = {n: drafted.priced(t, max(sizes), assume_batch_free) for n, t in tables.items()}
+    tables = {name: recording.priced(max(sizes), t) for name, t in recording.tables.items()}
     assumed = in_batches(tables, ratios, max(sizes), assume_batch_free)
     if ladder or tune:
         mode = "--ladder" if ladder else "--tune"
@@ -214,7 +212,7 @@ def sweep(
     if wanted is not None and wanted != out:
         write_rows(wanted, frame.to_dict("records"), "sweep")
         note(f"wrote {wanted}")
-    if drafted is not None:
+    if recording.source is not None:
         rows["drafts"] = recorded.source
     if assumed:
         rows["assumed"] = assumed

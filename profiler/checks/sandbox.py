@@ -23,6 +23,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
 
+from policies.json_text import parse_json
 from profiler.prompts import CodeTask
 from traces.errors import DraftsimError
 
@@ -143,7 +144,7 @@ def run(
 
 def _read(written: bytes, token: str, ended: int) -> Verdict:
     try:
-        found = json.loads(written)
+        found = parse_json(written)
         if found["token"] == token:
             said = found["said"]
             return Verdict(said is None, said or "")

@@ -16,10 +16,10 @@ from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
+from traces.sources.found import find_drafted
 from traces.store.files import read_latency
 from traces.store.header import is_number, is_whole
 from traces.store.measured import read_measured
-from traces.store.recordings import find_trace
 from traces.store.text import read_object
 
 MEDIAN_BOUND = 0.02
@@ -40,7 +40,7 @@ def check_recording(folder: Path) -> pd.DataFrame:
     DraftsimError
         If a file is missing or damaged, or a measured policy cannot be replayed.
     """
-    latency, trace = read_latency(folder / "latency.parquet"), find_trace(folder)
+    trace, latency = find_drafted(str(folder))
     runs = read_measured(folder / "measured.parquet").times
     parts = []
     for batch in sorted(set(runs["batch"].tolist())):

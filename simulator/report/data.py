@@ -27,6 +27,7 @@ def report_data(
     *,
     notes: Mapping[str, str] | None = None,
     measured: MeasuredRuns | None = None,
+    pair: Mapping[str, str] | None = None,
     serve: bool = True,
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
@@ -37,7 +38,7 @@ def report_data(
     best = next(int(n.partition("=")[2]) for n, text in said.items() if text == BEST_FIXED)
     own = own_ratios(trace, latency, best)
     sums = ratio_model.carried(trace, latency, own)
-    rows = ranked(logs, latency, said, resamples, sums)
+    rows = ranked(logs, latency, said, resamples, sums, trace.source)
     fixed = ratio_model.fixed_lengths(trace)
     sliders = ratio_model.sliders(trace, own.ratio, own.verify, list(fixed), best)
     progress("other acceptance rates")
@@ -46,15 +47,15 @@ def report_data(
     served = loads(trace, latency, serve, resamples)
     progress("categories and checks")
     return {
-        "about": {**_about(trace, latency, own), "best_fixed": best},
+        "about": {**_about(trace, latency, own), **(pair or {}), "best_fixed": best},
         "policies": rows,
-        "headline": headline(rows, logs, latency, resamples),
+        "headline": headline(rows, logs, latency, resamples, list(fixed.values())),
         "categories": _categories(trace, logs, latency, resamples),
         "validation": None
         if measured is None
         else _validation(
             # A rule fitted here is not the one that ran unfitted under the same name.
-            [log for log in logs if said.get(log.policy) != FITTED],
+            [log for log in logs if log.source == trace.source and said.get(log.policy) != FITTED],
             latency,
             measured,
         ),
@@ -69,8 +70,9 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
     meta = {**trace.meta}
     device = latency.meta.get("device") or meta.get("device")
     return {
-        "target": _model(meta.get("target")),
-        "draft": _model(meta.get("draft")),
+        "target": model_name(meta.get("target")),
+        "draft": model_name(meta.get("draft")) if "drafts" not in meta else trace.source,
+        "drafter": trace.source if "drafts" in meta else "the draft model",
         "device": "not a device: constant latencies" if latency.is_constant else str(device or "-"),
         "dtype": str(meta.get("dtype") or latency.meta.get("dtype") or "-"),
         "mode": str(latency.meta.get("mode") or "-"),
@@ -86,7 +88,8 @@ def _about(trace: Trace, latency: LatencyTable, own: OwnRatios) -> dict[str, Any
     }  # fmt: skip
 
 
-def _model(value: Any) -> str:
+def model_name(value: Any) -> str:
+    """Return a model's name, architecture and size, as far as its provenance tells them."""
     if not isinstance(value, Mapping):
         return str(value or "-")
     name = next((value[k] for k in ("name", "id", "model", "path") if value.get(k)), "?")
@@ -111,7 +114,7 @@ def _categories(
     if len(sizes) < 2:
         return None
     rows = to_rows(summarize_by_category(logs, latency, resamples=draws))
-    kept = ("category", "policy", "speedup", "speedup_lo", "speedup_hi")
+    kept = ("category", "policy", "source", "speedup", "speedup_lo", "speedup_hi")
     return {
         "names": list(sizes),
         "prompts": list(sizes.values()),

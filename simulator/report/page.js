@@ -62,10 +62,11 @@
 
   // ---- What does not move -----------------------------------------------------------------
 
-  const fullName = (p) => p.policy + (p.note ? ` (${p.note})` : "");
+  // Plots have room for little beside a name; the tables say the rest.
+  const fullName = (p) => p.name + ((p.note || "").split("; ").includes("best fixed") ? " (best fixed)" : "");
 
   function drawPolicies() {
-    const rows = data.policies.map((p) => ({ name: fullName(p), ...p }));
+    const rows = data.policies.map((p) => ({ ...p, name: fullName(p) }));
     const ends = rows.flatMap((r) => [r.speedup, r.speedup_lo ?? r.speedup, r.speedup_hi ?? r.speedup]);
     const low = Math.min(0.9, ...ends), high = Math.max(1.1, ...ends), room = 0.03 * (high - low);
     rowsPlot(byId("plot-policies"), rows, {
@@ -158,23 +159,51 @@
       reference: 1, selected: gamma,
     });
 
-    const policies = data.policies.map((p) => ({
-      name: fullName(p), value: recorded(p.sums, c, v), even: breakEven(p.sums, v),
-    }));
-    rowsPlot(byId("plot-ratio"), policies, {
+    const policies = atRatios(c, v, best);
+    rowsPlot(byId("plot-ratio"), policies.map((p) => ({ ...p, name: fullName(p) })), {
       low: 0, high: Math.max(1.1, ...policies.map((p) => p.value)) * 1.02, reference: 1,
       label: `speedup at c = ${number(c)}, v = ${number(v)} (×)`,
       marks: (svg, x, y, p) => {
         add(svg, "rect", { x: x(0), y: y - 5, width: Math.max(0, x(p.value) - x(0)), height: 10, fill: p.value >= 1 ? data.colours[0] : "#b5b5b5" });
       },
     });
-    byId("table-ratio").querySelectorAll("tbody tr").forEach((row, i) => {
-      row.cells[1].textContent = policies[i].value.toFixed(3);
-      row.cells[2].textContent = evenText(policies[i].even);
-      row.cells[3].textContent = spanText(policies[i].even);
-    });
+    byId("table-ratio").tBodies[0].replaceChildren(...policies.map(ratioRow));
 
     drawRatioMaps(c, v, gamma, alpha);
+  }
+
+  // Policies at these ratios, the fastest first.  Away from the pair's own ratios the best fixed
+  // length, the `best` of all, is another one, and a policy fitted to the pair's own costs would
+  // decide otherwise: it is left out.
+  function atRatios(c, v, best) {
+    const moved = ["c", "v"].some((key) => Number(byId("slider-" + key).value) !== data.sliders[key].start);
+    const left = moved ? data.policies.filter((p) => p.fitted) : [];
+    byId("ratio-note").textContent = left.length === 0 ? ""
+      : `Left out: ${left.map((p) => p.name).join(", ")}, fitted to this pair's own costs, at which alone its decisions hold.`;
+    const fixed = { name: `fixed:gamma=${data.fixed.gammas[best]}`, sums: data.fixed.sums[best] };
+    const isBest = (p) => p.own && p.policy === fixed.name;
+    const rows = !moved ? data.policies : data.policies.filter((p) => !p.fitted).map((p) => (
+      { ...p, note: [isBest(p) ? "best fixed" : "", p.always].filter(Boolean).join("; ") }));
+    const others = moved && !rows.some(isBest) ? [{ ...fixed, note: "best fixed" }] : [];
+    return [...rows, ...others]
+      .map((p) => ({ ...p, value: recorded(p.sums, c, v), even: breakEven(p.sums, v) }))
+      .sort((a, b) => b.value - a.value);
+  }
+
+  function ratioRow(p) {
+    const row = document.createElement("tr"), head = document.createElement("th");
+    head.scope = "row";
+    // A long name may break after its marks, as in the tables above.
+    p.name.split(/(?<=[:,=_])/).forEach((part, i) => head.append(...(i ? [document.createElement("wbr")] : []), part));
+    if (p.note) {
+      const said = document.createElement("span");
+      said.className = "said";
+      said.textContent = p.note;
+      head.append(" ", said);
+    }
+    row.append(head);
+    for (const text of [p.value.toFixed(3), evenText(p.even), spanText(p.even)]) row.insertCell().textContent = text;
+    return row;
   }
 
   function drawRatioMaps(c, v, gamma, alpha) {

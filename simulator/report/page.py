@@ -30,6 +30,7 @@ def build_report(
     notes: Mapping[str, str] | None = None,
     measured: MeasuredRuns | None = None,
     title: str = "run",
+    pair: Mapping[str, str] | None = None,
     serve: bool = True,
     resamples: int = 2000,
     progress: Callable[[str], None] = lambda _: None,
@@ -41,13 +42,16 @@ def build_report(
     trace, latency:
         The recording and its costs.
     logs:
-        Replays of `trace` to rank, one per policy; the best fixed draft length is added.
+        Replays of `trace` to rank, one per policy and source; the best fixed draft length is
+        added.
     notes:
         What to say of some of them, by policy (`simulator.whatif.ranking`).
     measured:
         Real runs to hold predictions against.
     title:
         What the run is called.
+    pair:
+        Names of the ``target`` and the ``draft``, where more is known of them than the trace says.
     serve:
         Whether to serve batches in simulated time, where the table has measured some.
     resamples:
@@ -63,8 +67,8 @@ def build_report(
     if not logs:
         raise DraftsimError("no round log was given: name at least one policy")
     data = report_data(
-        trace, latency, logs, notes=notes, measured=measured, serve=serve, resamples=resamples,
-        progress=progress,
+        trace, latency, logs, notes=notes, measured=measured, pair=pair, serve=serve,
+        resamples=resamples, progress=progress,
     )  # fmt: skip
     return render(data, title)
 

@@ -70,7 +70,11 @@ def _at_lengths(trace: Trace, gammas: Sequence[int]) -> dict[int, RoundLog]:
 def carried(trace: Trace, latency: LatencyTable, own: OwnRatios) -> Callable[[RoundLog], Sums]:
     """What makes the sums of a log of `trace`, as the page holds them."""
     plain = price(autoregressive(_at_lengths(trace, (1,))[1]), latency)
-    return lambda log: list(carried_sums(price(log, latency), plain, own))
+
+    def sums(log: RoundLog) -> Sums:
+        return list(carried_sums(price(log, latency), plain, own, log.source == trace.source))
+
+    return sums
 
 
 def tilted(

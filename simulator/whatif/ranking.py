@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,6 +27,25 @@ UNFITTED = "unfitted"
 """Said of a rate-optimal rule with the estimates and the rate it comes with."""
 FEWEST_PROMPTS = 4
 """Prompts from which a rule is fitted to one half and judged on the other."""
+LOSSLESS = ("exact", "rejection-sampling")
+"""Verification under which the output is the target's own."""
+NOT_RUN = ("oracle", "autoregressive")
+"""Rows of a ranking that are no policy to recommend: the bound, and no speculation."""
+
+
+def winner(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the index of the fastest row that one could run; None where there is none.
+
+    Every table and page recommends this one.  ``rows`` have the keys ``policy``, ``verify``,
+    ``speedup`` and ``fidelity`` (`simulator.summary.SUMMARY_COLUMNS`).  Rules that change the
+    text are left out, and so are lower bounds, among which the largest need not be the best.
+    """
+    able = [
+        i for i, row in enumerate(rows)
+        if row["verify"] in LOSSLESS and row["policy"].partition(":")[0] not in NOT_RUN
+        and row["speedup"] is not None and row["fidelity"] != LOWER_BOUND
+    ]  # fmt: skip
+    return max(able, key=lambda i: rows[i]["speedup"]) if able else None
 
 
 def fixed_lengths(trace: Trace, gammas: Sequence[int] = GAMMAS) -> list[RoundLog]:

@@ -10,10 +10,12 @@ import numpy as np
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.sources.base import Recordings, true_tokens
+from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.files import read_recordings
-from traces.sources.registry import parse_source
+from traces.sources.registry import DRAFT_MODEL, parse_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
+from traces.sources.starts.features import Eagle
+from traces.store.identity import engine_head
 from traces.store.recordings import find_latency, find_trace, folder_of
 
 STAMP = "outputs_sha256"
@@ -51,17 +53,55 @@ def find_recordings(name: str, trace: Trace) -> Recordings:
     return found
 
 
-def find_drafted(name: str, source: str) -> tuple[Trace, LatencyTable]:
-    """The recording called `name` with a source in the place of its draft model, and its costs.
+def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> Source | None:
+    """Return the source that drafted while `latency` was measured; None for the trace's own drafts.
 
-    >>> trace, latency = find_drafted("smollm2-vllm-eagle3-cpu", "eagle:model=smollm2-eagle3")
-    >>> trace.max_gamma
-    8
+    An engine's passes with an EAGLE head cost what that head costs.  So a recording of such an
+    engine drafts with the head, whose drafts lie beside the trace (``recordings``).
+
+    Raises
+    ------
+    DraftsimError
+        If the trace was recorded with a draft model, and no drafts of the head lie beside it.
+    """
+    head = engine_head(latency.meta)
+    if head is None:
+        return None
+    source = Eagle(head)
+    if source.key in source.found(recordings):
+        return source
+    if trace.meta.get("draft") is None:
+        return None  # an imported log: its drafts may be those of any drafter
+    raise DraftsimError(
+        f"the engine's latencies are of drafting with {head}, whose drafts this trace does not "
+        f"hold: record them with `draftsim profile --source eagle:model={head}`, or give latencies "
+        "of the draft model"
+    )
+
+
+def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTable]:
+    """Return the recording called `name` with the drafts of a source, and its costs.
+
+    By default it is the source that drafted while the recording's latencies were measured.
+
+    >>> trace, latency = find_drafted("smollm2-vllm-eagle3-cpu")
+    >>> trace.source, trace.max_gamma
+    ('eagle:model=smollm2-eagle3', 8)
+    >>> find_drafted("smollm2-vllm-draft-cpu")[0].source
+    'draft-model'
 
     Raises DraftsimError where there is no such recording, or the source is none that can stand for
     a draft model (`traces.sources.starts.as_draft`).
     """
-    trace, drafter = find_trace(name), parse_source(source)
+    trace, latency = find_trace(name), find_latency(name)
+    if source is None and engine_head(latency.meta) is None:
+        return trace, latency
     recordings = find_recordings(name, trace)
+    if source is None:
+        drafter = own_source(latency, trace, recordings)
+    else:
+        drafter = None if source == DRAFT_MODEL else parse_source(source)
+    if drafter is None:
+        return trace, latency
     drafted = drafted_trace(trace, drafter, recordings)
-    return drafted, drafted_latency(find_latency(name), drafter, recordings)
+    return drafted, drafted_latency(latency, drafter, recordings)

@@ -8,7 +8,7 @@ fingerprints of the weights and the precision.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from traces.errors import FileError
@@ -16,15 +16,82 @@ from traces.store.parquet import read_meta
 from traces.store.text import read_object
 
 RUN_ID = "run_id"
+SHAPE = ("layers", "hidden_size")
+"""Fields that tell two models apart where their weights cannot be compared."""
+NAMES = ("name", "id", "model", "path")
+ROLES = ("target", "draft")
 
 
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     """What a recording's provenance says of its run: as far as known, by name."""
     found = {RUN_ID: meta.get(RUN_ID), "dtype": meta.get("dtype")}
-    for role in ("target", "draft"):
+    for role in ROLES:
         about = meta.get(role)
         found[f"{role}'s weights"] = about.get("fingerprint") if isinstance(about, dict) else None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def model_in(meta: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Return everything that provenance says of the model in a role; empty where it names none.
+
+    Traces and transformers' latency tables describe a model by its fields, tables of an engine by
+    its folder's name, tables of the GPU suite by its shape, and those of llama-bench by its title.
+    """
+    known = (meta.get(key) for key in ("shapes", "models"))
+    found = meta.get(role)
+    for others in known:
+        if found is None and isinstance(others, Mapping):
+            found = others.get(role)
+    if found is None or found == "":
+        return {}
+    about = dict(found) if isinstance(found, Mapping) else {"name": str(found)}
+    return {**about, "dtype": meta.get("dtype")}
+
+
+def names_of(model: Mapping[str, Any]) -> set[str]:
+    """Return the names of a model, without the folders they lie in or what says only its role."""
+    found = {PurePath(str(model[key])).name.casefold() for key in NAMES if model.get(key)}
+    return found - {"", *ROLES}
+
+
+def same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
+    """Return whether two descriptions (`model_in`) are of one model; None if they cannot tell.
+
+    Fingerprints decide where both models have the same precision, which changes the weights'
+    values; then shapes, then names.
+    """
+    prints = one.get("fingerprint"), other.get("fingerprint")
+    if None not in prints and one.get("dtype") == other.get("dtype"):
+        return prints[0] == prints[1]
+    shapes = [(one[key], other[key]) for key in SHAPE if one.get(key) and other.get(key)]
+    if shapes:
+        return all(mine == theirs for mine, theirs in shapes)
+    mine, theirs = names_of(one), names_of(other)
+    return bool(mine & theirs) if mine and theirs else None
+
+
+def engine_head(meta: Mapping[str, Any]) -> str | None:
+    """Return the drafting head that an engine ran while its latencies were measured, by name.
+
+    None for latencies of a draft model, of an engine that ran no drafter, or of no engine.
+    """
+    engine = meta.get("engine")
+    if not isinstance(engine, Mapping) or not engine.get("own_drafter"):
+        return None
+    return None if engine.get("method") == "draft_model" else PurePath(str(meta["draft"])).name
+
+
+def model_label(model: Mapping[str, Any]) -> str:
+    """Return a model's name and size in a few words; empty where neither is known.
+
+    >>> model_label({"path": "smollm2", "parameters": 134515008})
+    'smollm2 135M'
+    """
+    size = float(model.get("parameters") or 0)
+    shown = f"{size / 1e9:.2g}B" if size >= 1e9 else f"{size / 1e6:.3g}M" if size else ""
+    named = (PurePath(str(model[key])).name for key in NAMES if model.get(key))
+    name = next((text for text in named if text.casefold() in names_of(model)), "")
+    return " ".join(filter(None, (name, shown)))
 
 
 def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:

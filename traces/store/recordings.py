@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, FileError
 from traces.latency.schema import PHASES
 from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
-from traces.store.identity import check_folder
+from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
 from traces.store.operators import find_composed
 from traces.store.text import read_object
 
@@ -72,6 +73,27 @@ def trace_folder(folder: Path) -> Path:
             "recording again"
         )
     return folder.parent / name
+
+
+def models_of(
+    name_or_path: str | os.PathLike[str], trace: Trace, folder: Path = BUNDLED
+) -> dict[str, dict[str, Any]]:
+    """Return what is known of the target and the draft model of a recording, by role.
+
+    Names given to `draftsim profile` are taken from the run folder, where the trace has none.
+    """
+    home = folder_of(name_or_path, folder)
+    try:
+        said = read_object(home / "run.json") if home is not None else {}
+    except FileError:
+        said = {}  # a bundled recording may have none; what is wrong with one, `read_run` says
+    found = {}
+    for role in ("target", "draft"):
+        about = model_in(trace.meta, role)
+        if about and not names_of(about) and isinstance(said, dict) and said.get(role):
+            about["name"] = str(said[role])
+        found[role] = about
+    return found
 
 
 def pair_of(trace: Trace) -> tuple[str | None, str | None]:
@@ -195,6 +217,24 @@ def _nearest(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def pair_label(
+    models: Mapping[str, Mapping[str, Any]], measured: Mapping[str, Any], drafter: str = ""
+) -> str:
+    """Return target and drafter of a recording in a few words, with the engine they ran in.
+
+    ``models`` as of `models_of`, ``measured`` the provenance of its latencies, ``drafter`` the
+    source that drafts in the draft model's place.  Empty where no model is known.
+    """
+    target, draft = (model_label(models.get(role, {})) for role in ("target", "draft"))
+    size = model_label({"parameters": models.get("draft", {}).get("parameters")})
+    if names_of(models.get("target", {})) & names_of(models.get("draft", {})) and size:
+        draft = f"draft model {size}"  # one folder holds both
+    parts = [part for part in (target, drafter or draft) if part]
+    engine = measured.get("engine")
+    ran = f" in {engine.get('name')} {engine.get('version')}" if isinstance(engine, dict) else ""
+    return " + ".join(parts) + ran if parts else ""
+
+
 def _summary(folder: Path) -> str:
     """Pair, size and device; the mode where latencies belong to one."""
     table = folder / "latency.parquet"
@@ -204,8 +244,7 @@ def _summary(folder: Path) -> str:
         pair, size, device = str(measured.get("pair", "?")), "latencies alone", None
     else:
         trace = find_trace(folder)
-        named = {role: trace.meta.get(role) for role in ("target", "draft")}
-        pair = " + ".join(_label(v) for v in named.values() if v)
+        pair = pair_label(models_of(folder, trace), measured, engine_head(measured) or "")
         drawn = "" if trace.sampling.greedy else f", sampled at {trace.sampling.label}"
         size = f"{len(trace.requests)} requests, {trace.tokens} tokens{drawn}"
         if not pair and "pair" in measured:
@@ -214,10 +253,4 @@ def _summary(folder: Path) -> str:
         device = trace.meta.get("device")
     if "mode" in measured:
         device = device or measured.get("device")
-    return f"{pair}{mode}: {size}" + (f", {_label(device)}" if device else "")
-
-
-def _label(value: object) -> str:
-    if isinstance(value, dict):
-        value = next((value[k] for k in ("name", "id", "model", "path") if k in value), "?")
-    return str(value)
+    return f"{pair}{mode}: {size}" + (f", {device}" if device else "")

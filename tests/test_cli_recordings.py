@@ -1,0 +1,260 @@
+"""Who drafts, whose acceptance and whose costs: the same in every command, never mixed unsaid."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from commands.common.drafted import load_recording
+from commands.simulate.table import headline
+from simulator.whatif.ranking import winner
+from tests.conftest import ROOT, Run
+from tests.report_pages import data_of, lead
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.schema import CELL_COLUMNS
+from traces.latency.table import LatencyTable
+from traces.sources import find_drafted
+from traces.store.files import write_latency, write_trace
+from traces.store.identity import engine_head, model_in, same_model
+from traces.store.recordings import find_latency, find_trace
+
+EAGLE3, DRAFT, ONE = "smollm2-vllm-eagle3-cpu", "smollm2-vllm-draft-cpu", "smollm2-cpu"
+HEAD = "eagle:model=smollm2-eagle3"
+TUNE = ("tune", "--engine", "vllm", "--batch", "1,4", "--resamples", "8")
+QUICK = ("--policy", "fixed:gamma=2", "--resamples", "8")
+
+
+@pytest.fixture
+def nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands take the recording that comes by default."""
+    monkeypatch.delenv("DRAFTSIM_TRACE")
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Costs that name no model, as of `calibrate`."""
+    rows = [
+        (model, "forward", batch, width, 0, seconds, 0.0, 1)
+        for model, seconds in (("target", 0.01), ("draft", 0.001))
+        for batch in (1, 4) for width in (1, 2, 9)
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("costs") / "h100.parquet"
+    cells = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    write_latency(LatencyTable(cells, {"kind": "calibrated"}), path)
+    return path
+
+
+def test_a_recording_is_tuned_with_the_drafter_it_was_measured_with(run: Run) -> None:
+    ran = run(*TUNE, "--trace", EAGLE3, "--json", "-")
+    assert [row["gain"] for row in ran.rows] == pytest.approx([1.449, 0.987], abs=5e-4)
+    assert ran.err.splitlines()[0].startswith(f"drafting with {HEAD}")
+    assert ran.rows == run(*TUNE, "--trace", EAGLE3, "--source", HEAD, "--json", "-").rows
+    # The latencies decide: they hold passes of the head, whose drafts lie beside the same outputs.
+    assert ran.rows == run(*TUNE, "--trace", ONE, "--latency", EAGLE3, "--json", "-").rows
+
+
+def test_every_command_drafts_with_it(run: Run, tmp_path: Path) -> None:
+    simulated = run("simulate", "--trace", EAGLE3, *QUICK, "--json", "-").rows[1]
+    assert simulated["source"] == HEAD
+    named = run("simulate", "--trace", EAGLE3, "--source", HEAD, *QUICK, "--json", "-").rows[1]
+    assert simulated == named
+    served = run(
+        "serve", "--trace", EAGLE3, "--policy", "fixed:gamma=2", "--batch", "1", "--requests", "8",
+        "--json", "-",
+    ).rows  # fmt: skip
+    assert served[1]["source"] == HEAD
+    for costs in ((), ("--c", "0.1")):
+        swept = run("sweep", "--trace", EAGLE3, *QUICK, *costs, "--json", "-").rows
+        assert [row["drafts"] for row in swept] == [HEAD]
+    out = tmp_path / "page.html"
+    assert run("report", "--run", EAGLE3, *QUICK, "--no-serve", "--out", out).code == 0
+    page = data_of(out.read_text())
+    assert page["about"]["draft"] == HEAD
+    [shown] = [row for row in page["policies"] if row["policy"] == "fixed:gamma=2"]
+    assert shown["speedup"] == pytest.approx(simulated["speedup"])
+    for command, more in (("papers", ()), ("calibrate-memory", ("--out", tmp_path / "m.npz"))):
+        refused = run(command, "--trace", EAGLE3, *more)
+        assert refused.code == 2
+        assert HEAD in refused.err
+
+
+def test_one_function_finds_recordings_for_all_commands() -> None:
+    """No command reads a trace or latencies by name past `load_recording`."""
+    past = re.compile(r"\b(load_trace|find_trace|load_latency|find_latency)\(")
+    common = ROOT / "commands" / "common"
+    found = [
+        path for path in (ROOT / "commands").rglob("*.py")
+        if common not in path.parents and past.search(path.read_text(encoding="utf-8"))
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_python_gets_the_same_drafter() -> None:
+    trace, latency = find_drafted(EAGLE3)
+    assert trace.source == HEAD
+    assert latency.has("eagle.smollm2-eagle3", "forward")
+    assert find_drafted(DRAFT)[0].source == find_drafted(EAGLE3, HEAD)[0].source.replace(
+        HEAD, "draft-model"
+    )
+    assert load_recording(ONE, EAGLE3).trace.source == HEAD
+    assert load_recording(EAGLE3, None, by_ratio=True, one=False).trace.source == HEAD
+
+
+def test_a_source_that_the_latencies_have_no_passes_of_is_refused(run: Run) -> None:
+    refused = run(*TUNE, "--trace", EAGLE3, "--source", "draft-model")
+    assert refused.code == 2
+    assert "have no passes of the draft model" in refused.err
+    assert run(*TUNE, "--trace", DRAFT, "--source", "draft-model").code == 0
+    # Both were named: the costs' drafter drafts, and the first line says so.
+    ran = run(*TUNE, "--trace", EAGLE3, "--latency", DRAFT)
+    assert ran.err.splitlines()[0] == (
+        f"drafting with the draft model, as the latencies of {DRAFT}; {EAGLE3} was measured with "
+        "smollm2-eagle3"
+    )
+
+
+def test_a_head_without_recorded_drafts_is_refused(tmp_path: Path) -> None:
+    table = find_latency(EAGLE3)
+    write_latency(LatencyTable(table.cells, {**table.meta, "draft": "other/head"}), tmp_path / "l")
+    with pytest.raises(DraftsimError, match="of drafting with head, whose drafts this trace does"):
+        load_recording(ONE, str(tmp_path / "l"))
+    # A log says nothing of its drafter: it may be the head.
+    trace = find_trace(ONE).select(range(3))
+    columns = {k: trace.columns[k] for k in ("request", "position", "offset", "match")}
+    log = Trace(columns, trace.requests, trace.max_gamma, {"kind": "rounds"})
+    write_trace(log, tmp_path / "log.parquet")
+    found = load_recording(str(tmp_path / "log.parquet"), str(tmp_path / "l"))
+    assert found.trace.source == "draft-model"
+
+
+@pytest.mark.usefixtures("nothing_named")
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(("simulate",), "--trace"), (("tune", "--engine", "vllm"), "--trace"), (("serve",), "--trace"),
+     (("sweep",), "--trace"), (("check",), "--trace"), (("papers",), "--trace"),
+     (("capacity", "--slo", "ttft=1", "--rate", "1"), "--trace"), (("report",), "--run")],
+)  # fmt: skip
+def test_other_models_latencies_are_refused_without_a_recording(
+    command: tuple[str, ...], option: str, run: Run, calibrated: Path
+) -> None:
+    other = run(*command, "--latency", "bundled")
+    assert (other.code, other.err.count("\n")) == (2, 1)
+    assert "differ from the default recording's, smollm2-" in other.err
+    assert f"{option} bundled" in other.err
+    nameless = run(*command, "--latency", calibrated)
+    assert (nameless.code, nameless.err.count("\n")) == (2, 1)
+    assert "does not say whose costs it holds" in nameless.err
+    assert f"{option} RUN" in nameless.err
+
+
+@pytest.mark.usefixtures("nothing_named")
+def test_constants_say_whose_acceptance_they_price(run: Run) -> None:
+    ran = run("simulate", "--latency", "const:target=0.01,draft=0.001", *QUICK)
+    assert ran.code == 0
+    assert ran.err.splitlines()[0].startswith(f"acceptance of {ONE} (smollm2 135M")
+    assert "--trace names another recording" in ran.err.splitlines()[0]
+
+
+def test_both_named_the_first_line_says_whose(run: Run, calibrated: Path) -> None:
+    ran = run("simulate", "--trace", ONE, "--latency", "bundled", *QUICK)
+    assert ran.code == 0
+    first = ran.err.splitlines()[0]
+    assert first.startswith(f"acceptance of {ONE} (smollm2 135M + draft model 15.5M) at the costs")
+    assert "bundled (2.81M + 0.638M: the target and draft differ)" in first
+    # Nothing is said of latencies of the same pair, or of any that name no model.
+    for latency in (ONE, DRAFT, calibrated):
+        ran = run("simulate", "--trace", DRAFT, "--latency", latency, *QUICK)
+        assert "acceptance of" not in ran.err
+
+
+def test_models_are_compared_by_weights_then_shapes_then_names() -> None:
+    meta = find_trace(ONE).meta
+    target = model_in(meta, "target")
+    assert same_model(target, target)
+    assert same_model(target, {**target, "fingerprint": "another"}) is False
+    # Another precision rounds the same weights: then shapes tell.
+    assert same_model(target, {**target, "fingerprint": "another", "dtype": "bfloat16"})
+    assert same_model(target, {"layers": 32, "hidden_size": 4096}) is False
+    one, other = ({"name": name} for name in ("models/smollm2", "meta/llama-3.1-8b"))
+    assert same_model(one, {"name": "SmolLM2"})
+    assert same_model(one, other) is False
+    assert same_model(one, {}) is None
+    assert model_in({"shapes": {"target": {"name": "x"}}}, "target")["name"] == "x"
+    assert model_in({"models": {"draft": "llama 1B Q4"}}, "draft")["name"] == "llama 1B Q4"
+    assert engine_head(find_latency(EAGLE3).meta) == "smollm2-eagle3"
+    assert engine_head(find_latency(DRAFT).meta) is None
+
+
+def test_the_list_names_models_and_drafter(run: Run) -> None:
+    said = {row["name"]: row["summary"] for row in run("list", "--json", "-").rows}
+    assert said[EAGLE3].startswith("smollm2 135M + smollm2-eagle3 in vllm 0.32.0:")
+    assert said[ONE].startswith("smollm2 135M + draft model 15.5M, eager:")
+
+
+def test_simulate_and_report_recommend_the_same_policy(run: Run, tmp_path: Path) -> None:
+    out, few = tmp_path / "page.html", ("--resamples", "8")
+    ran = run("simulate", "--trace", ONE, *few, "--json", "-")
+    best = ran.rows[winner(ran.rows) or 0]
+    assert best["policy"] == "ngram"
+    said = json.loads(ran.out)["headline"]
+    assert said.startswith(
+        f"{ONE} (smollm2 135M + draft model 15.5M, AMD EPYC): ngram is fastest, "
+        f"{best['speedup']:.3f}x no speculation ("
+    )
+    assert said.endswith(
+        "; with the draft model no policy is: the best fixed length, fixed:gamma=3, is at 0.742x."
+    )
+    assert run("report", "--run", ONE, *few, "--no-serve", "--out", out).code == 0
+    page = data_of(out.read_text())
+    top = page["policies"][page["headline"]["policy"]]
+    assert (top["policy"], top["speedup"]) == ("ngram", pytest.approx(best["speedup"]))
+    assert lead(out.read_text()).startswith("Fastest policy: <strong>ngram</strong>, 1.268× no")
+    assert "With the draft model no policy is faster" in lead(out.read_text())
+    ranked = {row["name"] for row in page["policies"]}
+    assert {"ngram", "pld", "eagle3", "fixed:gamma=3", "llama-cpp"} <= ranked
+
+
+def test_a_page_of_heads_without_a_cost_per_token_is_refused(run: Run, tmp_path: Path) -> None:
+    ran = run("report", "--source", "medusa", *QUICK, "--no-serve", "--out", tmp_path / "p.html")
+    assert ran.code == 2
+    assert "medusa drafts all of a round's at once" in ran.err
+    drafted = ("--source", "layer-skip", *QUICK, "--no-serve", "--out", tmp_path / "p.html")
+    assert run("report", *drafted).code == 0
+    page = data_of((tmp_path / "p.html").read_text())
+    assert page["about"]["draft"] == "layer-skip"
+    assert {row["source"] for row in page["policies"]} == {"layer-skip"}
+
+
+def test_the_best_policy_that_adapts_is_none_of_a_fixed_length(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    asked = [part for p in ("llama-cpp", "svip", "fixed:gamma=2") for part in ("--policy", p)]
+    assert run("report", *asked, "--resamples", "8", "--no-serve", "--out", out).code == 0
+    page = data_of(out.read_text())
+    head, rows = page["headline"], page["policies"]
+    assert rows[head["policy"]]["note"] == "best fixed"
+    assert rows[head["next"]]["policy"].startswith("svip")
+
+
+def test_a_headline_gains_over_no_slower_row_by_itself() -> None:
+    plain = {"policy": "autoregressive", "verify": "exact", "source": "draft-model"}
+    known = {"fidelity": "exact", "speedup_lo": None, "speedup_hi": None, "note": None}
+    gain = {"gain": 1.25, "gain_lo": None, "gain_hi": None, "against": "fixed:gamma=2"}
+    rows = [
+        {**plain, **known, **gain, "speedup": 1.0},
+        {**plain, **known, **gain, "policy": "svip", "speedup": 1.5},
+        {**plain, **known, **gain, "policy": "fixed:gamma=2", "speedup": 1.2, "gain": None,
+         "note": "best fixed"},
+    ]  # fmt: skip
+    assert headline(rows) == (
+        "svip is fastest, 1.500x no speculation; +25.0 % against fixed:gamma=2."
+    )
+    rows[2]["speedup"] = 0.9
+    assert headline(rows, "mine").startswith("mine: svip is fastest, 1.500x no speculation; the")
+    assert "fixed:gamma=2, is at 0.900x" in headline(rows)
+    rows[1]["speedup"] = 0.95
+    assert "no policy is faster than no speculation: the best, svip, is at 0.950x" in headline(rows)
