@@ -55,7 +55,10 @@ def test_what_is_predicted_fastest_is_decoded_by_default(
         assert sum(row["rounds_differ"] for row in ran.rows) == 0
         if not more or more[0] == "--source":
             told = run("simulate", "--trace", small_run, *more, "--resamples", 2, "--json", "-")
-            assert names[2] in json.loads(told.out)["headline"], more
+            first = json.loads(told.out)["headline"].replace("Nothing pays here: the best, ", "")
+            first = first.split(" ")[0].rstrip(",")
+            # Of methods with drafts of their own the check says how they are decoded.
+            assert names[2] == first or f"decode it with --policy {first}" in ran.err, more
     # Named policies are decoded as they were named.
     asked = ("--policy", "fixed:gamma=2", "--repeats", 1, "--no-assisted", "--json", "-")
     rows = run("validate", "--run", small_run, *asked).rows

@@ -75,8 +75,8 @@ PolicyOption = Annotated[
     typer.Option(
         "--policy",
         metavar="P",
-        help="name[:key=value,...], or FILE.py:Class[:...] for a "
-        "policy of your own; repeatable; all = every policy (`draftsim list --policies`).",
+        help="name[:key=value,...], FILE.py:Class[:...] for a policy of your own, or the name "
+        "of a paper's method; repeatable; all = every policy (`draftsim list --policies`).",
     ),
 ]
 

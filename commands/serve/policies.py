@@ -105,6 +105,9 @@ def load_serving_policies(
             if isinstance(made, BatchPolicy)
             else can_replay(trace, made)
         )
+        longest = made.longest_draft()
+        if trace.max_gamma is not None and longest is not None:
+            fits = fits and longest <= trace.max_gamma  # no table's lengths are lowered
         if text in asked or fits:
             # A length left at its default is in the name all the same.
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]

@@ -17,8 +17,10 @@ from commands.common.ranking import fastest_for_real, is_unfitted, named, with_f
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
+    from policies.core import DraftPolicy
     from profiler.models.loading import Pair
     from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
 ARMS = (
@@ -87,7 +89,9 @@ def spot_check(
         lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
         say_left_out(lacking, trace.signals)
         chosen = [(n, p) for n, p in chosen if n not in lacking]
-        chosen = with_fastest(chosen, fastest_for_real(trace, latency))
+        best = fastest_for_real(trace, latency)
+        chosen = with_fastest(chosen, best)
+        say_faster(run, trace, latency, best)
     for name in (n for n, p in chosen if is_unfitted(p)):
         note(f"{name} runs unfitted: with the estimates and the rate it comes with")
     if "autoregressive" not in dict(chosen):
@@ -166,6 +170,25 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
         except (TailError, SignalError) as error:
             note(f"left out: transformers' own generation, {schedule} schedule: {error}")
     return logs
+
+
+def say_faster(
+    run: Path, trace: Trace, latency: LatencyTable, best: tuple[str, DraftPolicy]
+) -> None:
+    """A note where a method with drafts of its own is predicted to be faster than `best`."""
+    from commands.common.sources import replay_systems
+    from simulator.whatif.ranking import fastest
+    from traces.sources.found import find_recordings
+    from traces.sources.registry import SYSTEMS
+
+    listed = replay_systems(SYSTEMS, trace, find_recordings(str(run), trace), latency)
+    own = replay_all(trace, [best])
+    first = fastest([*own, *listed.logs], latency)
+    if first not in own:
+        note(
+            f"{first.policy}, with drafts of its own, is predicted to be faster still: decode it "
+            f"with --policy {first.policy}"
+        )
 
 
 def _assisted_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
-from policies.from_file import bounded, is_file, load_file
+from policies.from_file import Cut, bounded, is_file, load_file, said_cut
 from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
@@ -64,7 +65,10 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     policy, source = _given(environment)
     try:
         drafts = _source(source)
-        return Setup(policy_from(policy, min(longest, drafts.longest or longest)), drafts)
+        found = policy_from(policy, min(longest, drafts.longest or longest))
+        if isinstance(found, Cut):
+            print(f"draftsim: {said_cut(policy, found.longest, "the engine's")}", file=sys.stderr)
+        return Setup(found, drafts)
     except ValueError as error:
         raise DraftsimError(f"{VARIABLE}: {error}") from None
 
