@@ -30,4 +30,4 @@ def forked(work: Callable[[], object], said: Path = Path(os.devnull)) -> Iterato
         process.kill()
         raise
     finally:
-        process.join(60)
+        process.join(600)

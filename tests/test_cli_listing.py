@@ -31,7 +31,10 @@ def test_nothing_is_imported_to_list_the_commands(arguments: list[str]) -> None:
     assert "ended 0" in said
     assert not {name.partition(".")[0] for name in imported.split()} & (HEAVY | OURS)
     ours = {name for name in imported.split() if name.startswith("commands.")}
-    assert ours == {"commands.app", "commands.lazy", "commands.stopping"}
+    assert ours == {
+        "commands.app", "commands.common", "commands.common.bounds", "commands.lazy",
+        "commands.stopping",
+    }  # fmt: skip
 
 
 def test_every_command_is_listed_in_a_line(run: Run) -> None:

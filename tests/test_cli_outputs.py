@@ -169,4 +169,4 @@ def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
     policy = () if command == "tune" else ("--policy", "fixed:gamma=1")
     latency = "const:target=0.001,draft=0.0001"
     ran = run(command, *SERVED[command], *policy, "--latency", latency, "--assume-batch-free")
-    assert f"bundled, at the costs of {latency}" in " ".join(ran.out.split()), ran.err
+    assert f"bundled, at the costs of {latency}" in " ".join((ran.out + ran.err).split())

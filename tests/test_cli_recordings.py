@@ -51,7 +51,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_recording_is_tuned_with_the_drafter_it_was_measured_with(run: Run) -> None:
     ran = run(*TUNE, "--trace", EAGLE3, "--json", "-")
-    assert [row["gain"] for row in ran.rows] == pytest.approx([1.449, 0.987], abs=5e-4)
+    assert [row["decode_gain"] for row in ran.rows] == pytest.approx([1.449, 0.987], abs=5e-4)
     assert ran.err.splitlines()[0].startswith(f"drafting with {HEAD}")
     assert ran.rows == run(*TUNE, "--trace", EAGLE3, "--source", HEAD, "--json", "-").rows
     # The latencies decide: they hold passes of the head, whose drafts lie beside the same outputs.

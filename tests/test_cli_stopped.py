@@ -33,12 +33,17 @@ def test_a_signal_stops_as_ctrl_c_does(
             time.sleep(0.1)
             cleaned.append(True)
 
+    # What starts the tests may have had it ignored, as a shell does for what runs behind it.
+    first = signal.signal(
+        number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    )
     before = {one: signal.getsignal(one) for one in CODES}
     monkeypatch.setattr("commands.catalogue.recording_rows", stopped)
     ran = run("list")
     assert (ran.code, ran.out, ran.err) == (CODES[number], "", STOPPED)
     assert cleaned == [True]
     assert {one: signal.getsignal(one) for one in CODES} == before
+    signal.signal(number, first)
 
 
 def test_a_signal_that_is_ignored_stays_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

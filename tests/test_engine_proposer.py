@@ -227,7 +227,7 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     ("given", "said"),
     [
         ("", "is not set"),
-        ("/nowhere.json", "cannot read"),
+        ("/nowhere.json", "no such file"),
         ('{"policy": "fixed"}', "missing 'source'"),
         ('{"policy": "fixd", "source": "pld"}', "unknown policy 'fixd'"),
         ('{"policy": "no.such.Policy", "source": "pld"}', "cannot be imported"),

@@ -186,7 +186,7 @@ def test_attention_biases_and_an_own_embedding_are_kept(target: Any, tmp_path: P
 def test_what_cannot_be_read_says_why(
     made: dict[str, FeatureDrafter], target: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(DraftsimError, match="name the folder of a drafter"):
+    with pytest.raises(DraftsimError, match="no such file"):
         read_drafter(tmp_path / "none", target)
     folder = tmp_path / "a"
     write_drafter(made["eagle3"], folder)

@@ -68,7 +68,7 @@ def test_relative_bleu() -> None:
 
 def test_bleu_without_sacrebleu_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(DraftsimError, match=r"draftsim\[quality\]"):
+    with pytest.raises(DraftsimError, match=r"install '\.\[quality\]'"):
         relative_bleu(["a"], ["a"])
 
 

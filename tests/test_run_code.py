@@ -40,7 +40,7 @@ def test_prompts_say_how_their_code_is_judged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"unit_tests": "x"}, {**CODE, "unit_tests": ["assert f()"]}])
 def test_tests_of_another_type_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", **wrong}])
-    with pytest.raises(DraftsimError, match=r"p\.jsonl:2: '\w+' must be a text"):
+    with pytest.raises(DraftsimError, match=r"p\.jsonl line 2: '\w+' must be a text"):
         read_prompts(path)
 
 

@@ -36,7 +36,7 @@ def one_token_jobs(prompts: Sequence[int]) -> Trace:
 
 PER_TOKEN_S = 1e-6
 SERVICE = table(
-    [("target", "prefill", 1, n, 0, n * PER_TOKEN_S) for n in (1, 1 << 30)]
+    [("target", "prefill", 1, n, 0, n * PER_TOKEN_S) for n in (1, 10_000_000)]
     + [("target", "forward", b, n, 0, 1.0) for b in (1, 2) for n in (1, 2)]
 )
 """A prompt of n tokens is a job of n microseconds.

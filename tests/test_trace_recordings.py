@@ -45,8 +45,8 @@ def test_recordings_are_listed_with_a_summary(bundled: Path, tmp_path: Path) -> 
 def test_what_is_bundled_can_be_read() -> None:
     for recording in recordings():
         assert find_trace(recording.name).tokens > 0
-        # Sampled outputs alone are priced by the latencies of the pair's other recording.
-        if recording.file("trace").is_file():
+        # Some recordings hold outputs alone: other latencies price them.
+        if recording.file("latency").is_file():
             assert find_latency(recording.name).has("target", "forward")
 
 

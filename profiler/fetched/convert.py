@@ -10,7 +10,7 @@ from typing import Any
 
 from traces.errors import missing
 
-NEEDED = ("gguf", "accelerate")
+NEEDED = ("torch", "transformers", "safetensors", "gguf", "accelerate")
 
 
 def check_packages() -> None:

@@ -74,7 +74,10 @@ def anchor_drift(folder: Path) -> dict[int, float]:
     try:
         units = document.get("forced", {}).get("units", {})
         for unit in units.values():
-            for at in unit.get("anchors", ()):
+            anchors = unit.get("anchors", [])
+            if not isinstance(anchors, list):
+                raise ValueError(f"anchors are {anchors}")
+            for at in anchors:
                 sizes = all(is_whole(at[name]) for name in ("batch", "width", "context"))
                 if not (sizes and is_number(at["median_s"]) and at["median_s"] > 0):
                     raise ValueError(f"an anchor is {at}")
