@@ -222,6 +222,10 @@ def tune(
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")
+    if engine is Engine.VLLM and tuned.document is not None and "model" not in tuned.document:
+        note(
+            'the recording does not name the drafter: add "model" to the setting before pasting it'
+        )
     if setting_out:
         print(laid_out(tuned.document))
     if not tried:
@@ -252,10 +256,13 @@ def _headline(rows: list[dict[str, Any]]) -> str:
     """What to deploy, in one sentence."""
     from simulator.tune.gains import MISSED, ON
 
-    here = {row["batch"]: row for row in rows}
+    here: dict[int, dict[str, Any]] = {}
+    for row in rows:  # of several contexts, all settings at a batch
+        at = here.setdefault(row["batch"], {**row, "settings": []})
+        at["settings"] += [row["setting"]] if row["setting"] not in at["settings"] else []
     steps = "steps " if rows[0]["engine"] == Engine.SGLANG.value else ""
     on = [
-        f"{steps}{row['setting']} at batch {batch}"
+        f"{steps}{' or '.join(row['settings'])} at batch {batch}"
         + ("" if row["gain"] != row["gain"] else f" ({row['gain']:.3g}x)")
         for batch, row in here.items() if row["deploy"] == ON
     ]  # fmt: skip
@@ -281,7 +288,10 @@ def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDraf
         model = meta.get("model")
         return target, NamedDrafter(kind, None if model is None else str(model))
     if engine.get("own_drafter"):
-        return target, NamedDrafter(METHODS.get(engine["method"]), str(latency.meta["draft"]))
+        model = str(latency.meta["draft"])
+        # One name for both is that of a pair; as a model it would be the target itself.
+        named = None if model == target else model
+        return target, NamedDrafter(METHODS.get(engine["method"]), named)
     if isinstance(trace.meta.get("draft"), Mapping):
         return target, NamedDrafter("draft_model", _path(trace, "draft"))
     return target, NamedDrafter()

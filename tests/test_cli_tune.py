@@ -110,6 +110,7 @@ def test_standard_output_is_the_setting_or_what_was_asked_for(
     bare = run(*command)
     assert json.loads(bare.out)["num_speculative_tokens"] > 0
     assert "decode_tok_s" in bare.err  # the table
+    assert 'does not name the drafter: add "model"' in bare.err
     assert "use K=" in bare.err
     kept = run(*command, "--out", recorded.out)
     assert recorded.out.read_text() == bare.out
@@ -145,6 +146,7 @@ def test_an_eagle_head_is_named_with_its_method(run: Run, recorded: SimpleNamesp
     )  # fmt: skip
     written = json.loads(recorded.out.read_text())
     assert (written["method"], written["model"]) == ("eagle3", "smollm2-eagle3")
+    assert "does not name the drafter" not in ran.err
     assert "METHOD" not in ran.err
     assert "DRAFT" not in ran.err
 

@@ -22,6 +22,7 @@ from simulator.tune import (
     tune_llamacpp,
     write_settings,
 )
+from simulator.tune.launch import NamedDrafter
 from simulator.tune.llamacpp import LlamaCppSetting, mirrored
 from tests.conftest import Run
 from tests.tuning import CHEAP
@@ -162,6 +163,17 @@ def test_the_line_that_starts_an_engine() -> None:
     assert "generation_config.update(num_assistant_tokens=3)" in launch_line(
         "hf", {"num_assistant_tokens": 3}
     )
+    named = NamedDrafter("draft_model", "org/draft")
+    line = launch_line("hf", {"num_assistant_tokens": 3}, target="org/target", drafter=named)
+    compile(line, "launch", "exec")  # Python, as it is pasted
+    assert "from_pretrained('org/draft')" in line
+    assert launch_line("llamacpp", GOOD, target="org/target", drafter=named).startswith(
+        "llama-server -m TARGET -md DRAFT "
+    )
+    eagle = shlex.split(launch_line("vllm", config, drafter=NamedDrafter("eagle3", "org/head")))
+    assert json.loads(eagle[-1]) == {"method": "eagle3", "model": "org/head", **config}
+    lookup = shlex.split(launch_line("vllm", config, drafter=NamedDrafter("ngram")))
+    assert json.loads(lookup[-1]) == {"method": "ngram", **config}
     with pytest.raises(DraftsimError, match="expected one of vllm"):
         launch_line("tgi", None)
 

@@ -28,6 +28,8 @@ METHODS = {
 ``SpeculativeMethod``, 0.32)."""
 WITHOUT_MODEL = ("ngram", "suffix")
 """Methods of vLLM that look drafts up and load no model."""
+GGUF = ".gguf"
+"""Suffix of the files that llama.cpp reads; a model's folder or name is none."""
 ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE", "mtp": "NEXTN"}
 """SGLang's ``--speculative-algorithm`` of vLLM's methods."""
 
@@ -83,10 +85,13 @@ def launch_line(
     if engine not in _LINES:
         raise DraftsimError(f"engine is {engine!r}, expected one of {', '.join(_LINES)}")
     plain, speculating = _LINES[engine]
-    start = plain.format(target=shlex.quote(target) if engine != "hf" else target)
-    if document is None:
-        return start + (")" if engine == "hf" else "")
-    return start + speculating(document, file, drafter or NamedDrafter())
+    drafter = drafter or NamedDrafter()
+    if engine == "hf":
+        return _hf(document, target, drafter)
+    if engine == "llamacpp" and not target.endswith(GGUF):
+        target = TARGET
+    start = plain.format(target=shlex.quote(target))
+    return start if document is None else start + speculating(document, file, drafter)
 
 
 def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
@@ -112,21 +117,31 @@ def _sglang(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> st
 def _llamacpp(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
     del file
     options = " ".join(f"--{name} {value}" for name, value in document.items())
-    # A GGUF file, which a model's folder or name is not.
-    model = drafter.model if (drafter.model or "").endswith(".gguf") else None
+    model = drafter.model if (drafter.model or "").endswith(GGUF) else None
     return f" -md {shlex.quote(model or DRAFT)} --spec-type draft-simple {options}"
 
 
-def _hf(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
-    del file, drafter  # objects in Python, whose names are the user's
-    options = ", ".join(f"{name}={value!r}" for name, value in document.items())
-    return f", assistant_model={DRAFT})  # {DRAFT}.generation_config.update({options})"
+def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) -> str:
+    """A line of Python, in which `TARGET` and `DRAFT` are models; they are loaded if named."""
+    names = {TARGET: target if target != TARGET else None}
+    call = f"{TARGET}.generate(inputs)"
+    update = ""
+    if document is not None:
+        names[DRAFT] = drafter.model
+        options = ", ".join(f"{name}={value!r}" for name, value in document.items())
+        update = f"{DRAFT}.generation_config.update({options}); "
+        call = f"{TARGET}.generate(inputs, assistant_model={DRAFT})"
+    loaded = "".join(
+        f"{model} = AutoModelForCausalLM.from_pretrained({name!r}); "
+        for model, name in names.items() if name is not None
+    )  # fmt: skip
+    return f"{loaded}{update}{call}"
 
 
 _LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter], str]]] = {
     "vllm": ("vllm serve {target}", _vllm),
     "sglang": ("python -m sglang.launch_server --model-path {target}", _sglang),
-    "hf": ("{target}.generate(inputs", _hf),
+    "hf": ("", lambda *_: ""),  # a line of Python: `_hf`
     "llamacpp": ("llama-server -m {target}", _llamacpp),
 }
 """By engine: the command without speculation, and what a document adds."""

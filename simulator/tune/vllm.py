@@ -138,9 +138,12 @@ def tune_vllm(
     def grids_of(targets: Targets | None) -> list[list[Grid]]:
         return [[price_grid(priced, latency, b, c, targets) for c in where] for b in sizes]
 
-    parts: list[Callable[[], Any]] = [partial(grids_of, slo), partial(grids_of, None)]
+    parts: list[Callable[[], Any]] = [partial(grids_of, s) for s in dict.fromkeys((slo, None))]
+    pricings = len(parts)
     parts += served_each(latency, [*lone, *plainly])
-    within, free, *outcomes = results_of(parts, trace.tokens * len(parts))
+    found_parts = results_of(parts, trace.tokens * len(parts))
+    within, free = found_parts[0], found_parts[pricings - 1]
+    outcomes = found_parts[pricings:]
     off: list[Outcome] = outcomes[len(lone) :]
     fixed = [outcomes[i : i + len(options)] for i in range(0, len(lone), len(options))]
     reachable = [
@@ -218,6 +221,11 @@ def tune_vllm(
         ]  # fmt: skip
         return Tuned("vllm", None, Autoregressive(), rows, [*warnings, *summed_up(rows)])
     warnings += [*summed_up(rows), *about_rising("K", sizes, options, table, alone)]
+    if by_context:
+        warnings.append(
+            "vLLM 0.32 reads rows [lo, hi, K] only and refuses those with contexts: use this form "
+            "with a vLLM that documents it"
+        )
     if table[-1].any():
         warnings.append(
             f"vLLM keeps the last K beyond batch {sizes[-1]}, the largest searched: "
