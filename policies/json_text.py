@@ -61,7 +61,7 @@ def _whole(digits: str) -> int:
 
 
 def _too_deep(value: Any) -> bool:
-    level = [[value]]
+    level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 1):
         items = (own.values() if type(own) is dict else own for own in level)
         level = [x for own in items for x in own if type(x) is list or type(x) is dict]

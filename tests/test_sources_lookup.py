@@ -119,7 +119,7 @@ def test_corpus_file(tmp_path: Path) -> None:
     path.write_text("[1, 2, 3]\n\n[4]\n")
     assert read_corpus(path) == [[1, 2, 3], [4]]
     path.write_text("[1, 2]\n[1, -2]\n")
-    with pytest.raises(DraftsimError, match=r"corpus.jsonl:2 is not a JSON list"):
+    with pytest.raises(DraftsimError, match=r"corpus.jsonl line 2: is not a JSON list"):
         read_corpus(path)
 
 

@@ -87,7 +87,7 @@ def _prompt(at: str, row: Mapping[str, Any]) -> dict[str, Any]:
         raise FileError(f"{at}: metrics is {shown(metrics)}, expected an object")
     for name in ("usage_prompt_tokens", "input_sequence_length"):
         found = metrics.get(name) if isinstance(metrics, dict) else None
-        value = found.get("value") if isinstance(found, dict) else None
+        value: Any = found.get("value") if isinstance(found, dict) else None
         if type(value) in (int, float):
             return {"prompt_tokens": int(value) if value == value // 1 else value}
     return {}

@@ -115,10 +115,10 @@ def meta_of(path: PathLike, header: Mapping[str, Any]) -> dict[str, Any]:
 
 def starts_of(path: PathLike, header: Mapping[str, Any], name: str, rows: int) -> tuple[int, ...]:
     """Return the first row of each request and their end, which must be `rows` at most."""
-    starts = header.get(name)
+    starts: Any = header.get(name)
     rising = are_wholes(starts, 0, rows) and starts == sorted(starts) and starts[:1] == [0]
     check(path, name, starts, rising and len(starts) > 1, f"rows that rise from 0 to {rows}")
-    return tuple(starts or ())
+    return tuple(starts)
 
 
 def requests_of(path: PathLike, header: Mapping[str, Any]) -> list[Request]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traces.errors import FileError
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, digits, shown
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, decimal, digits, shown
 from traces.store.text import read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
@@ -96,10 +96,7 @@ def _count(
         if (name in placed) != (label in labels):
             raise FileError(f"{where}: the label {label} does not belong there")
         position = digits(where, f"the label {label}", labels.get(label, "0"), most=MOST_DRAFTED)
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
+        value = decimal(text)
         if not 0 <= value <= MOST_COUNT or not value.is_integer():
             raise FileError(f"{where}: {shown(text)} is no count of at most {MOST_COUNT:,}")
         key = name, position
