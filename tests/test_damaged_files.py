@@ -72,7 +72,7 @@ CPU_S = 20
 
 UNNAMED = (
     "latency table has no", "past what was recorded", "made counts, and no trace",
-    "which this trace does not hold",
+    "which this trace does not hold", "past the recorded tail", "of other requests than the trace",
 )  # fmt: skip
 """Refusals that are about an object as a whole, and so need not name its file."""
 

@@ -61,6 +61,8 @@ class EngineOptions:
 
 def _is_eagle3(folder: Path) -> bool:
     """Whether a drafter's ``config.json`` is of EAGLE-3, whose vocabulary is its own."""
+    if not (folder / "config.json").is_file():
+        raise DraftsimError(f"{folder} holds no drafter with a config.json: name its folder")
     config = read_object(folder / "config.json", "name the folder of a drafter")
     return "draft_vocab_size" in config or "eagle3" in str(config.get("architectures")).lower()
 

@@ -65,7 +65,10 @@ def read_drafter(folder: str | Path, target: Any) -> FeatureDrafter:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return read_object(folder / "config.json", "name the folder of a drafter, with its config.json")
+    path, remedy = folder / "config.json", "name the folder of a drafter, with its config.json"
+    if not path.is_file():
+        raise DraftsimError(f"{path}: no such file: {remedy}")
+    return read_object(path, remedy)
 
 
 def _weights(folder: Path) -> Weights:

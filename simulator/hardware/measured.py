@@ -18,7 +18,7 @@ from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
 from traces.sources.found import find_drafted
 from traces.store.files import read_latency
-from traces.store.header import is_number, is_whole
+from traces.store.header import MOST, is_number, is_whole
 from traces.store.measured import read_measured
 from traces.store.text import read_object
 
@@ -76,10 +76,10 @@ def anchor_drift(folder: Path) -> dict[int, float]:
         for unit in units.values():
             anchors = unit.get("anchors", [])
             if not isinstance(anchors, list):
-                raise ValueError(f"anchors are {anchors}")
+                raise TypeError("anchors are no list")
             for at in anchors:
                 sizes = all(is_whole(at[name]) for name in ("batch", "width", "context"))
-                if not (sizes and is_number(at["median_s"]) and at["median_s"] > 0):
+                if not (sizes and is_number(at["median_s"]) and 0 < at["median_s"] <= MOST):
                     raise ValueError(f"an anchor is {at}")
                 tabled = latency.seconds(
                     at["model"], "forward", batch=at["batch"], new_tokens=at["width"],

@@ -37,7 +37,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | Batc
         raise SettingsError(f"{path} holds a {type(document).__name__}, expected an object")
     try:
         return _policy(document)
-    except SettingsError as error:
+    except (SettingsError, ValueError) as error:
         raise SettingsError(f"{path}: {error}") from None
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from traces.errors import DraftsimError
+
+HOTTEST = 1000
+"""Highest temperature; from here on all tokens are as good as equally likely."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= HOTTEST:
             raise DraftsimError(
-                f"temperature is {self.temperature:g}, expected a finite number of at least 0"
+                f"temperature is {self.temperature:g}, expected a finite number of at least 0 and "
+                f"at most {HOTTEST}"
             )
         if not 0 < self.top_p <= 1:
             raise DraftsimError(f"top-p is {self.top_p:g}, expected above 0 and at most 1")
@@ -86,7 +89,7 @@ class Sampling:
         """
         found = {n: v for n in ("temperature", "top_p") if (v := (meta or {}).get(n)) is not None}
         for name, value in found.items():
-            if not isinstance(value, int | float):
+            if type(value) not in (int, float):
                 raise DraftsimError(f"sampling has {name}={value!r}, expected a number")
         return cls(**{name: float(value) for name, value in found.items()})
 

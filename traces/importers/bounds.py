@@ -6,14 +6,17 @@ decide how much memory an import takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from reprlib import repr as shown
+from reprlib import repr as _repr
 from typing import Any
 
 from traces.acceptance.schema import MOST_DRAFTED as MOST_DRAFTED  # noqa: PLC0414
 from traces.acceptance.schema import MOST_TOKENS as MOST_TOKENS  # noqa: PLC0414
 from traces.errors import FileError
 
+shown = _repr
+"""The text of a value in a message, cut where it is long."""
 MOST_COUNT = 2**53
 """Largest count over many rounds: up to here a counter kept as a float is exact."""
 MOST_SECONDS = 1e9
@@ -53,6 +56,14 @@ def digits(where: str, name: str, text: str | None, least: int = 0, most: int = 
     given = (text or "").strip()
     plain = given.isascii() and given.isdigit() and len(given) <= 20
     return whole(where, name, int(given) if plain else text, least, most)
+
+
+def decimal(text: Any) -> float:
+    """Return the number that `text` writes, or is; NaN if it is none."""
+    try:
+        return math.nan if isinstance(text, bool) or "_" in str(text) else float(text)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def label(where: str, name: str, value: Any, default: str = "") -> str:

@@ -68,12 +68,12 @@ def read_exits(path: PathLike) -> ExitRecording:
         sound = are_wholes(list(exits), 1, MOST_LAYERS)
         check(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
         check(path, "omegas", omegas, all(is_number(omega) for omega in omegas), "numbers")
+        for setting in header["settings"]:
+            check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
         settings = tuple(
             ExitSetting(tau, omega, depth, None if layers is None else tuple(layers), gamma_max)
             for tau, omega, depth, layers, gamma_max in header["settings"]
         )
-        for setting in settings:
-            check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
         starts = starts_of(path, header, "path_starts", table.num_rows)
         nodes = {name: _column(path, table, name, dtype) for name, dtype in NODE_COLUMNS.items()}
         _check_nodes(path, nodes, starts)
@@ -201,11 +201,16 @@ def _read(path: PathLike, kind: str) -> Iterator[tuple[dict[str, Any], pa.Table]
         raise file_error(path, f"header and columns do not fit together ({error})") from error
 
 
-def _sound(setting: ExitSetting) -> bool:
+def _sound(setting: Any) -> bool:
+    """Whether a header's list is an `ExitSetting`."""
+    if not isinstance(setting, list) or len(setting) != 5:
+        return False
     tau, omega, depth, layers, gamma_max = setting
     return (
-        all(is_number(value) for value in (tau, omega, depth))
-        and (layers is None or are_wholes(list(layers), 1, MOST_LAYERS))
+        all(is_number(value) and value >= 0 for value in (tau, omega, depth))
+        and 0 < depth <= 1
+        and tau <= 1
+        and (layers is None or (are_wholes(layers, 1, MOST_LAYERS) and layers != []))
         and is_whole(gamma_max, 1, MOST_DRAFTED)
     )
 

@@ -118,7 +118,7 @@ def starts_of(path: PathLike, header: Mapping[str, Any], name: str, rows: int) -
     starts: Any = header.get(name)
     rising = are_wholes(starts, 0, rows) and starts == sorted(starts) and starts[:1] == [0]
     check(path, name, starts, rising and len(starts) > 1, f"rows that rise from 0 to {rows}")
-    return tuple(starts or ())
+    return tuple(starts)
 
 
 def requests_of(path: PathLike, header: Mapping[str, Any]) -> list[Request]:

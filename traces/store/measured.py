@@ -101,13 +101,13 @@ def _check_whole(path: str | os.PathLike[str], times: pd.DataFrame) -> None:
     together = [name for name in ("pair", "mode", "batch", "forced") if name in times]
     runs = times.groupby([*together, "policy", "verify", "repeat", "request"]).size()
     if (runs > 1).any():
-        again = dict(zip(runs.index.names, runs.index[int(runs.to_numpy().argmax())], strict=True))
+        again = dict(zip(runs.index.names, runs.index[int(runs.argmax())], strict=True))
         raise file_error(path, f"holds a run twice: {again}", "measure again")
     for _, part in times.groupby(together):
         arms = part.groupby(["policy", "verify"]).size()
         grid = part["repeat"].nunique() * part["request"].nunique()
         if (arms != grid).any():
-            policy, verify = arms.index[int((arms != grid).to_numpy().argmax())]
+            policy, verify = arms.index[int((arms != grid).argmax())]
             raise file_error(
                 path,
                 f"{policy} / {verify} has {arms[policy, verify]} runs of the {grid} that its "

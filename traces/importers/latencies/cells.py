@@ -16,7 +16,7 @@ import pandas as pd
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, decimal, digits
 from traces.importers.rows import only_file
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable
@@ -79,10 +79,7 @@ def _value(at: str, name: str, kind: str, text: str) -> object:
         return text
     if kind.startswith("int"):
         return digits(at, name, text, most=MOST_TOKENS)
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = decimal(text)
     if not 0 <= value <= MOST_SECONDS:
         raise FileError(f"{at}: {name} is {shown(text)}, expected seconds, 0 or more")
     return value

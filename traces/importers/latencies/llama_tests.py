@@ -13,7 +13,7 @@ import numpy as np
 
 from policies.json_text import JSONError, parse_json
 from traces.errors import FileError
-from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, digits, label, whole
+from traces.importers.bounds import MOST_SECONDS, MOST_TOKENS, decimal, digits, label, whole
 from traces.store.text import json_lines
 
 NORMAL_IQR = 0.6744897501960817
@@ -157,10 +157,7 @@ def _settings(items: Iterable[tuple[str, Any]]) -> dict[str, str]:
 
 
 def _number(at: str, row: Mapping[str, Any], name: str) -> float:
-    try:
-        value = float(row.get(name, ""))
-    except (TypeError, ValueError):
-        value = -1.0
+    value = decimal(row.get(name))
     if not 0 <= value <= 1e9 * MOST_SECONDS:
         raise FileError(f"{at}: {name} is {shown(row.get(name))}, expected a number >= 0")
     return value

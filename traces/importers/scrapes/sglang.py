@@ -12,13 +12,12 @@ sgl-project/sglang, ``srt/observability/metrics_collector.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown
 
 from traces.errors import FileError
-from traces.importers.bounds import MOST_DRAFTED
+from traces.importers.bounds import MOST_DRAFTED, decimal
 from traces.importers.scrapes.text import read_counts, read_samples
 from traces.importers.totals import Totals
 
@@ -85,10 +84,7 @@ def _gauge(file: Path, name: str) -> float | None:
     for where, full, _, text in read_samples(file, PREFIX):
         if full != PREFIX + name:
             continue
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
+        value = decimal(text)
         if not 0 <= value <= MOST_DRAFTED + 1:
             raise FileError(f"{where}: {shown(text)} is no length or rate")
         found.append(value)

@@ -12,7 +12,7 @@ from reprlib import repr as shown
 from typing import NamedTuple
 
 from traces.errors import FileError
-from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, digits
+from traces.importers.bounds import MOST_COUNT, MOST_DRAFTED, decimal, digits
 from traces.store.text import read_text
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
@@ -97,10 +97,7 @@ def _count(
         if (name in placed) != (label in labels):
             raise FileError(f"{where}: the label {label} does not belong there")
         position = digits(where, f"the label {label}", labels.get(label, "0"), most=MOST_DRAFTED)
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
+        value = decimal(text)
         if not 0 <= value <= MOST_COUNT or not value.is_integer():
             raise FileError(f"{where}: {shown(text)} is no count of at most {MOST_COUNT:,}")
         key = name, position
