@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import pytest
 
 import draftsim
 from simulator.serving import read_results
@@ -185,6 +186,9 @@ JOBS = {"sweep", "capacity", "serve"}
 """Commands that share their work between processes."""
 
 
+Start = Callable[[list[str], Path, Stop | None, Run | None], Run]
+
+
 class Chain:
     """One command, killed at seeded moments in one folder, and then run to its end.
 
@@ -196,19 +200,22 @@ class Chain:
         The folder of `inputs`.
     work:
         An empty folder.
+    whole:
+        Runs the command that is not interrupted; as `start` by default.
     """
 
     def __init__(
         self,
         name: str,
-        start: Callable[[list[str], Path, Stop | None, Run | None], Run],
+        start: Start,
         given: Path,
         work: Path,
+        whole: Start | None = None,
     ) -> None:
         self.name, self.command, self._start = name, COMMANDS[name], start
         self._given, self._work = given, work
         self.folder = self._prepared("whole")
-        self.whole = self._run(self.folder, None)
+        self.whole = (whole or start)(self._arguments(), self.folder, None, None)
         assert self.whole.code == 0, f"{name} failed by itself: {self.whole.said}"
         self.expected = self.command.answer(self.folder)
         self.left = names_in(self.folder)
@@ -244,8 +251,10 @@ class Chain:
         return folder
 
     def _run(self, folder: Path, stop: Stop | None) -> Run:
-        arguments = [text.format(given=self._given) for text in self.command.arguments]
-        return self._start(arguments, folder, stop, None if stop is None else self.whole)
+        return self._start(self._arguments(), folder, stop, None if stop is None else self.whole)
+
+    def _arguments(self) -> list[str]:
+        return [text.format(given=self._given) for text in self.command.arguments]
 
 
 def names_in(folder: Path) -> list[str]:
@@ -253,29 +262,29 @@ def names_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def called_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None) -> Run:
+    """The command in this process, which then has loaded all that its forks need."""
+    writes = Count()
+    began_s = time.monotonic()
+    code = _called(arguments, folder, stop, whole, writes)
+    seconds = time.monotonic() - began_s
+    return Run(code, folder.with_suffix(".said").read_text(), seconds, writes.value)
+
+
 def forked_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None) -> Run:
-    """The command in a fork of this process, which has loaded what it needs."""
+    """The command in a fork of this process."""
     context = get_context("fork")
     writes, begun = context.Value("i", 0), context.Event()
-    said = folder.with_suffix(".said")
 
     def child() -> None:
-        code: Any = OUTSIDE
+        code = OUTSIDE
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            os.chdir(folder)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = ["draftsim", *arguments]
-            with (
-                said.open("w") as text, redirect_stderr(text), redirect_stdout(text),
-                counted(writes, stop, whole), few_cells(),
-            ):  # fmt: skip
-                begun.set()
-                draftsim.main()
-        except SystemExit as ended:
-            code = ended.code
+            begun.set()
+            code = _called(arguments, folder, stop, whole, writes)
         except KeyboardInterrupt:
             pass
-        os._exit(code or 0)
+        os._exit(code)
 
     process = context.Process(target=child)
     process.start()
@@ -286,37 +295,58 @@ def forked_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run
         process.join(stop.share * whole.seconds)
         if process.is_alive():
             os.kill(process.pid, stop.number)
-    process.join(120)
+    process.join(300)
     assert process.exitcode is not None, "it does not end"
-    seconds = time.monotonic() - began_s
-    return Run(process.exitcode, said.read_text(), seconds, writes.value)
+    said = folder.with_suffix(".said").read_text()
+    return Run(process.exitcode, said, time.monotonic() - began_s, writes.value)
 
 
-@contextmanager
-def counted(writes: Any, stop: Stop | None, whole: Run | None) -> Any:
+class Count:
+    """A number that changes."""
+
+    value = 0
+
+
+def _called(
+    arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None, writes: Any
+) -> int:
+    """Run the command in `folder` and return its exit code; what it says goes beside the folder."""
+    arguments = [*arguments, "--jobs", "1"] if arguments[0] in JOBS else arguments
+    few = few_cells() if arguments[0] in ("profile", "validate") else nullcontext()
+    said = folder.with_suffix(".said").open("w")
+    with (
+        chdir(folder), pytest.MonkeyPatch.context() as patch, said, redirect_stderr(said),
+        redirect_stdout(said), few,
+    ):  # fmt: skip
+        patch.setattr(sys, "argv", ["draftsim", *arguments])
+        count_writes(patch, writes, stop, whole)
+        try:
+            draftsim.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    raise AssertionError("it ends with an exit code")
+
+
+def count_writes(
+    patch: pytest.MonkeyPatch, writes: Any, stop: Stop | None, whole: Run | None
+) -> None:
     """Count the calls that change files, and stop this process at one of them."""
     at = None
     if stop is not None and whole is not None and stop.by_writes:
         at = int(stop.share * whole.writes)
-    calls = {name: getattr(os, name) for name in ("replace", "fsync", "unlink", "mkdir", "rmdir")}
 
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
             if writes.value == at:
                 assert stop is not None
                 os.kill(os.getpid(), stop.number)
             writes.value += 1
-            return calls[name](*given, **named)
+            return call(*given, **named)
 
-        return call
+        return counted
 
-    for name in calls:
-        setattr(os, name, counting(name))
-    try:
-        yield
-    finally:
-        for name, own in calls.items():
-            setattr(os, name, own)
+    for name in ("replace", "fsync", "unlink", "mkdir", "rmdir"):
+        patch.setattr(os, name, counting(getattr(os, name)))
 
 
 def started_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None) -> Run:

@@ -103,19 +103,15 @@ def test_after_a_plain_install_models_are_one_line_away(recorded: Path, tmp_path
     }
     models = with_models(recorded, tmp_path)
     cluster = ("sweep", "--c", "0.1", "--cluster", "tcp://127.0.0.1:1", "--trace", recorded)
-    engine = {
-        "engine": ("profile", "--engine", "vllm", "--target", "x", "--out", tmp_path / "e"),
-        "checked": ("validate", "--engine", "vllm", "--run", recorded),
-    }
-    found = ended(absent, {**plain, **models, "cluster": cluster, **engine}, tmp_path)
+    engine = ("profile", "--engine", "vllm", "--target", "x", "--out", tmp_path / "e")
+    found = ended(absent, {**plain, **models, "cluster": cluster, "engine": engine}, tmp_path)
     for name in plain:
         assert found[name][0] == 0, found[name]
     for name in models:
         needs("profile", found[name])
     needs("cluster", found["cluster"])
-    for name in engine:
-        assert found[name][0] == 2
-        assert "vLLM cannot be imported here" in found[name][1].splitlines()[-1]
+    assert found["engine"][0] == 2
+    assert "vLLM cannot be imported here" in found["engine"][1].splitlines()[-1]
     for made in ("new", "demo", "e"):
         assert not (tmp_path / made).exists()
 

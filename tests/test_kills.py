@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import COMMANDS, SIGNALS, Chain, forked_run, inputs
+from tests.kills import COMMANDS, SIGNALS, Chain, called_run, forked_run, inputs
 
 CHAINS = int(os.environ.get("DRAFTSIM_KILLS", "1"))
 KILLS = len(SIGNALS)
@@ -28,6 +28,6 @@ def test_a_killed_command_comes_to_the_same_answer(
     run = request.getfixturevalue("small_run") if command.begins_in else None
     (tmp_path / "given").mkdir()
     given = inputs(tmp_path / "given", run)
-    chain = Chain(name, forked_run, given, tmp_path)
+    chain = Chain(name, forked_run, given, tmp_path, whole=called_run)
     landed = [stop for seed in range(CHAINS) for stop in chain.killed(seed, KILLS)]
     assert landed, "no kill came before its end"
