@@ -135,8 +135,8 @@ def _said(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, UsageError):
         shown: Any = error
-        command = getattr(getattr(shown, "ctx", None), "info_name", None)
-        option = getattr(shown, "option_name", None)
+        command = str(getattr(getattr(shown, "ctx", None), "info_name", ""))
+        option = str(getattr(shown, "option_name", ""))
         if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
         return str(shown.format_message())  # the message by itself does not name the option

@@ -17,7 +17,7 @@ from policies.registry import parse_serving_policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
 from profiler.engines.rounds import Policy
-from profiler.engines.setup import VARIABLE, Setup, policy_from, setup_from
+from profiler.engines.setup import FORCED, VARIABLE, Setup, policy_from, setup_from
 from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told
 from tests.pretend_vllm import PretendRunner, config
@@ -197,7 +197,7 @@ def test_a_policy_of_ones_own_is_named_by_its_file() -> None:
 
 @pytest.mark.parametrize("place", ["tests.own_policy.", f"{OWN_FILE}:"])
 def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
-    place: str, capsys: pytest.CaptureFixture[str]
+    place: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Else the replay's drafts are longer than the engine's, which cuts what it is handed."""
     text = f"{place}Unbounded"
@@ -212,6 +212,11 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     for request in TEXTS:
         found = proposer.finished.get(f"{request}/0")
         assert [tuple(r) for r in (found.rounds if found else ())] == rounds(log, request)
+    # Nor does a server of one's own take it without a word.
+    forced = FORCED + str(Forced(TRACE, TEXTS, VOCABULARY).write(tmp_path))
+    setup = setup_from({VARIABLE: json.dumps({"policy": text, "source": forced})}, longest=6)
+    assert lookahead_of(setup.policy, TRACE) == 6
+    assert "cut at 6 tokens, the engine's longest" in capsys.readouterr().err
     # What is read back of a recording has no longer drafts than that.
     short = synthetic_trace(0.7, requests=3, tokens=20, concentration=5.0, max_gamma=5, seed=3)
     assert lookahead_of(arms([text], short, LONGEST)[text], short) == 5

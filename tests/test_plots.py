@@ -29,6 +29,7 @@ from simulator.plots import (
     plot_validation,
     save,
 )
+from simulator.plots.look import series
 from simulator.ratios import own_ratios
 from simulator.validation import predictions
 from traces.acceptance.synthetic import synthetic_trace
@@ -168,3 +169,8 @@ def test_saved_picture_can_be_read(logs: list[RoundLog], tmp_path: Path) -> None
     path = save(plot_cost_ratio(logs), tmp_path / "new" / "c.png", dpi=60)
     picture = matplotlib.image.imread(path)
     assert picture[..., :3].min() < 0.5 < picture[0, 0, :3].min()
+
+
+def test_no_two_curves_look_alike() -> None:
+    looks = [tuple(map(str, series(i, 1).values())) for i in range(24)]
+    assert len(set(looks)) == len(looks)

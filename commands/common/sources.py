@@ -209,9 +209,8 @@ def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
     elif missing:
         absent = [name for name in missing if name not in untimed]
         counts = [
-            f"{len(names)} methods {what}" for names, what in
-            ((absent, "whose drafts are not recorded"), (untimed, "whose passes are not timed"))
-            if names
+            f"{len(names)} method{'s' * (len(names) > 1)} {what}" for names, what in
+            ((absent, "without recorded drafts"), (untimed, "without measured passes")) if names
         ]  # fmt: skip
         note(
             f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from policies.batch.base import BatchPolicy
 from policies.core import DraftPolicy
-from policies.from_file import bounded, is_file, load_file
+from policies.from_file import Cut, bounded, is_file, load_file, said_cut
 from policies.registry import parse_serving_policy
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
 from profiler.engines.rounds import Policy
@@ -63,7 +64,11 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     policy, source = _given(environment)
     try:
         drafts = _source(source)
-        return Setup(policy_from(policy, min(longest, drafts.longest or longest)), drafts)
+        found = policy_from(policy, min(longest, drafts.longest or longest))
+        if isinstance(found, Cut):
+            said = said_cut(policy, found.longest, "the engine's")
+            print(f"draftsim: {said}", file=sys.stderr)
+        return Setup(found, drafts)
     except ValueError as error:
         raise DraftsimError(f"{VARIABLE}: {error}") from None
 

@@ -44,10 +44,10 @@ def plot_cost_ratio(
             c = np.unique([*c, own.ratio])
     else:
         sums = [ratio_sums(log) for log in logs]
-    at = verify if own is None else own.verify
+    at, rules = verify if own is None else own.verify, len({log.verify for log in logs})
     for i in np.argsort([-float(speedup_at(s, c[0] if own is None else own.ratio, at)[0])
                          for s in sums]):  # fmt: skip
-        label = logs[i].policy
+        label = logs[i].policy + (f" ({logs[i].verify})" if rules > 1 else "")
         if own is not None:
             label += f"  {float(speedup_at(sums[i], own.ratio, at)[0]):.3f}"
         axes.plot(c, speedup_at(sums[i], c, at), label=label, **series(int(i), len(c)))

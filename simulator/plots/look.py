@@ -43,7 +43,8 @@ def series(i: int, points: int) -> dict[str, Any]:
     """Line and marker of the i-th curve, of so many points."""
     return {
         "color": COLOURS[i % len(COLOURS)],
-        "linestyle": DASHES[i % len(DASHES)],
+        # Where colours begin again, they do with another line.
+        "linestyle": DASHES[(i + i // len(COLOURS)) % len(DASHES)],
         "marker": MARKERS[i % len(MARKERS)],
         "markersize": 4,
         "markevery": max(points // 8, 1),
