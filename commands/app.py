@@ -151,9 +151,9 @@ def _said(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, UsageError):
         shown: Any = error
-        command = getattr(getattr(shown, "ctx", None), "info_name", None)
-        option = getattr(shown, "option_name", None)
-        if (place := ELSEWHERE.get((str(command), str(option)))) is not None:
+        command = str(getattr(getattr(shown, "ctx", None), "info_name", ""))
+        option = str(getattr(shown, "option_name", ""))
+        if (place := ELSEWHERE.get((command, option))) is not None:
             return f"{command} has no option {option}: {place}"
         return str(shown.format_message())  # the message by itself does not name the option
     if isinstance(error, OSError) and error.errno is not None and not _is_closed_pipe(error):

@@ -67,8 +67,8 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
         drafts = _source(source)
         found = policy_from(policy, min(longest, drafts.longest or longest))
         if isinstance(found, Cut):
-            whose = "the engine's"
-            print(f"draftsim: {said_cut(policy, found.longest, whose)}", file=sys.stderr)
+            said = said_cut(policy, found.longest, "the engine's")
+            print(f"draftsim: {said}", file=sys.stderr)
         return Setup(found, drafts)
     except ValueError as error:
         raise DraftsimError(f"{VARIABLE}: {error}") from None
