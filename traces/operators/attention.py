@@ -112,12 +112,12 @@ class AttentionOperators:
 
     def __init__(self, table: OperatorTable, device: Device) -> None:
         self.device = device
-        rows = table.of(device=device.name, operator="attention", longest=0)
         self._timed: dict[Heads, Timed] = {}
-        for (name, shared), own in rows.groupby(["model", "tensor_parallel"], sort=False):
-            timed = _timed(own)
-            if timed is not None and str(name) in ARCHITECTURES:
-                self._timed.setdefault(heads_of(ARCHITECTURES[str(name)], int(str(shared))), timed)
+        for name, timed in timed_planes(table, device.name).items():
+            model, _, shared = name.partition("@tp")
+            if model in ARCHITECTURES:
+                heads = heads_of(ARCHITECTURES[model], int(shared or 1))
+                self._timed.setdefault(heads, timed)
 
     @property
     def splits_all(self) -> bool:
@@ -203,6 +203,17 @@ class AttentionOperators:
         blocks = batch * heads.heads * np.ceil(width / TILE)
         turns = np.maximum(blocks / self.device.processors, 1.0)
         return np.asarray(UNSPLIT_S + walk * (context + width / 2) * turns)
+
+
+def timed_planes(table: OperatorTable, device: str) -> dict[str, Timed]:
+    """The timings of a GPU by what they are of: a model, and the GPUs that share it."""
+    rows = table.of(device=device, operator="attention", longest=0)
+    found = {}
+    for (name, shared), own in rows.groupby(["model", "tensor_parallel"], sort=False):
+        timed = _timed(own)
+        if timed is not None:
+            found[str(name) if shared == 1 else f"{name}@tp{shared}"] = timed
+    return found
 
 
 def _timed(rows: pd.DataFrame) -> Timed | None:

@@ -6,14 +6,15 @@
 A CUDA graph is captured for some numbers of tokens, and a pass over fewer costs what the next
 captured one costs (`CAPTURED`, vLLM's default); attention alone keeps its own sizes.  What the
 framework adds around a step is taken to be nothing: an engine that schedules ahead prepares a step
-while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`).
+while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`),
+and where they are asked for, passes take what those say (`traces.operators.steps`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,8 @@ from traces.operators.dense import (
     DenseOperators,
 )
 from traces.operators.devices import Device, find_device
-from traces.operators.shapes import BYTES, Architecture
+from traces.operators.shapes import BYTES, Architecture, find_architecture
+from traces.operators.steps import NOTHING, fit_steps, model_of_steps, steps_of
 from traces.operators.table import OperatorTable
 
 Floats = npt.NDArray[np.float64]
@@ -79,6 +81,14 @@ class Placed:
         return self.model.name if self.shared == 1 else f"{self.model.name}@tp{self.shared}"
 
 
+class Parts(NamedTuple):
+    """Seconds of passes."""
+
+    dense_s: Floats
+    """Of all operators but attention."""
+    attended_s: Floats
+
+
 class Composer:
     """Passes of any model on one device.
 
@@ -90,16 +100,19 @@ class Composer:
         The GPU, a name of `draftsim list --devices`.
     captured:
         Tokens that CUDA graphs are captured for, ascending; empty: none, and no pass is padded.
+    by_steps:
+        Let passes take what the whole steps timed on the device say.
 
     Raises
     ------
     DraftsimError
-        If the table has no timings of matrix products on the device.
+        If the table has no timings of matrix products on the device, or none of whole steps.
     """
 
     def __init__(
-        self, table: OperatorTable, device: str | Device, captured: Sequence[int] = CAPTURED
-    ) -> None:
+        self, table: OperatorTable, device: str | Device, captured: Sequence[int] = CAPTURED,
+        by_steps: bool = False,
+    ) -> None:  # fmt: skip
         self.device = find_device(device) if isinstance(device, str) else device
         self.dense = DenseOperators(table, self.device)
         self.attention = AttentionOperators(table, self.device)
@@ -110,6 +123,12 @@ class Composer:
                 f"{', '.join(table.devices) or 'none'}): import Vidur's mlp.csv or LLMServingSim's "
                 "dense.csv or layers.csv of it"
             )
+        self.factors = NOTHING
+        self.steps = steps_of(table.of(device=self.device.name))
+        if by_steps:
+            name, shared = model_of_steps(self.steps) if len(self.steps) else ("phi-2", 1)
+            placed = Placed(find_architecture(name), shared)
+            self.factors = fit_steps(self, placed, self.steps)
 
     def padded(self, tokens: Floats) -> Floats:
         """Tokens that a captured pass runs over; larger passes than any captured are as asked."""
@@ -125,15 +144,20 @@ class Composer:
         self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool = False
     ) -> Floats:
         """Seconds of one layer of a pass; with `beside`, of decoding sequences beside a prompt."""
-        tokens = self.padded(batch * width)
-        heads = heads_of(placed.model, placed.shared)
-        of = self.attention
-        attend = of.beside_s if beside else of.pass_s
-        attended = attend(heads, batch, width, context)
-        size = tokens * placed.model.hidden * BYTES
-        summed, _ = self.dense.all_reduce_s(size, placed.shared)
-        own = self.dense.layer_s(placed.model, placed.shared, tokens)
-        return np.asarray(own + attended + 2 * summed)
+        attended_s = self._attended_s(placed, batch, width, context, beside)
+        parts = Parts(self._dense_layer_s(placed, batch * width), attended_s)
+        return self.factors._replace(host_s=0.0).of(parts)
+
+    def _dense_layer_s(self, placed: Placed, tokens: Floats) -> Floats:
+        run = self.padded(tokens)
+        summed, _ = self.dense.all_reduce_s(run * placed.model.hidden * BYTES, placed.shared)
+        return np.asarray(self.dense.layer_s(placed.model, placed.shared, run) + 2 * summed)
+
+    def _attended_s(
+        self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool
+    ) -> Floats:
+        attend = self.attention.beside_s if beside else self.attention.pass_s
+        return attend(heads_of(placed.model, placed.shared), batch, width, context)
 
     def head_s(self, placed: Placed, rows: Floats) -> Floats:
         """Seconds from the last layer to chosen tokens, of this many rows of logits."""
@@ -153,9 +177,24 @@ class Composer:
         sizes = np.broadcast_arrays(*given)
         b, n, c = (v.ravel() for v in sizes)
         rows = np.where(n <= VERIFIED, b * n, b)
-        layers = placed.model.layers * self.layer_s(placed, b, n, c, beside)
-        once = self.dense.once_s("embedding", placed.model, placed.shared, self.padded(b * n))
-        return np.asarray((layers + once + self.head_s(placed, rows)).reshape(sizes[0].shape))
+        parts = self.parts(placed, b, n, c, rows, beside)
+        return self.factors.of(parts).reshape(sizes[0].shape)
+
+    def parts(
+        self, placed: Placed, batch: Floats, width: Floats, context: Floats,
+        rows: Floats | None = None, beside: bool = False,
+    ) -> Parts:  # fmt: skip
+        """What the operators of passes take, with this many `rows` of logits (one a sequence)."""
+        attended_s = self._attended_s(placed, batch, width, context, beside)
+        dense_s = self.dense_pass_s(placed, batch * width, batch if rows is None else rows)
+        return Parts(dense_s, placed.model.layers * attended_s)
+
+    def dense_pass_s(self, placed: Placed, tokens: Floats, rows: Floats) -> Floats:
+        """Seconds of all operators of a pass but attention."""
+        model, shared = placed.model, placed.shared
+        once = self.dense.once_s("embedding", model, shared, self.padded(tokens))
+        layers = model.layers * self._dense_layer_s(placed, tokens)
+        return np.asarray(layers + once + self.head_s(placed, rows))
 
     def origins(self, placed: Placed) -> dict[str, str]:
         """How each part of a model's passes is known."""
@@ -187,16 +226,9 @@ class Composer:
         b, n, c = b[first], n[first], c[first]
         parts.append(_cells(role, "head", b, n, c, self.head_s(placed, b * n)))
         b, n, c = _grid((1, 2, 3, 4, 6, 8, 16), PROMPTS, (0,))
-        once = self.pass_s(placed, b, np.maximum(n, VERIFIED + 1), c)
-        wide = np.where(n > VERIFIED, once, self._prompt_s(placed, b, n))
-        parts.append(_cells(role, "prefill", b, n, c, wide))
+        prompts = self.factors.of(self.parts(placed, b, n, c))
+        parts.append(_cells(role, "prefill", b, n, c, prompts))
         return pd.concat(parts, ignore_index=True)
-
-    def _prompt_s(self, placed: Placed, b: Floats, n: Floats) -> Floats:
-        """Seconds of short prompts, with one row of logits each."""
-        layers = placed.model.layers * self.layer_s(placed, b, n, np.zeros(len(b)))
-        once = self.dense.once_s("embedding", placed.model, placed.shared, self.padded(b * n))
-        return np.asarray(layers + once + self.head_s(placed, b))
 
     def table(self, target: Placed, draft: Placed | None = None, name: str = "") -> LatencyTable:
         """The latency table of a target and its draft.
@@ -216,10 +248,22 @@ class Composer:
             "models": {role: placed.model.hub for role, placed in roles.items()},
             "tensor_parallel": {role: placed.shared for role, placed in roles.items()},
             "shapes": {role: placed.model.meta() for role, placed in roles.items()},
-            "framework_s": list(FRAMEWORK_S), "captured": self.captured.astype(int).tolist(),
+            "framework_s": list(FRAMEWORK_S), "steps": self.factors._asdict(),
+            "captured": self.captured.astype(int).tolist(),
         }  # fmt: skip
-        meta["said"] = said(name, self.device, origins)
+        meta["said"] = said(name, self.device, origins) + self._said_of_steps()
         return LatencyTable(cells.reset_index(drop=True), meta)
+
+    def _said_of_steps(self) -> str:
+        if not len(self.steps):
+            return ""
+        if self.factors == NOTHING:
+            return f". Whole steps run by themselves took longer: {self.device.name}:steps/..."
+        host_s, dense, attended = self.factors
+        return (
+            f". As whole steps run by themselves: {1e3 * host_s:.2g} ms more, attention "
+            f"{1 + attended:.2f} times and the rest {1 + dense:.2f} times its operators"
+        )
 
     def _check_memory(self, roles: Mapping[str, Placed]) -> None:
         # Every GPU of a target holds its share; a draft that is not shared lies on one of them.

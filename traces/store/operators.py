@@ -130,10 +130,10 @@ def coverage(device: str) -> dict[str, str]:
 
 
 def find_composed(name: str) -> LatencyTable | None:
-    """The latency table of ``GPU/TARGET[@tpN][+DRAFT[@tpN]]``; None for what is no such name.
+    """The latency table of ``GPU[:steps]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such name.
 
     ``GPU`` is one whose operators come along, or the file of an operator table, with the GPU behind
-    a colon where it holds several.
+    a colon where it holds several.  With ``:steps`` passes take what whole steps timed there say.
 
     Raises
     ------
@@ -144,20 +144,22 @@ def find_composed(name: str) -> LatencyTable | None:
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():
         return None
+    by_steps = where.endswith(":steps")
+    where = where.removesuffix(":steps")
     file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
     if Path(file).is_file():
-        return _composed(file, within, models, Path(file).stat().st_mtime_ns)
+        return _composed(file, within, models, by_steps, Path(file).stat().st_mtime_ns)
     try:
         device = find_device(where)
     except DraftsimError:
         if "+" in models or "@" in models:
             raise
         return None
-    return None if Path(where).is_dir() else _composed("", device.name, models, 0)
+    return None if Path(where).is_dir() else _composed("", device.name, models, by_steps, 0)
 
 
 @lru_cache(maxsize=8)
-def _composed(file: str, device: str, models: str, written: int) -> LatencyTable:
+def _composed(file: str, device: str, models: str, by_steps: bool, written: int) -> LatencyTable:
     del written  # a file written anew is read anew
     table = read_operators(file) if file else bundled_operators(device)
     if not device:
@@ -170,9 +172,9 @@ def _composed(file: str, device: str, models: str, written: int) -> LatencyTable
     first, *others = models.split("+")
     if len(others) > 1:
         raise DraftsimError(f"{models!r} names {1 + len(others)} models: a target and a draft")
-    name = f"{file or device}/{models}"
+    name = f"{file or device}{':steps' if by_steps else ''}/{models}"
     target, draft = _placed(first), _placed(others[0]) if others else None
-    return Composer(table, device).table(target, draft, name)
+    return Composer(table, device, by_steps=by_steps).table(target, draft, name)
 
 
 def _placed(text: str) -> Placed:

@@ -14,6 +14,15 @@ from simulator.papers.measured.engines import engine_rows
 from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, RTX3090_SOURCE
 from simulator.papers.measured.ladder import ladder_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
+from simulator.papers.measured.operators import (
+    A100_CONCURRENCY,
+    CELLS,
+    SERVER,
+    SERVER_SOURCE,
+    STEPS,
+    operator_rows,
+    server_rows,
+)
 from simulator.papers.measured.roofline import roofline_rows
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
 from simulator.papers.measured.unexplained import notes_on
@@ -35,8 +44,12 @@ def measured_rows(logs: Path | None = None, named: str = "") -> list[Evidence]:
 
     Raises DraftsimError if there are no logs in it.
     """
-    rows = [*ladder_rows(named), *engine_rows(), *roofline_rows()]
-    rows += log_rows(logs) if logs else ()
+    rows = [*ladder_rows(named), *engine_rows(), *roofline_rows(), *operator_rows(named)]
+    if logs:
+        of_server = server_rows(logs)
+        rows += of_server
+        # A folder may hold the server's requests alone.
+        rows += log_rows(logs, needed=not of_server)
     return [row for row in rows if named.lower() in row.study.lower()]
 
 
@@ -46,6 +59,11 @@ def sources() -> dict[str, str]:
     found |= {study.name: study.source for study in (*ENGINE_STUDIES, MINICPM)}
     found |= dict.fromkeys((EAGLE_STUDY, SPECBENCH_STUDY), "read from the folder of --logs")
     found |= {study.name: study.source for study in STUDIES}
+    found |= {
+        A100_CONCURRENCY.name: A100_CONCURRENCY.source, SERVER: SERVER_SOURCE,
+        STEPS: "github.com/casys-kaist/LLMServingSim at 4c0bb4fc, MIT licence",
+        CELLS: "github.com/casys-kaist/LLMServingSim at 5daddb21, MIT licence",
+    }  # fmt: skip
     found["GammaTune Table 1"] = "arXiv:2504.00030, Table 1"
     found["SpecBound Tables 3 and 4"] = "arXiv:2604.12247, Tables 3 and 4"
     return found

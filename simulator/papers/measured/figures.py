@@ -79,6 +79,28 @@ VLLM_FRSPEC = EngineStudy(
 ENGINE_STUDIES = (VLLM_EAGLE, VLLM_FRSPEC)
 
 
+class ServerStudy(NamedTuple):
+    """A server's time between tokens by the requests that it serves at a time."""
+
+    name: str
+    source: str
+    prompt: int
+    """Tokens of a prompt, about; not said."""
+    output: int
+    """Mean tokens of an output."""
+    itl_s: Mapping[int, float]
+
+
+A100_CONCURRENCY = ServerStudy(
+    "vLLM 0.24 on an A100, Llama-3-8B, HumanEval",
+    "github.com/manojarulmurugan/SpecDecoding-Study-vLLM-SGLang at d96e4fb6, plain decoding, fp16, "
+    "means of three repeats; prompts are taken to have 180 tokens",
+    180,
+    344,
+    {1: 10.805e-3, 8: 11.244e-3, 32: 14.040e-3, 64: 17.039e-3},
+)
+
+
 class Positions(NamedTuple):
     """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
 

@@ -48,13 +48,13 @@ class Turns(NamedTuple):
         )  # fmt: skip
 
 
-def log_rows(folder: Path) -> list[Evidence]:
+def log_rows(folder: Path, needed: bool = True) -> list[Evidence]:
     """Rows of the logs found in `folder`, laid out as `EAGLE` and `SPECBENCH` name them.
 
     Raises
     ------
     DraftsimError
-        If it holds neither pair of logs, or one is damaged.
+        If it holds neither pair of logs and they are `needed`, or one is damaged.
     """
     rows: list[Evidence] = []
     if all((folder / name).is_file() for name in EAGLE):
@@ -63,7 +63,7 @@ def log_rows(folder: Path) -> list[Evidence]:
     if all((folder / name).is_file() for name in SPECBENCH):
         both = [_specbench(_read(folder / name)) for name in SPECBENCH]
         rows += _halves(SPECBENCH_STUDY, *both, categories=True)
-    if not rows:
+    if not rows and needed:
         raise DraftsimError(
             f"--logs {folder}: holds neither {EAGLE[0]} nor {SPECBENCH[0]} with its plain run "
             "beside it: name the folder that they lie in"

@@ -79,6 +79,35 @@ NOTES = (
         "launched kernel by kernel.  Not explained: the A100 reached half of its bandwidth there, "
         "where gpt-fast reached two thirds",
     ),
+    Note(
+        "Whole steps of", "operators alone",
+        "Not explained: run by themselves, steps take 1.6 times the attention that was timed "
+        "alone, at 14 us as at 1.4 ms, though its cells read the cache at 0.92 to 0.96 of the "
+        "bandwidth: no floor of bytes over bandwidth binds there.  On an RTX 4090, timed in the "
+        "same way, a server's steps take what the operators add up to; LLMServingSim withdrew "
+        "its table of steps",
+    ),
+    Note(
+        "Cells of operators", "half the cells",
+        "Half of the cells leaves out every other doubling: a kernel that shares the cache among "
+        "more multiprocessors from some context on is missed in between",
+    ),
+    Note(
+        "", "operators alone, of passes that a host launches",
+        "Operators hold no launches: where a host launches kernel by kernel, they are a floor, and "
+        "what such passes take follows layers (`--gpu` and its roofline have that)",
+    ),
+    Note(
+        "Qwen2.5, vLLM on A100", "operators",
+        "vLLM 0.6.3 prepared a step after the one before it: 1.4 to 2.2 ms that later versions "
+        "hide (version 0.24 on the same GPU takes what the operators add up to); the 32B ran "
+        "without graphs",
+    ),
+    Note(
+        "llama.cpp, tokens a pass of 1B", "operators",
+        "llama.cpp's kernels for vectors read small matrices at more of the bandwidth than the "
+        "products that were timed on the RTX 3090, keys and values apart",
+    ),
 )  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+"""What operators say of others' measurements: whole steps, half the cells, decoding, a server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.papers.measured.operators import (
+    ALONE,
+    SERVER_LOG,
+    WITH_HOST,
+    attention_rows,
+    concurrency_rows,
+    decode_rows,
+    expert_rows,
+    server_rows,
+    step_rows,
+)
+from simulator.papers.measured.rows import Evidence, by_study, kind_of
+from tests.conftest import Run
+from traces.errors import DraftsimError
+from traces.store.recordings import find_latency
+
+
+def errors(rows: Sequence[Evidence], given: str) -> list[float]:
+    found = [abs(row.error) for row in rows if kind_of(row.given) == given]
+    assert found
+    return found
+
+
+def test_a_few_whole_steps_say_what_the_others_take() -> None:
+    rows = list(step_rows())
+    alone = errors(rows, ALONE)
+    assert np.median(alone) > 0.1  # what the steps by themselves take beyond their operators
+    assert max(alone) > 0.35
+    for given in (
+        "operators, and steps of 1 and 64 tokens",
+        "operators, and steps at 1k of context",
+    ):
+        assert np.median(errors(rows, given)) < 0.03
+        assert max(errors(rows, given)) < 0.1
+
+
+def test_half_the_cells_say_the_others() -> None:
+    assert np.median(errors(list(attention_rows()), "half the cells")) < 0.05
+    assert np.median(errors(list(expert_rows()), "half the cells")) < 0.05
+
+
+def test_published_decode_steps() -> None:
+    record = by_study(list(decode_rows()))
+    assert record["Qwen2.5, vLLM on A100", WITH_HOST].median < 0.07
+    assert record["llama.cpp, several GPUs", WITH_HOST].median < 0.05
+    assert record["llama.cpp, tokens a pass", ALONE].median < 0.05
+    assert record["gpt-fast on A100", ALONE].median < 0.05
+
+
+def test_an_a100s_server_at_several_concurrencies() -> None:
+    rows = list(concurrency_rows())
+    for row, bound in zip(rows, (0.03, 0.03, 0.06, 0.1), strict=True):
+        assert abs(row.error) < bound
+
+
+def test_300_requests_through_a_real_server(shared_data: Path) -> None:
+    if not (shared_data / SERVER_LOG).is_file():
+        pytest.skip("needs the requests of a server in ../shared/data/gpu_ops")
+    error = {row.quantity: abs(row.error) for row in server_rows(shared_data)}
+    for name in ("tpot", "e2e"):
+        assert error[f"{name} mean, s"] < 0.01
+        assert error[f"{name} p99, s"] < 0.03
+    assert error["tpot p50, s"] < 0.01
+    # Two more requests than in simulated time got into the server's cache at three moments.
+    assert error["e2e p50, s"] < 0.04
+    for label in ("mean", "p50", "p90", "p99"):
+        assert error[f"ttft {label}, s"] < 0.03
+
+
+def test_damaged_requests_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / SERVER_LOG
+    path.parent.mkdir(parents=True)
+    assert server_rows(tmp_path / "elsewhere") == []
+    path.write_bytes(gzip.compress(json.dumps({"input_toks": 1}).encode()))
+    with pytest.raises(DraftsimError, match="cannot read the requests in"):
+        server_rows(tmp_path)
+
+
+def test_steps_are_asked_for_by_name(run: Run) -> None:
+    alone, steps = (find_latency(f"rtx-pro-6000{kind}/llama-3.1-8b") for kind in ("", ":steps"))
+    at = {"batch": 64, "context": 8192}
+    short, whole = (t.seconds("target", "forward", **at).item() for t in (alone, steps))
+    assert whole == pytest.approx(89.6e-3, rel=0.1)  # the step table's
+    assert short < 0.7 * whole
+    assert "attention 1.6" in steps.meta["said"]
+    assert "rtx-pro-6000:steps/..." in alone.meta["said"]
+    ran = run("simulate", "--latency", "a100:steps/llama-2-7b+vicuna-68m")
+    assert (ran.code, ran.err.count("\n")) == (2, 1)
+    assert "no whole steps were timed on a100-80gb" in ran.err

@@ -1,0 +1,96 @@
+"""Whole steps of an engine, timed: how much more they take than the operators they are made of.
+
+    step = host + (1 + dense) x (operators but attention) + (1 + attended) x attention
+
+The three are never negative, and fitted to relative errors.  On the RTX PRO 6000 a few steps say
+what the others take: from those of 1 and 64 tokens the rest, and from 1k of context 8k, within 3 %
+in the median.  They say what that engine's steps took when they were run by themselves, and not
+what a server's steps take: on an RTX 4090, whose operators were timed in the same way, a server's
+300 requests took what the operators add up to, and LLMServingSim has withdrawn its table of steps.
+So a table is composed without them, unless it is asked for (``rtx-pro-6000:steps/...``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from traces.errors import DraftsimError
+from traces.latency.nonnegative import non_negative
+from traces.operators.shapes import find_architecture
+
+if TYPE_CHECKING:
+    from traces.operators.compose import Composer, Parts, Placed
+
+Floats = npt.NDArray[np.float64]
+
+
+class StepFactors(NamedTuple):
+    """What steps take beyond their operators."""
+
+    host_s: float = 0.0
+    dense: float = 0.0
+    attended: float = 0.0
+
+    def of(self, parts: Parts) -> Floats:
+        """Seconds of steps whose operators are `parts`."""
+        more = self.host_s + self.dense * parts.dense_s + self.attended * parts.attended_s
+        return np.asarray(parts.dense_s + parts.attended_s + more)
+
+
+NOTHING = StepFactors()
+
+
+def steps_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """The whole steps among the rows of an operator table."""
+    return rows[rows["operator"] == "step"]
+
+
+def parts_of_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> Parts:
+    """What the operators of `steps` take.
+
+    A step holds a prompt's chunk, sequences that decode, or both.
+    """
+    chunk, batch, context = (
+        steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
+    )
+    one, none = np.ones(len(steps)), np.zeros(len(steps))
+    decoding = composer.parts(placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0))
+    aside = composer.parts(
+        placed, np.maximum(batch, 1), one, np.maximum(context - 1, 0), beside=True
+    )
+    prompt = composer.parts(placed, one, np.maximum(chunk, 1), none)
+    dense_s = composer.dense_pass_s(placed, chunk + batch, batch + (chunk > 0))
+    mixed = (chunk > 0) & (batch > 0)
+    attended_s = np.where(chunk > 0, prompt.attended_s, decoding.attended_s)
+    attended_s += np.where(mixed, aside.attended_s, 0.0)
+    return type(decoding)(dense_s, attended_s)
+
+
+def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFactors:
+    """The factors of a GPU's steps.
+
+    Raises
+    ------
+    DraftsimError
+        If there are none.
+    """
+    if steps.empty:
+        raise DraftsimError(
+            f"no whole steps were timed on {composer.device.name}: leave out ':steps', which takes "
+            "the sum of the operators"
+        )
+    seconds = steps["seconds"].to_numpy(float)
+    parts = parts_of_steps(composer, placed, steps)
+    features = np.stack([np.ones(len(seconds)), parts.dense_s, parts.attended_s], axis=1)
+    beyond = 1 - (parts.dense_s + parts.attended_s) / seconds
+    return StepFactors(*non_negative(features / seconds[:, None], beyond).tolist())
+
+
+def model_of_steps(steps: pd.DataFrame) -> tuple[str, int]:
+    """The model that whole steps were timed of, and the GPUs that share it."""
+    name, shared = steps[["model", "tensor_parallel"]].iloc[0]
+    return find_architecture(str(name)).name, int(shared)
