@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 OFF = "autoregressive"
 SHOWN = (
-    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
-    "throughput_predicted", "error", "noise", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
-    "tpot_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise", "machine",
+    "load", "policy", "iterations", "iterations_predicted", "iterations_differ", "rounds_differ",
+    "texts_diverged", "throughput", "throughput_predicted", "error", "noise", "busy_error",
+    "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "speedup", "speedup_predicted",
+    "speedup_error", "speedup_noise", "machine",
 )  # fmt: skip
 
 
