@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 # Tests and pages start a hundred interpreters: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install vllm smollm2 qwen-coder demo notebooks docs figures test suite-drill mutants bench clean
+.PHONY: install vllm smollm2 qwen-coder demo demo-full notebooks docs figures test suite-drill mutants bench clean
 .PHONY: check-code ruff mypy pyright wheel
 
 install: .venv/.installed
@@ -52,6 +52,9 @@ qwen-coder: install
 demo: install
 	$(BIN)/draftsim demo --out demo
 
+demo-full: install
+	$(BIN)/draftsim demo --full --out demo
+
 notebooks: install
 	$(BIN)/python notebooks/run.py
 
@@ -62,7 +65,7 @@ docs: install
 FIGURES := busy_machine recording_cost sources_cost latency_order bench_serving import_errors
 figures: install
 	mkdir -p figures
-	$(BIN)/draftsim demo --out demo --json figures/demo.json
+	$(BIN)/draftsim demo --full --out demo --json figures/demo.json
 	cp demo/plots/validation.png traces/recorded/bundled/demo-validation.png
 	set -e; for name in $(FIGURES); do \
 		$(BIN)/python -m benchmarks.$$name > figures/$$name.txt; done

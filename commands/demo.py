@@ -1,60 +1,148 @@
-"""``draftsim demo``: the whole path on the bundled pair, from profile to checked prediction."""
+"""``draftsim demo``: the whole path on the bundled pair, from prediction to profile to check."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from commands.common.drafted import load_recording
 from commands.common.output import JsonOption, emit, note
 from commands.common.quiet import columns_shown
 from commands.common.ranking import rank
-from commands.simulate.table import compared, print_ranked
+from commands.simulate.table import Row, compared, headline, print_ranked
 from commands.validate.spot_check import say_verdict, spot_check
+
+if TYPE_CHECKING:
+    from commands.common.ranking import Ranking
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+
+RECORDED = "bundled"
+"""The recording of the pair, made on another machine, that the first prediction is from."""
+PAGE = "report.html"
+
+
+class Size(NamedTuple):
+    """How much a demo decodes and measures; every size makes the same checks."""
+
+    prompts: int
+    tokens: int
+    repeats: int
+    sweeps: int
+    """Over the latencies, of the profile."""
+    takes: str
+
+
+QUICK = Size(14, 48, 2, 4, "three minutes")
+FULL = Size(40, 96, 2, 15, "nine minutes")
 
 
 def demo(
     out: Annotated[
         Path, typer.Option(metavar="RUN", help="Folder for everything it makes.")
     ] = Path("demo"),
-    limit: Annotated[int, typer.Option(min=4, help="Use so many prompts.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Real runs of every arm and prompt.")] = 2,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Output limit per prompt.")] = 96,
+    full: Annotated[
+        bool, typer.Option("--full", help="Decode and measure about four times as much.")
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=4, help=f"Use this many prompts: {QUICK.prompts}, {FULL.prompts}."),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help=f"Real runs of every arm and prompt: {QUICK.repeats}.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"Output limit per prompt: {QUICK.tokens}, {FULL.tokens}."),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Profile the bundled pair here, predict every policy, and check against real decoding."""
+    """Predict from a recording, then profile the bundled pair here and check by real decoding.
+
+    Of two defaults the second is --full's.
+    """
+    say_recorded()
+    size = FULL if full else QUICK
+    size = size._replace(
+        prompts=limit or size.prompts, tokens=max_new_tokens or size.tokens,
+        repeats=repeats or size.repeats,
+    )  # fmt: skip
+    _profiled(out, size)
+
     from commands.common.figures import save_all
+    from profiler.recording.folder import only_writer
+    from traces.store.files import read_latency, read_trace
+
+    trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
+    ranking = rank(trace, latency, None)
+    ranked = ranked_rows(ranking, latency)
+    if json is None:
+        note("Predicted for this machine, from its own recording:")
+        print_ranked(ranked, recording=str(out))
+    note(f"now {size.prompts} prompts are decoded for real under every policy:")
+    with only_writer(out):
+        rows = spot_check(out, repeats=size.repeats, remeasure=True)
+    emit("demo", rows, json, show=columns_shown(rows))
+    say_verdict(rows)
+    drawn = save_all(trace, latency, ranking.logs, out / "plots", rows)
+    for line in (*(f"wrote {path}" for path in drawn.paths), *drawn.left_out):
+        note(line)
+    note(f"wrote {_page(out, trace, ranking)}: all of this as a page for a browser")
+
+
+def say_recorded() -> None:
+    """Say which policy is fastest on the machine that the bundled recording is of."""
+    recording = load_recording(RECORDED, None)
+    latency = recording.latency
+    rows = ranked_rows(rank(recording.trace, latency, None), latency)
+    note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
+
+
+def ranked_rows(ranking: Ranking, latency: LatencyTable) -> list[Row]:
+    """The rows of a ranking, plain decoding first."""
+    from simulator.summary import price_all, summarize_runs, to_rows
+
+    runs = price_all(ranking.logs, latency)
+    summary = ranking.noted(to_rows(summarize_runs(runs)))
+    return compared(summary, runs, latency, None, 2000)
+
+
+def _profiled(out: Path, size: Size) -> None:
+    """Record and measure the bundled pair into the folder `out`."""
     from commands.profile.recording import Recording, run_profile
     from profiler.checks.unfinished import PLACE
     from profiler.latency.table import Grid
     from profiler.profile import Settings
     from profiler.recording.folder import claimed, only_writer
     from profiler.recording.run import BUNDLED, RunInfo
-    from simulator.summary import price_all, summarize_runs, to_rows
-    from traces.store.files import read_latency, read_trace
 
+    note(
+        f"now the same pair here: {size.prompts} prompts of up to {size.tokens} tokens are "
+        f"recorded, then decoded for real; about {size.takes} where nothing else runs"
+    )
     info = RunInfo("bundled", "bundled", threads=1)
-    settings = Settings(max_new_tokens=max_new_tokens, grid=Grid())
+    settings = Settings(max_new_tokens=size.tokens, grid=Grid(repeats=size.sweeps))
     with only_writer(out):
         # A folder of another pair is refused; an earlier demo's is measured anew, here and now, but
         # one that was stopped while it decoded goes on.
         info, anew = claimed(info, out), not any(out.glob(f"{PLACE}-*"))
         if anew:
             info = claimed(info, out, force=True)
-        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, limit)
+        recording = Recording(info, BUNDLED / "prompts.jsonl", out, settings, size.prompts)
         run_profile(recording, force=anew)
-    trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    ranking = rank(trace, latency, None)
-    runs = price_all(ranking.logs, latency)
-    summary = ranking.noted(to_rows(summarize_runs(runs)))
-    with only_writer(out):
-        rows = spot_check(out, repeats=repeats, remeasure=True)
-    if json is None:
-        note("Predicted from the recording:")
-        print_ranked(compared(summary, runs, latency, None, 2000), recording=f"{out}")
-    emit("demo", rows, json, show=columns_shown(rows))
-    say_verdict(rows)
-    drawn = save_all(trace, latency, ranking.logs, out / "plots", rows)
-    for line in (*(f"wrote {path}" for path in drawn.paths), *drawn.left_out):
-        note(line)
+
+
+def _page(out: Path, trace: Trace, ranking: Ranking) -> Path:
+    """Write the report of a demo: its predictions are from latencies measured beside the runs."""
+    from simulator.report import build_report, write_report
+    from traces.store.files import CHECKED, read_latency
+    from traces.store.measured import read_measured
+
+    page = build_report(
+        trace, read_latency(out / CHECKED), ranking.logs, notes=ranking.notes,
+        measured=read_measured(out / "measured.parquet"), title=f"draftsim demo: {out.name}",
+    )  # fmt: skip
+    write_report(page, out / PAGE)
+    return out / PAGE

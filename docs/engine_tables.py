@@ -15,16 +15,21 @@ Row = Mapping[str, Any]
 
 
 def _iterations(row: Row) -> str:
+    if after := row.get("iterations_after"):
+        return f"{row['iterations']}, {after} of them after a divergence"
     if row["iterations"] == row["iterations_predicted"]:
         return f"{row['iterations']}"
     return f"{row['iterations']}, predicted {row['iterations_predicted']}"
 
 
+TEXTS = "texts diverged"
+"""A column that checks made before there was one have not."""
 MEASURED = (
     ("load", lambda r: r["load"]),
     ("policy", lambda r: r["policy"]),
     ("iterations", _iterations),
     ("rounds differ", lambda r: f"{r['rounds_differ']}"),
+    (TEXTS, lambda r: f"{r['texts_diverged']}"),
     ("tokens/s", lambda r: f"{r['throughput']:.1f}"),
     ("predicted", lambda r: f"{r['throughput_predicted']:.1f}"),
     ("error", lambda r: f"{r['error']:+.1%}"),
@@ -65,7 +70,10 @@ def checks(name: str, files: str) -> list[Row]:
 
 
 def _table(name: str, files: str, shown: tuple[tuple[str, Callable[[Row], str]], ...]) -> str:
-    rows = [tuple(cell(row) for _, cell in shown) for row in checks(name, files)]
+    found = checks(name, files)
+    if any("texts_diverged" not in row for row in found):
+        shown = tuple(column for column in shown if column[0] != TEXTS)
+    rows = [tuple(cell(row) for _, cell in shown) for row in found]
     return table(tuple(head for head, _ in shown), rows)
 
 

@@ -53,8 +53,8 @@ def made_up(folder: Path) -> LatencyTable:
     free = [("draft", *row[1:5], 0.0, 0.0, 3) for row in rows if row[1] != "host_round"]
     parts = [{"batch": b, "output_s": 1e-4} for b in (1, BATCH)]
     meta = {
-        "kind": "engine", "target": str(folder), "device": "cpu", "host_parts": parts,
-        "control_s": {"usual": 0.01}, "engine": {"own_drafter": False},
+        "kind": "engine", "target": str(folder), "device": "cpu", "dtype": "float32",
+        "host_parts": parts, "control_s": {"usual": 0.01}, "engine": {"own_drafter": False},
     }  # fmt: skip
     return LatencyTable(pd.DataFrame([*rows, *free], columns=list(CELL_COLUMNS)), meta)
 

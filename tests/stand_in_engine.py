@@ -87,7 +87,7 @@ class StandIn:
 
     def add(self, name: str, prompt: Sequence[int], tokens: int) -> None:
         self._requests[name] = SimpleNamespace(
-            prompt_token_ids=list(prompt), output_token_ids=[],
+            name=name, forked=False, prompt_token_ids=list(prompt), output_token_ids=[],
             sampling_params=SimpleNamespace(max_tokens=tokens),
         )  # fmt: skip
 
@@ -109,7 +109,7 @@ class StandIn:
             ids, output = request.prompt_token_ids, request.output_token_ids
             known, limit = len(ids) + len(output), request.sampling_params.max_tokens
             draft = verified.get(name, [])[: limit - len(output) - 1]
-            tokens = self._sampled(ids, len(output), draft)
+            tokens = self._sampled(request, draft)
             if output:
                 decoded.append(Decoded(name, known, len(draft), len(tokens)))
             else:
@@ -118,9 +118,13 @@ class StandIn:
             sampled.append(tokens)
         work = sum(1 + d.drafted for d in decoded) + sum(p.tokens for p in prompts)
         parts = dict.fromkeys(PARTS, 0.0) | {"execute": Clock.advance(4e-3 + 5e-4 * work)}
-        drafts = self.proposer.session.advance(list(running), sampled, verified, self._requests)
+        rows = self._rows([*zip(running, sampled, strict=True)])
+        names = [name for name, _ in rows]
+        drafts = self.proposer.session.advance(
+            names, [tokens for _, tokens in rows], verified, self._requests
+        )
         self._drafts.clear()
-        self._drafts.update(zip(running, drafts, strict=True))
+        self._drafts.update(zip(names, drafts, strict=True))
         ended = [
             n for n, r in running.items()
             if len(r.output_token_ids) >= r.sampling_params.max_tokens
@@ -138,10 +142,44 @@ class StandIn:
             outputs |= self._texts
         return outputs
 
-    def _sampled(self, prompt: Sequence[int], done: int, draft: Sequence[int]) -> list[int]:
+    def _rows(self, found: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+        """What came of an iteration, in the order of the engine's rows."""
+        return found
+
+    def _sampled(self, request: Any, draft: Sequence[int]) -> list[int]:
         """The text's next tokens: as many as the draft has right, and one more."""
-        text = [(sum(prompt) + 5 * (done + k)) % self.vocabulary for k in range(len(draft) + 1)]
+        done, width = len(request.output_token_ids), len(draft) + 1
+        text = [self._token(request, done + k, width) for k in range(width)]
         accepted = 0
         while accepted < len(draft) and draft[accepted] == text[accepted]:
             accepted += 1
         return text[: accepted + 1]
+
+    def _token(self, request: Any, position: int, width: int) -> int:
+        """The text's token, as a pass over `width` tokens decides it."""
+        return (sum(request.prompt_token_ids) + 5 * position) % self.vocabulary
+
+
+class Reordering(StandIn):
+    """A stand-in whose rows change places as requests come and go, as vLLM's do."""
+
+    def _rows(self, found: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
+        return found[::-1]
+
+
+class Forking(StandIn):
+    """A stand-in whose wider passes decide otherwise at `POSITION` of `SEQUENCE`.
+
+    From there on the request's text is another.
+    """
+
+    SEQUENCE: ClassVar[int] = 1
+    POSITION: ClassVar[int] = 5
+
+    def _token(self, request: Any, position: int, width: int) -> int:
+        usual = super()._token(request, position, width)
+        if not request.name.startswith(f"{self.SEQUENCE}/") or position < self.POSITION:
+            return usual
+        if position == self.POSITION and width > 1:
+            request.forked = True
+        return (usual + 40) % self.vocabulary if request.forked else usual

@@ -82,7 +82,7 @@ def test_a_profiled_drafter_replays_as_it_really_decodes(
         rows = run("validate", "--run", out, *options, "--repeats", 1, "--json", "-").rows
         assert len(rows) == len(options) // 2 + 1 - (options[0] == "--source")
         for row in rows:
-            assert row["rounds_differ"] == row["outputs_differ"] == 0, row
+            assert row["rounds_differ"] == row["texts_diverged"] == 0, row
             assert row["predicted_s"] > 0
 
     assert run(*ONE_PROMPT, "--out", out, "--latency-only").code == 0

@@ -56,7 +56,7 @@ def test_trees_are_recorded_once_and_cut_as_they_are_really_grown(
                "-").rows  # fmt: skip
     assert len(rows) == 3
     for row in rows:
-        assert row["rounds_differ"] == row["outputs_differ"] == 0, row
+        assert row["rounds_differ"] == row["texts_diverged"] == 0, row
         assert row["predicted_s"] > 0
     assert rows[1]["source"] == "eagle2:model=three,budget=6,depth=4"
 

@@ -152,8 +152,13 @@ def test_survival_of_iid_outputs_follows_the_iid_curve() -> None:
     # 12,000 positions in overlapping runs: about 12,000 / 5 independent ones.
     error = np.sqrt(iid[:, 1] * (1 - iid[:, 1]) / 2400)
     assert (np.abs(recorded[:, 1] - iid[:, 1]) < 4 * error).all()
-    with pytest.raises(DraftsimError, match="longer than 500 tokens"):
-        plot_survival(trace, gamma=500)
+
+
+def test_survival_goes_as_far_as_the_longest_output() -> None:
+    trace = synthetic_trace(0.7, tokens=8, requests=3, seed=2)
+    assert len(points(plot_survival(trace))[0]) == 7
+    with pytest.raises(DraftsimError, match="no output is longer than one token"):
+        plot_survival(synthetic_trace(0.7, tokens=1, requests=3, seed=2))
 
 
 def test_robustness_is_relative_to_the_reference(trace: Trace) -> None:

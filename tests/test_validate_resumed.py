@@ -185,7 +185,7 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     assert f"goes on with 9 of 18 runs done: remove {place} to begin anew" in said(ran)
     assert len(ran.rows) == 3
     for row in ran.rows:
-        assert row["rounds_differ"] == row.get("outputs_differ", 0) == 0
+        assert row["rounds_differ"] == row.get("texts_diverged", 0) == 0
         assert row["measured_s"] > 0
     assert opened.count("autoregressive") == 3
     assert opened.count(name) == count

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 AGAIN = "measure the latencies again with `draftsim profile --latency-only`"
-QUIETLY = ("left_out", "slowdown")
+QUIETLY = ("left_out", "slowdown", "diverged", "requests_left_out")
 """Columns that the JSON has and the printed table has not."""
 
 

@@ -28,9 +28,10 @@ OFF = "autoregressive"
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, beside no speculation and those predicted fastest."""
 SHOWN = (
-    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
-    "throughput_predicted", "error", "noise", "busy_error", "ttft_s", "ttft_s_predicted", "tpot_s",
-    "tpot_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise", "machine",
+    "load", "policy", "iterations", "iterations_predicted", "iterations_differ", "rounds_differ",
+    "texts_diverged", "throughput", "throughput_predicted", "error", "noise", "busy_error",
+    "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "speedup", "speedup_predicted",
+    "speedup_error", "speedup_noise", "machine",
 )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from commands.common.output import note
 from commands.engine.loads import drawn
 from commands.engine.noise import noise_said, with_noise
-from commands.engine.rounds import rounds_differ
+from commands.engine.rounds import Drawn, compare_run
+from commands.engine.texts import PolicyRuns, policy_runs
 from commands.engine.turns import run_loads
 from policies.core import Round
 from profiler.recording.checkpoint import Checkpoint, once
@@ -57,9 +58,11 @@ def compare_loads(
         engine, chosen, scenarios, jobs, prompts, forced, repeats, between, kept
     )  # fmt: skip
 
+    found = policy_runs(measured, trace, texts, engine.meta["dtype"])
+
     def rows_from(table: LatencyTable) -> list[dict[str, Any]]:
         return [
-            row_of(load, text, measured[load, text], table, trace, policy, scenario)
+            row_of(found[load, text], table, trace, policy, scenario)
             for load, scenario in scenarios.items()
             for text, policy in chosen.items()
         ]
@@ -116,23 +119,37 @@ def texts_of(
 
 
 def row_of(
-    load: str, text: str, runs: Sequence[LoadRun], latency: LatencyTable, trace: Trace,
-    policy: Any, scenario: Scenario,
-) -> dict[str, Any]:  # fmt: skip
-    """A load under one policy, measured and predicted."""
+    own_runs: PolicyRuns, latency: LatencyTable, trace: Trace, policy: Any, scenario: Scenario
+) -> dict[str, Any]:
+    """A load under one policy, measured and predicted.
+
+    Where texts diverged (`commands.engine.texts`):
+
+    * ``rounds_differ`` and ``iterations_differ`` are of what came before, ``rounds_compared`` is
+      the number of rounds before, ``iterations_after`` that of iterations after;
+    * mean latencies, measured and predicted, are of requests that diverged under no policy, as are
+      tokens/s of a loop of one request;
+    * the predicted tokens/s and seconds of other closed loops are those of the iterations that
+      really ran.
+    """
     from simulator.serving import simulate
 
-    predicted = simulate(trace, latency, policy, scenario, name=text)
     timed = scenario.arrivals.rate is not None
-    row = {"load": load, "policy": text, **_compared(runs, predicted, latency, timed)}
-    row["rounds_differ"] = rounds_differ(runs, predicted, trace, latency, policy, scenario)
+    drawn = Drawn() if scenario.arrivals.concurrency is not None else None
+    predicted = simulate(trace, latency, policy, scenario, name=own_runs.text, timeline=drawn)
+    row = {
+        "load": own_runs.load, "policy": own_runs.text,
+        **_compared(own_runs, predicted, latency, scenario),
+        **_rounds_compared(own_runs, predicted, drawn, trace, policy), **own_runs.columns,
+    }  # fmt: skip
     if timed:
         # Queueing magnifies an error of the service time: what latencies it leaves possible.
         off_by = max(abs(row["busy_error"]), LEAST_ERROR)
-        found = [figures_of(predicted.requests)]
+        found = [figures_of(own_runs.kept(predicted.requests))]
         for factor in (1 - off_by, 1 + off_by):
             table = latency.scaled({"target": factor, "draft": factor}, "service-time error")
-            found.append(figures_of(simulate(trace, table, policy, scenario).requests))
+            other = simulate(trace, table, policy, scenario)
+            found.append(figures_of(own_runs.kept(other.requests)))
         for key in ("ttft_s", "tpot_s"):
             # A faster engine may meet its arrivals in fuller batches: the ends are no bounds alone.
             values = [figures[key] for figures in found]
@@ -140,12 +157,48 @@ def row_of(
     return row
 
 
+def _rounds_compared(
+    own_runs: PolicyRuns, predicted: Run, drawn: Drawn | None, trace: Trace, policy: Any
+) -> dict[str, int | None]:
+    """Return the differences of the run that differs most, and how much was compared."""
+    each = [
+        compare_run(
+            run, {name: one.position for name, one in diverged.items()}, predicted, drawn, trace,
+            policy,
+        )
+        for run, diverged in zip(own_runs.runs, own_runs.diverged, strict=True)
+    ]  # fmt: skip
+    return {
+        "rounds_differ": max(one.rounds_differ for one in each),
+        "rounds_compared": min(one.rounds_compared for one in each),
+        "iterations_differ": None if drawn is None else max(
+            one.iterations_differ or 0 for one in each
+        ),
+        "iterations_after": max(one.iterations_after for one in each),
+    }  # fmt: skip
+
+
 def _compared(
-    runs: Sequence[LoadRun], predicted: Run, latency: LatencyTable, timed: bool
+    own_runs: PolicyRuns, predicted: Run, latency: LatencyTable, scenario: Scenario
 ) -> dict[str, Any]:
-    expected = figures_of(predicted.requests)
-    each = [figures_of(r.requests) for r in runs]
-    busy_s = float(np.mean([r.busy_s for r in runs]))
+    runs, timed = own_runs.runs, scenario.arrivals.rate is not None
+    some_left_out = 0 < len(own_runs.left_out) < len(predicted.requests)
+    one_by_one = scenario.arrivals.concurrency == 1 and some_left_out
+
+    def figures(requests: Any) -> dict[str, float]:
+        own = figures_of(own_runs.kept(requests), one_by_one)
+        # A request cannot be taken out of tokens/s of requests that ran together.
+        return own if one_by_one else own | {"throughput": figures_of(requests)["throughput"]}
+
+    expected, each = figures(predicted.requests), [figures(r.requests) for r in runs]
+    busy_s, busy_predicted_s = float(np.mean([r.busy_s for r in runs])), predicted.recorder.busy_s
+    by_kind = kinds(runs, latency)
+    if own_runs.texts_diverged and not timed:
+        # A text that diverged takes other iterations than it was predicted to take.
+        ran_s = sum(kind["predicted_s"] for kind in by_kind)
+        if not one_by_one:
+            expected["throughput"] *= busy_predicted_s / ran_s
+        busy_predicted_s = ran_s
     row: dict[str, Any] = {
         "iterations": int(np.median([len(r.steps) for r in runs])),
         "iterations_predicted": predicted.recorder.iterations,
@@ -161,9 +214,9 @@ def _compared(
         # In a loop without arrivals everything waits for the engine.
         "paced_error": None if slower is None or timed else (1 + error) / slower - 1,
         "spread": (max(rates) - min(rates)) / 2 / row["throughput"], "throughputs": rates,
-        "busy_s": busy_s, "busy_s_predicted": predicted.recorder.busy_s,
-        "busy_error": predicted.recorder.busy_s / busy_s - 1,
-        "kinds": kinds(runs, latency),
+        "busy_s": busy_s, "busy_s_predicted": busy_predicted_s,
+        "busy_error": busy_predicted_s / busy_s - 1,
+        "kinds": by_kind,
         # How much slower the control load ran than when the engine was measured.
         "machine": float(np.median([r.control_s for r in runs]))
         / latency.meta["control_s"]["usual"],
@@ -183,9 +236,15 @@ def slower_by(controls_s: Sequence[float], told: Mapping[str, float]) -> float |
     return float(np.clip(ratio, 1 / MOST, MOST) ** told["follows"])
 
 
-def figures_of(requests: Any) -> dict[str, float]:
-    """Throughput, and means and 95 % quantiles of latencies, over a whole run."""
+def figures_of(requests: Any, one_by_one: bool = False) -> dict[str, float]:
+    """Throughput, and means and 95 % quantiles of latencies, over the requests.
+
+    ``one_by_one``: each was sent when the one before had ended, so the throughput is over the
+    requests' own time.
+    """
     span = requests["finish_s"].max() - requests["arrival_s"].min()
+    if one_by_one:
+        span = (requests["finish_s"] - requests["arrival_s"]).sum()
     later = requests[requests["tokens"] > 1]
     each = {
         "ttft_s": requests["first_s"] - requests["arrival_s"],

@@ -14,6 +14,7 @@ from commands.engine.compare import beside, figures_of, row_of, with_speedups
 from commands.engine.loads import Turn, drawn, in_turn
 from commands.engine.resumed import check_key
 from commands.engine.speed import Speed, at_speed, speed_of
+from commands.engine.texts import PolicyRuns, policy_runs
 from profiler.checks.unfinished import unfinished, version
 from profiler.recording.checkpoint import Checkpoint, once
 from traces.errors import FileError
@@ -34,11 +35,11 @@ SERVED = "latency-http.parquet"
 CONTROL_OPEN = 4
 """Requests that the larger control loop keeps where loads are open."""
 SHOWN = (
-    "load", "policy", "rounds_differ", "throughput", "throughput_predicted", "error", "noise",
-    "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s", "e2e_s_predicted",
-    "speedup", "speedup_predicted", "speedup_error", "speedup_noise", "request_s",
-    "request_s_predicted", "iteration_s", "iteration_s_predicted", "share", "share_predicted",
-    "busy_error", "profile_busy_error", "slowdown", "machine",
+    "load", "policy", "rounds_differ", "texts_diverged", "throughput", "throughput_predicted",
+    "error", "noise", "ttft_s", "ttft_s_predicted", "tpot_s", "tpot_s_predicted", "e2e_s",
+    "e2e_s_predicted", "speedup", "speedup_predicted", "speedup_error", "speedup_noise",
+    "request_s", "request_s_predicted", "iteration_s", "iteration_s_predicted", "share",
+    "share_predicted", "busy_error", "profile_busy_error", "slowdown", "machine",
 )  # fmt: skip
 
 
@@ -82,7 +83,9 @@ def compare_served(
             measured, controls = _measured(
                 clients, jobs, scenarios, list(chosen), sizes, repeats, seed, kept
             )
-            return _rows(measured, controls, latency, trace, chosen, scenarios, run)
+            loaded = {key: [one.load for one in runs] for key, runs in measured.items()}
+            own = policy_runs(loaded, trace, clients.texts, latency.meta["dtype"])
+            return _rows(measured, own, controls, latency, trace, chosen, scenarios, run)
 
 
 def _measured(
@@ -129,6 +132,7 @@ def _measured(
 
 def _rows(
     measured: Mapping[tuple[str, str], list[ServedRun]],
+    own_runs: Mapping[tuple[str, str], PolicyRuns],
     controls: Mapping[int, list[ServedRun]], latency: LatencyTable, trace: Trace,
     chosen: Mapping[str, Any], scenarios: Mapping[str, Scenario], run: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -146,10 +150,11 @@ def _rows(
     rows, old = [], []
     for load, scenario in scenarios.items():
         for text, policy in chosen.items():
-            own = measured[load, text]
-            runs = [r.load for r in own]
-            old.append(row_of(load, text, runs, served, trace, policy, scenario))
-            rows.append(_row(load, text, own, now, table, trace, policy, scenario, speed))
+            found = own_runs[load, text]
+            old.append(row_of(found, served, trace, policy, scenario))
+            rows.append(
+                _row(found, measured[load, text], now, table, trace, policy, scenario, speed)
+            )
     return beside(with_speedups(rows, first), with_speedups(old, first))
 
 
@@ -161,16 +166,17 @@ def control_sizes(loads: Mapping[str, Arrivals], most: int) -> list[int]:
 
 
 def _row(
-    load: str, text: str, runs: Sequence[ServedRun], latency: LatencyTable, table: LatencyTable,
+    own_runs: PolicyRuns, runs: Sequence[ServedRun], latency: LatencyTable, table: LatencyTable,
     trace: Trace, policy: Any, scenario: Scenario, speed: Speed,
 ) -> dict[str, Any]:  # fmt: skip
     from profiler.engines.server.share import added
     from simulator.serving import simulate
     from simulator.serving.cost.host import HostCost
 
-    row = row_of(load, text, [r.load for r in runs], table, trace, policy, scenario)
-    bare = simulate(trace, latency, policy, scenario, name=text)
-    alone = figures_of(bare.requests)
+    row = row_of(own_runs, table, trace, policy, scenario)
+    bare = simulate(trace, latency, policy, scenario, name=own_runs.text)
+    alone = figures_of(own_runs.kept(bare.requests))
+    alone["throughput"] = figures_of(bare.requests)["throughput"]
     row |= {f"{key}_bare": alone[key] for key in ("throughput", "ttft_s", "tpot_s", "e2e_s")}
     each = [added(r, latency) for r in runs]
     row |= {key: float(np.mean([own[key] for own in each])) for key in each[0]}

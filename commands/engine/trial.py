@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 TUNED = "tuned"
 TRIED = (
-    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "throughput",
-    "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise", "machine",
+    "load", "policy", "iterations", "iterations_predicted", "rounds_differ", "texts_diverged",
+    "throughput", "throughput_predicted", "gain", "gain_predicted", "gain_error", "gain_noise",
+    "machine",
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,18 @@ def batch_check(
 
     ``rounds_differ`` counts requests whose rounds, drafted or accepted tokens were not the
     simulated ones.  A pass is priced as the rectangle that the real decoder runs.
+
+    ``texts_diverged`` counts requests whose output is not the recorded one.  Their rounds are not
+    compared, nor those of requests whose batch policy or learning policy has seen them; seconds
+    are compared over the groups in which no text diverged under any policy.
     """
+    import torch
+
     from commands.serve.policies import load_serving_policies
     from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
+    from commands.validate.texts import with_diverged
     from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
+    from profiler.checks.differences import divergences
     from profiler.recording.run import read_run
     from simulator.serving.groups import predict_groups
     from simulator.validation import compare
@@ -71,17 +80,35 @@ def batch_check(
             pair, trace, [BatchArm(n, p) for n, p in policies.items()], batches=batches,
             forced=forced, repeats=repeats, advance=lambda: progress.advance(task),
         )  # fmt: skip
-    rows = compare(predicted, measured.times)
+    dtype, count = getattr(torch, str(pair.meta["dtype"])), len(trace.requests)
+    diverged = {
+        arm: {} if forced else divergences(trace, outputs, dtype)
+        for arm, outputs in measured.outputs.items()
+    }
+    out = {size: groups_left_out(diverged, size, count) for size in batches}
+    ids = {(size, trace.requests[i].id) for size, firsts in out.items() for i in firsts}
+    of_texts = [(b, r) not in ids for b, r in measured.times[["batch", "request"]].to_numpy()]
+    times = measured.times[of_texts].reset_index(drop=True)
+    rows = compare(predicted, times)
+    arms = list(zip(rows["policy"], rows["batch"], strict=True))
     rows["rounds_differ"] = [
-        requests_differ(measured.logs[name, size], requests[name, size])
-        for name, size in zip(rows["policy"], rows["batch"], strict=True)
-    ]
+        requests_differ(
+            measured.logs[name, size], requests[name, size],
+            unlike(diverged[name, size], policies[name], size, count),
+        )
+        for name, size in arms
+    ]  # fmt: skip
+    if not forced:
+        rows = with_diverged(rows, [[*diverged[arm].values()] for arm in arms], 0)
+        rows["requests_left_out"] = [
+            sum(min(size, count - first) for first in out[size]) for _, size in arms
+        ]
     if outside := sum(frame.attrs["extrapolated"] for frame in requests.values()):
         note(f"{outside} predicted passes lie outside the measured sizes: a fitted roofline")
     rows = with_machine(rows, latency, measured.machine)
     say_machine(latency, measured.machine, AGAIN)
     meta = {**pair.meta, "machine": measured.machine}
-    write_measured(MeasuredRuns(measured.times, meta), run / "measured_batches.parquet")
+    write_measured(MeasuredRuns(times, meta), run / "measured_batches.parquet")
     return rows.sort_values("batch", kind="stable", ignore_index=True)
 
 
@@ -106,8 +133,34 @@ def fastest_by_batch(
     return found
 
 
-def requests_differ(real: RoundLog, simulated: pd.DataFrame) -> int:
-    """Requests whose rounds, drafted, accepted tokens or draft passes differ in number."""
+def groups_left_out(
+    diverged: Mapping[tuple[str, int], Collection[int]], size: int, requests: int
+) -> set[int]:
+    """Return the first request of each group of `size` in which a text diverged under any policy.
+
+    Empty where that is every group.
+    """
+    firsts = {i - i % size for (_, at), own in diverged.items() if at == size for i in own}
+    return firsts if len(firsts) < math.ceil(requests / size) else set()
+
+
+def unlike(diverged: Collection[int], policy: Any, size: int, requests: int) -> set[int]:
+    """Return the requests whose rounds are not those of the recording.
+
+    They are the `diverged` ones and, where a policy decides for a batch or remembers earlier
+    requests, all from the first such group on.
+    """
+    from policies.core import DraftPolicy
+
+    if not diverged or (isinstance(policy, DraftPolicy) and not policy.learns_across_requests):
+        return set(diverged)
+    first = min(diverged)
+    return set(range(first - first % size, requests))
+
+
+def requests_differ(real: RoundLog, simulated: pd.DataFrame, skipped: Collection[int] = ()) -> int:
+    """Count requests whose rounds, drafted, accepted tokens or draft passes differ in number."""
+    simulated = simulated.drop(index=list(skipped))
     rounds = pd.DataFrame(real.rounds)
     columns = ["drafted", "accepted", "draft_forwards"]
     sums = rounds.groupby("request")[columns].sum().reindex(simulated.index, fill_value=0)

@@ -20,6 +20,7 @@ from commands.common.inputs import (
 from commands.common.output import JsonOption, OutOption, emit, placed, say_unjudged
 from commands.common.quiet import columns_shown
 from commands.common.sources import SourceOption, split_systems
+from commands.common.texts import say_texts
 from commands.engine.options import (
     AcceptanceOption,
     CheckedEngineOption,
@@ -109,6 +110,10 @@ def validate(
     With --source the source drafts in place of the draft model; --policy also takes named
     systems with a source of their own.  Profile with --exit-layers first.
 
+    `texts_diverged` counts requests that wrote another text than the recorded one (with --engine:
+    than by plain decoding), as low precision can decide a near-tie of two tokens otherwise.
+    From that token on their rounds are not compared, and their seconds are left out.
+
     With --recorded nothing is run: what a GPU measured is held against what its latencies
     predict, pair by pair, mode, batch and policy.  `drift` is how much slower single passes were
     beside those runs than when the latencies were measured.
@@ -157,12 +162,14 @@ def validate(
             emit("validate", found, json, show=over_http.SHOWN, out=out)
             if json is None:
                 over_http.say_shares(found)
+                say_texts(found)
                 say_noise(found)
             return
         shown = (*SHOWN, "profile_error", "profile_speedup_error") if remeasure else SHOWN
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)
+            say_texts(found)
             say_noise(found)
         return
     if markdown is not None:

@@ -62,9 +62,8 @@ def source_check(
 
     `remeasure`: as in `commands.validate.spot_check.spot_check`.
 
-    Besides the columns of `simulator.validation.compare`: ``source``, and
-    ``outputs_differ``, the requests whose output is not the target's own.  A stopped check goes
-    on as one of `spot_check` does.
+    Besides the columns of `simulator.validation.compare`: ``source``, and those of
+    `commands.validate.texts`.  A stopped check goes on as one of `spot_check` does.
     """
     import pandas as pd
 
@@ -73,9 +72,8 @@ def source_check(
     from commands.profile.trees import load_trees
     from commands.validate.remeasure import Remeasured, seconds_of
     from commands.validate.spot_check import REMEDY, check_ids, spread_over_categories
+    from commands.validate.texts import Texts
     from profiler.checks import interleaved as checks
-    from profiler.checks.outputs import output_of
-    from profiler.checks.spot_check import rounds_differ
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.recording.run import read_run
     from simulator.pricing import price
@@ -124,20 +122,20 @@ def source_check(
         order = {arm.name: n for n, arm in enumerate(every)}
         times = runs.times.sort_values("policy", key=lambda c: c.map(order), kind="stable")
         times = times.reset_index(drop=True)
+        texts = Texts(
+            trace.select(list(chosen)),
+            {a.name: [ran.output for ran in runs.first[a.name]] for a in every},
+            str(pair.meta["dtype"]),
+            [a.name for a in every if a.policy.learns_across_requests],
+        )
+        times = texts.times(times)
         if again is not None:
             rows = again.compare(shown, times, expected, run)
         else:
             rows = compare(expected, times)
-        real = [_log([ran.rounds for ran in runs.first[a.name]], a.log) for a in every]
-        rows["rounds_differ"] = [
-            rounds_differ(mine, theirs) for mine, theirs in zip(real, shown, strict=True)
-        ]
+        real = {a.name: _log([ran.rounds for ran in runs.first[a.name]], a.log) for a in every}
+        rows = texts.compared(rows, real, {a.name: a.log for a in every})
         rows["source"] = [log.source for log in shown]
-        own = [output_of(trace, i) for i in chosen]
-        rows["outputs_differ"] = [
-            sum(ran.output != true for ran, true in zip(runs.first[a.name], own, strict=True))
-            for a in every
-        ]
         say_machine(latency, runs.machine, None if remeasure else REMEDY)
         meta = {**pair.meta, "machine": dict(runs.machine)}
         write_measured(MeasuredRuns(times, meta), run / "measured-sources.parquet")

@@ -14,6 +14,7 @@ from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
 from commands.common.ranking import fastest_for_real, is_unfitted, named, with_fastest
+from commands.common.texts import say_texts
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
@@ -65,11 +66,16 @@ def spot_check(
     predicted from them, and `profile_error` and `profile_speedup_error` are those of the run's own
     table.  That second table is kept in the run folder (`traces.store.files.CHECKED`).
 
+    A request whose text diverged from the recorded one is counted in ``texts_diverged``: its rounds
+    are compared up to there, and its seconds not at all, under no policy
+    (`profiler.checks.differences`).
+
     The runs of a stopped check, and the sweeps between them, are kept there too: the same call
     goes on with them, but runs transformers' own generation from its beginning.
     """
     from commands.validate.remeasure import Remeasured, seconds_of
-    from profiler.checks.spot_check import Arm, rounds_differ, run_arms
+    from commands.validate.texts import Texts
+    from profiler.checks.spot_check import Arm, run_arms
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.models.seq2seq_settings import is_seq2seq
     from profiler.recording.run import read_run
@@ -120,16 +126,20 @@ def spot_check(
                 pair, trace, [Arm(name, p) for name, p in chosen], forced=forced, repeats=repeats,
                 advance=advance, kept=kept,
             )  # fmt: skip
+            # Forced runs emit no text of the model's own, and sampled ones draw other numbers than
+            # the recording did: only greedy outputs can be the recorded ones.
+            greedy = trace.temperature == 0
+            learners = [name for name, policy in chosen if policy.learns_across_requests]
+            outputs = measured.outputs if greedy and not forced else {}
+            texts = Texts(trace, outputs, str(pair.meta["dtype"]), learners)
+            times = texts.times(measured.times)
             if again is not None:
-                rows = again.compare(logs, measured.times, expected, run)
+                rows = again.compare(logs, times, expected, run)
             else:
-                rows = compare(expected, measured.times)
+                rows = compare(expected, times)
             rows = with_machine(rows, latency, measured.machine)
-            # Sampled runs draw other numbers than the recording did: only greedy rounds can agree.
-            if trace.temperature == 0:
-                rows["rounds_differ"] = [
-                    rounds_differ(measured.logs[name], replayed[name]) for name in rows["policy"]
-                ]
+            if greedy:
+                rows = texts.compared(rows, measured.logs, replayed, draft_model=True)
                 # With encoder-decoders transformers 5.23 drafts otherwise than the draft model
                 # would.
                 if others and not is_seq2seq(pair.target):
@@ -137,7 +147,7 @@ def spot_check(
                     rows = pd.concat([rows, assisted_rows], ignore_index=True)
         say_machine(latency, measured.machine, None if remeasure else REMEDY)
         meta = {**pair.meta, "machine": measured.machine}
-        write_measured(MeasuredRuns(measured.times, meta), run / "measured.parquet")
+        write_measured(MeasuredRuns(times, meta), run / "measured.parquet")
     return rows
 
 
@@ -198,17 +208,23 @@ def _assisted_rows(
     import torch
 
     from profiler.checks.assisted import assisted_generation
+    from profiler.checks.differences import divergence
 
-    rows = []
+    rows, dtype = [], getattr(torch, str(pair.meta["dtype"]))
     for schedule, log in logs.items():
         settings = ASSISTED[schedule][1]
         expected = log.per_request([1] * len(log))
         task = progress.add_task(f"transformers, {schedule}", total=len(trace.requests))
-        seconds, differ = 0.0, 0
+        seconds, differ, diverged = 0.0, 0, []
         for i, request in enumerate(trace.requests):
             prompt = torch.tensor(request.prompt_ids, device=pair.device)
-            _, passes, wall = assisted_generation(pair, prompt, request.max_new_tokens, **settings)
-            differ += abs(passes - int(expected[i]))
+            output, passes, wall = assisted_generation(
+                pair, prompt, request.max_new_tokens, **settings
+            )
+            if (found := divergence(trace, i, output, dtype)) is None:
+                differ += abs(passes - int(expected[i]))
+            else:
+                diverged.append(found._asdict())
             seconds += wall
             progress.advance(task)
         rows.append(
@@ -216,6 +232,8 @@ def _assisted_rows(
                 "policy": f"transformers {schedule}", "verify": "exact", "batch": 1,
                 "forced": False, "predicted_s": None, "measured_s": seconds, "error": None,
                 "spread": None, "rounds_differ": differ, "speedup_error": None,
+                "texts_diverged": len(diverged), "drafts_diverged": None, "diverged": diverged,
+                "requests_left_out": 0,
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
@@ -227,6 +245,8 @@ def say_verdict(rows: pd.DataFrame) -> None:
 
     priced = rows.dropna(subset=["predicted_s"])
     said = verdict(priced)
+    records = rows.to_dict("records")
+    say_texts(records)
     note(
         f"{int(rows['rounds_differ'].sum())} differing rounds; "
         f"median |error| {said.median_error:.1%}, worst {said.worst_error:+.1%} "

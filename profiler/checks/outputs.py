@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from profiler.checks.spot_check import Arm, Measured
 from profiler.models.loading import Pair
 from traces.acceptance.trace import Trace
 from traces.replay.exact_match import solved
 from traces.store.outputs import Output, RealRun
+
+if TYPE_CHECKING:
+    from profiler.checks.spot_check import Arm, Measured
 
 
 def real_run(

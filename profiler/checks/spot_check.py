@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from policies.rules.base import VerifyRule
+from profiler.checks.differences import before
 from profiler.checks.interleaved import Arm, run_interleaved
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
@@ -131,11 +132,18 @@ def _emitted(request: Request, output: Sequence[int], eos: frozenset[int]) -> Re
     return replace(request, tokens=len(output), ended=ended, wall_s=None)
 
 
-def rounds_differ(real: RoundLog, replayed: RoundLog) -> int:
-    """Rounds whose (drafted, accepted) differ, request by request; unequal counts differ too."""
-    count = 0
+def rounds_differ(
+    real: RoundLog, replayed: RoundLog, until: Mapping[int, int] | None = None
+) -> int:
+    """Count the rounds whose (drafted, accepted) differ; unequal numbers of rounds differ too.
+
+    ``until``: by request, the position at which its text diverged; nothing after it is compared.
+    """
+    count, until = 0, until or {}
     for i in range(len(real.requests)):
         mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
+        if i in until:
+            mine, theirs = before(mine, until[i]), before(theirs, until[i])
         shared = min(len(mine), len(theirs))
         differ = (mine["drafted"][:shared] != theirs["drafted"][:shared]) | (
             mine["accepted"][:shared] != theirs["accepted"][:shared]

@@ -125,8 +125,9 @@ class Stream:
     def load(self, batch: int) -> Load:
         """State of an engine that decodes `batch` sequences."""
         at, run = len(self.output), None
-        if self.run_lengths is not None:
-            run = min(self.run_lengths[at], self.max_new_tokens - at - 1)
+        if (runs := self.run_lengths) is not None:
+            # An output that diverged from the known one may be longer.
+            run = min(runs[at], self.max_new_tokens - at - 1) if at < len(runs) else 0
         return Load(batch, int(self.prompt.shape[0]) + at, run)
 
     def receive(self, token: BatchToken) -> None:

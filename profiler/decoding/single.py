@@ -124,7 +124,8 @@ class ModelDecoder:
         at = len(self.output)
         run = None
         if self._runs is not None:
-            run = min(self._runs[at], self._limit - at - 1)
+            # An output that diverged from the known one may be longer.
+            run = min(self._runs[at], self._limit - at - 1) if at < len(self._runs) else 0
         return Load(1, self._context + at, run)
 
     def draft(self, so_far: Sequence[Any]) -> ModelToken:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +46,8 @@ class LoadRun:
     rounds: Mapping[str, Sequence[Round]]
     control_s: float
     """The control load's time around this run, and all along it where it could be had."""
+    texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Output tokens by name; empty where they were not kept."""
 
     @property
     def busy_s(self) -> float:
@@ -57,7 +59,7 @@ class LoadRun:
         return {
             "requests": self.requests.to_dict("list"), "steps": [vars(s) for s in self.steps],
             "rounds": {name: list(own) for name, own in self.rounds.items()},
-            "control_s": self.control_s,
+            "control_s": self.control_s, "texts": {n: list(t) for n, t in self.texts.items()},
         }  # fmt: skip
 
     @classmethod
@@ -71,7 +73,8 @@ class LoadRun:
             for step in kept["steps"]
         ]  # fmt: skip
         rounds = {name: [Round(*r) for r in own] for name, own in kept["rounds"].items()}
-        return cls(pd.DataFrame(kept["requests"]), steps, rounds, kept["control_s"])
+        texts = kept.get("texts", {})  # runs of an earlier version kept none
+        return cls(pd.DataFrame(kept["requests"]), steps, rounds, kept["control_s"], texts)
 
 
 class Load:
@@ -145,7 +148,8 @@ class Load:
         requests = pd.DataFrame([{"name": name, **own} for name, own in self._requests.items()])
         finished = {} if self._session is None else self._session.finished
         rounds = {name: stream.rounds for name, stream in finished.items()}
-        return LoadRun(requests, self._steps, rounds, float(np.median(self._controls)))
+        texts = {name: stream.output for name, stream in finished.items()}
+        return LoadRun(requests, self._steps, rounds, float(np.median(self._controls)), texts)
 
     def _controlled(self, now_s: float) -> tuple[float, float]:
         """Run the control load; the moment that was `now_s` ago then, and that moment itself."""

@@ -22,8 +22,10 @@ Policy = DraftPolicy | BatchPolicy
 class Stream:
     """One request between its first token and its last."""
 
-    def __init__(self, name: str, drafts: Drafts) -> None:
+    def __init__(self, name: str, drafts: Drafts, output: Sequence[int] = ()) -> None:
         self.name, self.drafts = name, drafts
+        self.output = [*output]
+        """Tokens emitted so far."""
         self.policy: DraftPolicy | None = None
         self.seat = -1
         self.pending: list[Any] = []

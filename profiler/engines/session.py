@@ -42,7 +42,7 @@ class Session:
         self.setup, self.keep, self.booked, self._ended = setup, keep, booked, ended
         self.finished: dict[str, Stream] = {}
         """Streams that have ended, by the request's own name."""
-        self._streams: dict[str, tuple[Stream, Asked, list[int]]] = {}
+        self._streams: dict[str, tuple[Stream, Asked]] = {}
         self._rounds = rounds_of(setup.policy, longest, setup.source.vocab_size or vocabulary)
 
     @property
@@ -62,23 +62,23 @@ class Session:
         """
         for name in [n for n in self._streams if n not in requests]:
             self._leave(name)
+        emitting = {name: t for name, t in zip(names, sampled, strict=False) if t}
+        decoding = [name for name in emitting if name in self._streams]
         settled: list[tuple[Stream, Sequence[int], int]] = []
-        for name, tokens in zip(names, sampled, strict=False):
-            if tokens and name in self._streams:
-                stream, _, output = self._streams[name]
-                output.extend(tokens)
-                settled.append((stream, tokens, len(verified.get(name, ()))))
-            elif tokens:
-                self._join(name, requests[name], [] if self.booked else tokens)
+        for name in decoding:
+            stream, _ = self._streams[name]
+            stream.output.extend(emitting[name])
+            settled.append((stream, emitting[name], len(verified.get(name, ()))))
         if settled:
             streams, emitted, seen = zip(*settled, strict=True)
             self._rounds.settle(streams, emitted, seen)
-        going_on: list[str] = []
-        for name, tokens in zip(names, sampled, strict=False):
-            if tokens and self._streams[name][0].drafts.remaining > 0:
-                going_on.append(name)
-            elif tokens:
-                self._leave(name)
+        self._leave_ended(decoding)
+        # As in the simulator: places are free when others take them, who came first before who
+        # came later, whatever rows of its batch the engine gave them.
+        for name in [n for n in requests if n in emitting and n not in decoding]:
+            self._join(name, requests[name], [] if self.booked else emitting[name])
+            self._leave_ended([name])
+        going_on = [name for name in emitting if name in self._streams]
         streams_on = [self._streams[n][0] for n in going_on]
         drafts = self._rounds.draft(streams_on, len(sampled)) if going_on else []
         by_name = dict(zip(going_on, drafts, strict=True))
@@ -89,14 +89,19 @@ class Session:
         limit = state.sampling_params.max_tokens
         asked = Asked(caller_name(name), state.prompt_token_ids, limit)
         output = [*state.output_token_ids, *tokens]
-        stream = Stream(asked.id, self.setup.source.open(asked, output))
-        self._streams[name] = stream, asked, output
+        stream = Stream(asked.id, self.setup.source.open(asked, output), output)
+        self._streams[name] = stream, asked
         self._rounds.join(stream)
 
+    def _leave_ended(self, names: Sequence[str]) -> None:
+        for name in names:
+            if self._streams[name][0].drafts.remaining <= 0:
+                self._leave(name)
+
     def _leave(self, name: str) -> None:
-        stream, asked, output = self._streams.pop(name)
+        stream, asked = self._streams.pop(name)
         self._rounds.leave(stream)
-        self.setup.source.close(asked, output)
+        self.setup.source.close(asked, stream.output)
         if self.keep:
             self.finished.setdefault(asked.id, stream)
         self._ended(stream)

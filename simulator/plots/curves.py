@@ -75,15 +75,17 @@ def plot_survival(trace: Trace, gamma: int = 16, resamples: int = 500, seed: int
     """Chance that k drafts in a row are accepted: recorded (with interval) and i.i.d.
 
     The i.i.d. curve alpha**k has the recording's mean alpha: what lies between the curves
-    is what a formula with a single alpha misses.
+    is what a formula with a single alpha misses.  Drafts go up to `gamma` tokens, or one less than
+    the longest output has.
     """
+    gamma = min(gamma, max(request.tokens for request in trace.requests) - 1)
+    if gamma < 1:
+        raise DraftsimError("no output is longer than one token: nothing was drafted")
     curves, weights = [], []
     for start, stop in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True):
         if stop - start > gamma:
             curves.append(empirical_survival(trace.run_lengths[start : stop - gamma], gamma))
             weights.append(float(stop - start - gamma))
-    if not curves:
-        raise DraftsimError(f"no output is longer than {gamma} tokens: plot a smaller gamma")
     table, weight = np.array(curves), np.array(weights)
     drawn = (
         np.random.default_rng(seed).multinomial(

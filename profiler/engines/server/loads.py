@@ -43,6 +43,8 @@ class Clients:
         torch.set_num_threads(server.options.threads)  # of the control load, as in the engine
         self.server, self.trace = server, trace
         self.prompts: dict[int, list[int]] = {0: [3, 3]}
+        self.texts: dict[int, list[int]] = {}
+        """The engine's own outputs, by sequence."""
         self._reader = LogReader(server.notes)
         self._control = Control(device)
         self._drafts = ""
@@ -68,8 +70,8 @@ class Clients:
         def decoded() -> dict[int, list[int]]:
             return {answer.sequence: answer.tokens for answer in self._sent(jobs, most)[0]}
 
-        texts = {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
-        forced = Forced(self.trace, texts, vocabulary)
+        self.texts = {int(i): text for i, text in once(kept, TEXTS, decoded).items()}
+        forced = Forced(self.trace, self.texts, vocabulary)
         self._drafts = FORCED + str(forced.write(self.server.folder))
         self.decide("autoregressive")
         self.run(jobs[:1], 1)  # the recording is read before anything is timed

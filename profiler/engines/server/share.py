@@ -61,7 +61,8 @@ def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> S
         replace(step, start_s=step.start_s - start_s, seconds=step.seconds + gap_s)
         for step, gap_s in zip(log.steps, gaps(log), strict=True)
     ]
-    load = LoadRun(requests, steps, log.rounds, control_s)
+    texts = {answer.name: answer.tokens for answer in answers}
+    load = LoadRun(requests, steps, log.rounds, control_s, texts)
     beside = [s.seconds - sum(s.parts[p] for p in ("schedule", "execute", "update")) for s in steps]
     queued = sorted(log.queued[answer.name] for answer in answers)
     return ServedRun(load, around_requests(answers, log), beside, [at - queued[0] for at in queued])

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from policies.core import DraftPolicy, Round, speculate
+from profiler.checks.differences import explain
 from profiler.checks.spot_check import Arm, rounds_differ
 from profiler.machine.stopwatch import timed
 from profiler.suite.environment import Workplace
 from profiler.suite.runs.arms import repeats_of, sweeps
-from profiler.suite.runs.differences import explain
 from traces.acceptance.trace import Trace
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay

@@ -1,0 +1,246 @@
+"""Why a real run differs from its replay: a text that diverged, or a round that is another.
+
+A pass over several tokens sums in another order than a pass over one, so in low precision
+the logits differ in their last bits.  That changes an outcome where two logits nearly tie,
+or where a signal nearly equals a policy's threshold.
+
+Where the target's own logits nearly tie, the output can go on with another token: the text
+*diverged*.  From that position on the recording says nothing about the request, so nothing
+after it is compared (`Divergence`, `before`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from profiler.checks.outputs import output_of
+from traces.acceptance.trace import Trace
+from traces.replay.rounds import RoundLog
+
+NEAR = 4.0
+"""Units in the last place within which two logits count as tied."""
+NEAR_FEATURES = 16.0
+"""The same of a drafter on the target's features, which were rounded otherwise as well."""
+
+
+def units(top1: npt.ArrayLike, top2: npt.ArrayLike, dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    """Margin of two logits in units in the last place of `top1` in `dtype`."""
+    first = np.asarray(top1, dtype=np.float64)
+    exponent = np.floor(np.log2(np.maximum(np.abs(first), 1e-30)))
+    last_place = torch.finfo(dtype).eps * 2.0**exponent
+    return np.asarray((first - np.asarray(top2, dtype=np.float64)) / last_place)
+
+
+class Divergence(NamedTuple):
+    """Where the output of a request is first another than expected, and how near a tie that was.
+
+    The logits are those that the recording holds of the target at this position; None where it
+    holds none, or is of another text.
+    """
+
+    request: str
+    position: int
+    """Output position, 0 = first generated token."""
+    token: int | None
+    """Token emitted; None after the end."""
+    expected: int | None
+    """Token expected; None after the end."""
+    target_top1: float | None = None
+    target_top2: float | None = None
+    target_units: float | None = None
+    """Margin of the two in units in the last place of the run's number format."""
+
+    @property
+    def near_tie(self) -> bool | None:
+        """True if rounding can have decided the token; None if the margin is not known."""
+        return None if self.target_units is None else self.target_units <= NEAR
+
+    def __str__(self) -> str:
+        """In words."""
+        said = f"{self.request} at position {self.position}"
+        if self.target_top1 is None or self.target_top2 is None:
+            return said
+        return f"{said} (logits {self.target_top1:.5g} and {self.target_top2:.5g})"
+
+
+def first_difference(output: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Return the first position at which two outputs differ; None if they are the same.
+
+    >>> first_difference([5, 6, 7], [5, 6, 8]), first_difference([5], [5, 6])
+    (2, 1)
+    """
+    both = zip(output, expected, strict=False)
+    shared = min(len(output), len(expected))
+    at = next((t for t, (a, b) in enumerate(both) if a != b), shared)
+    return None if at == len(output) == len(expected) else at
+
+
+def divergence(
+    trace: Trace, request: int, output: Sequence[int], dtype: torch.dtype,
+    expected: Sequence[int] | None = None,
+) -> Divergence | None:  # fmt: skip
+    """Return where the output of a request diverged from `expected`; None if it did not.
+
+    ``expected`` is the recorded output by default.  Another one has the recorded logits as far
+    as it, or `output`, is the recorded text.
+    """
+    recorded = output_of(trace, request) if "token" in trace.columns else []
+    text = recorded if expected is None else expected
+    at = first_difference(output, text)
+    if at is None:
+        return None
+    found = Divergence(
+        trace.requests[request].id, at, *(t[at] if at < len(t) else None for t in (output, text))
+    )
+    known = [*recorded[: at + 1]] in ([*text[: at + 1]], [*output[: at + 1]])
+    if not known or at >= len(recorded):
+        return found
+    row = trace.on_path[int(trace.request_starts[request]) + at]
+    top1, top2 = (
+        float(trace.columns[name][row]) if name in trace.columns else np.nan
+        for name in ("target_top1", "target_top2")
+    )
+    if not np.isfinite([top1, top2]).all():
+        return found
+    return found._replace(
+        target_top1=top1, target_top2=top2, target_units=float(units(top1, top2, dtype))
+    )
+
+
+def divergences(
+    trace: Trace, outputs: Iterable[Sequence[int]], dtype: torch.dtype
+) -> dict[int, Divergence]:
+    """Return the divergences from the recorded outputs, by request."""
+    found = {i: divergence(trace, i, output, dtype) for i, output in enumerate(outputs)}
+    return {i: one for i, one in found.items() if one is not None}
+
+
+def before(rounds: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
+    """Return what is comparable of a request's rounds if its text diverged at `position`.
+
+    These are the rounds that begin at or before the position, with the tokens accepted before it:
+    their drafts were decided when the texts were still the same.
+    """
+    kept = rounds[rounds["position"] <= position].copy()
+    kept["accepted"] = np.minimum(kept["accepted"], position - kept["position"])
+    return kept
+
+
+def comparable(positions: Mapping[int, int], requests: int, learns: bool) -> dict[int, int]:
+    """Return the position up to which rounds compare, of the requests where it is not the end.
+
+    ``positions``: of divergences, by request; ``learns``: the policy remembers earlier requests,
+    and what it learnt from other rounds decides all that follow.
+    """
+    until = dict(positions)
+    if learns and until:
+        until |= dict.fromkeys(range(min(until) + 1, requests), -1)
+    return until
+
+
+def draft_ties(
+    real: RoundLog, replayed: RoundLog, trace: Trace, dtype: torch.dtype,
+    until: Mapping[int, int],
+) -> dict[int, int]:  # fmt: skip
+    """Return the requests whose rounds first differ at a near-tie of the draft model.
+
+    There it proposed another token than recorded, after the same text.  The value is the output
+    position at which that round begins.
+
+    ``until``: by request, the position at which its text diverged; nothing after it is looked at.
+    """
+    found = {}
+    for i in range(len(trace.requests)):
+        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
+        if i in until:
+            mine, theirs = before(mine, until[i]), before(theirs, until[i])
+        for a, b in zip(mine, theirs, strict=False):
+            if (a["drafted"], a["accepted"]) == (b["drafted"], b["accepted"]):
+                continue
+            begin, accepted = int(b["position"]), int(min(a["accepted"], b["accepted"]))
+            # The first drafted token that only one of the two has right, if they differ in that.
+            at = int(trace.request_starts[i]) + begin + accepted
+            if _closest(trace, "draft", trace.on_path[at : at + 1], dtype) <= NEAR:
+                found[i] = begin
+            break
+    return found
+
+
+def explain(
+    real: RoundLog,
+    replayed: RoundLog,
+    outputs: Sequence[Sequence[int]],
+    trace: Trace,
+    dtype: torch.dtype,
+    drafted: Trace | None = None,
+) -> list[dict[str, Any]]:
+    """The first difference of every request that differs, and its cause.
+
+    ``drafted``: the recording of what drafted, where that is not `trace`'s own draft model.
+
+    Causes: ``target near a tie`` and ``draft near a tie`` (margins within `NEAR` units in
+    the drafted span, for drafters on the target's features `NEAR_FEATURES`); ``signal at a
+    threshold``: the draft length differs, which after equal outcomes only a signal can have
+    caused; else ``unexplained``.
+    """
+    found = []
+    for i in range(len(trace.requests)):
+        mine, theirs = (log.rounds[log.rounds["request"] == i] for log in (real, replayed))
+        at = _first_difference(mine, theirs, outputs[i], output_of(trace, i))
+        if at is None:
+            continue
+        a, b = mine[min(at, len(mine) - 1)], theirs[min(at, len(theirs) - 1)]
+        first = int(trace.request_starts[i]) + int(b["position"])
+        last = min(first + max(int(a["drafted"]), int(b["drafted"])) + 1,
+                   int(trace.request_starts[i + 1]))  # fmt: skip
+        rows = trace.on_path[first:last]
+        target = _closest(trace, "target", rows, dtype)
+        of, near = trace if drafted is None else drafted, NEAR
+        if of.by_start:
+            # What was drafted from this round's start stands behind it, row by row.
+            ends = np.append(of.on_path, len(of))[first : first + 2]
+            rows = np.arange(ends[0], min(ends[1], ends[0] + last - first))
+            near = NEAR_FEATURES
+        draft = _closest(of, "draft", rows, dtype)
+        if target <= NEAR:
+            cause = "target near a tie"
+        elif draft <= near:
+            cause = "draft near a tie"
+        elif real.reads and int(a["drafted"]) != int(b["drafted"]):
+            cause = "signal at a threshold"
+        else:
+            cause = "unexplained"
+        found.append(
+            {
+                "policy": real.policy, "request": trace.requests[i].id, "round": at,
+                "position": int(b["position"]), "cause": cause,
+                "target_units": target, "draft_units": draft,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _closest(trace: Trace, side: str, rows: npt.NDArray[np.int64], dtype: torch.dtype) -> float:
+    """The smallest margin of a model's two likeliest tokens, in units in the last place."""
+    first, second = (trace.columns[f"{side}_{top}"][rows] for top in ("top1", "top2"))
+    return float(units(first, second, dtype).min(initial=np.inf))
+
+
+def _first_difference(
+    mine: npt.NDArray[Any], theirs: npt.NDArray[Any], output: Sequence[int], recorded: Sequence[int]
+) -> int | None:
+    """Index of the first round whose outcome or tokens differ."""
+    for k in range(max(len(mine), len(theirs))):
+        if k >= min(len(mine), len(theirs)):
+            return k
+        a, b = mine[k], theirs[k]
+        span = slice(int(b["position"]), int(b["position"]) + int(b["emitted"]))
+        same = a["drafted"] == b["drafted"] and a["accepted"] == b["accepted"]
+        if not same or list(output[span]) != list(recorded[span]):
+            return k
+    return None
