@@ -29,8 +29,10 @@ from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (
     ONE_STREAM,
+    BlocksOption,
     BudgetOption,
     MaxBatchOption,
+    blocks_of,
     load_scenarios,
     requests_of,
 )
@@ -89,10 +91,11 @@ def serve(
     max_batch: MaxBatchOption = None,
     replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
     router: RouterOption = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
-    ] = None,
+    kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
+    warmup: Annotated[
+        float, typer.Option(help="Share of the requests, first to arrive, that are not counted.")
+    ] = 0.1,
     ttft: Annotated[
         float | None, typer.Option(help="Target of goodput: seconds to the first token.")
     ] = None,
@@ -159,11 +162,12 @@ def serve(
         recorded = drafted.trace
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
-    limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
+    blocks = blocks_of(kv_blocks, table)
+    limits = Limits.of_engine(table, max_batch, token_budget, blocks)
     base = Scenario(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=_target(ttft, "--ttft"),
-        tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, seed=seed,
+        tpot_target_s=_target(tpot, "--tpot"), max_time_s=max_time, warmup=warmup, seed=seed,
         replications=replications, replicas=replicas, router=chosen_router(router, replicas),
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)

@@ -6,6 +6,7 @@ import csv
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from traces.errors import DraftsimError
 from traces.operators.devices import DATA
@@ -89,15 +90,13 @@ class Architecture:
 def _read() -> dict[str, Architecture]:
     with (DATA / "models.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    flags = ("tied", "gated", "qk_norm")
-    return {
-        row["name"]: Architecture(
-            row.pop("name"), row.pop("hub"),
-            **{key: bool(int(row.pop(key))) for key in flags},
-            **{key: int(value) for key, value in row.items()},
-        )
-        for row in rows
-    }  # fmt: skip
+    found = {}
+    for row in rows:
+        flags: dict[str, bool] = {k: bool(int(row.pop(k))) for k in ("tied", "gated", "qk_norm")}
+        name, hub = row.pop("name"), row.pop("hub")
+        sizes: dict[str, Any] = {key: int(value) for key, value in row.items()}
+        found[name] = Architecture(name, hub, **flags, **sizes)
+    return found
 
 
 ARCHITECTURES: Mapping[str, Architecture] = _read()

@@ -192,19 +192,17 @@ def server_rows(folder: Path) -> list[Evidence]:
     run = served(real)
     rows = []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        for label, of in STATISTICS.items():
-            rows.append(evidence(
-                SERVER, f"{ALONE}: {SERVED}", f"{name[:-2]} {label}, s", of(run[name]),
-                of(real[name]),
-            ))  # fmt: skip
+        ours, theirs = _statistics(run[name]), _statistics(real[name])
+        rows += [
+            evidence(SERVER, f"{ALONE}: {SERVED}", f"{name[:-2]} {label}, s", value, theirs[label])
+            for label, value in ours.items()
+        ]
     return rows
 
 
-STATISTICS = {
-    "mean": lambda values: float(np.mean(values)),
-    **{f"p{q}": (lambda values, q=q: float(np.percentile(values, q))) for q in (50, 90, 95, 99)},
-}
-"""Statistics of requests."""
+def _statistics(values: Floats) -> dict[str, float]:
+    quantiles = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
+    return {"mean": float(values.mean()), **quantiles}
 
 
 def read_server(path: Path) -> dict[str, Floats]:
