@@ -27,6 +27,7 @@ from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
 from traces.latency.schema import CELL_COLUMNS, PHASES
+from traces.operators.table import OPERATOR_COLUMNS, OPERATORS
 from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 from traces.replay.rounds import ROUND_DTYPE
 from traces.sources.exits.recording import NODE_COLUMNS
@@ -39,8 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def columns(kind: str) -> str:
     """The columns of a file, with types, meanings and units."""
-    if kind in ("trace", "latency"):
-        found = COLUMNS if kind == "trace" else CELL_COLUMNS
+    schemas = {"trace": COLUMNS, "latency": CELL_COLUMNS, "operators": OPERATOR_COLUMNS}
+    if kind in schemas:
+        found = schemas[kind]
         return table(
             ("column", "type", "meaning"), [(code(n), t, what) for n, (t, what) in found.items()]
         )
@@ -89,6 +91,11 @@ def bounds() -> str:
 def phases() -> str:
     """The phases of a latency table."""
     return table(("phase", "what was timed"), [(code(n), what) for n, what in PHASES.items()])
+
+
+def operators() -> str:
+    """The operators of an operator table."""
+    return table(("operator", "what was timed"), [(code(n), t) for n, t in OPERATORS.items()])
 
 
 def calls() -> str:
@@ -288,7 +295,8 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
-    "modules": modules, "order_of_systems": order_of_systems, "phases": phases,
+    "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
+    "phases": phases,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
     "served": served, "server_checks": server_checks, "signals": signals, "string": string,
 }  # fmt: skip

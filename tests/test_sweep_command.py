@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from commands import app
 from simulator.whatif import read_sweep
+from simulator.whatif.plots import plot_batches
 from simulator.whatif.sweep.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
@@ -150,6 +151,27 @@ def test_devices_batches_and_contexts(trace: str, tmp_path: Path) -> None:
     assert (frame["source"] == "recorded").all()
     assert (plots / "map_batch_gamma_1.png").exists()
     assert (plots / "map_context_batch_2.png").exists()
+
+
+def test_speedup_against_the_batch_of_several_gpus(trace: str, tmp_path: Path) -> None:
+    names = "a100/llama-2-7b+vicuna-68m", "h800/llama-2-7b+vicuna-68m"
+    run(
+        "--trace", trace, "--latency", names[0], "--latency", names[1], "--batch", "1,4,16",
+        "--policy", "fixed:gamma={1,4}", "--policy", "gammatune", "--plots", str(tmp_path / "p"),
+        "--out", str(tmp_path / "grid.parquet"), "--jobs", "1", "--resamples", "4",
+    )  # fmt: skip
+    assert (tmp_path / "p" / "speedup_batch.png").exists()
+    frame = read_sweep(tmp_path / "grid.parquet")
+    panels = plot_batches(frame).axes
+    assert [axes.get_title() for axes in panels] == list(names)
+    best, tuned = panels[0].lines[:2]
+    own = frame[(frame["latency"] == names[0]) & (frame["family"] == "fixed")]
+    fastest = own.groupby("batch")["speedup"].max()
+    assert list(best.get_ydata()) == pytest.approx(fastest.tolist())
+    assert best.get_label() == "best fixed length"
+    assert str(tuned.get_label()).startswith("gammatune")
+    with pytest.raises(DraftsimError, match="two or more batches"):
+        plot_batches(frame[frame["batch"] == 1])
 
 
 def test_defaults_price_as_recorded(trace: str) -> None:

@@ -28,8 +28,10 @@ from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (
     ONE_STREAM,
+    BlocksOption,
     BudgetOption,
     MaxBatchOption,
+    blocks_of,
     load_scenarios,
     requests_of,
 )
@@ -89,9 +91,7 @@ def serve(
     max_batch: MaxBatchOption = None,
     replicas: Annotated[int, typer.Option(help="Engines like that, which share the requests.")] = 1,
     router: RouterOption = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(help="Cache blocks of 16 tokens; default: no limit.")
-    ] = None,
+    kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
     slo: Annotated[
         str | None,
@@ -100,6 +100,9 @@ def serve(
             help="Targets of goodput, as in ttft=200ms,tpot=30ms (bare numbers are seconds).",
         ),
     ] = None,
+    warmup: Annotated[
+        float, typer.Option(help="Share of the requests, first to arrive, that are not counted.")
+    ] = 0.1,
     ttft: Annotated[
         str | None,
         typer.Option(metavar="TIME", help="The target ttft of --slo: time to the first token."),
@@ -168,12 +171,13 @@ def serve(
     if interference is not None and mode not in ONE_STREAM:
         raise DraftsimError(f"--interference is of --mode pearl or dsi, not of {mode}")
     ttft_s, tpot_s = _targets(slo, ttft, tpot)
-    limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
+    blocks = blocks_of(kv_blocks, table)
+    limits = Limits.of_engine(table, max_batch, token_budget, blocks)
     base = Scenario(
         _no_arrivals(), limits, requests, mode,  # type: ignore[arg-type]
         Devices(interference or 0.0), ttft_target_s=ttft_s, tpot_target_s=tpot_s,
-        max_time_s=max_time, seed=seed, replications=replications, replicas=replicas,
-        router=chosen_router(router, replicas),
+        max_time_s=max_time, warmup=warmup, seed=seed, replications=replications,
+        replicas=replicas, router=chosen_router(router, replicas),
     )  # fmt: skip
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)

@@ -36,6 +36,9 @@ def draw_maps(frame: Any, folder: Path, label: str = "") -> list[Path]:
         at = part[contexts == contexts.iloc[0]]
         if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
             drawn.append((f"map_batch_gamma{suffix}", plots.plot_maps(at, "batch", "gamma")))
+    one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
+    if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
+        drawn.append(("speedup_batch", plots.plot_batches(one)))
     if not drawn:
         note("nothing to map: give two values or more of c and alpha, batch and gamma, or "
              "batch and context")  # fmt: skip

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from simulator.maps import SHADES, draw_edge, draw_map, log_ticks, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots.look import style
+from simulator.plots.look import series, style
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError
@@ -156,6 +156,46 @@ def plot_adapting(frame: pd.DataFrame, x: str = "c", y: str = "alpha") -> Figure
         bar.ax.tick_params(labelsize=8)
         axes.set_xlabel(LABELS[x])
     left.set_ylabel(LABELS[y])
+    return figure
+
+
+def plot_batches(frame: pd.DataFrame) -> Figure:
+    """Speedup against the batch, a panel for each latency table.
+
+    The fixed lengths are one line, at each batch the fastest of them; bands are the intervals over
+    prompts.  Raises DraftsimError if fewer than two batches or no latency table were swept.
+    """
+    rows = frame[frame["latency"] != "ratio"]
+    names = list(dict.fromkeys(rows["latency"]))
+    if not names or rows["batch"].nunique() < 2:
+        raise DraftsimError("speedup against the batch needs --latency and two or more batches")
+    figure = Figure(figsize=(3.0 * len(names) + 1.6, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    fixed = rows["family"] == "fixed"
+    others = list(dict.fromkeys(rows.loc[~fixed, "policy"]))[: MOST_LINES - 1]
+    for axes, name in zip(panels, names, strict=True):
+        own = rows[rows["latency"] == name]
+        by_speed = own[own["family"] == "fixed"].sort_values("speedup")
+        best = by_speed.drop_duplicates("batch", keep="last")
+        lines = [("best fixed length", best)] if len(best) else []
+        lines += [(policy, own[own["policy"] == policy]) for policy in others]
+        for i, (label, found) in enumerate(lines):
+            line = found.sort_values("batch")
+            axes.plot(line["batch"], line["speedup"], label=label, **series(i, len(line)))
+            axes.fill_between(
+                line["batch"], line["speedup_lo"], line["speedup_hi"],
+                color=COLOURS[i % len(COLOURS)], alpha=0.18, linewidth=0,
+            )  # fmt: skip
+        axes.axhline(1, color=INK, linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        axes.set_xlabel(LABELS["batch"])
+        axes.set_title(name, fontsize=8, color=INK)
+        style(axes, "both")
+    panels[0].set_ylabel("speedup over plain decoding (×)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper",
+                  frameon=False, fontsize=8)  # fmt: skip
     return figure
 
 

@@ -62,8 +62,8 @@ def _layer(file: Path, frame: pd.DataFrame, options: Options) -> OperatorTable:
     found = {name: numbers(file, frame, f"time_stats.{name}.median") for name in TAKEN}
     timed = {TAKEN[name]: values for name, values in found.items()}
     if norms:
-        both = np.mean([numbers(file, frame, column) for column in norms], axis=0)
-        timed["norm", len(norms)] = both
+        each = np.array([numbers(file, frame, column) for column in norms])
+        timed["norm", len(norms)] = each.mean(axis=0)
     for (operator, per_layer), milliseconds in timed.items():
         parts.append(rows_of(
             device=device.name, model=model.name, operator=operator, per_layer=per_layer,

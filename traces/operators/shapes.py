@@ -90,14 +90,12 @@ class Architecture:
 def _read() -> dict[str, Architecture]:
     with (DATA / "models.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    flags = ("tied", "gated", "qk_norm")
     found = {}
     for row in rows:
+        flags: dict[str, bool] = {k: bool(int(row.pop(k))) for k in ("tied", "gated", "qk_norm")}
         name, hub = row.pop("name"), row.pop("hub")
-        values: dict[str, Any] = {
-            key: bool(int(value)) if key in flags else int(value) for key, value in row.items()
-        }
-        found[name] = Architecture(name, hub, **values)
+        sizes: dict[str, Any] = {key: int(value) for key, value in row.items()}
+        found[name] = Architecture(name, hub, **flags, **sizes)
     return found
 
 

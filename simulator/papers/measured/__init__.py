@@ -11,11 +11,15 @@ from pathlib import Path
 
 from simulator.hardware.evidence import STUDIES
 from simulator.papers.measured.engines import engine_rows
-from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, RTX3090_SOURCE
+from simulator.papers.measured.figures import (
+    A100_CONCURRENCY,
+    ENGINE_STUDIES,
+    MINICPM,
+    RTX3090_SOURCE,
+)
 from simulator.papers.measured.ladder import ladder_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.operators import (
-    A100_CONCURRENCY,
     CELLS,
     SERVER,
     SERVER_SOURCE,

@@ -8,8 +8,6 @@ simulated time at the composed latencies, with its settings and nothing fitted t
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -32,6 +30,7 @@ from traces.operators.shapes import find_architecture
 from traces.operators.steps import NOTHING, fit_steps, parts_of_steps
 from traces.store.operators import STANDS_FOR, bundled_operators, timed_devices
 from traces.store.recordings import find_latency
+from traces.store.text import json_lines
 
 Floats = npt.NDArray[np.float64]
 
@@ -192,32 +191,29 @@ def server_rows(folder: Path) -> list[Evidence]:
     run = served(real)
     rows = []
     for name in ("ttft_s", "tpot_s", "e2e_s"):
-        for label, of in STATISTICS.items():
-            rows.append(evidence(
-                SERVER, f"{ALONE}: {SERVED}", f"{name[:-2]} {label}, s", of(run[name]),
-                of(real[name]),
-            ))  # fmt: skip
+        ours, theirs = _statistics(run[name]), _statistics(real[name])
+        rows += [
+            evidence(SERVER, f"{ALONE}: {SERVED}", f"{name[:-2]} {label}, s", value, theirs[label])
+            for label, value in ours.items()
+        ]
     return rows
 
 
-STATISTICS = {
-    "mean": lambda values: float(np.mean(values)),
-    **{f"p{q}": (lambda values, q=q: float(np.percentile(values, q))) for q in (50, 90, 95, 99)},
-}
-"""Statistics of requests."""
+def _statistics(values: Floats) -> dict[str, float]:
+    quantiles = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
+    return {"mean": float(values.mean()), **quantiles}
 
 
 def read_server(path: Path) -> dict[str, Floats]:
     """The requests that LLMServingSim's ``bench`` recorded, by column."""
     try:
-        text = gzip.decompress(path.read_bytes()).decode()
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows: list[Any] = [row for _, row in json_lines(path)]
         columns = {
             name: np.array([row[name] for row in rows], float)
             for name in ("input_toks", "output_toks", "queued_ts", "first_token_ts",
                          "last_token_ts")
         }  # fmt: skip
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise DraftsimError(f"cannot read the requests in {path}: {error}") from None
     queued, first, last = (columns[n] for n in ("queued_ts", "first_token_ts", "last_token_ts"))
     return {
