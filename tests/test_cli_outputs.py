@@ -20,7 +20,7 @@ from traces.errors import FileError
 
 COMMANDS = {name: listed.function() for name, listed in app.COMMANDS.items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
-MAKE_SOMETHING = {"demo", "import", "calibrate", "tune"}
+MAKE_SOMETHING = {"demo", "import", "calibrate", "recommend", "tune"}
 """Their --out names what they make, and rows are --json's."""
 OWN = {"serve", "sweep"}
 """Their --out also holds what an interrupted run goes on from."""
@@ -29,6 +29,7 @@ WRITTEN = {"out", "json", "rest", "timeline", "markdown", "plots"}
 CLAIMED = {"profile", "demo"}
 """Their --out is a run folder, which is claimed while it is written to."""
 DIFFER = {
+    "kv_blocks",  # serve computes them from the GPU's memory too
     "sampled",  # a run's own outputs, or those of several runs
     "engine",  # one whose settings are written, or one that is run
     "run",  # a folder, or for a report also a bundled recording's name
