@@ -355,29 +355,50 @@ def started_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Ru
         arguments = [*arguments, "--jobs", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "draftsim", *arguments]
+    told = folder.with_suffix(".said")
     began_s = time.monotonic()
-    with subprocess.Popen(
-        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        if stop is not None and whole is not None:
-            try:
-                # Not while Python itself starts, which has words of its own for Ctrl-C.
-                process.wait((0.2 + 0.8 * stop.share) * whole.seconds)
-            except subprocess.TimeoutExpired:
-                # Ctrl-C reaches all processes of a terminal, the other signals the one named.
-                send = os.killpg if stop.number == signal.SIGINT else os.kill
-                send(process.pid, stop.number)
-        said = process.communicate()[1]
+    with told.open("w") as said:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=said, stderr=said, start_new_session=True
+        )
+    if stop is not None and whole is not None:
+        try:
+            # Not while Python itself starts, which has words of its own for Ctrl-C.
+            process.wait((0.2 + 0.8 * stop.share) * whole.seconds)
+        except subprocess.TimeoutExpired:
+            # Ctrl-C reaches all processes of a terminal, the other signals the one named.
+            send = os.killpg if stop.number == signal.SIGINT else os.kill
+            send(process.pid, stop.number)
+    process.wait()
+    seconds = time.monotonic() - began_s
     if stop is not None and stop.number == signal.SIGKILL:
-        _end_session(process.pid)
-    return Run(process.returncode, said, time.monotonic() - began_s, 0)
+        with suppress(ProcessLookupError):  # workers that nobody could end
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        assert (left := left_behind(process.pid)) == [], (arguments, stop, left)
+    return Run(process.returncode, told.read_text(), seconds, 0)
 
 
-def _end_session(group: int) -> None:
-    """End the workers that nobody could: of a process that was killed outright."""
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def session(pid: int) -> list[int]:
+    """Processes of a session, by /proc; a process that ended and waits to be noticed is none."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = place.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == pid and fields[0] != "Z":
+            found.append(int(place.parent.name))
+    return found
+
+
+def left_behind(pid: int) -> list[str]:
+    """What a stopped process leaves: processes of its session, and what they share in memory."""
+    until_s = time.monotonic() + 10
+    while (found := session(pid)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    names = [path.name for path in Path("/dev").glob("shm/*") if str(pid) in path.name]
+    return [*map(str, found), *names]
 
 
 def main() -> None:

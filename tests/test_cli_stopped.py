@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Run, Serve
+from tests.kills import left_behind, session
 
 STOPPED = "draftsim: stopped; nothing is half-written, and the same command goes on where it can\n"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -58,19 +59,6 @@ def test_a_signal_that_is_ignored_stays_so(run: Run, monkeypatch: pytest.MonkeyP
         signal.signal(signal.SIGHUP, held)
 
 
-def session(pid: int) -> list[int]:
-    """Processes of a session, by /proc; a process that ended and waits to be noticed is none."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = place.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == pid and fields[0] != "Z":
-            found.append(int(place.parent.name))
-    return found
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
 def test_workers_and_what_they_share_go_with_the_command(
     synthetic_run: Path, tmp_path: Path
@@ -94,11 +82,7 @@ def test_workers_and_what_they_share_go_with_the_command(
         said = process.communicate()[1]
     assert process.returncode == 143, said
     assert said.endswith(STOPPED)
-    while session(process.pid) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert session(process.pid) == []
-    if Path("/dev/shm").is_dir():
-        assert not [n for n in os.listdir("/dev/shm") if str(process.pid) in n]
+    assert left_behind(process.pid) == []
 
 
 OWN = """

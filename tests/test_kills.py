@@ -13,7 +13,7 @@ import pytest
 
 from tests.kills import COMMANDS, SIGNALS, Chain, called_run, forked_run, inputs
 
-CHAINS = int(os.environ.get("DRAFTSIM_KILLS", "1"))
+CHAINS = int(os.environ.get("DRAFTSIM_KILLS", "2"))
 KILLS = len(SIGNALS)
 
 
