@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
@@ -72,7 +72,7 @@ def families_of(trace: Trace, texts: Sequence[str] | None) -> Families:
     if names + without == [] or "all" in (texts or ()):
         names += [name for name in STARTING if name not in names]
     for name, policy in load_policies(list(dict.fromkeys(["fixed", *names])), trace, say=False):
-        inner = getattr(policy, "policy", policy)
+        inner: Any = getattr(policy, "policy", policy)
         start = parameters(type(inner)).get("gamma")
         if start is None or not isinstance(inner.gamma, int):
             if name != "autoregressive":
@@ -102,7 +102,7 @@ def _starting_from(policy: DraftPolicy, longest: int) -> Callable[[int], DraftPo
     from policies.from_file import Cut
     from policies.spec import parameters
 
-    inner = getattr(policy, "policy", policy)
+    inner: Any = getattr(policy, "policy", policy)
     known = parameters(type(inner))
     values = {name: getattr(inner, name) for name in known}
     if "gamma_max" in known and values["gamma_max"] == known["gamma_max"].default:

@@ -63,10 +63,10 @@ def lossy_check(
     chosen = [c for c in load_policies(policy or list(LOSSY_ARMS), trace) if c[0] != PLAIN]
     if not policy:
         every = load_policies(None, trace, say=False)
-        *found, _ = predicted_fastest(
+        best = predicted_fastest(
             latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
         )
-        chosen = with_fastest(chosen, (found[0], found[1]))
+        chosen = with_fastest(chosen, best)
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)

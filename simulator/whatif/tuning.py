@@ -123,8 +123,8 @@ def _make(policy: str, setting: Mapping[str, Any], trace: Trace) -> DraftPolicy:
     text = f"{name}:{known}" if known else name
     try:
         if is_file(text):
-            policy = load_file(text, trace.max_gamma).policy
-            return SingleStream(policy) if isinstance(policy, BatchPolicy) else policy
+            own = load_file(text, trace.max_gamma).policy
+            return SingleStream(own) if isinstance(own, BatchPolicy) else own
         return parse_policy(text, max_gamma=trace.max_gamma)
     except ValueError as error:
         raise DraftsimError(str(error)) from None
