@@ -57,9 +57,7 @@ def test_what_is_predicted_fastest_is_decoded_by_default(
         if not more or more[0] == "--source":
             told = run("simulate", "--trace", small_run, *more, "--resamples", 2, "--json", "-")
             said = json.loads(told.out)["headline"]
-            found = re.search(
-                r": (?:no policy is faster .*: the best, )?(\S+)", said
-            )
+            found = re.search(r": (?:no policy is faster .*: the best, )?(\S+)", said)
             assert found is not None
             first = found[1].rstrip(",")
             # Of methods with drafts of their own the check says how they are decoded.
@@ -76,16 +74,17 @@ def test_a_rule_that_wins_is_decoded_as_it_is_fitted(
     found = fastest_for_real(
         find_trace("bundled").select(range(8)), LatencyTable.constant(0.01, 0.001, 0.012)
     )
-    assert found[0] == "rate-optimal"
-    assert isinstance(found[1], RateOptimal)
-    assert found[1].cost is not None
+    own = found.policy
+    assert found.name == "rate-optimal"
+    assert isinstance(own, RateOptimal)
+    assert own.cost is not None
     short = RateOptimal(
-        found[1].rate, 4, found[1].acceptance, estimator=found[1].estimator,
-        following=found[1].following, cost=found[1].cost,
+        own.rate, 4, own.acceptance, estimator=own.estimator, following=own.following,
+        cost=own.cost,
     )  # fmt: skip
     monkeypatch.setattr("commands.validate.spot_check.ARMS", ("fixed:gamma=4",))
     monkeypatch.setattr(
-        "commands.validate.spot_check.fastest_for_real", lambda *_: ("rate-optimal", short)
+        "commands.validate.spot_check.fastest_for_real", lambda *_: found._replace(policy=short)
     )
     ran = run("validate", "--run", small_run, "--repeats", 1, "--no-assisted", "--json", "-")
     assert [row["policy"] for row in ran.rows][1:] == ["fixed:gamma=4", "rate-optimal"]

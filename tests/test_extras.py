@@ -134,9 +134,7 @@ def test_what_reads_gguf_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     from profiler.fetched.convert import check_packages
 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        DraftsimError, match=r"gguf and accelerate.*\.\[profile,smollm2\]'`"
-    ):
+    with pytest.raises(DraftsimError, match=r"gguf and accelerate.*\.\[profile,smollm2\]'`"):
         check_packages()
 
 

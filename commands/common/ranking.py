@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from commands.common.inputs import load_policies, replay_all, say_left_out
 from commands.common.output import note
@@ -135,13 +135,21 @@ def with_best_fixed(
     return Ranking(logs, notes, None if every else best)
 
 
+class Fastest(NamedTuple):
+    """A policy predicted to be the fastest of several."""
+
+    name: str
+    policy: DraftPolicy
+    log: RoundLog
+
+
 def predicted_fastest(
     latency: LatencyTable,
     chosen: Named,
     longest: int | None,
     replayed: Callable[[Named], list[RoundLog]],
-) -> tuple[str, DraftPolicy, RoundLog]:
-    """Return (name, policy, log) of the fastest of `chosen` and of all fixed draft lengths.
+) -> Fastest:
+    """Return the fastest of `chosen` and of all fixed draft lengths.
 
     Only of those that can decode for real: not the oracle, nor a rule that is fitted to nothing.
     ``longest`` and ``replayed`` are as of `with_best_fixed`.
@@ -156,34 +164,33 @@ def predicted_fastest(
     }  # fmt: skip
     real |= {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
     best = fastest(replayed(list(real.items())), latency)
-    return best.policy, real[best.policy], best
+    return Fastest(best.policy, real[best.policy], best)
 
 
-def fastest_for_real(trace: Trace, latency: LatencyTable) -> tuple[str, DraftPolicy]:
-    """Return (name, policy) of what `rank` puts first of all that can decode for real.
+def fastest_for_real(trace: Trace, latency: LatencyTable) -> Fastest:
+    """Return what `rank` puts first of all that can decode for real.
 
     Where that is the rate-optimal rule, it is fitted to all prompts.
     """
     from simulator.whatif.ranking import fastest
     from simulator.whatif.rate import fit_rate_optimal
 
-    name, policy, log = predicted_fastest(
+    best = predicted_fastest(
         latency, load_policies(None, trace, say=False), trace.max_gamma,
         lambda some: replay_all(trace, some),
     )  # fmt: skip
     rule = fitted_log(trace, latency)
-    if rule is not None and fastest([log, rule], latency) is rule:
-        return rule.policy, fit_rate_optimal(trace, latency).policy
-    return name, policy
+    if rule is not None and fastest([best.log, rule], latency) is rule:
+        return Fastest(rule.policy, fit_rate_optimal(trace, latency).policy, rule)
+    return best
 
 
-def with_fastest(chosen: Named, found: tuple[str, DraftPolicy]) -> Named:
-    """Return the arms of a check with the predicted fastest among them; a note names a new one."""
-    name, policy = found
-    if name in dict(chosen):
+def with_fastest(chosen: Named, best: Fastest) -> Named:
+    """Return the policies of a check with the predicted fastest among them; a note names it."""
+    if best.name in dict(chosen):
         return chosen
-    note(f"also decoding {name}, which is predicted to be the fastest")
-    return [*chosen, (name, policy)]
+    note(f"also decoding {best.name}, which is predicted to be the fastest")
+    return [*chosen, (best.name, best.policy)]
 
 
 def named(chosen: Named) -> Named:

@@ -123,9 +123,8 @@ def fastest_by_batch(
     lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]
     every = load_serving_policies([*lengths, "all"], trace, latency, "static")
     predicted, _ = predict_groups(trace, latency, every, batches)
-    seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum()
-    fastest: Any = seconds.groupby("batch").idxmin()
-    best = {int(batch): str(policy) for batch, policy in fastest}
+    seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
+    best = dict(zip(seconds.index.tolist(), seconds.idxmin(axis=1).tolist(), strict=True))
     found = {name: every[name] for name in best.values() if name not in known}
     for name in found:
         at = ", ".join(str(batch) for batch, own in best.items() if own == name)

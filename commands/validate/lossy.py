@@ -66,10 +66,10 @@ def lossy_check(
     ]
     if not policy:
         every = load_policies(None, trace, say=False)
-        name, fastest, _ = predicted_fastest(
+        best = predicted_fastest(
             latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
         )
-        chosen = with_fastest(chosen, (name, fastest))
+        chosen = with_fastest(chosen, best)
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)

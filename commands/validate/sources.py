@@ -170,14 +170,14 @@ def arms(
             every = load_policies(
                 None, trace, signals=drafting.held(recordings), max_gamma=longest, say=False
             )
-            name, best, _ = predicted_fastest(
+            best = predicted_fastest(
                 latency, every, longest,
                 lambda some: [
                     replay_source(trace, own, p, recordings=recordings, name=n, requests=chosen)
                     for n, p in some
                 ],
             )  # fmt: skip
-            named = with_fastest(named, (name, best))
+            named = with_fastest(named, best)
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
         with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]

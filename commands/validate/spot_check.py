@@ -13,12 +13,11 @@ from commands.common.inputs import load_policies, replay_all, say_left_out
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
-from commands.common.ranking import fastest_for_real, is_unfitted, named, with_fastest
+from commands.common.ranking import Fastest, fastest_for_real, is_unfitted, named, with_fastest
 from commands.common.texts import say_texts
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
-    from policies.core import DraftPolicy
     from profiler.models.loading import Pair
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -182,9 +181,7 @@ def _assisted_logs(trace: Trace) -> dict[str, RoundLog]:
     return logs
 
 
-def say_faster(
-    run: Path, trace: Trace, latency: LatencyTable, best: tuple[str, DraftPolicy]
-) -> None:
+def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) -> None:
     """A note where a method with drafts of its own is predicted to be faster than `best`."""
     from commands.common.sources import replay_systems
     from simulator.whatif.ranking import fastest
@@ -192,9 +189,8 @@ def say_faster(
     from traces.sources.registry import SYSTEMS
 
     listed = replay_systems(SYSTEMS, trace, find_recordings(str(run), trace), latency)
-    own = replay_all(trace, [best])
-    first = fastest([*own, *listed.logs], latency)
-    if first not in own:
+    first = fastest([best.log, *listed.logs], latency)
+    if first is not best.log:
         note(
             f"{first.policy}, with drafts of its own, is predicted to be faster still: decode it "
             f"with --policy {first.policy}"
