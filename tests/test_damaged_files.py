@@ -63,7 +63,7 @@ from traces.store.recordings import trace_folder
 
 ROUNDS = int(os.environ.get("DRAFTSIM_DAMAGE_ROUNDS", "1"))
 SEED = int(os.environ.get("DRAFTSIM_DAMAGE_SEED", "0"))
-EACH = 60
+EACH = 100
 """Damaged files of each reader in a round."""
 MEMORY = 2 * 2**30
 """Bytes that a reader may take beyond what the process has."""
@@ -72,7 +72,8 @@ CPU_S = 20
 
 UNNAMED = (
     "latency table has no", "past what was recorded", "made counts, and no trace",
-    "which this trace does not hold", "past the recorded tail", "of other requests than the trace",
+    "which this trace does not hold", "was not recorded", "past the recorded tail",
+    "of other requests than the trace", "rounds drafted by",
 )  # fmt: skip
 """Refusals that are about an object as a whole, and so need not name its file."""
 
