@@ -72,7 +72,7 @@ CPU_S = 20
 
 UNNAMED = (
     "latency table has no", "past what was recorded", "made counts, and no trace",
-    "which this trace does not hold", "was not recorded", "past the recorded tail",
+    "which this trace does not hold", "not recorded", "past the recorded tail",
     "of other requests than the trace", "rounds drafted by",
 )  # fmt: skip
 """Refusals that are about an object as a whole, and so need not name its file."""
@@ -170,7 +170,7 @@ LOGS: Mapping[str, Any] = {
 }  # fmt: skip
 """A log of every format; a name's first word is the format's."""
 FREE_IN_LOGS = {
-    "specbench": "question_id|category", "vllm": "^id", "by-start": "^id", "aiperf": "request_id",
+    "specbench": "question_id|category", "vllm": "^id", "by-start": "^id", "aiperf": "_id|engine",
     "eagle": "question_id",
     "llama-bench": "_ns|model_|type|cpu|gpu|flash|batch|layers|threads|build|backend",
 }  # fmt: skip
