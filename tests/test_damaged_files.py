@@ -63,7 +63,7 @@ from traces.store.recordings import trace_folder
 
 ROUNDS = int(os.environ.get("DRAFTSIM_DAMAGE_ROUNDS", "1"))
 SEED = int(os.environ.get("DRAFTSIM_DAMAGE_SEED", "0"))
-EACH = 60
+EACH = 100
 """Damaged files of each reader in a round."""
 MEMORY = 2 * 2**30
 """Bytes that a reader may take beyond what the process has."""
@@ -72,7 +72,8 @@ CPU_S = 20
 
 UNNAMED = (
     "latency table has no", "past what was recorded", "made counts, and no trace",
-    "which this trace does not hold", "past the recorded tail", "of other requests than the trace",
+    "which this trace does not hold", "not recorded", "past the recorded tail",
+    "of other requests than the trace", "rounds drafted by",
 )  # fmt: skip
 """Refusals that are about an object as a whole, and so need not name its file."""
 
@@ -169,7 +170,7 @@ LOGS: Mapping[str, Any] = {
 }  # fmt: skip
 """A log of every format; a name's first word is the format's."""
 FREE_IN_LOGS = {
-    "specbench": "question_id|category", "vllm": "^id", "by-start": "^id", "aiperf": "request_id",
+    "specbench": "question_id|category", "vllm": "^id", "by-start": "^id", "aiperf": "_id|engine",
     "eagle": "question_id",
     "llama-bench": "_ns|model_|type|cpu|gpu|flash|batch|layers|threads|build|backend",
 }  # fmt: skip

@@ -6,8 +6,6 @@ import copy
 import heapq
 import io
 import os
-import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -132,43 +130,34 @@ class OnlineCorrectionMemory:
         ValueError
             If the file is missing, truncated, of another schema or holds impossible counts.
         """
+        again = "calibrate it again"
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                if (schema := int(stored["schema"])) != SCHEMA:
-                    raise ValueError(
-                        f"{path}: correction memory of schema {schema}, this version reads "
-                        f"{SCHEMA}: calibrate it again"
-                    )
-                capacity, table = int(stored["capacity"]), stored["table"]
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                schema, capacity, table = (stored[n] for n in ("schema", "capacity", "table"))
+                schema, memory = int(schema), cls(int(capacity) or None)
         except FileNotFoundError:
             raise ValueError(f"{path}: no such correction memory: calibrate one first") from None
-        except (
-            OSError,
-            EOFError,
-            KeyError,
-            TypeError,
-            zipfile.BadZipFile,
-            ValueError,
-            zlib.error,
-        ) as error:
-            if "calibrate it again" in str(error):
-                raise
+        except Exception as error:  # of a damaged archive a dozen types
             raise ValueError(
                 f"{path}: not a readable correction memory (truncated, or another kind of "
-                "file): calibrate it again"
+                f"file): {again}"
             ) from error
-        memory = cls(capacity or None)
-        if table.ndim != 2 or table.shape[1] != 3 or (len(table) and table[:, 2].min() < 1):
+        if schema != SCHEMA:
             raise ValueError(
-                f"{path}: field 'table' of the correction memory holds impossible counts: "
-                "calibrate it again"
+                f"{path}: correction memory of schema {schema}, this version reads {SCHEMA}: "
+                f"{again}"
+            )
+        sound = isinstance(table, np.ndarray) and table.dtype == np.int64 and table.ndim == 2
+        if not sound or table.shape[1] != 3 or (len(table) and table[:, 2].min() < 1):
+            raise ValueError(
+                f"{path}: field 'table' of the correction memory holds impossible counts: {again}"
             )
         for draft_token, target_token, times in table.tolist():
             memory.add(draft_token, target_token, times)
         if len(memory) != len(table):
             raise ValueError(
                 f"{path}: field 'table' of the correction memory repeats pairs or exceeds "
-                f"capacity {capacity}: calibrate it again"
+                f"capacity {memory.capacity}: {again}"
             )
         return memory
 

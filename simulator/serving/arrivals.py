@@ -264,11 +264,12 @@ def _read_file(
         dates = pd.to_datetime(frame["TIMESTAMP"], errors="coerce", format="ISO8601")
         seconds = (dates - dates.min()).dt.total_seconds().to_numpy(float)
     lengths = [pd.to_numeric(frame[c], errors="coerce").to_numpy(float) for c in FILE_COLUMNS[1:]]
-    with np.errstate(invalid="ignore"):  # infinite ones are refused here
-        checks = [
-            ~np.isfinite(seconds) | (seconds < 0) | (seconds - seconds[0] > MOST_S),
-            *(~((v >= 1) & (v <= LONGEST)) | (v % 1 != 0) for v in lengths),
-        ]
+    # Refused below, and not computed with.
+    seconds, *lengths = (np.where(np.isinf(v), np.nan, v) for v in (seconds, *lengths))
+    checks = [
+        np.isnan(seconds) | (seconds < 0) | (seconds - seconds[0] > MOST_S),
+        *(~((v >= 1) & (v <= LONGEST)) | (v % 1 != 0) for v in lengths),
+    ]
     for name, bad in zip(FILE_COLUMNS, checks, strict=True):
         if bad.any():
             row = int(np.flatnonzero(bad)[0])

@@ -62,7 +62,7 @@ class AIPerf:
 def _trace(records: Records, meta: dict[str, Any]) -> Trace:
     requests, match, drafted = [], [], 0
     for at, row, record in records:
-        about = row.get("metadata") or {}
+        about = row.get("metadata", {})
         if not isinstance(about, dict):
             raise FileError(f"{at}: metadata is {shown(about)}, expected an object")
         tokens = {"completion_tokens": record.get("completion_tokens"), **_prompt(at, row)}

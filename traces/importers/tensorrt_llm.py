@@ -73,7 +73,7 @@ def _iterations(
         requests, drafted, accepted = counts = [
             whole(at, f"{STATS}.{name}", stats.get(name)) for name in _COUNTS
         ]
-        if accepted > drafted or (drafted and not requests):
+        if accepted > drafted or requests > drafted or (drafted and not requests):
             raise FileError(
                 f"{at}: {STATS} counts {accepted} accepted of {drafted} drafted in {requests} "
                 "requests: they do not belong together"

@@ -211,9 +211,10 @@ def _name(at: str, outer: Mapping[str, Any]) -> str:
 
 def _usage(at: str, outer: Mapping[str, Any], emitted: int, last: int) -> tuple[int, int]:
     """Output and prompt tokens."""
-    usage = outer.get("usage") or {}
-    if not isinstance(usage, dict):
+    usage = outer.get("usage")
+    if usage is not None and not isinstance(usage, dict):
         raise FileError(f"{at}: usage is {shown(usage)}, expected an object")
+    usage = usage or {}
     tokens, prompt = usage.get("completion_tokens", emitted), usage.get("prompt_tokens", 0)
     for name, value in (("completion_tokens", tokens), ("prompt_tokens", prompt)):
         whole(at, f"usage.{name}", value, most=MOST_TOKENS)

@@ -67,7 +67,7 @@ def read_exits(path: PathLike) -> ExitRecording:
         exits, omegas = tuple(header["exit_layers"]), tuple(header["omegas"])
         sound = are_wholes(list(exits), 1, MOST_LAYERS)
         check(path, "exit_layers", exits, sound, f"layers from 1 to {MOST_LAYERS}")
-        check(path, "omegas", omegas, all(is_number(omega) for omega in omegas), "numbers")
+        check(path, "omegas", omegas, all(is_number(w) and w >= 0 for w in omegas), "numbers >= 0")
         for setting in header["settings"]:
             check(path, "settings", setting, _sound(setting), "tau, omega, depth, layers, gamma")
         settings = tuple(
