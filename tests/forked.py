@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -20,7 +21,11 @@ def forked(work: Callable[[], object], said: Path = Path(os.devnull)) -> Iterato
 
     def call() -> None:
         with said.open("w", encoding="utf-8") as sys.stderr:
-            work()
+            try:
+                work()
+            except BaseException:
+                traceback.print_exc()  # what would say it finds the file closed
+                raise
 
     process = get_context("fork").Process(target=call)
     process.start()

@@ -77,7 +77,8 @@ def test_a_stopped_run_leaves_readable_rows_marked_incomplete(
         assert not stored.complete
         assert all(r["requests"] == 20 for r in stored.rows)
         count = len(stored.rows)
-    assert 2 <= count < 400
+    # Stopped by SIGKILL while it writes a line, it leaves those before it.
+    assert 1 <= count < 400
 
 
 def test_a_timeline_keeps_the_rules_of_the_trace_event_format(serve: Serve, tmp_path: Path) -> None:

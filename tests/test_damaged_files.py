@@ -116,6 +116,12 @@ def said(*arguments: object) -> Callable[[Path], Any]:
     return answer
 
 
+PLACED = dict.fromkeys(
+    ("vidur", "llmservingsim"), ("--device", "h100", "--model", "llama-3-8b")
+)  # fmt: skip
+"""What the folders of these formats' files say otherwise."""
+
+
 def imported(log: str) -> Reader:
     """What an import of one of `LOGS` prints and writes."""
     form = log.partition(" ")[0]
@@ -123,7 +129,11 @@ def imported(log: str) -> Reader:
     out = f"imported.{'json' if counts else 'parquet'}"
 
     def answer(place: Path) -> Any:
-        command = ("import", form, f"{{}}/log {log}", "--json", "-", "--out", f"{{}}/{out}")
+        (place / out).unlink(missing_ok=True)  # nothing is written over another kind of recording
+        command = (
+            "import", form, f"{{}}/log {log}", *PLACED.get(form, ()), "--json", "-", "--out",
+            f"{{}}/{out}",
+        )  # fmt: skip
         return said(*command)(place), (place / out).read_bytes()
 
     return Reader(f"log {log}", answer, free=FREE_IN_LOGS.get(form, ""))
@@ -546,6 +556,7 @@ def in_parquet(rng: random.Random, content: bytes, scratch: Path) -> Damaged:
         what = f"header.{what}"
     else:
         what, table, told = in_table(rng, table)
+    scratch.unlink(missing_ok=True)  # a recording of another kind is not written over
     write_file(scratch, kind, table, header)
     return Damaged(what, scratch.read_bytes(), told)
 
@@ -594,7 +605,7 @@ def damaged(rng: random.Random, name: str, content: bytes, sealed: bool, scratch
         return in_bytes(rng, content, sealed)
     if content.startswith(b"PAR1"):
         return in_parquet(rng, content, scratch)
-    if name.endswith((".csv", " rounds", " latency")):
+    if name.endswith((".csv", " rounds", " latency", *(f" {form}" for form in PLACED))):
         return in_csv(rng, content)
     if "prometheus" in name:
         return in_numbers(rng, content)

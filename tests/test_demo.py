@@ -56,8 +56,8 @@ def test_the_recorded_machine_s_prediction_is_said_before_anything_is_run(
     assert ran.code == 130
     first = ran.err.splitlines()[0]
     assert first.startswith("Predicted for the recorded machine (")
-    assert "is fastest: " in first
-    assert "x plain decoding (" in first  # with its interval
+    assert "is fastest, " in first
+    assert "x no speculation (" in first  # with its interval
     assert f"{QUICK.prompts} prompts of up to {QUICK.tokens} tokens" in said(ran)
 
 

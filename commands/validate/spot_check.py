@@ -188,7 +188,11 @@ def say_faster(run: Path, trace: Trace, latency: LatencyTable, best: Fastest) ->
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS
 
-    listed = replay_systems(SYSTEMS, trace, find_recordings(str(run), trace), latency)
+    try:
+        recordings = find_recordings(str(run), trace)
+    except DraftsimError:
+        return  # of other outputs: nothing here reads them, and `simulate` says what is wrong
+    listed = replay_systems(SYSTEMS, trace, recordings, latency)
     first = fastest([best.log, *listed.logs], latency)
     if first is not best.log:
         note(

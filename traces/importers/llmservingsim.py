@@ -134,7 +134,7 @@ def _layers(read: Read) -> pd.DataFrame:
 def _named(
     read: Read, column: str, known: Mapping[str, tuple[str, int]], tokens: Floats, seconds: Floats
 ) -> pd.DataFrame:
-    names = read.frame[column].astype(str)
+    names = read.frame[column].fillna("nan").astype(str)
     if unknown := sorted(set(names) - set(known)):
         raise FileError(f"{read.file}: holds the unknown operator(s) {', '.join(unknown)}")
     return read.rows(

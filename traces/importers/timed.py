@@ -32,16 +32,21 @@ def read_frame(file: Path) -> pd.DataFrame:
     return frame
 
 
+MOST = 1e10
+"""Largest number of a timing: ten seconds in nanoseconds, ten gigabytes sent at once."""
+
+
 def numbers(file: Path, frame: pd.DataFrame, column: str) -> Floats:
     """A column's numbers; FileError naming the file where it is missing or holds anything else."""
     if column not in frame:
         raise FileError(f"{file}: lacks the column {column}")
     values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(float)
-    bad = ~np.isfinite(values) | (values < 0)
+    bad = ~(values >= 0) | (values > MOST)
     if bad.any():
         row = int(bad.argmax())
         raise FileError(
-            f"{file}: row {row + 1}: {column} is {frame[column].iloc[row]}, expected a number >= 0"
+            f"{file}: row {row + 1}: {column} is {str(frame[column].iloc[row])[:40]}, expected a "
+            f"number from 0 to {MOST:g}"
         )
     return values
 
