@@ -18,6 +18,7 @@ from simulator.papers.measured.operators import (
     concurrency_rows,
     decode_rows,
     expert_rows,
+    law_rows,
     server_rows,
     step_rows,
 )
@@ -49,6 +50,7 @@ def test_a_few_whole_steps_say_what_the_others_take() -> None:
 def test_half_the_cells_say_the_others() -> None:
     assert np.median(errors(list(attention_rows()), "half the cells")) < 0.05
     assert np.median(errors(list(expert_rows()), "half the cells")) < 0.05
+    assert np.median(errors(list(law_rows()), "another GPU's attention")) < 0.2
 
 
 def test_published_decode_steps() -> None:

@@ -45,6 +45,37 @@ AlwaysOption = Annotated[
         "1 where it calls the drafter every round, all slots where it fills them.",
     ),
 ]
+BlocksOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Cache blocks of 16 tokens, or auto[:UTILISATION] for what a composed table's GPU has "
+        "beside the weights; default: no limit.",
+    ),
+]
+
+
+def blocks_of(text: str | None, table: LatencyTable) -> int | None:
+    """The blocks that ``--kv-blocks`` asks for; with auto, said in a note.
+
+    Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
+    """
+    from traces.operators.memory import UTILISATION, blocks_of_meta
+
+    if text is None:
+        return None
+    kind, _, share = text.partition(":")
+    try:
+        if kind != "auto":
+            return int(text)
+        utilisation = float(share) if share else UTILISATION
+    except ValueError:
+        raise DraftsimError(
+            f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
+        ) from None
+    found = blocks_of_meta(table.meta, utilisation)
+    note(found.said)
+    return found.blocks
 
 
 def latencies(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.common.devices import AlwaysOption
+from commands.common.devices import AlwaysOption, BlocksOption, blocks_of
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
@@ -28,10 +28,8 @@ from commands.common.workers import ClusterOption
 from commands.serve.fleet import RouterOption, chosen_router, where
 from commands.serve.loads import (
     ONE_STREAM,
-    BlocksOption,
     BudgetOption,
     MaxBatchOption,
-    blocks_of,
     load_scenarios,
     requests_of,
 )

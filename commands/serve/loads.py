@@ -31,39 +31,6 @@ BudgetOption = Annotated[
     typer.Option(show_default="the measured engine's, else 8192", help="Tokens of one iteration."),
 ]
 
-BlocksOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N",
-        help="Cache blocks of 16 tokens, or auto[:UTILISATION] for what a composed table's GPU has "
-        "beside the weights; default: no limit.",
-    ),
-]
-
-
-def blocks_of(text: str | None, table: LatencyTable) -> int | None:
-    """The blocks that ``--kv-blocks`` asks for; with auto, said in a note.
-
-    Raises DraftsimError if it is no number, or the table does not say what GPU and models it is of.
-    """
-    from commands.common.output import note
-    from traces.operators.memory import UTILISATION, blocks_of_meta
-
-    if text is None:
-        return None
-    kind, _, share = text.partition(":")
-    try:
-        if kind != "auto":
-            return int(text)
-        utilisation = float(share) if share else UTILISATION
-    except ValueError:
-        raise DraftsimError(
-            f"--kv-blocks is {text!r}, expected a whole number or auto[:UTILISATION]"
-        ) from None
-    found = blocks_of_meta(table.meta, utilisation)
-    note(found.said)
-    return found.blocks
-
 
 def requests_of(scenarios: Sequence[Scenario]) -> int:
     """Requests of all scenarios and replications together, under one policy."""

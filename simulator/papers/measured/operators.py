@@ -24,7 +24,7 @@ from simulator.papers.measured.rows import Evidence, evidence
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
-from traces.operators.attention import Plane, timed_planes
+from traces.operators.attention import Plane, heads_of, timed_planes
 from traces.operators.compose import Composer, Placed
 from traces.operators.shapes import find_architecture
 from traces.operators.steps import NOTHING, fit_steps, parts_of_steps
@@ -53,7 +53,7 @@ def operator_rows(named: str = "") -> list[Evidence]:
     if named.lower() in STEPS.lower():
         rows += step_rows()
     if named.lower() in CELLS.lower():
-        rows += [*attention_rows(), *expert_rows()]
+        rows += [*attention_rows(), *law_rows(), *expert_rows()]
     return [*rows, *decode_rows(), *concurrency_rows()]
 
 
@@ -93,6 +93,28 @@ def attention_rows() -> Iterator[Evidence]:
             for kind, plane in zip(("decoding", "prompts"), planes, strict=False):
                 what = f"microseconds of attention, {kind}, {name}"
                 yield from _half(f"half the cells: {device}", what, plane)
+
+
+def law_rows() -> Iterator[Evidence]:
+    """Attention with one token a sequence, by the law fitted to another GPU's timings."""
+    timed = {name: composer_of(name).attention for name in timed_devices()}
+    timed = {name: of for name, of in timed.items() if timed_planes(bundled_operators(name), name)}
+    for device, own in timed.items():
+        others = [of.law for name, of in timed.items() if name != device]
+        law = tuple(float(np.mean(column)) for column in zip(*others, strict=True))
+        for name, planes in timed_planes(bundled_operators(device), device).items():
+            model, _, shared = name.partition("@tp")
+            heads = heads_of(find_architecture(model), int(shared or 1))
+            plane = planes.split
+            for i, batch in enumerate(plane.sizes.tolist()):
+                for j, context in enumerate(plane.contexts.tolist()):
+                    sizes = np.array([batch]), np.array([context])
+                    predicted = float(own.by_law(law, heads, *sizes)[0])  # type: ignore[arg-type]
+                    what = f"microseconds of attention, {name}: {batch:g} at {context:g}"
+                    yield evidence(
+                        CELLS, f"another GPU's attention: {device}", what, 1e6 * predicted,
+                        1e6 * plane.seconds[i, j],
+                    )  # fmt: skip
 
 
 def _half(given: str, what: str, plane: Plane) -> Iterator[Evidence]:

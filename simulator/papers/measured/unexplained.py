@@ -93,6 +93,11 @@ NOTES = (
         "more multiprocessors from some context on is missed in between",
     ),
     Note(
+        "Cells of operators", "another GPU's attention",
+        "The law has three constants: it misses how many multiprocessors share a sequence's cache, "
+        "which matters for one or two sequences and for the fewest heads",
+    ),
+    Note(
         "", "operators alone, of passes that a host launches",
         "Operators hold no launches: where a host launches kernel by kernel, they are a floor, and "
         "what such passes take follows layers (`--gpu` and its roofline have that)",
