@@ -29,7 +29,6 @@ WRITTEN = {"out", "json", "rest", "timeline", "markdown", "plots"}
 CLAIMED = {"profile", "demo"}
 """Their --out is a run folder, which is claimed while it is written to."""
 DIFFER = {
-    "kv_blocks",  # serve computes them from the GPU's memory too
     "sampled",  # a run's own outputs, or those of several runs
     "engine",  # one whose settings are written, or one that is run
     "run",  # a folder, or for a report also a bundled recording's name
