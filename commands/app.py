@@ -119,6 +119,8 @@ def main() -> None:
             if said is None:
                 raise
             _fail(said, 2)
+        finally:
+            end_workers()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -152,6 +154,5 @@ def _said(error: Exception) -> str | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    end_workers()
     print(f"draftsim: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
