@@ -135,6 +135,8 @@ def main() -> None:
             if said is None:
                 raise
             _fail(said, 2)
+        finally:
+            end_workers()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -174,6 +176,5 @@ def _said(error: Exception) -> str | None:
 def _fail(message: str, code: int) -> NoReturn:
     from commands.common.printed import printable
 
-    end_workers()
     print(f"draftsim: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)

@@ -193,7 +193,7 @@ def bound_of(policy: Any) -> int | None:
     """Return the longest draft that the attributes of `policy` tell (`longest_draft`)."""
     for name in ("longest", "gamma_max", "gammas", "gamma"):
         value = getattr(policy, name, None)
-        values = value if isinstance(value, list | tuple) and value else [value]
+        values: list[Any] = list(value) if isinstance(value, list | tuple) and value else [value]
         # A gamma may also be a share, or anything else that counts no tokens.
         if all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             return int(max(values))

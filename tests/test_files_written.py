@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from simulator.plots import save
-from simulator.serving import Timeline
+from simulator.serving import ResultsFile, Timeline
 from tests.conftest import Run
 from tests.forked import forked
 from traces.errors import FileError
@@ -150,7 +150,13 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "fsync", full)
+    with (
+        pytest.raises(FileError, match=r"rows: .*No space"),
+        ResultsFile(tmp_path / "rows") as rows,
+    ):
+        monkeypatch.setattr(os, "fsync", full)
+        rows.add({"a": 1})
+    (tmp_path / "rows").unlink()
     with pytest.raises(FileError, match=r"f\.png: cannot be written \(No space.*free some space"):
         save(Figure(), tmp_path / "f.png")
     with pytest.raises(FileError, match=r"t\.json.*No space"), Timeline(tmp_path / "t.json"):

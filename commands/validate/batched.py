@@ -125,7 +125,7 @@ def fastest_by_batch(
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
     best = dict(zip(seconds.index.tolist(), seconds.idxmin(axis=1).tolist(), strict=True))
-    found = {name: every[name] for name in best.values() if name not in known}
+    found = {str(name): every[str(name)] for name in best.values() if name not in known}
     for name in found:
         at = ", ".join(str(batch) for batch, own in best.items() if own == name)
         note(f"also decoding {name}, which is predicted to be the fastest at batch {at}")

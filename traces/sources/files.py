@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from traces.acceptance.schema import MOST_DRAFTED
 from traces.errors import DraftsimError, FileError
@@ -279,7 +278,7 @@ def _matrix(
         )
     values, lengths = lists.flatten(), lists.value_lengths()
     width = math.prod(shape[1:])
-    if lists.null_count or values.null_count or not pc.all(pc.equal(lengths, width)).as_py():
+    if lists.null_count or values.null_count or (lengths.to_numpy() != width).any():
         raise file_error(path, f"column {name!r} does not hold {width} values in every row")
     found = values.to_numpy()
     if not (np.isfinite(found).all() if found.dtype.kind == "f" else (found >= -1).all()):
