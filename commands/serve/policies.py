@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def load_serving_policies(
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
+        if engine == "off":
+            note(f"{settings} is null: it stands for decoding without speculation")
         if engine == "hf" and largest > 1:
             raise DraftsimError(
                 f"{settings}: assisted generation of transformers decodes one request at a time: "
