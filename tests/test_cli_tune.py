@@ -226,6 +226,13 @@ def test_a_file_tuned_is_served_beside_what_people_set_by_hand(
         ('{"temperature": 1}', "expected num_speculative_tokens_per_batch_size"),
         ('{"2": {"candidate_steps": [1]}}', "expected a slot for batch size 1"),
         ('{"num_assistant_tokens": 0}', "expected num_assistant_tokens"),
+        ("[" * 100_000, "nested deeper than 64 levels"),
+        ('{"num_speculative_tokens": ' + "9" * 5000 + "}", "a number of 5000 digits"),
+        (
+            '{"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": '
+            "[[5, 64, 1], [1, 4, 3]]}",
+            "table must start at batch size 1",
+        ),
     ],
 )
 def test_settings_no_engine_would_read_are_one_line(
@@ -238,6 +245,15 @@ def test_settings_no_engine_would_read_are_one_line(
     assert message in ran.err
     assert "settings.json" in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_settings_that_are_null_are_said_to_be_off(run: Run, recorded: SimpleNamespace) -> None:
+    """So `tune` writes what never pays; a damaged file may say so too."""
+    recorded.out.write_text("null")
+    arguments = ("--settings", recorded.out, "--batch", 1, "--requests", 3, "--json", "-")
+    ran = run("serve", "--trace", recorded.folder, *arguments)
+    assert ran.code == 0
+    assert "settings.json is null: it stands for decoding without speculation" in ran.err
 
 
 def test_one_request_at_a_time_is_not_served_in_batches(

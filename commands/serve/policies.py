@@ -65,6 +65,8 @@ def load_serving_policies(
     chosen: dict[str, DraftPolicy | BatchPolicy] = {}
     if settings is not None:
         engine, chosen[settings.name] = read_settings(settings)
+        if engine == "off":
+            note(f"{settings} is null: it stands for decoding without speculation")
         if engine == "hf" and largest > 1:
             raise DraftsimError(
                 f"{settings}: assisted generation of transformers decodes one request at a time: "
