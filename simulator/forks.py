@@ -89,6 +89,7 @@ def results_of(
             progress(os.lseek(queue, 0, os.SEEK_CUR) // NUMBER, len(parts))
         for helper in started:
             found |= helper.results(shared)
+        progress(len(parts), len(parts))  # others may have taken them all
     finally:
         _in_part.reset(within)
         for helper in started:
