@@ -19,7 +19,7 @@ NEEDED = ("gguf", "accelerate")
 def check_packages() -> None:
     """Raise DraftsimError unless what reading a GGUF file takes is installed."""
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise missing(absent, "reading a GGUF file")
+        raise missing(absent, "reading a GGUF file", extra="smollm2")
 
 
 def convert_gguf(path: Path, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
