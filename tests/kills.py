@@ -144,8 +144,8 @@ COMMANDS = {
     ),
     "serve table": Command(
         ("serve", *TRACE, *PAIR, "--rate", "2,4", "--requests", "40", "--out", "r.csv",
-         "--timeline", "t.json"),
-        lambda folder: (table_of(folder / "r.csv"), files_of("t.json")(folder)),
+         "--timeline", "t.json", "--plots", "plots"),
+        lambda folder: (table_of(folder / "r.csv"), files_of("t.json", "plots/*")(folder)),
     ),
     "sweep": Command(
         ("sweep", *TRACE, *PAIR, "--c", "0.1,0.2", "--batch", "1,2,3", "--assume-batch-free",

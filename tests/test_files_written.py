@@ -150,14 +150,12 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def written() -> None:
-        with ResultsFile(tmp_path / "rows") as rows:
-            monkeypatch.setattr(os, "fsync", full)
+    with ResultsFile(tmp_path / "rows") as rows, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(FileError, match=r"rows: cannot be written \(No space"):
             rows.add({"a": 1})
-
-    with pytest.raises(FileError, match=r"rows: .*No space"):
-        written()
     (tmp_path / "rows").unlink()
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(FileError, match=r"f\.png: cannot be written \(No space.*free some space"):
         save(Figure(), tmp_path / "f.png")
     with pytest.raises(FileError, match=r"t\.json.*No space"), Timeline(tmp_path / "t.json"):

@@ -115,6 +115,17 @@ def test_a_file_that_holds_something_else_is_kept(
     assert [p.name for p in tmp_path.iterdir()] == [lines]
 
 
+def test_a_timeline_is_drawn_though_its_row_is_kept(serve: Serve, tmp_path: Path) -> None:
+    out, drawn = tmp_path / "r.jsonl", tmp_path / "t.json"
+    assert serve(*LOADS, "--out", out, "--timeline", drawn).code == 0
+    expected, whole = answer(out), drawn.read_bytes()
+    stopped(out)
+    drawn.unlink()
+    assert serve(*LOADS, "--out", out, "--timeline", drawn).code == 0
+    assert drawn.read_bytes() == whole
+    assert answer(out) == expected
+
+
 def test_results_of_another_command_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     with ResultsFile(path, command="capacity") as file:

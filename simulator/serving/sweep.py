@@ -119,11 +119,11 @@ def sweep(
         rows[:] = found.values()
         if rows and progress is not None:
             progress(len(rows), len(pairs), rows[-1]["policy"])
-        missing = [n for n in range(len(pairs)) if n not in found]
-        groups = [
-            bench.parts(at, name, at == 0 and name == (drawn or name))
-            for at, name in (pairs[n] for n in missing)
-        ]  # fmt: skip
+        shown = {n for n, (at, name) in enumerate(pairs) if at == 0 and name == (drawn or name)}
+        # What is drawn is served again: the file of rows does not hold it.
+        again = shown if timeline is not None else set()
+        missing = [n for n in range(len(pairs)) if n not in found or n in again]
+        groups = [bench.parts(*pairs[n], n in shown) for n in missing]
         for n, runs in zip(missing, _gathered(bench, groups, executor, advance), strict=True):
             at, name = pairs[n]
             row = ServeResult(scenarios[at], {name: runs}).rows()[0]
@@ -134,7 +134,7 @@ def sweep(
             )
             found[n] = row
             rows[:] = [found[i] for i in sorted(found)]
-            if file is not None:
+            if file is not None and n not in file.kept:
                 file.add(row, n)
             if progress is not None:
                 progress(len(rows), len(pairs), name)
