@@ -175,7 +175,7 @@ def test_damaged_provenance_gets_one_line(tmp_path: Path) -> None:
     folder = next(unpacked(tmp_path).iterdir())
     for text in ("{", "[]", '{"forced": {"units": {"a": {"anchors": [{}]}}}}'):
         (folder / "provenance.json").write_text(text)
-        with pytest.raises(DraftsimError, match=r"provenance.json: damaged .*unpack the recording"):
+        with pytest.raises(DraftsimError, match=r"provenance.json: .*unpack the recording"):
             anchor_drift(folder)
     (folder / "provenance.json").unlink()
     assert anchor_drift(folder) == {}
