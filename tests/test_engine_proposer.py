@@ -178,7 +178,7 @@ def test_a_policy_of_ones_own_is_named_by_its_class() -> None:
     ("given", "said"),
     [
         ("", "is not set"),
-        ("/nowhere.json", "cannot read"),
+        ("/nowhere.json", "no such file"),
         ('{"policy": "fixed"}', "missing 'source'"),
         ('{"policy": "fixd", "source": "pld"}', "unknown policy 'fixd'"),
         ('{"policy": "no.such.Policy", "source": "pld"}', "cannot be imported"),
