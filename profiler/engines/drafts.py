@@ -140,7 +140,7 @@ class Forced(DraftSource):
             kept = read_object(path)
             texts = {int(i): text for i, text in kept["texts"].items()}
             return cls(read_trace(path.with_suffix(".parquet")), texts, int(kept["vocabulary"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (FileError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(f"{path} holds no forced drafts: {error}") from None
 
 

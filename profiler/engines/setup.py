@@ -101,7 +101,10 @@ def _given(environment: Mapping[str, str] | None) -> tuple[str, str]:
         )
     try:
         given = parse_json(text) if text.lstrip().startswith("{") else read_json(text)
-        return given["policy"], given["source"]
+        policy, source = given["policy"], given["source"]
+        if not (isinstance(policy, str) and isinstance(source, str)):
+            raise TypeError("text for both")
+        return policy, source
     except (KeyError, TypeError) as error:
         raise DraftsimError(f"{VARIABLE}: expected policy and source, missing {error}") from None
     except ValueError as error:
