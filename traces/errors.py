@@ -18,12 +18,12 @@ EXTRAS = {
 """Packages that draftsim can do without, by the extra that installs them."""
 
 
-def missing(packages: Sequence[str], what: str, extra: str | None = None) -> DraftsimError:
+def missing(packages: Sequence[str], what: str) -> DraftsimError:
     """The error that says that `what` needs packages that are not installed, and their extra."""
-    extra = extra or next(name for name, of in EXTRAS.items() if set(of) & set(packages))
+    extras = [extra for extra, names in EXTRAS.items() if set(names) & set(packages)]
     return DraftsimError(
         f"{what} needs {' and '.join(packages)}, not installed here: run "
-        f"`pip install '.[{extra}]'` in draftsim's folder"
+        f"`pip install '.[{','.join(extras)}]'` in draftsim's folder"
     )
 
 
