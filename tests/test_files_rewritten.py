@@ -18,11 +18,20 @@ import traces.store.parquet
 from policies.lengths.basic import Fixed
 from tests.random_sources import random_outputs, random_recordings
 from tests.stored import assert_same, small_trace
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import Trace
 from traces.errors import FileError
 from traces.latency.table import LatencyTable
 from traces.replay.run import replay
 from traces.sources.files import read_exits, read_starts, read_trees, write_recordings
-from traces.store.files import read_latency, read_rounds, read_trace, write_latency, write_rounds
+from traces.store.files import (
+    read_latency,
+    read_rounds,
+    read_trace,
+    write_latency,
+    write_rounds,
+    write_trace,
+)
 from traces.store.measured import MeasuredRuns, read_measured, write_measured
 from traces.store.parquet import write_file
 
@@ -260,3 +269,19 @@ def test_a_source_without_rows_or_with_gaps_is_named(sources: Path) -> None:
         write_file(sources / "changed", "exits", table, header)
         with pytest.raises(FileError, match=message):
             read_exits(sources / "changed")
+
+
+def test_a_draft_vocabulary_may_be_padded_beyond_the_targets(tmp_path: Path) -> None:
+    """Its tokens are no damage; those beyond both vocabularies are."""
+    made, path = synthetic_trace(0.5, requests=2, tokens=6, seed=3), tmp_path / "trace.parquet"
+    trace = Trace(made.columns, made.requests, 4, made.meta)
+    token = np.full(len(trace), 110, np.int32)
+    columns = {**trace.columns, "draft_token": token}
+    for padded, read in ((128, True), (105, False)):
+        meta = {**trace.meta, "target": {"vocab_size": 100}, "draft": {"vocab_size": padded}}
+        write_trace(Trace(columns, trace.requests, trace.max_gamma, meta), path)
+        if read:
+            assert read_trace(path).columns["draft_token"].max() == 110
+        else:
+            with pytest.raises(FileError, match="token 110, of a vocabulary of 105"):
+                read_trace(path)

@@ -68,9 +68,12 @@ def read_trace(path: PathLike) -> Trace:
 
 def _check_ids(path: PathLike, trace: Trace) -> None:
     """FileError if a token is none of the vocabulary, as far as its size is known."""
-    size = trace.vocab_size
+    size, draft = trace.vocab_size, trace.meta.get("draft")
     if size is None:
         return
+    padded: Any = draft.get("vocab_size") if isinstance(draft, dict) else None
+    if is_whole(padded, 1):  # a padded vocabulary of the draft model may be the larger one
+        size = max(size, padded)
     largest = {
         f"column {name!r}": int(trace.columns[name].max(initial=-1))
         for name in ("token", "draft_token", "target_token") if name in trace.columns
