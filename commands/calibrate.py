@@ -128,7 +128,7 @@ def _headline(rows: list[Choice], level: float) -> str:
 
 
 def _remarks(server: Server, contexts: list[float]) -> list[str]:
-    """What the answer rests on: prior knowledge, unmeasured context, no plain run."""
+    """Return a line on each thing that the runs do not determine."""
     lines = []
     if not any(run.k == 0 for run in server.runs):
         lines.append(

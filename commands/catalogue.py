@@ -20,7 +20,7 @@ from commands.common.printed import print_entries, print_table
 from traces.errors import DraftsimError
 
 DEVICE_COLUMNS = ("name", "latencies", "measured", "composed", "bandwidth", "flops", "memory")
-"""What is printed of a GPU; its source and the rest are in the file of --out and in the JSON."""
+"""Columns printed for a GPU.  Its source and other fields are only in --out and the JSON."""
 
 
 def list_all(

@@ -189,7 +189,7 @@ def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
 
 
 def _document(engine: str, rows: Sequence[Choice], method: str | None) -> dict[str, Any] | None:
-    """What the engine reads; None where no speculation is best at every concurrency."""
+    """Return the engine's setting, or None if no speculation is best at every concurrency."""
     longest = max(row.k for row in rows)
     if not longest:
         return None

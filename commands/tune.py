@@ -49,7 +49,7 @@ CHECKED = (
     "checked_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse", "margin_lo",
     "margin_hi",
 )  # fmt: skip
-"""What --check adds to a row."""
+"""Columns that --check adds to a row."""
 
 
 class Engine(StrEnum):
@@ -253,7 +253,7 @@ def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
 
 
 def _headline(rows: list[dict[str, Any]]) -> str:
-    """What to deploy, in one sentence."""
+    """Return one sentence that says what to deploy."""
     from simulator.tune.gains import MISSED, ON
 
     here: dict[int, dict[str, Any]] = {}
@@ -277,7 +277,7 @@ def _headline(rows: list[dict[str, Any]]) -> str:
 
 
 def _models(recording: Recording, latency: LatencyTable) -> tuple[str, NamedDrafter]:
-    """What an engine is told of the target and the drafter: their names, as far as recorded."""
+    """Return the recorded names of the target and the drafter."""
     from simulator.tune.launch import METHODS, TARGET, NamedDrafter
 
     trace, engine = recording.trace, latency.meta.get("engine") or {}

@@ -85,7 +85,7 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 
 def _evaluated(cls: type, annotation: Any) -> Any:
-    """What `annotation` means in the file of `cls`; empty where that cannot be told."""
+    """Return the value of `annotation` in the file of `cls`, empty if it cannot be evaluated."""
     if not isinstance(annotation, str):
         return annotation
     try:

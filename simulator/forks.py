@@ -29,7 +29,7 @@ MOST = 8
 FEWEST_TOKENS = 100_000
 """Of all parts together, below which an answer is there almost as soon as a process is forked."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])}
-"""Those that stop an answer."""
+"""Signals that stop an answer."""
 NUMBER = 4
 """Bytes of a part's number among those to be taken."""
 

@@ -45,7 +45,7 @@ class Recording:
     tables: Mapping[str, LatencyTable]
     """Latencies by name, as they were measured."""
     models: Mapping[str, Mapping[str, Any]]
-    """What is known of the target and the draft model, by role."""
+    """Names, sizes and fingerprints of the target and the draft model, by role."""
     label: str
     """Target, drafter, engine and device, in a few words; empty where none is known."""
     source: Source | None

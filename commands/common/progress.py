@@ -159,7 +159,7 @@ class Bar(Progress):
 
 
 class _Count(ProgressColumn):
-    """What is done of how much, where that is counted."""
+    """A column with the number of finished parts and of all parts, if they are counted."""
 
     def render(self, task: Task) -> str:
         return "" if task.total is None else _count_of(task)

@@ -40,7 +40,7 @@ def check_place(path: Path, begins: Sequence[bytes] = (), recording: bool = Fals
 
 
 def _begins(path: Path, ways: Sequence[bytes]) -> bool:
-    """Whether the file at `path` begins in one of these ways; True where it is empty or none."""
+    """Return True if the file at `path` begins in one of these ways, is empty or does not exist."""
     if not path.is_file():
         return True
     try:

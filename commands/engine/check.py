@@ -198,7 +198,7 @@ def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
 
 
 def _can_run(text: str, trace: Trace, longest: int) -> bool:
-    """Whether drafts of `longest` tokens are enough, and the recording holds the signals."""
+    """Return True if `longest` drafted tokens suffice and the recording holds the signals."""
     from policies.registry import parse_serving_policy
     from simulator.serving.run import lookahead_of
 

@@ -62,7 +62,7 @@ def rank_source(
 
 
 class Asked(NamedTuple):
-    """What ``--policy`` names, by how it is replayed."""
+    """The policies that ``--policy`` names, by how they are replayed."""
 
     policies: list[str] | None
     """Draft lengths with the draft model, under the rule of the command; None: every policy."""
@@ -73,7 +73,7 @@ class Asked(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether one of these rules has a memory."""
+        """True if one of these rules has a memory."""
         from traces.sources.methods import method_of
 
         rules = [chosen.rule for text in self.ruled if (chosen := method_of(text))]

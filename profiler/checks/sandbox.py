@@ -35,7 +35,7 @@ PYTHON = ("", "py", "python", "python3")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run of code may use."""
+    """Time, memory and file sizes that one run of code may use."""
 
     wall_s: float = 30.0
     cpu_s: int = 5
@@ -54,7 +54,7 @@ class Limits:
 
 
 class Verdict(NamedTuple):
-    """Whether code passed, and what was wrong where it did not."""
+    """The result of running code: passed or not, and the reason if not."""
 
     passed: bool
     said: str = ""
@@ -82,7 +82,7 @@ def _code_of(text: str) -> tuple[str, bool]:
 
 
 def judge(task: CodeTask, text: str, limits: Limits | None = None) -> Verdict:
-    """Whether the code in an answer does what the prompt asks.
+    """Run the code of an answer against the prompt's tests.
 
     Code is run with the prompt's unit tests.  An answer that is itself tests must pass on the
     right code and fail on the wrong one.  Code that the token limit cut off counts up to its last

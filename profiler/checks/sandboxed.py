@@ -38,7 +38,7 @@ OWN = {
 }  # fmt: skip
 """Audit events that are refused outside of the own folder, and how many paths they begin with."""
 FOLDERS = ("os.remove", "os.rmdir", "os.rename", "os.mkdir", "os.chmod", "os.utime")
-"""Those that end in the numbers of the open folders that their paths are relative to."""
+"""Audit events whose last arguments are numbers of the folders that paths are relative to."""
 NUMBERS = {
     # denied: socket, socketpair, fork, vfork, execve, execveat, kill, tkill, tgkill, ptrace,
     # process_vm_writev, io_uring_setup, unshare, setns, mount, rt_sigqueueinfo, rt_tgsigqueueinfo,
@@ -207,7 +207,7 @@ def confine(limits: dict[str, int]) -> None:
     real, joined, text, link = os.path.realpath, os.path.join, os.fsdecode, os.readlink
 
     def is_own(path: Any, folder: Any = -1) -> bool:
-        """Whether a path, of the folder open under this number if any, is in the own folder."""
+        """Return True if a path, relative to an open folder if one is given, is in our folder."""
         if isinstance(path, int) or text(path) in harmless:
             return True
         base = link(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder > -1 else ""

@@ -38,7 +38,7 @@ class Model:
 
 @dataclass(frozen=True)
 class ModelSet:
-    """What ``draftsim fetch NAME`` brings: models, and drafters made from stored weights."""
+    """The models that ``draftsim fetch NAME`` brings."""
 
     name: str
     models: tuple[Model, ...]

@@ -118,7 +118,7 @@ def once(kept: Checkpoint | None, name: str, make: Callable[[], Any]) -> Any:
 
 
 def _is_marker(content: bytes) -> bool:
-    """Whether the file that names the settings is whole, whatever they are."""
+    """Return True if the settings file is complete, whatever its settings are."""
     stamp, _, digest = content.removesuffix(b"\n").rpartition(b"\n")
     return digest == _digest(stamp).encode()
 

@@ -148,4 +148,4 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "threads": lambda value: value is None or is_whole(value, 1, 4096),
     RUN_ID: lambda value: value is None or _name(value),
 }
-"""What is checked of each field of a run's own file."""
+"""The check of each field of run.json."""

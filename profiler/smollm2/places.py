@@ -1,4 +1,4 @@
-"""What SmolLM2's drafters are called, and where the project holds their weights."""
+"""Names of SmolLM2's drafters, and the folder of their weights in the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a calibrated server is best set to, and which further run would tell most."""
+"""The best draft length of a calibrated server, and the most informative next run."""
 
 from __future__ import annotations
 

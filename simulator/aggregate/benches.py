@@ -32,7 +32,7 @@ class Bench(NamedTuple):
     runs: list[ServerRun]
     model: str | None
     notes: list[str]
-    """What was taken for granted, in words."""
+    """Assumptions made while reading, one sentence each."""
 
 
 class _Fields(NamedTuple):
@@ -217,7 +217,7 @@ FORMATS: Sequence[tuple[Callable[[Record], bool], Callable[[Record], _Fields]]] 
     (lambda r: "output_tokens_per_second" in (r.get("metrics") or {}), _guidellm),
     (lambda r: "output_token_throughput" in r and "output_sequence_length" in r, _aiperf),
 )
-"""What tells a record's format, and what reads it."""
+"""For each format: a test that recognises a record, and its reader."""
 
 
 def with_acceptance(runs: Sequence[ServerRun], accepted: Sequence[float]) -> list[ServerRun]:

@@ -162,7 +162,10 @@ class ServerRun:
 
 @dataclass(frozen=True)
 class Load:
-    """What to predict: arrays that broadcast, as of `ServerRun`; NaN `prompts`: as in the runs."""
+    """Loads to predict: arrays that broadcast, with the fields of `ServerRun`.
+
+    NaN `prompts` stands for the runs' own prompt tokens per output token.
+    """
 
     batch: npt.ArrayLike
     k: npt.ArrayLike

@@ -28,7 +28,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "answer": ("answer", "mean_output_tokens"),
     "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
 }
-"""What a run's fields may be called: ours first, then vLLM's and others' names."""
+"""Accepted names of a run's fields: ours first, then those of vLLM and others."""
 REQUIRED = ("batch", "k", "tokens_per_s")
 NAMES = tuple(name for names in COLUMNS.values() for name in names)
 MOST = 1e9

@@ -59,7 +59,7 @@ class BlockPool:
         return wanted * self.block_size
 
     def has(self, tokens: int) -> bool:
-        """Whether there are free blocks for this many tokens."""
+        """Return True if there are free blocks for this many tokens."""
         return self.blocks is None or self.used - (-tokens // self.block_size) <= self.blocks
 
     def held(self, owner: Hashable) -> int:
@@ -101,7 +101,7 @@ class BlockPool:
 
     @property
     def keeps(self) -> bool:
-        """Whether any free block still holds what a pre-empted request could find again."""
+        """True if a free block still holds tokens of a pre-empted request."""
         return bool(self._free)
 
     def kept(self, owner: Hashable) -> int:

@@ -86,7 +86,7 @@ def about_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def about_served(rival: str, gain: float, kept: bool, worse: bool) -> list[str]:
-    """What serving the whole setting at a batch showed about `rival` throughout.
+    """Describe how serving the whole setting at a batch compares with `rival` throughout.
 
     ``gain`` is the ratio of their rates, ``kept`` whether the first choice was kept, ``worse``
     whether the setting is still slower beyond the interval.

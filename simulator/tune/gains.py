@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 DRAWS = 8
 """Resamples of the prompts that are served, if not said otherwise."""
 ON, OFF, MISSED = "on", "off", "SLO missed"
-"""What a row says to deploy: the setting, no speculation, or neither meets the targets."""
+"""Values of `deploy`: the setting, no speculation, or neither meets the targets."""
 
 
 class Resampled(NamedTuple):
@@ -27,7 +27,7 @@ class Resampled(NamedTuple):
     late: Bools
     """Which resamples are of the second half, shape (draws,)."""
     told: bool
-    """Whether every half has two prompts or more: one prompt resampled is that prompt again."""
+    """True if every half has two prompts or more: one prompt resampled is that prompt again."""
 
 
 def resampled(trace: Trace, second: Bools, held_out: bool, draws: int, seed: int) -> Resampled:
@@ -55,7 +55,7 @@ class Against(NamedTuple):
     own: Floats
     plain: Floats
     told: bool = True
-    """Whether the spread of the draws says how sure the gain is."""
+    """True if the spread of the draws measures the uncertainty of the gain."""
 
     @property
     def gain(self) -> tuple[float, float, float]:
@@ -67,7 +67,7 @@ class Against(NamedTuple):
 
     @property
     def faster(self) -> bool:
-        """Whether the setting serves more than no speculation, beyond the search's interval."""
+        """True if the setting serves more than no speculation, beyond the search's interval."""
         gaps = self.own - self.plain
         reach = half_width(gaps, SEARCH_CONFIDENCE) if self.told else 0.0
         # Equal runs differ by rounding alone.
@@ -91,7 +91,7 @@ def half_width(values: Floats, confidence: float = CONFIDENCE) -> float:
 
 
 def to_deploy(faster: bool, own_meets: bool, plain_meets: bool) -> str:
-    """What to deploy, given whether the setting and no speculation meet the targets.
+    """Return what to deploy, given whether the setting and no speculation meet the targets.
 
     `ON` if the setting meets them and is `faster`, or no speculation misses them; else `OFF` if no
     speculation meets them; else `MISSED`.

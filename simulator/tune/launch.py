@@ -36,7 +36,7 @@ ALGORITHMS = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE",
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """What an engine is told of the drafter; None where nobody named it."""
+    """Method and model of the drafter; None where they are not known."""
 
     method: str | None = None
     """vLLM's name, one of the values of `METHODS`."""

@@ -40,7 +40,7 @@ of ``--check``, which serves what was found with other random numbers."""
 
 
 class Outcome(NamedTuple):
-    """What serving one policy at one load gave; arrays of shape (replications,)."""
+    """The result of serving one policy at one load; arrays of shape (replications,)."""
 
     counted: Floats
     """Tokens per second of the requests that met the targets."""
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     """Share of the requests that met the targets."""
 
     def meets(self, slo: Targets | None) -> bool:
-        """Whether enough of the requests met the targets; True without targets."""
+        """Return True if enough requests met the targets, or there are none."""
         return slo is None or float(self.within.mean()) >= slo.share
 
     def rates(self, reachable: bool) -> Floats:

@@ -247,7 +247,7 @@ def _serve(
     traces: Sequence[Trace], latency: LatencyTable, batches: Sequence[int],
     policies: Sequence[Sequence[Policy]], slo: Targets | None,
 ) -> list[list[Outcome]]:  # fmt: skip
-    """What serving each batch's own policies gave, a replication for each of `traces`."""
+    """Return the results of serving each batch's policies, one replication per trace."""
 
     def load(trace: Trace, batch: int) -> Scenario:
         mean = trace.tokens / len(trace.requests)

@@ -56,11 +56,11 @@ class SingleEngine:
 
     name: str
     default: SingleSetting
-    """What it does where nothing is set; ``default_gain`` is over this."""
+    """The engine's default setting; ``default_gain`` is over it."""
     first: int
     """Output position that decoding begins at, see `traces.replay.rounds.RoundLog`."""
     off: str
-    """What to do where no setting gives a gain."""
+    """The advice if no setting gives a gain."""
     threshold: str
     """The draft signal that its threshold is held against."""
     worked: Callable[[RoundLog], RoundLog] | None = None

@@ -1,4 +1,4 @@
-"""What an importer is: it makes a trace, counts, latencies or operators of one format."""
+"""The importer protocol: an importer reads one format into a trace, counts or timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What importers of operator timings share: CSV frames, and the names of folders."""
+"""Shared helpers of the importers of operator timings: CSV columns and folder names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention over the cache costs.
+"""Seconds of attention over the cache.
 
 Two kernels do it.  Where every sequence has one new token, its cache is shared among
 multiprocessors and read at nearly the memory's bandwidth (*split*).  Where some sequence has more,
@@ -104,7 +104,7 @@ class Timed(NamedTuple):
     unsplit: Plane
     """By sequences that decode beside a chunk of a few tokens."""
     beside: Plane
-    """What sequences that decode beside a prompt of `PROMPT` tokens add to it."""
+    """Time that decoding sequences add to a prompt of `PROMPT` tokens in the same step."""
 
 
 class AttentionOperators:
@@ -121,7 +121,7 @@ class AttentionOperators:
 
     @property
     def splits_all(self) -> bool:
-        """Whether passes over several tokens a sequence share its cache, too."""
+        """True if passes over several tokens of a sequence share its cache, too."""
         return self.device.name in HOPPER
 
     def origin(self, model: Architecture, shared: int) -> str:
@@ -152,7 +152,7 @@ class AttentionOperators:
         return np.maximum(np.where(tiles > 1, grown, few), alone)
 
     def beside_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
-        """What sequences that decode beside a prompt add to its attention."""
+        """Return the seconds that decoding sequences add to a prompt's attention."""
         split = self.split_s(heads, batch, context + width)
         if self.splits_all:
             return split

@@ -85,7 +85,7 @@ class Parts(NamedTuple):
     """Seconds of passes."""
 
     dense_s: Floats
-    """Of all operators but attention."""
+    """Seconds of all operators except attention."""
     attended_s: Floats
 
 
@@ -184,7 +184,7 @@ class Composer:
         self, placed: Placed, batch: Floats, width: Floats, context: Floats,
         rows: Floats | None = None, beside: bool = False,
     ) -> Parts:  # fmt: skip
-        """What the operators of passes take, with this many `rows` of logits (one a sequence)."""
+        """Return the seconds of passes by operator, with `rows` rows of logits (one a sequence)."""
         attended_s = self._attended_s(placed, batch, width, context, beside)
         dense_s = self.dense_pass_s(placed, batch * width, batch if rows is None else rows)
         return Parts(dense_s, placed.model.layers * attended_s)

@@ -1,4 +1,4 @@
-"""What tokens cost outside of attention: products, kernels between them, experts, collectives.
+"""Seconds of a step outside attention: products, small kernels, experts, collectives.
 
 An operator that was timed for the asked sizes is read between its timings.  A matrix product that
 was not is read between the timed products of the same GPU that have fewer and more weights: in

@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
     blocks: int
     most: int
     said: str
-    """What they were computed from, in words."""
+    """One sentence on how the blocks were computed."""
 
 
 def kv_blocks(

@@ -40,7 +40,7 @@ class Architecture:
 
     @property
     def layer_shape(self) -> tuple[int | bool, ...]:
-        """What a layer's operators depend on: layers alike cost the same."""
+        """Sizes that a layer's operators depend on: layers with equal sizes cost the same."""
         return (
             self.hidden, self.inner, self.heads, self.kv_heads, self.head_dim, self.gated,
             self.qk_norm, self.experts, self.experts_per_token,

@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class StepFactors(NamedTuple):
-    """What steps take beyond their operators."""
+    """Factors and seconds that steps take beyond their operators."""
 
     host_s: float = 0.0
     dense: float = 0.0
@@ -50,7 +50,7 @@ def steps_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_of_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> Parts:
-    """What the operators of `steps` take.
+    """Return the operators' seconds of `steps`.
 
     A step holds a prompt's chunk, sequences that decode, or both.
     """

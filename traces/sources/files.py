@@ -201,7 +201,7 @@ def _read(path: PathLike, kind: str) -> Iterator[tuple[dict[str, Any], pa.Table]
 
 
 def _sound(setting: Any) -> bool:
-    """Whether a header's list is an `ExitSetting`."""
+    """Return True if a header's list is a valid `ExitSetting`."""
     if not isinstance(setting, list) or len(setting) != 5:
         return False
     tau, omega, depth, layers, gamma_max = setting

@@ -94,7 +94,7 @@ META: Mapping[str, tuple[Check, str]] = {
     ),
     "first": (_none_or(lambda value: is_whole(value, 0, 1)), "0 or 1"),
 }  # fmt: skip
-"""What is read of a recording's provenance: the check of each field, and what it expects."""
+"""For each field of a recording's provenance: its check, and the expected value in words."""
 
 
 def check(path: PathLike, name: str, value: Any, sound: bool, expected: str) -> None:

@@ -90,7 +90,7 @@ _KINDS: Mapping[str, Callable[[pa.DataType], bool]] = {
 
 
 def _within(times: pd.DataFrame, name: str, low: float) -> npt.NDArray[np.bool_]:
-    """Whether values are in range; what was not watched is NaN."""
+    """Return True for values in range; unmeasured values are NaN and allowed."""
     values = times[name].to_numpy(float)
     unwatched = np.isnan(values) & (name in OFF_COLUMNS)
     return np.asarray(unwatched | ((values >= low) & (values <= MOST)))

@@ -101,7 +101,7 @@ def bundled_operators(device: str) -> OperatorTable:
 
 
 def coverage(device: str) -> dict[str, str]:
-    """What is measured of a GPU, what is composed from that, and what is a roofline.
+    """Return which tables of a GPU are measured, composed or a roofline.
 
     The values are words: ``latencies`` says which of the three there are.
     """

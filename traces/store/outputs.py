@@ -61,7 +61,7 @@ class Output:
     greedy_solved: bool | None = None
     """The same of the target's own greedy output."""
     passed: bool | None = None
-    """Whether its code passes the prompt's tests; None where the prompt has none, or it was not
+    """True if its code passes the prompt's tests; None where the prompt has none, or it was not
     run (`draftsim profile --run-code`)."""
     greedy_passed: bool | None = None
     """The same of the target's own greedy output."""
@@ -100,7 +100,7 @@ class Quality:
     tested: int = 0
     """Prompts whose outputs' code was run (see `Output.passed`)."""
     passed: int = 0
-    """Those of them whose tests the code passes."""
+    """Number of them whose code passes the tests."""
     passed_greedy: int = 0
     """And whose tests the code of the target's own greedy output passes."""
 
@@ -268,7 +268,7 @@ _OUTPUT: Mapping[str, Check] = {
         lambda value: value is None or isinstance(value, bool),
     ),
 }
-"""What is checked of each field of an output."""
+"""The check of each field of an output."""
 _NEEDED = {"id", "tokens", "text", "reference", "log_likelihood"}
 
 

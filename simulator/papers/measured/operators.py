@@ -1,4 +1,4 @@
-"""What operators say of what others measured: whole steps, their own cells, decoding, a server.
+"""Predictions from operators against published measurements: steps, cells, decoding, a server.
 
 A step is composed from operators alone, and from a few whole steps besides; a cell of attention or
 of an MoE block from half of the others; a published decode step from operators, and from them with

@@ -184,7 +184,7 @@ def read_results(path: str | Path) -> Results:
 
 @dataclass
 class _Parsed:
-    """What the lines of a results file hold."""
+    """The parsed lines of a results file."""
 
     path: Path
     header: dict[str, Any] = field(default_factory=dict)
@@ -195,7 +195,7 @@ class _Parsed:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What was kept beside the rows."""
+        """Metadata stored with the rows."""
         return dict(self.header.get("meta") or {})
 
     @property
