@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from simulator.aggregate.server import Server
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
+ONE_LENGTH = ("sglang", "llamacpp", "hf")
+"""Engines that take one draft length, whatever the load."""
 WITHOUT_SPEEDS = (
     "counters say what is accepted, not what a step costs: give benchmark runs too, --bench, of "
     "the server without speculation and with K = {k}, at one concurrency"
@@ -107,6 +109,11 @@ def recommend(
         emit("recommend", [_row(row) for row in rows], json, more=more)
     for text in _remarks(server, rows):
         note(text)
+    if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
+        note(
+            f"{engine} takes one draft length for every load: the command has that of "
+            f"{_requests(rows[0].batch)}; --batch N gives that of another"
+        )
     note(
         f"one more run would tell most at {_requests(suggestion.batch)} and K = {suggestion.k}: it "
         f"takes away {suggestion.narrows:.0%} of what is uncertain about the speedups"

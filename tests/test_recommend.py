@@ -238,3 +238,13 @@ def test_where_nothing_gains_no_speculation_is_recommended(tmp_path: Path, run: 
     assert ran.code == 0, ran.err
     assert ran.err.splitlines()[-1] == "vllm serve org/target"
     assert any(line.startswith("No speculation up to 16 requests") for line in ran.err.splitlines())
+
+
+def test_an_engine_with_one_draft_length_says_which_it_gets(tmp_path: Path, run: Run) -> None:
+    folder = written(tmp_path / "results", A100)
+    ran = run("recommend", "--engine", "sglang", "--bench", folder, "--draft", "org/head")
+    assert ran.code == 0, ran.err
+    assert (
+        "sglang takes one draft length for every load: the command has that of 1 request" in ran.err
+    )
+    assert "takes one draft length" not in run("recommend", "--bench", folder).err
