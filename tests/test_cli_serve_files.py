@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import draftsim
+from commands.serve.progress import kept
 from simulator.serving import read_results
+from simulator.serving.outcome.results import ResultsFile
 from tests.conftest import Serve
 from tests.forked import forked
 from tests.serving import PAIR, arrival_file
@@ -141,3 +143,19 @@ def test_arrivals_that_span_no_time_are_drawn_without_a_load(serve: Serve, tmp_p
     assert ran.code == 0
     assert "span no time" in ran.err
     assert [p.name for p in folder.iterdir()] == ["over_time.png"]
+
+
+def test_an_interruption_between_a_line_and_its_row_counts_the_line(tmp_path: Path) -> None:
+    table = tmp_path / "r.parquet"
+    rows: list[dict[str, Any]] = []
+
+    def interrupted() -> None:
+        with kept(rows, table, {}), ResultsFile(tmp_path / "r.parquet.jsonl") as file:
+            file.add({"policy": "autoregressive"})
+            rows.append({"policy": "autoregressive"})
+            file.add({"policy": "fixed"})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert pd.read_parquet(table)["policy"].tolist() == ["autoregressive", "fixed"]

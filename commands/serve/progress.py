@@ -28,6 +28,7 @@ def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) 
         try:
             yield
         except KeyboardInterrupt:
+            rows = _finished(rows, out)
             if table is not None and rows:
                 write_as(rows, table, meta, complete=False)
             where = f" are in {out}, marked incomplete" if out is not None else " were finished"
@@ -36,6 +37,16 @@ def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) 
         if table is not None:
             write_as(rows, table, meta)
             _lines_of(table).unlink(missing_ok=True)
+
+
+def _finished(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
+    """The rows that the lines hold: the interruption may come between a line and the list."""
+    from simulator.serving.outcome.results import read_results, restored
+
+    lines = rows_file(out)
+    if not rows or lines is None or not lines.is_file():
+        return rows
+    return [restored(row) for row in read_results(lines).rows]
 
 
 def write_as(

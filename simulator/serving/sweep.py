@@ -133,9 +133,9 @@ def sweep(
                 plain if isinstance(policies[plain["policy"]], Autoregressive) else None, row
             )
             found[n] = row
-            rows[:] = [found[i] for i in sorted(found)]
             if file is not None and n not in file.kept:
                 file.add(row, n)
+            rows[:] = [found[i] for i in sorted(found)]
             if progress is not None:
                 progress(len(rows), len(pairs), name)
     return rows
