@@ -99,6 +99,23 @@ def test_what_was_not_recorded_is_one_note(run: Run, plain: Path) -> None:
     assert len(notes[0]) < 240
 
 
+def test_single_layers_are_not_priced_at_a_target_with_more_of_them(run: Run) -> None:
+    """The bundled target has 8 layers and SmolLM2 has 30: rounds of 8 would look cheap."""
+    other = ("--trace", "bundled", "--latency", "smollm2-cpu", "--resamples", 20)
+    for asked in (("--policy", "specbound"), ("--source", "layer-skip", "--policy", "fixed")):
+        ran = run("simulate", *other, *asked)
+        assert ran.code == 2
+        assert "recorded of a target with 8, and the latencies are of a target with 30" in ran.err
+    swept = run("sweep", *other[:4], "--source", "layer-skip")
+    assert swept.code == 2
+    assert "recorded of a target with 8" in swept.err
+    ran = run("simulate", *other, "--json", "-")
+    assert "methods that ran layers of another target" in ran.err
+    listed = {row["source"] for row in ran.rows}
+    assert not listed & {"early-exit", "kangaroo", "layer-skip"}
+    assert "blockwise" in listed  # heads run in whole passes
+
+
 def test_a_source_replaces_the_draft_model(run: Run, plain: Path) -> None:
     ran = run(
         "simulate", "--trace", plain, "--source", "pld:num_tokens=4", "--policy", "fixed:gamma=2",

@@ -72,13 +72,17 @@ class Recording:
         """Return a table (by default the only one) that prices the replayed drafts.
 
         Raises DraftsimError if it does not know the drafter's passes at batches up to `largest`,
-        unless they are to cost the same at all.
+        unless they are to cost the same at all, or if the drafter runs layers of another target.
         """
+        from traces.sources.replay import check_same_layers
         from traces.sources.starts.as_draft import drafted_latency
+        from traces.sources.starts.sources import LayerSkip
 
         table = self.latency if table is None else table
         if self.source is None:
             return table
+        if isinstance(self.source, LayerSkip):
+            check_same_layers(self.trace.source, self.outputs, table)
         priced = drafted_latency(table, self.source, self.recordings, self.assume_batch_free)
         priced.check_sizes("draft", "forward", largest, 1)
         return priced

@@ -32,6 +32,7 @@ SourceOption = Annotated[
 RECORD = "`draftsim profile --exit-layers`"
 UNTIMED = "measures their latencies"
 """Ends what is said of a system whose passes have no cells."""
+OTHER_LAYERS = "its rounds ran layers of another target"
 FEW = 3
 """Systems that are still named one by one where they are missing."""
 
@@ -174,6 +175,7 @@ def replay_systems(
 ) -> Listed:
     """Those of the named systems that can be replayed and priced."""
     from traces.sources.registry import SYSTEMS, parse_source
+    from traces.sources.replay import check_layers
     from traces.sources.starts.features import OnFeatures
 
     found = Listed([], {})
@@ -191,6 +193,12 @@ def replay_systems(
             text = str(error)
             found.missing[name] = f"{by} records them" if by in text else text
             continue
+        try:
+            for log in logs:
+                check_layers(log, trace, latency)
+        except DraftsimError:
+            found.missing[name] = OTHER_LAYERS
+            continue
         if not all(is_measured(log, latency) for log in logs):
             found.missing[name] = f"{by} {UNTIMED}"
         found.logs.extend(log for log in logs if is_measured(log, latency))
@@ -204,13 +212,16 @@ def in_listed_order(parts: Sequence[Listed]) -> list[RoundLog]:
     reasons = {name: why for part in parts for name, why in part.missing.items()}
     missing = [name for name in SYSTEMS if name in reasons]
     untimed = [name for name in missing if reasons[name].endswith(UNTIMED)]
+    layers = [name for name in missing if reasons[name] == OTHER_LAYERS]
     if 0 < len(missing) <= FEW:
         note(f"not listed: {'; '.join(f'{name} ({reasons[name]})' for name in missing)}")
     elif missing:
-        absent = [name for name in missing if name not in untimed]
+        absent = [name for name in missing if name not in (*untimed, *layers)]
         counts = [
-            f"{len(names)} method{'s' * (len(names) > 1)} {what}" for names, what in
-            ((absent, "without recorded drafts"), (untimed, "without measured passes")) if names
+            f"{len(names)} method{'s' * (len(names) > 1)} {what}" for names, what in (
+                (layers, "that ran layers of another target"),
+                (absent, "without recorded drafts"), (untimed, "without measured passes"),
+            ) if names
         ]  # fmt: skip
         note(
             f"not listed: {' and '.join(counts)}: {RECORD} records and times other sources, "

@@ -48,6 +48,7 @@ from commands.simulate.table import (
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 
@@ -127,7 +128,9 @@ def simulate(
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
         for group in same_requests(logs):
-            rows = _rows(Ranking([]), group, table, against, resamples, prefill, by_category)
+            rows = _rows(
+                Ranking([]), group, table, recorded, against, resamples, prefill, by_category
+            )
             found += with_quality(rows, runs, decoded_part(recorded, group[0]))
         _emit(found, json, prefill, out, of=rounds.name)
         if any(log.mismatched is not None for log in logs):
@@ -147,7 +150,9 @@ def simulate(
         ranking = rank_source(
             recorded, table, asked.policies, recording.stream, recording.recordings, rule
         )
-        rows = _rows(ranking, ranking.logs, table, against, resamples, prefill, by_category)
+        rows = _rows(
+            ranking, ranking.logs, table, recorded, against, resamples, prefill, by_category
+        )
         _emit(rows, json, prefill, out, by_name, recording.said)
         return
     if robustness:
@@ -171,7 +176,7 @@ def simulate(
     ranking, more = replay_side_by_side(recording, table, asked, rule, memory)
     logs, table = ranking.logs, with_free_lookups(table)
     listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
-    rows = _rows(ranking, listed, table, against, resamples, prefill, by_category)
+    rows = _rows(ranking, listed, table, recorded, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
     _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said)
@@ -194,17 +199,20 @@ def simulate(
 
 
 def _rows(
-    ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, against: str | None,
-    resamples: int, prefill: bool, by_category: bool,
+    ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, trace: Trace,
+    against: str | None, resamples: int, prefill: bool, by_category: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of `logs` after plain decoding's, with all that is known of each."""
+    """The rows of `logs`, of outputs in `trace`, after plain decoding's."""
     from simulator.summary import (
         price_all,
         summarize_runs,
         summarize_runs_by_category,
         to_rows,
     )
+    from traces.sources.replay import check_layers
 
+    for log in logs:
+        check_layers(log, trace, latency)
     with working("pricing their rounds", alone=True) as say:
         runs = price_all(logs, latency, progress=partial(say, "pricing their rounds"))
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from policies.core import DraftPolicy, Round, speculate
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
-from traces.replay.calls import Call, pack_calls
+from traces.latency.table import LatencyTable
+from traces.replay.calls import LAYER, Call, pack_calls
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy
 from traces.replay.scores import prepared_rule
 from traces.sources.at_once import Walked, rounds_at_once
 from traces.sources.base import Recordings, Source, SourceReplay
+from traces.store.identity import model_in
 
 
 def replay_source(
@@ -114,4 +118,27 @@ def check_signals(
             f"{type(policy).__name__} reads {', '.join(missing)}, which {source.name!r} drafts do "
             f"not have (they have {', '.join(sorted(source.signals))}): choose a policy that "
             "reads none, such as fixed"
+        )
+
+
+def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
+    """Refuse to price single layers of one target at the latencies of another.
+
+    ``log`` is of outputs in `trace`.  Its rounds ran as many layers as their own target has, of
+    which a target with more or fewer costs another share.
+
+    Raises DraftsimError if both numbers of layers are known and differ.
+    """
+    if log.calls is not None and np.isin(log.calls["kind"], LAYER).any():
+        check_same_layers(log.source, trace, latency)
+
+
+def check_same_layers(source: str, trace: Trace, latency: LatencyTable) -> None:
+    """Raise DraftsimError if the latencies' target has more or fewer layers than the trace's."""
+    ran, priced = (model_in(meta, "target").get("layers") for meta in (trace.meta, latency.meta))
+    if None not in (ran, priced) and ran != priced:
+        raise DraftsimError(
+            f"{source} runs single layers, recorded of a target with {ran}, and the latencies are "
+            f"of a target with {priced}: give latencies of the recorded target, or a recording of "
+            "the other"
         )
