@@ -144,9 +144,11 @@ def row_of(
     }  # fmt: skip
     if timed:
         # Queueing magnifies an error of the service time: what latencies it leaves possible.
-        off_by = max(abs(row["busy_error"]), LEAST_ERROR)
+        # A ratio, since a prediction may be more than twice what was measured.
+        off = 1 + row["busy_error"]
+        times = max(off, 1 / off, 1 + LEAST_ERROR)
         found = [figures_of(own_runs.kept(predicted.requests))]
-        for factor in (1 - off_by, 1 + off_by):
+        for factor in (1 / times, times):
             table = latency.scaled({"target": factor, "draft": factor}, "service-time error")
             other = simulate(trace, table, policy, scenario)
             found.append(figures_of(own_runs.kept(other.requests)))
