@@ -166,6 +166,10 @@ class DraftPolicy(ABC):
         """Called before the first `keep_drafting` of a round."""
         del load
 
+    def decides_by_load(self) -> bool:
+        """Return True if draft lengths depend on the other requests that run (`begin_round`)."""
+        return self.reads_load and type(self).begin_round is not DraftPolicy.begin_round
+
     def observe(self, outcome: Round, draft: Sequence[Any]) -> None:
         """Called after verification with the round's outcome and the submitted tokens."""
         del outcome, draft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from commands.common.texts import say_texts
 from commands.engine.compare import compare_loads
 from commands.engine.loads import named_loads
 from commands.engine.rounds import before, first_divergence
-from policies import Round, parse_serving_policy
+from policies import DraftPolicy, DraftToken, Load, Round, parse_serving_policy
 from profiler.engines import engine
 from profiler.engines.loads import LoadRun
 from profiler.engines.measure import EngineTable
@@ -134,6 +135,22 @@ def test_a_check_names_what_diverged(
     assert {one["repeat"] for row in again.rows for one in row["diverged"]} == {0, 1}
 
 
+class ByLoad(DraftPolicy):
+    """Draft three tokens for one or two requests, else one."""
+
+    def __init__(self) -> None:
+        self.gamma = 3
+
+    def begin_round(self, load: Load) -> None:
+        self.gamma = 3 if load.batch <= 2 else 1
+
+    def longest_draft(self) -> int:
+        return 3
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < self.gamma
+
+
 def test_a_policy_that_learns_has_the_places_of_the_simulator_in_any_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,14 +159,14 @@ def test_a_policy_that_learns_has_the_places_of_the_simulator_in_any_rows(
     own: Any = Reordering(replace(OPTIONS, max_batch=4))
     latency: LatencyTable = EngineTable(own, GRID, tmp_path / "checkpoint").run()
     text = "ucb:learns_across_requests=true"
-    policy = parse_serving_policy(text, max_gamma=OPTIONS.longest)
+    policies = {
+        text: parse_serving_policy(text, max_gamma=OPTIONS.longest), "by load": ByLoad(),
+    }  # fmt: skip
     trace = synthetic_trace(0.7, requests=12, tokens=24, prompt_length=12, seed=3)
-    rows = compare_loads(
-        own, latency, trace, {text: policy}, named_loads("closed:2,4", None), 12, 1
-    )
+    rows = compare_loads(own, latency, trace, policies, named_loads("closed:2,4", None), 12, 1)
     for row in rows:
         assert row["rounds_compared"] > 50
-        assert row["rounds_differ"] == row["iterations_differ"] == 0, row["load"]
+        assert row["rounds_differ"] == row["iterations_differ"] == 0, (row["load"], row["policy"])
 
 
 def step(decoded: list[Decoded], prompts: list[Prompt]) -> Step:

@@ -13,6 +13,7 @@ import pytest
 from commands.engine.check import arms
 from policies import DraftPolicy, Load, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
+from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
@@ -24,6 +25,7 @@ from tests.pretend_vllm import PretendRunner, config
 from traces import replay, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.sources.lookups.sources import PLD
 from traces.sources.registry import parse_source
@@ -221,6 +223,20 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
     short = synthetic_trace(0.7, requests=3, tokens=20, concentration=5.0, max_gamma=5, seed=3)
     assert lookahead_of(arms([text], short, LONGEST)[text], short) == 5
     assert "cut at 5 tokens, the recording's longest" in capsys.readouterr().err
+
+
+def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
+    table = LatencyTable.constant(0.01, 0.001, 0.012)
+    latency = LatencyTable(table.cells, {**table.meta, "engine": {"max_batch": 4}})
+    fitted = arms(["rate-optimal"], TRACE, LONGEST, latency)["rate-optimal"]
+    assert isinstance(fitted, RateOptimal)
+    proposer, _ = drafted(fitted)
+    log = replay(TRACE, fitted)
+    assert int(log.rounds["drafted"].max()) > 1
+    for request in TEXTS:
+        assert [tuple(r) for r in proposer.finished[f"{request}/0"].rounds] == rounds(log, request)
+    with pytest.raises(DraftsimError, match="rate-optimal is fitted .* leave out --http"):
+        arms(["rate-optimal"], TRACE, LONGEST)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 OFF = "autoregressive"
+FITTED = "rate-optimal"
+"""The policy that is fitted to the recording and the latency table before it runs."""
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, beside no speculation and those predicted fastest."""
 SHOWN = (
@@ -69,7 +71,7 @@ def engine_check(
     longest, options = latency.meta["engine"]["longest"], engine_options(latency, trace)
     if not policies:
         policies = [*ENGINE_ARMS, *predicted(latency, trace, longest, loads, requests, seed)]
-    chosen = arms(policies, trace, longest)
+    chosen = arms(policies, trace, longest, latency if not http else None)
     for load, arrivals in loads.items():
         if (arrivals.concurrency or 0) > options.max_batch:
             raise DraftsimError(
@@ -165,24 +167,43 @@ def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
     )  # fmt: skip
 
 
-def arms(policies: Sequence[str], trace: Trace, longest: int) -> dict[str, Any]:
+def arms(
+    policies: Sequence[str], trace: Trace, longest: int, latency: LatencyTable | None = None
+) -> dict[str, Any]:
     """Return the policies by their texts, no speculation first; ``all`` are those that can be run.
 
+    ``rate-optimal`` is fitted to the whole trace at the costs of `latency`; without them, as for
+    the processes of a server, it is refused.
     Raises DraftsimError for one that cannot be, or drafts more than `longest` tokens.
     """
     from commands.serve.policies import every_policy
     from policies.from_file import Cut, said_cut
     from profiler.engines.setup import policy_from
     from simulator.serving.run import lookahead_of
+    from simulator.whatif.rate import fit_rate_optimal
 
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest
     policies = list(policies)
     if "all" in policies:
         policies.remove("all")
-        policies += [text for text in every_policy() if _can_run(text, trace, longest)]
+        policies += [
+            text for text in every_policy()
+            if _can_run(text, trace, longest) and (text != FITTED or latency is not None)
+        ]  # fmt: skip
     for text in dict.fromkeys([OFF, *policies]):
         try:
+            if text == FITTED:
+                if latency is None:
+                    raise DraftsimError(
+                        f"{FITTED} is fitted to a recording, which a server's processes do not "
+                        "have: leave out --http"
+                    )
+                sizes = [b for b in (1, 4, 16) if b <= latency.meta["engine"]["max_batch"]]
+                chosen[text] = fit_rate_optimal(
+                    trace, latency, gamma_max=min(longest, recorded), batches=sizes
+                ).policy
+                continue
             chosen[text] = policy_from(text, min(longest, recorded))
         except ValueError as reason:
             raise DraftsimError(str(reason)) from None

@@ -79,12 +79,14 @@ def compare_run(
     ``diverged``: by request, the position at which its text diverged; ``drawn``: of the prediction,
     where the clock decides nothing (closed loops).
 
-    Rounds of a policy that sees one request are the replay's.  A policy for batches, or one that
-    learns across requests, decides by who runs together: in closed loops its rounds are those of
-    the simulation, and under timed arrivals only their number is predicted, and only where no text
-    diverged.
+    Rounds of a policy that sees one request are the replay's.  A policy for batches, one that looks
+    at the load, or one that learns across requests, decides by the requests that run together: in
+    closed loops its rounds are those of the simulation.  Under timed arrivals only their number is
+    predicted, and only if no text diverged.
     """
-    alone = isinstance(policy, DraftPolicy) and not policy.learns_across_requests
+    alone = isinstance(policy, DraftPolicy) and not (
+        policy.learns_across_requests or policy.decides_by_load()
+    )
     first = first_divergence(run, diverged)
     names = _decoded(run)
     if alone:
