@@ -235,7 +235,7 @@ def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
     assert int(log.rounds["drafted"].max()) > 1
     for request in TEXTS:
         assert [tuple(r) for r in proposer.finished[f"{request}/0"].rounds] == rounds(log, request)
-    with pytest.raises(DraftsimError, match="rate-optimal is fitted .* leave out --http"):
+    with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* leave out --http"):
         arms(["rate-optimal"], TRACE, LONGEST)
 
 
