@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.output import JsonOption, emit, note, placed
+from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
@@ -53,7 +53,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            callback=placed,
+            callback=placed_recording,
             help="Write the costs as a latency table, for --latency.",
         ),
     ] = None,

