@@ -125,8 +125,7 @@ class Cut(DraftPolicy):
         self.policy, self.longest = policy, longest
         vars(self)["reads"] = policy.reads
         self.learns_across_requests = policy.learns_across_requests
-        looks = type(policy).begin_round is not DraftPolicy.begin_round
-        self.reads_load = policy.reads_load and looks
+        self.reads_load = policy.decides_by_load()
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
         return len(draft) < self.longest and self.policy.keep_drafting(draft)

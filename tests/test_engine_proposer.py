@@ -226,8 +226,7 @@ def test_a_policy_without_a_bound_is_cut_and_said_before_the_run(
 
 
 def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
-    table = LatencyTable.constant(0.01, 0.001, 0.012)
-    latency = LatencyTable(table.cells, {**table.meta, "engine": {"max_batch": 4}})
+    latency = LatencyTable.constant(0.01, 0.001, 0.012)
     fitted = arms(["rate-optimal"], TRACE, LONGEST, latency)["rate-optimal"]
     assert isinstance(fitted, RateOptimal)
     proposer, _ = drafted(fitted)
@@ -235,8 +234,13 @@ def test_the_rate_optimal_rule_is_fitted_before_it_runs() -> None:
     assert int(log.rounds["drafted"].max()) > 1
     for request in TEXTS:
         assert [tuple(r) for r in proposer.finished[f"{request}/0"].rounds] == rounds(log, request)
+    short = arms(["rate-optimal:gamma_max=2"], TRACE, LONGEST, latency)
+    assert lookahead_of(short["rate-optimal:gamma_max=2"], TRACE) == 2
+    assert short["rate-optimal:gamma_max=2"].cost is not None
     with pytest.raises(DraftsimError, match=r"rate-optimal is fitted .* leave out --http"):
         arms(["rate-optimal"], TRACE, LONGEST)
+    with pytest.raises(DraftsimError, match="only gamma_max can be set"):
+        arms(["rate-optimal:rate=2"], TRACE, LONGEST, latency)
 
 
 @pytest.mark.parametrize(

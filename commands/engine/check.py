@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from traces.latency.table import LatencyTable
 
 OFF = "autoregressive"
-FITTED = "rate-optimal"
-"""The policy that is fitted to the recording and the latency table before it runs."""
 ENGINE_ARMS = ("fixed:gamma=2", "fixed:gamma=4", "gammatune")
 """Policies run where none is named, beside no speculation and those predicted fastest."""
 SHOWN = (
@@ -172,15 +170,16 @@ def arms(
 ) -> dict[str, Any]:
     """Return the policies by their texts, no speculation first; ``all`` are those that can be run.
 
-    ``rate-optimal`` is fitted to the whole trace at the costs of `latency`; without them, as for
-    the processes of a server, it is refused.
-    Raises DraftsimError for one that cannot be, or drafts more than `longest` tokens.
+    ``rate-optimal`` is fitted to the whole trace at the costs of `latency`.
+    Raises DraftsimError for a policy that cannot run or drafts more than `longest` tokens, for
+    ``rate-optimal`` without `latency`, as in the processes of a server, and for one that is given a
+    rate, since it would weigh textbook costs.
     """
-    from commands.serve.policies import every_policy
+    from commands.common.ranking import is_default, is_unfitted
+    from commands.serve.policies import FITTED, every_policy, fitted
     from policies.from_file import Cut, said_cut
     from profiler.engines.setup import policy_from
     from simulator.serving.run import lookahead_of
-    from simulator.whatif.rate import fit_rate_optimal
 
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest
@@ -193,18 +192,17 @@ def arms(
         ]  # fmt: skip
     for text in dict.fromkeys([OFF, *policies]):
         try:
-            if text == FITTED:
+            made = policy_from(text, min(longest, recorded))
+            if is_unfitted(made):
                 if latency is None:
                     raise DraftsimError(
-                        f"{FITTED} is fitted to a recording, which a server's processes do not "
-                        "have: leave out --http"
+                        f"{text} is fitted to a recording, which a server's processes do not have: "
+                        "leave out --http"
                     )
-                sizes = [b for b in (1, 4, 16) if b <= latency.meta["engine"]["max_batch"]]
-                chosen[text] = fit_rate_optimal(
-                    trace, latency, gamma_max=min(longest, recorded), batches=sizes
-                ).policy
-                continue
-            chosen[text] = policy_from(text, min(longest, recorded))
+                if not is_default(made):
+                    raise DraftsimError(f"{text}: it is fitted here, so only gamma_max can be set")
+                made = fitted(trace, latency, made.gamma_max)
+            chosen[text] = made
         except ValueError as reason:
             raise DraftsimError(str(reason)) from None
         if isinstance(chosen[text], Cut):

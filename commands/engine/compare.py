@@ -143,8 +143,8 @@ def row_of(
         **_rounds_compared(own_runs, predicted, drawn, trace, policy), **own_runs.columns,
     }  # fmt: skip
     if timed:
-        # Queueing magnifies an error of the service time: what latencies it leaves possible.
-        # A ratio, since a prediction may be more than twice what was measured.
+        # Queueing magnifies an error of the service time, so latencies get an interval.  Its ends
+        # are ratios: a prediction may be more than twice what was measured.
         off = 1 + row["busy_error"]
         times = max(off, 1 / off, 1 + LEAST_ERROR)
         found = [figures_of(own_runs.kept(predicted.requests))]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policies.core import DraftPolicy, Round
 from simulator.serving import Timeline, simulate
+from simulator.serving.spans.rounds import clock_free
 from traces.acceptance.trace import Trace
 from traces.replay.run import replay
 
@@ -79,14 +80,11 @@ def compare_run(
     ``diverged``: by request, the position at which its text diverged; ``drawn``: of the prediction,
     where the clock decides nothing (closed loops).
 
-    Rounds of a policy that sees one request are the replay's.  A policy for batches, one that looks
-    at the load, or one that learns across requests, decides by the requests that run together: in
-    closed loops its rounds are those of the simulation.  Under timed arrivals only their number is
-    predicted, and only if no text diverged.
+    The rounds of a policy that sees one request are the replay's (`clock_free`).  Any other policy
+    decides by the requests that run together: in closed loops its rounds are those of the
+    simulation.  Under timed arrivals only their number is predicted, and only if no text diverged.
     """
-    alone = isinstance(policy, DraftPolicy) and not (
-        policy.learns_across_requests or policy.decides_by_load()
-    )
+    alone = isinstance(policy, DraftPolicy) and clock_free(policy, None)
     first = first_divergence(run, diverged)
     names = _decoded(run)
     if alone:

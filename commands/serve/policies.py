@@ -12,10 +12,15 @@ from traces.errors import DraftsimError
 if TYPE_CHECKING:
     from policies.batch.base import BatchPolicy
     from policies.core import DraftPolicy
+    from policies.lengths.rate_optimal import RateOptimal
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
 
 PLAIN = "autoregressive"
+FITTED = "rate-optimal"
+"""The policy that is fitted to the recording and to the latencies before it runs."""
+BATCHES = (1, 4, 16, 64)
+"""Batch sizes that its rates are fitted at."""
 DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
 """Policies served where none is named: those that read no signal run in any engine."""
 
@@ -55,7 +60,7 @@ def load_serving_policies(
     from policies.spec import parameters
     from simulator.serving import TableCost
     from simulator.tune import RIVALS, read_settings
-    from simulator.whatif.rate import fit_estimates, fit_rate_optimal
+    from simulator.whatif.rate import fit_estimates
     from traces.replay.run import can_replay
     from traces.sources.methods import exact_policy
 
@@ -94,10 +99,8 @@ def load_serving_policies(
             resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
         try:
             made: DraftPolicy | BatchPolicy
-            if exact == "rate-optimal":
-                known = latency.knows_batches or latency.batch_free
-                sizes = (1, 4, 16, 64) if known else (1,)
-                made = fit_rate_optimal(trace, latency, batches=sizes).policy
+            if exact == FITTED:
+                made = fitted(trace, latency)
             else:
                 made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
         except ValueError as error:
@@ -115,6 +118,18 @@ def load_serving_policies(
             name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
             chosen.setdefault(name, made)
     return with_plain(chosen)
+
+
+def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:
+    """Return the rate-optimal rule, fitted to a recording and to latencies, to be served.
+
+    It has a rate for each of `BATCHES`, or for one request if the latencies know no other batch;
+    ``longest`` bounds its drafts.
+    """
+    from simulator.whatif.rate import fit_rate_optimal
+
+    sizes = BATCHES if latency.knows_batches or latency.batch_free else (1,)
+    return fit_rate_optimal(trace, latency, gamma_max=longest, batches=sizes).policy
 
 
 def with_plain(

@@ -40,7 +40,7 @@ def kept(rows: list[dict[str, Any]], out: Path | None, meta: Mapping[str, Any]) 
 
 
 def _finished(rows: list[dict[str, Any]], out: Path | None) -> list[dict[str, Any]]:
-    """The rows that the lines hold: the interruption may come between a line and the list."""
+    """Return the rows of the file of lines, which may be one ahead of `rows` at an interruption."""
     from simulator.serving.outcome.results import read_results, restored
 
     lines = rows_file(out)

@@ -202,7 +202,7 @@ def _rows(
     ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, trace: Trace,
     against: str | None, resamples: int, prefill: bool, by_category: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of `logs`, of outputs in `trace`, after plain decoding's."""
+    """Return a row for plain decoding and one for each of `logs`, whose outputs are in `trace`."""
     from simulator.summary import (
         price_all,
         summarize_runs,

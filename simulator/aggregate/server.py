@@ -164,7 +164,7 @@ class ServerRun:
 class Load:
     """Loads to predict: arrays that broadcast, with the fields of `ServerRun`.
 
-    NaN `prompts` stands for the runs' own prompt tokens per output token.
+    If `prompts` is NaN, the runs' own prompt tokens per output token are used.
     """
 
     batch: npt.ArrayLike

@@ -122,10 +122,10 @@ def check_signals(
 
 
 def check_layers(log: RoundLog, trace: Trace, latency: LatencyTable) -> None:
-    """Refuse to price single layers of one target at the latencies of another.
+    """Refuse to price rounds that ran single layers at latencies of a target with other layers.
 
-    ``log`` is of outputs in `trace`.  Its rounds ran as many layers as their own target has, of
-    which a target with more or fewer costs another share.
+    The rounds of `log` ran a share of the layers of the target that wrote `trace`. A target with
+    more or fewer layers would run another share.
 
     Raises DraftsimError if both numbers of layers are known and differ.
     """

@@ -33,16 +33,14 @@ KEPT = 16
 
 
 def clock_free(policy: DraftPolicy, rule: VerifyRule | None) -> bool:
-    """Whether a request's rounds depend on its recording alone.
+    """Return True if a request's rounds depend on its recording alone.
 
-    So it is unless the policy learns across requests or looks at the load when a round
-    begins, or the rule learns.
+    They do not if the policy learns across requests or decides by the load, or if the rule
+    learns.
     """
-    kind = type(policy)
-    blind = kind.begin_round is DraftPolicy.begin_round or not policy.reads_load
-    forgets = not policy.learns_across_requests and kind.fresh is DraftPolicy.fresh
+    forgets = not policy.learns_across_requests and type(policy).fresh is DraftPolicy.fresh
     return (
-        blind and forgets
+        forgets and not policy.decides_by_load()
         and (rule is None or type(rule).end_request is VerifyRule.end_request)
     )  # fmt: skip
 
