@@ -208,15 +208,15 @@ def without_plain(chosen: Named) -> Named:
     return [c for c in chosen if c[0] != "autoregressive"] or chosen
 
 
-def is_unfitted(policy: DraftPolicy) -> bool:
-    """Whether this is the rate-optimal rule without anything fitted to a recording."""
+def is_unfitted(policy: object) -> bool:
+    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
     from policies.lengths.rate_optimal import RateOptimal
 
     return isinstance(policy, RateOptimal) and policy.cost is None
 
 
-def is_default(policy: DraftPolicy) -> TypeGuard[RateOptimal]:
-    """Whether this is the rate-optimal rule as it comes, its longest draft apart."""
+def is_default(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
     from policies.lengths.rate_optimal import RateOptimal
     from policies.spec import parameters
 
