@@ -117,8 +117,8 @@ def names_of(recording: Recording) -> Mapping[str, str]:
 
 
 def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, str]:
-    """By policy, the speedup were carried latencies off as before; empty for measured ones."""
-    from simulator.hardware import bounds_of
+    """By policy, the speedup at the bounds of the latencies; empty for measured ones."""
+    from simulator.hardware import bounds_of, bounds_words
     from simulator.pricing import autoregressive, price
 
     bounds = bounds_of(latency)
@@ -128,9 +128,9 @@ def carried_spans(logs: Sequence[RoundLog], latency: LatencyTable) -> dict[str, 
     def speedup(log: RoundLog, table: LatencyTable) -> float:
         return price(autoregressive(log), table).total_s / price(log, table).total_s
 
-    spans = {log.policy: [speedup(log, table) for table in bounds] for log in logs}
+    spans = {log.policy: sorted(speedup(log, table) for table in bounds) for log in logs}
     return {
-        policy: f"{low:.2f} to {high:.2f} were the carrying model off as it was before"
+        policy: f"{low:.2f} to {high:.2f} {bounds_words(latency)}"
         for policy, (low, high) in spans.items()
     }
 

@@ -43,8 +43,8 @@ SHOWN = (
     "decode_tok_s", "decode_gain", "default", "default_gain",
 )  # fmt: skip
 CARRIED = ("setting_dear", "gain_dear", "setting_cheap", "gain_cheap")
-"""With --gpu or --weights: what would be found were drafting and verifying as much dearer, or
-cheaper, than carried over as the carrying model was off before."""
+"""What would be found at the bounds of the latencies (`simulator.hardware.bounds_of`): of those
+carried over with --gpu or --weights, and of those composed and corrected by whole steps."""
 CHECKED = (
     "checked_tok_s", "deployed_tok_s", "rival", "rival_tok_s", "not_worse", "margin_lo",
     "margin_hi",
@@ -246,7 +246,8 @@ def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:
     if any(row["within_slo"] < 1 for row in rows):
         shown.append("within_slo")
     if any(row["scaled"] for row in rows):
-        shown += ["scaled", *(name for name in CARRIED if name in first)]
+        shown.append("scaled")
+    shown += [name for name in CARRIED if name in first]
     if any(row["assumed"] for row in rows):
         shown.append("assumed")
     return shown + [name for name in CHECKED[:-2] if name in first]

@@ -1,7 +1,7 @@
 """Another GPU than the one measured: data sheets, a cost model, and its error."""
 
 from simulator.hardware.formats import FORMATS, WeightFormat, find_format
-from simulator.hardware.interval import CALIBRATE, bounds_of, interval_words
+from simulator.hardware.interval import CALIBRATE, bounds_of, bounds_words, interval_words
 from simulator.hardware.measured import check_recording
 from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
@@ -20,6 +20,7 @@ __all__ = [
     "Roofline",
     "WeightFormat",
     "bounds_of",
+    "bounds_words",
     "carry_over",
     "check_published",
     "check_recording",

@@ -13,6 +13,7 @@ import pandas as pd
 from simulator.hardware.record import ratio_errors, reach, width_errors
 from simulator.hardware.roofline import Mode
 from traces.latency.table import LatencyTable
+from traces.store.operators import operators_alone
 
 LEVEL = 0.8
 """Share of further errors that should lie within: four of five."""
@@ -33,7 +34,7 @@ class Reach(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """A carried table with everything dearer, and with everything cheaper, than carried."""
+    """A table with everything dearer, and with everything cheaper, than it is."""
 
     dear: LatencyTable
     cheap: LatencyTable
@@ -56,19 +57,35 @@ def bounds_of(latency: LatencyTable) -> Bounds | None:
     """`latency` with drafting and wide passes dearer and cheaper by their factors.
 
     The target's passes over one token stay as they are: what they are off by, a speedup does not
-    show.  A wide pass is never cheaper than a narrow one.  None for a table that was measured.
+    show.  A wide pass is never cheaper than a narrow one.  A table that was composed and corrected by
+    whole steps is dear as it is; in the cheap one, passes that no step covers are the sums of their
+    operators.  None for a table that was measured, or composed without whole steps.
     """
+    found = _bounds.get(latency)
+    if found is not None:
+        return found
     how = reach_of(latency)
     if how is None:
-        return None
-    found = _bounds.get(latency)
-    if found is None:
+        alone = operators_alone(latency)
+        if alone is None:
+            return None
+        found = _bounds[latency] = Bounds(latency, _uncovered(latency, alone))
+    else:
         dear, cheap = Reach(*how), Reach(1 / how.draft, 1 / how.verify)
         found = _bounds[latency] = Bounds(_shaded(latency, *dear), _shaded(latency, *cheap))
     return found
 
 
 _bounds: WeakKeyDictionary[LatencyTable, Bounds] = WeakKeyDictionary()
+
+
+def _uncovered(latency: LatencyTable, alone: LatencyTable) -> LatencyTable:
+    """`latency` with the seconds of `alone` in cells that no whole step covers."""
+    keys = ["model", "phase", "batch", "new_tokens", "context"]
+    cells = latency.cells.merge(alone.cells[[*keys, "median_s"]], on=keys, suffixes=("", "_alone"))
+    summed = cells.pop("median_s_alone")
+    cells["median_s"] = cells["median_s"].where(cells["repeats"] > 0, summed)
+    return LatencyTable(cells, latency.meta)
 
 
 def _shaded(latency: LatencyTable, draft: float, verify: float) -> LatencyTable:
@@ -110,3 +127,10 @@ def interval_words(latency: LatencyTable) -> str:
         f"by its record, {LEVEL:.0%} of the time a draft pass is within a factor {how.draft:.2f} "
         f"and a verification within {how.verify:.2f}, beside the target's step"
     )
+
+
+def bounds_words(latency: LatencyTable) -> str:
+    """Return when a prediction lies at the bounds of `bounds_of`."""
+    if reach_of(latency) is None:
+        return "between whole steps and the sums of operators"
+    return "were the carrying model off as it was before"

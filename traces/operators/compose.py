@@ -6,8 +6,8 @@
 A CUDA graph is captured for some numbers of tokens, and a pass over fewer costs what the next
 captured one costs (`CAPTURED`, vLLM's default); attention alone keeps its own sizes.  What the
 framework adds around a step is taken to be nothing: an engine that schedules ahead prepares a step
-while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`),
-and where they are asked for, passes take what those say (`traces.operators.steps`).
+while the one before it runs.  The whole steps timed on an RTX PRO 6000 bound it (`FRAMEWORK_S`).
+Where a GPU has whole steps, passes take what those say (`traces.operators.steps`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from traces.operators.dense import (
 )
 from traces.operators.devices import Device, find_device
 from traces.operators.shapes import BYTES, Architecture, find_architecture
-from traces.operators.steps import NOTHING, fit_steps, model_of_steps, steps_of
+from traces.operators.steps import NOTHING, covered, fit_steps, model_of_steps, steps_of
 from traces.operators.table import OperatorTable
 
 Floats = npt.NDArray[np.float64]
@@ -101,7 +101,7 @@ class Composer:
     captured:
         Tokens that CUDA graphs are captured for, ascending; empty: none, and no pass is padded.
     by_steps:
-        Let passes take what the whole steps timed on the device say.
+        Let passes take what the whole steps timed on the device say; None: if there are any.
 
     Raises
     ------
@@ -111,7 +111,7 @@ class Composer:
 
     def __init__(
         self, table: OperatorTable, device: str | Device, captured: Sequence[int] = CAPTURED,
-        by_steps: bool = False,
+        by_steps: bool | None = None,
     ) -> None:  # fmt: skip
         self.device = find_device(device) if isinstance(device, str) else device
         self.dense = DenseOperators(table, self.device)
@@ -125,7 +125,7 @@ class Composer:
             )
         self.factors = NOTHING
         self.steps = steps_of(table.of(device=self.device.name))
-        if by_steps:
+        if by_steps or (by_steps is None and len(self.steps)):
             name, shared = model_of_steps(self.steps) if len(self.steps) else ("phi-2", 1)
             placed = Placed(find_architecture(name), shared)
             self.factors = fit_steps(self, placed, self.steps)
@@ -210,10 +210,14 @@ class Composer:
         return found
 
     def cells(self, role: str, placed: Placed) -> pd.DataFrame:
-        """The cells of a model's passes, of its layers and of its head."""
+        """The cells of a model's passes, of its layers and of its head.
+
+        Column ``repeats`` is 1 where a whole step covers the pass, else 0.
+        """
         parts = []
         b, n, c = _grid(BATCHES, WIDTHS, CONTEXTS)
-        parts.append(_cells(role, "forward", b, n, c, self.pass_s(placed, b, n, c)))
+        timed = covered(self.steps, placed, b, n, c)
+        parts.append(_cells(role, "forward", b, n, c, self.pass_s(placed, b, n, c), timed))
         if role == "target":
             narrow = n <= VERIFIED
             b1, n1, c1 = b[narrow], n[narrow], c[narrow]
@@ -227,7 +231,8 @@ class Composer:
         parts.append(_cells(role, "head", b, n, c, self.head_s(placed, b * n)))
         b, n, c = _grid((1, 2, 3, 4, 6, 8, 16), PROMPTS, (0,))
         prompts = self.factors.of(self.parts(placed, b, n, c))
-        parts.append(_cells(role, "prefill", b, n, c, prompts))
+        timed = covered(self.steps, placed, b, n, c)
+        parts.append(_cells(role, "prefill", b, n, c, prompts, timed))
         return pd.concat(parts, ignore_index=True)
 
     def table(self, target: Placed, draft: Placed | None = None, name: str = "") -> LatencyTable:
@@ -258,12 +263,19 @@ class Composer:
         if not len(self.steps):
             return ""
         if self.factors == NOTHING:
-            return f". Whole steps run by themselves took longer: {self.device.name}:steps/..."
+            return ". Whole steps timed on this GPU took longer: leave out ':operators'"
         host_s, dense, attended = self.factors
         return (
-            f". As whole steps run by themselves: {1e3 * host_s:.2g} ms more, attention "
-            f"{1 + attended:.2f} times and the rest {1 + dense:.2f} times its operators"
+            f". Corrected by whole steps of {self.steps_label}: {1e3 * host_s:.2g} ms more, "
+            f"attention {1 + attended:.2f} times and the rest {1 + dense:.2f} times its operators; "
+            f"other passes take between their operators ({self.device.name}:operators/...) and this"
         )
+
+    @property
+    def steps_label(self) -> str:
+        """The model that whole steps were timed of, as ``--latency`` names it."""
+        name, shared = model_of_steps(self.steps)
+        return name if shared == 1 else f"{name}@tp{shared}"
 
     def _check_memory(self, roles: Mapping[str, Placed]) -> None:
         # Every GPU of a target holds its share; a draft that is not shared lies on one of them.
@@ -300,9 +312,13 @@ def _grid(
     return b[kept], n[kept], c[kept]
 
 
-def _cells(role: str, phase: str, b: Floats, n: Floats, c: Floats, seconds: Floats) -> pd.DataFrame:
+def _cells(
+    role: str, phase: str, b: Floats, n: Floats, c: Floats, seconds: Floats,
+    timed: npt.ArrayLike = 0,
+) -> pd.DataFrame:  # fmt: skip
     values = {
         "model": role, "phase": phase, "batch": b.astype(int), "new_tokens": n.astype(int),
-        "context": c.astype(int), "median_s": seconds, "spread_s": 0.0, "repeats": 1,
+        "context": c.astype(int), "median_s": seconds, "spread_s": 0.0,
+        "repeats": np.broadcast_to(timed, len(b)).astype(int),
     }  # fmt: skip
     return pd.DataFrame(values)[list(CELL_COLUMNS)]

@@ -4,10 +4,13 @@
 
 The three are never negative, and fitted to relative errors.  On the RTX PRO 6000 a few steps say
 what the others take: from those of 1 and 64 tokens the rest, and from 1k of context 8k, within 3 %
-in the median.  They say what that engine's steps took when they were run by themselves, and not
-what a server's steps take: on an RTX 4090, whose operators were timed in the same way, a server's
-300 requests took what the operators add up to, and LLMServingSim has withdrawn its table of steps.
-So a table is composed without them, unless it is asked for (``rtx-pro-6000:steps/...``).
+in the median.  Where a GPU has whole steps, passes take what they say, unless the sum of the
+operators is asked for (``rtx-pro-6000:operators/...``).
+
+The excess may be the way in which the steps were timed: on an RTX 4090, whose operators were timed
+in the same way, a server's 300 requests took what the operators add up to, and LLMServingSim has
+withdrawn its table of steps.  So a pass of a kind that no step covers (`covered`) has an interval
+from the sum of its operators to the corrected time.
 """
 
 from __future__ import annotations
@@ -70,6 +73,26 @@ def parts_of_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> P
     return type(decoding)(dense_s, attended_s)
 
 
+def covered(
+    steps: pd.DataFrame, placed: Placed, batch: Floats, width: Floats, context: Floats
+) -> npt.NDArray[np.bool_]:
+    """Return which passes lie among the `steps`: the same model, no larger sizes.
+
+    Steps were timed of sequences that decode one token, and of a prompt's chunk in an empty cache.
+    """
+    found = np.zeros(len(batch), dtype=bool)
+    if steps.empty or model_of_steps(steps) != (placed.model.name, placed.shared):
+        return found
+    chunk, sequences, cached = (
+        steps[name].to_numpy(float) for name in ("tokens", "batch", "batch_context")
+    )
+    for size in np.unique(sequences[chunk == 0]).tolist():
+        longest = cached[(chunk == 0) & (sequences >= size)].max()
+        found |= (width == 1) & (batch <= size) & (context + 1 <= longest)
+    prompts = chunk[sequences == 0].max(initial=0)
+    return np.asarray(found | ((batch == 1) & (context == 0) & (width <= prompts)))
+
+
 def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFactors:
     """The factors of a GPU's steps.
 
@@ -80,8 +103,8 @@ def fit_steps(composer: Composer, placed: Placed, steps: pd.DataFrame) -> StepFa
     """
     if steps.empty:
         raise DraftsimError(
-            f"no whole steps were timed on {composer.device.name}: leave out ':steps', which takes "
-            "the sum of the operators"
+            f"no whole steps were timed on {composer.device.name}: leave out ':steps', and passes "
+            "are the sum of their operators"
         )
     seconds = steps["seconds"].to_numpy(float)
     parts = parts_of_steps(composer, placed, steps)

@@ -69,6 +69,10 @@ STANDS_FOR = {"h800": "h100"}
 """GPUs whose operators are another's: within one GPU they are the same chip and memory."""
 
 
+OPERATORS_ALONE = ":operators"
+"""Ends the GPU's name where passes are to be the sum of their operators."""
+
+
 def timed_devices() -> dict[str, Path]:
     """The GPUs whose operators come along, and the files that hold them."""
     return {path.stem: path for path in sorted(DATA.glob("*.parquet"))}
@@ -130,10 +134,12 @@ def coverage(device: str) -> dict[str, str]:
 
 
 def find_composed(name: str) -> LatencyTable | None:
-    """The latency table of ``GPU[:steps]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such name.
+    """The latency table of ``GPU[:operators]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such name.
 
-    ``GPU`` is one whose operators come along, or the file of an operator table, with the GPU behind
-    a colon where it holds several.  With ``:steps`` passes take what whole steps timed there say.
+    ``GPU`` is one whose operators come along, or the file of an operator table, followed by a colon
+    and the GPU where it holds several.  Where whole steps were timed on the GPU, passes are
+    corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
+    there must be whole steps.
 
     Raises
     ------
@@ -144,8 +150,7 @@ def find_composed(name: str) -> LatencyTable | None:
     where, slash, models = name.rpartition("/")
     if not slash or not models or Path(name).exists():
         return None
-    by_steps = where.endswith(":steps")
-    where = where.removesuffix(":steps")
+    where, by_steps = _by_steps(where)
     file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
     if Path(file).is_file():
         return _composed(file, within, models, by_steps, Path(file).stat().st_mtime_ns)
@@ -158,8 +163,18 @@ def find_composed(name: str) -> LatencyTable | None:
     return None if Path(where).is_dir() else _composed("", device.name, models, by_steps, 0)
 
 
+def _by_steps(where: str) -> tuple[str, bool | None]:
+    """The GPU or file of a name, and whether passes are corrected by whole steps (None: if any)."""
+    for ending, by_steps in ((OPERATORS_ALONE, False), (":steps", True)):
+        if where.endswith(ending):
+            return where.removesuffix(ending), by_steps
+    return where, None
+
+
 @lru_cache(maxsize=8)
-def _composed(file: str, device: str, models: str, by_steps: bool, written: int) -> LatencyTable:
+def _composed(
+    file: str, device: str, models: str, by_steps: bool | None, written: int
+) -> LatencyTable:
     del written  # a file written anew is read anew
     table = read_operators(file) if file else bundled_operators(device)
     if not device:
@@ -172,9 +187,23 @@ def _composed(file: str, device: str, models: str, by_steps: bool, written: int)
     first, *others = models.split("+")
     if len(others) > 1:
         raise DraftsimError(f"{models!r} names {1 + len(others)} models: a target and a draft")
-    name = f"{file or device}{':steps' if by_steps else ''}/{models}"
+    within = f"{file}:{device}" if file else device
+    name = f"{within}{OPERATORS_ALONE if by_steps is False else ''}/{models}"
     target, draft = _placed(first), _placed(others[0]) if others else None
     return Composer(table, device, by_steps=by_steps).table(target, draft, name)
+
+
+def operators_alone(latency: LatencyTable) -> LatencyTable | None:
+    """The table whose passes are the sums of their operators, of one corrected by whole steps.
+
+    None for a table that was not composed, is not corrected, or whose operators are no longer
+    found.
+    """
+    meta = latency.meta
+    if not any((meta.get("steps") or {}).values()):
+        return None
+    where, _, models = str(meta["composed"]).rpartition("/")
+    return find_composed(f"{where}{OPERATORS_ALONE}/{models}")
 
 
 def _placed(text: str) -> Placed:

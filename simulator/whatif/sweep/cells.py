@@ -42,9 +42,10 @@ prices and ``latency`` is ``ratio`` where c does; ``context`` NaN is the recorde
 carried over to it from another one, ``scale_error`` the median relative error of the model
 that carried them against published figures of other devices, and ``fit_error`` the same on
 the passes measured, which it was fitted to and which say nothing of another device.
-``carried_lo`` and ``carried_hi``: the speedup were drafting and wide passes dearer, or cheaper,
-than carried over, by as much as that model was off before (`simulator.hardware.interval`; NaN
-where nothing was carried over); ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
+``carried_lo`` and ``carried_hi``: the least and the largest speedup at the bounds of the latencies
+(`simulator.hardware.bounds_of`): drafting and wide passes dearer, or cheaper, than carried over by
+as much as that model was off before; or, of composed latencies, with and without correction by
+whole steps; NaN for others.  ``speedup_lo`` and ``speedup_hi`` are of the prompts alone.
 ``outside`` is the share of passes read outside the measured cells.
 ``wall_s`` is decode seconds, or target passes under a ratio; in a batch, what as many tokens
 take at the full batch's rate.  ``below_1`` is the share of prompts slower than plain
@@ -182,12 +183,12 @@ class Bench:
                     plain_s, outside = plain.at(at.table, context, seen)
                     piece = self._bootstrap(plain_s, ours.decode_s)
                     piece["outside"] = np.array([max(ours.outside, outside)])
-                for name, table in zip(CARRIED, at.bounds or (None, None), strict=True):
-                    piece[name] = np.array([
-                        np.nan if table is None
-                        else batches.at_latency(table, context).speedup[0] if batches
-                        else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
-                    ])  # fmt: skip
+                ends = sorted(
+                    batches.at_latency(table, context).speedup[0] if batches
+                    else plain.at(table, context, seen)[0].sum() / price(seen, table).total_s
+                    for table in at.bounds or ()
+                ) or [np.nan, np.nan]  # fmt: skip
+                piece |= {name: np.array([end]) for name, end in zip(CARRIED, ends, strict=True)}
                 pieces.append({"c": np.array([np.nan]), **piece})
         columns = {k: np.concatenate([p[k] for p in pieces]) for k in pieces[0]}
         return {**columns, **self._labels()}
