@@ -57,9 +57,9 @@ def bounds_of(latency: LatencyTable) -> Bounds | None:
     """`latency` with drafting and wide passes dearer and cheaper by their factors.
 
     The target's passes over one token stay as they are: what they are off by, a speedup does not
-    show.  A wide pass is never cheaper than a narrow one.  A table that was composed and corrected by
-    whole steps is dear as it is; in the cheap one, passes that no step covers are the sums of their
-    operators.  None for a table that was measured, or composed without whole steps.
+    show.  A wide pass is never cheaper than a narrow one.  A table that was composed and corrected
+    by whole steps is dear as it is; in the cheap one, passes that no step covers are the sums of
+    their operators.  None for a table that was measured, or composed without whole steps.
     """
     found = _bounds.get(latency)
     if found is not None:
