@@ -65,6 +65,12 @@ COMMANDS = {
     "calibrate": Listed(
         "commands.calibrate:calibrate", "Fit costs to tokens/s of your own server."
     ),
+    "doctor": Listed(
+        "commands.doctor:doctor", "Say whether acceptance is what it should be, and why not."
+    ),
+    "curve": Listed(
+        "commands.curve:curve", "Predict acceptance lengths at draft lengths not measured."
+    ),
     "calibrate-memory": Listed(
         "commands.memory:calibrate_memory", "Count corrections of a run, for the rule csd."
     ),
@@ -82,6 +88,9 @@ COMMANDS = {
     "list": Listed("commands.catalogue:list_all", "Show the recordings, or what can be named."),
     "import": Listed(
         "commands.imports:import_file", "Turn another program's log into a trace or latencies."
+    ),
+    "export": Listed(
+        "commands.export:export", "Write a recording's acceptance as other programs read it."
     ),
 }
 

@@ -243,6 +243,9 @@ COMMANDS = {
     "recommend": Command(
         ("recommend", "--bench", "{given}/runs.csv", "--json", "r.json"), files_of("r.json"),
     ),
+    "export": Command(
+        ("export", "speculation-profile", *TRACE, "--out", "p.json"), files_of("p.json")
+    ),
     "calibrate-memory": Command(
         ("calibrate-memory", "--trace", "bundled", "--split", "0.5", "--out", "m.npz", "--rest",
          "rest.parquet"),

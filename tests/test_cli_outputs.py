@@ -20,7 +20,7 @@ from traces.errors import FileError
 
 COMMANDS = {name: listed.function() for name, listed in app.COMMANDS.items()}
 PRINT_NO_TABLE = {"profile", "calibrate-memory", "report", "fetch"}
-MAKE_SOMETHING = {"demo", "import", "calibrate", "recommend", "tune"}
+MAKE_SOMETHING = {"demo", "import", "calibrate", "recommend", "tune", "export"}
 """Their --out names what they make, and rows are --json's."""
 OWN = {"serve", "sweep"}
 """Their --out also holds what an interrupted run goes on from."""

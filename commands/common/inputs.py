@@ -126,6 +126,11 @@ def imputed(name: str, trace: Trace, chooses: str | None = None) -> Trace:
     from commands.common.output import note
     from traces.acceptance.trace import UNKNOWN
 
+    if trace.meta.get("drawn"):
+        note(
+            f"{name}: {len(trace.requests)} requests are drawn from the profile's acceptance by "
+            "position; its easy and hard stretches are not in it"
+        )
     if not np.any(trace.columns["match"] == UNKNOWN):
         return trace
     if trace.meta.get("draft_lengths_known") is False:

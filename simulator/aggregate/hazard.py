@@ -5,8 +5,9 @@ of position j.  Its logit is `first` at position 1, and `later` + `slope` x (j -
 after it.  A drafter that feeds on its own output gets worse with every token (slope < 0); on text
 that comes in easy and hard stretches, the later tokens of a draft are easier than its first
 (later > first).  Both occur, so neither is assumed: the three numbers have a prior (`PRIOR`) that
-is as wide as published acceptance curves differ (vLLM with EAGLE-3, MTP and DSpark;
-`docs/server.md` lists them), and measured acceptance narrows it.
+is as wide as published acceptance curves differ (vLLM with EAGLE-3, MTP and DSpark), and measured
+acceptance narrows it.  The prior of the slope has heavy tails: one MTP module that is applied again
+and again loses most of its acceptance after two or three tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ HAZARD: Mapping[str, Prior] = {
 
 SPREAD = 0.008
 """Relative standard deviation of a measured acceptance length: prompts differ from run to run."""
+ANOTHER_RUN = 0.02
+"""Relative standard deviation of the acceptance length of a run at another draft length."""
+BEND = 0.3
+"""Standard deviation by which each position after the measured ones departs from the line."""
 
 
 def survival(values: Floats, longest: int) -> Floats:
@@ -39,10 +44,17 @@ def survival(values: Floats, longest: int) -> Floats:
 
     ``values``: (draws, 3) in the order of `HAZARD`.
     """
+    return np.asarray(np.cumprod(1 / (1 + np.exp(-_logits(values, longest))), axis=1))
+
+
+def _logits(values: Floats, longest: int) -> Floats:
+    """Logits of the hazard at positions 1 to `longest`, (draws, longest)."""
     first, later, slope = (values[:, i, None] for i in range(3))
+    mean, spread = HAZARD["slope"]
+    # A normal draw far from the mean is a slope much farther from it.
+    slope = mean + spread * np.sinh(np.clip((slope - mean) / spread, -20, 20))
     place = np.arange(longest)
-    logit = first + np.where(place > 0, later + slope * (place - 1), 0.0)
-    return np.asarray(np.cumprod(1 / (1 + np.exp(-logit)), axis=1))
+    return np.asarray(first + np.where(place > 0, later + slope * (place - 1), 0.0))
 
 
 def lengths(values: Floats, k: int) -> Floats:
@@ -100,12 +112,20 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
         value = known.get(k, 1.0)
         return Interval(value, value, value)
     values = _draws(tuple(sorted(known.items())))
-    found = lengths(values, k)
-    found = found * np.exp(SPREAD * np.random.default_rng(k).standard_normal(len(found)))
-    # One cannot accept fewer tokens of a longer draft, nor more than are drafted.
-    least = max((v for n, v in known.items() if n < k), default=1.0)
+    random = np.random.default_rng(k)
+    below = max((n for n in known if n < k), default=0)
+    bends = BEND * random.standard_normal((len(values), k))
+    bends[:, :below] = 0.0
+    logits = _logits(values, k) + np.cumsum(bends, axis=1)
+    alive = np.cumsum(np.cumprod(1 / (1 + np.exp(-logits)), axis=1), axis=1)
+    found = 1 + alive[:, -1]
+    if below:  # The measured length is the start: the model's own is off by a percent or so.
+        found = known[below] * found / (1 + alive[:, below - 1])
+    # A longer draft has no fewer tokens accepted, but another run may measure fewer.
+    least = known.get(below, 1.0)
     most = min((v for n, v in known.items() if n > k), default=k + 1.0)
     found = np.clip(found, min(least, most), most)
+    found = np.clip(found * np.exp(ANOTHER_RUN * random.standard_normal(len(found))), 1.0, most)
     low, value, high = np.quantile(found, [(1 - level) / 2, 0.5, (1 + level) / 2])
     return Interval(float(value), float(low), float(high))
 

@@ -19,6 +19,7 @@ from traces.importers.prometheus import Prometheus
 from traces.importers.rounds import Rounds
 from traces.importers.sglang import SGLang
 from traces.importers.specbench import SpecBench
+from traces.importers.speculation_profile import SpeculationProfiles
 from traces.importers.tensorrt_llm import TensorRTLLM
 from traces.importers.vidur import Vidur
 from traces.importers.vllm import VLLM
@@ -26,7 +27,7 @@ from traces.store.text import read_text
 
 _ALL: tuple[Importer, ...] = (
     SpecBench(), VLLM(), SGLang(), TensorRTLLM(), LlamaCpp(), Prometheus(), AIPerf(), Eagle(),
-    Rounds(), ByStart(), LlamaBench(), Latency(), Vidur(), LLMServingSim(),
+    Rounds(), ByStart(), SpeculationProfiles(), LlamaBench(), Latency(), Vidur(), LLMServingSim(),
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"

@@ -38,8 +38,8 @@ class Totals:
         Tokens of the longest draft; None where the program does not say: nothing then bounds
         the curve from below.
     per_position:
-        Rounds that accepted at least 1, 2, ... tokens, where this is known; with it the
-        survival curve is one, without it an interval.
+        Rounds that accepted at least 1, 2, ... tokens, where this is known (chances where
+        ``rounds`` is None); with it the survival curve is one, without it an interval.
     requests:
         Requests behind the counts, where known.
     tree:
@@ -57,7 +57,7 @@ class Totals:
     drafted: float | None
     accepted: float
     longest: int | None = None
-    per_position: Sequence[int] | None = None
+    per_position: Sequence[float] | None = None
     requests: int | None = None
     tree: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from traces.latency.table import LatencyTable
 from traces.store.files import read_latency, read_trace
 from traces.store.identity import check_folder, engine_head, model_in, model_label, names_of
 from traces.store.operators import find_composed
+from traces.store.speculation_profile import is_profile, read_profile
 from traces.store.text import read_object
 
 BUNDLED = Path(__file__).parents[1] / "recorded"
@@ -108,11 +109,15 @@ def pair_of(trace: Trace) -> tuple[str | None, str | None]:
 def find_trace(name_or_path: str | os.PathLike[str], folder: Path = BUNDLED) -> Trace:
     """The trace of a bundled recording, of a run's folder, or in a file.
 
+    A ``speculation_profile.json`` gives a trace drawn from its acceptance rates.
+
     Raises
     ------
     FileError
         If there is none, with the nearest name.
     """
+    if is_profile(name_or_path):
+        return read_profile(name_or_path).drawn()
     return read_trace(_find(name_or_path, "trace", folder))
 
 

@@ -1,0 +1,103 @@
+"""``draftsim curve``: acceptance lengths at other draft lengths, from a few measured ones."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.acceptance import FORMS
+from commands.common.bounds import MOST_LENGTH
+from commands.common.inputs import batch_sizes
+from commands.common.output import JsonOption, OutOption, emit, note
+from traces.errors import DraftsimError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SHOWN = (
+    "curve", "k", "measured", "hazard", "low", "high", "inside", "iid", "two_state",
+    "hazard_error",
+)  # fmt: skip
+LONGEST = 8
+
+
+def curve(
+    acceptance: Annotated[
+        list[str], typer.Argument(metavar="ACCEPTANCE...", help=f"Each {FORMS}.")
+    ],
+    given: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,...",
+            help="Use the lengths measured at these draft lengths alone. Default: 1,2,3 of a curve "
+            "that has more; else all.",
+        ),
+    ] = None,
+    k: Annotated[
+        str | None,
+        typer.Option("--k", metavar="K,...", help="Draft lengths asked for. Default: up to 8."),
+    ] = None,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Predict acceptance lengths at draft lengths that were not measured.
+
+    The chance of each position, given that those before it were accepted, is fitted and extended.
+    Next to it are the readings with one rate for all positions, and with easy and hard stretches.
+    Lengths that are in a file and not used are what the prediction is judged by.
+    """
+    from simulator.aggregate.curves import extended
+
+    rows: list[dict[str, Any]] = []
+    for name, lengths in _curves(acceptance).items():
+        if given is None:
+            used = [n for n in (1, 2, 3) if n in lengths] if max(lengths) > 3 else sorted(lengths)
+            used = used or sorted(lengths)
+        else:
+            used = batch_sizes("--given", given, MOST_LENGTH)
+        if missing := [n for n in used if n not in lengths]:
+            raise DraftsimError(f"{name} has no length at K = {missing[0]}: see --given")
+        asked = (
+            [n for n in range(1, max(LONGEST, *lengths) + 1) if n not in used]
+            if k is None else batch_sizes("--k", k, MOST_LENGTH)
+        )  # fmt: skip
+        rows += [{"curve": name, **row} for row in extended(lengths, used, asked, level)]
+    shown = [n for n in SHOWN if any(row[n] is not None for row in rows)]
+    emit("curve", rows, json, show=shown, out=out)
+    for line in _judged(rows, level):
+        note(line)
+
+
+def _curves(texts: list[str]) -> Mapping[str, dict[int, float]]:
+    from commands.common.acceptance import load_positions
+    from simulator.aggregate.curves import is_curves, pick_curve, read_curves
+
+    found: dict[str, dict[int, float]] = {}
+    for text in texts:
+        if is_curves(text) and "#" not in text:
+            found |= read_curves(text)
+        elif is_curves(text):
+            found[text] = pick_curve(text)
+        else:
+            found[text] = dict(load_positions([text]).known)
+    return found
+
+
+def _judged(rows: list[dict[str, Any]], level: float) -> list[str]:
+    """Return lines on how the predictions compare with what was measured."""
+    told = [row for row in rows if row["measured"] is not None]
+    if not told:
+        return []
+    errors = {
+        name: median(abs(row[f"{name}_error"]) for row in told)
+        for name in ("hazard", "iid", "two_state")
+    }
+    inside = sum(row["inside"] for row in told)
+    return [
+        f"{inside} of {len(told)} measured lengths are in their {level:.0%} intervals",
+        "median error: "
+        + ", ".join(f"{name.replace('_', '-')} {error:.1%}" for name, error in errors.items()),
+    ]

@@ -1,0 +1,77 @@
+"""``draftsim doctor``: whether acceptance is what it should be, and what it looks like if not."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+
+from commands.common.acceptance import FORMS, load_positions
+from commands.common.inputs import DEFAULT_TRACE
+from commands.common.output import JsonOption, OutOption, emit, note
+from commands.common.printed import print_table
+
+
+def doctor(
+    observed: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OBSERVED...",
+            help=f"What the server did, the files of one log or counters: {FORMS}.",
+        ),
+    ],
+    against: Annotated[
+        str, typer.Option("--against", metavar="PROFILE", help="What it should be, likewise.")
+    ] = DEFAULT_TRACE,
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="FORMAT", help="Of the log, where it does not look so."),
+    ] = "auto",
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="S", help="Drafter of the profile, of a recording."),
+    ] = None,
+    draft_length: Annotated[
+        int | None, typer.Option(min=1, help="Of the server, where its log does not say.")
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compare a server's acceptance with a profile, by position, and name the likely cause.
+
+    The first line says whether it is as expected, or which fault the pattern looks like. z counts
+    standard errors, which include what differs between two sound runs.
+    """
+    from simulator.aggregate.doctor import DIFFERS, diagnose
+
+    mine = load_positions(observed, draft_length, form=form)
+    its = load_positions([against], draft_length or mine.longest, source=source)
+    found = diagnose(mine, its)
+    rows = [place._asdict() for place in found.places if not math.isnan(place.observed)]
+    parts = [part._asdict() for part in found.contexts]
+    more = {
+        "cause": found.cause, "advice": found.advice, "position": found.at,
+        "draft_length": found.draft_length, "tokens_per_round": found.observed,
+        "expected": found.expected, "expected_lo": found.low, "expected_hi": found.high,
+        "unexplained_z": found.leaves, "by_context": parts,
+    }  # fmt: skip
+    if json is None:
+        note(f"{found.cause}: {found.advice}")
+    note(
+        f"{found.observed:.3f} tokens per round at K = {found.draft_length}, expected "
+        f"{found.expected:.3f}"
+        + (f" ({found.low:.3f} to {found.high:.3f})" if found.high > found.low else "")
+        + ("" if mine.rounds is None else f"; {mine.rounds:,} rounds")
+    )
+
+    def printed() -> None:
+        print_table(rows, title=f"Acceptance by position: {mine.label} against {its.label}")
+        if parts:
+            print_table(parts, title="Tokens per round by context")
+
+    emit("doctor", rows, json, more=more, out=out, printed=printed)
+    if far := [row["position"] for row in rows if abs(row["z"]) >= DIFFERS]:
+        note(f"|z| is {DIFFERS:g} or more at position {', '.join(map(str, far))}")
+    if not rows:
+        note("no acceptance by position: only tokens per round are compared")

@@ -1,0 +1,110 @@
+"""``draftsim export``: a recording in a form that other programs read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.common.drafted import DraftedOption, load_recording
+from commands.common.inputs import DEFAULT_TRACE, TraceOption
+from commands.common.output import JsonOption, emit, note, placed_as
+
+if TYPE_CHECKING:
+    from commands.common.drafted import Recording
+    from traces.store.speculation_profile import SpeculationProfile
+
+
+class Form(StrEnum):
+    """Forms that can be written."""
+
+    SPECULATION_PROFILE = "speculation-profile"
+
+
+def export(
+    what: Annotated[
+        Form, typer.Argument(help="speculation-profile: NVIDIA's speculation_profile.json.")
+    ],
+    trace: TraceOption = DEFAULT_TRACE,
+    source: DraftedOption = None,
+    draft_length: Annotated[
+        int | None, typer.Option(min=1, help="Default: the longest recorded, up to 8.")
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="FILE", callback=placed_as(b"{"), help="File to write."),
+    ] = Path("speculation_profile.json"),
+    json: JsonOption = None,
+) -> None:
+    """Write acceptance by position of a recording as the profile that travels with a drafter."""
+    from traces.store.speculation_profile import write_profile
+
+    del what
+    recording = load_recording(trace, None, source, chooses="export")
+    profile = profile_of(recording, draft_length)
+    write_profile(profile, out)
+    note(
+        f"wrote {out}: {profile.mean_length:.3f} tokens per round at K = {profile.longest}, "
+        f"{sum(profile.histogram):,} rounds"
+    )
+    rates = zip(profile.conditional, profile.marginal, strict=True)
+    rows = [
+        {"position": place, "conditional": conditional, "marginal": marginal}
+        for place, (conditional, marginal) in enumerate(rates, 1)
+    ]
+    emit("export", rows, json)
+
+
+def profile_of(recording: Recording, k: int | None = None) -> SpeculationProfile:
+    """Return the profile of a recording at draft length `k`, by default its longest up to 8.
+
+    Only rounds that drafted all `k` tokens count: a request's end cuts the others.
+    Raises DraftsimError if no round did.
+    """
+    import numpy as np
+
+    from commands.common.acceptance import LONGEST
+    from simulator.aggregate.positions import of_trace
+    from simulator.tune.launch import METHODS
+    from traces.errors import DraftsimError
+    from traces.store.identity import model_label
+    from traces.store.speculation_profile import SpeculationProfile
+
+    trace = recording.trace
+    longest = k or min(trace.max_gamma or LONGEST, LONGEST)
+    log = of_trace(recording.name, trace, longest).log
+    assert log is not None
+    whole = log.rounds["drafted"] == longest
+    if not whole.any():
+        raise DraftsimError(
+            f"no round of {recording.name} drafts {longest} tokens: see --draft-length"
+        )
+    accepted = log.rounds["accepted"][whole]
+    of = log.rounds["request"][whole]
+    histogram = np.bincount(accepted, minlength=longest + 1)
+    marginal = histogram[::-1].cumsum()[::-1][1:] / histogram.sum()
+    names = np.array([request.category for request in trace.requests])[of]
+    categories = {
+        str(name): {
+            "mean_accept_length": round(1 + float(accepted[names == name].mean()), 6),
+            "num_steps": int((names == name).sum()),
+        }
+        for name in np.unique(names)
+    }
+    means = [1 + accepted[of == i].mean() for i in np.unique(of)]
+    meta = recording.drafter
+    kind = str(meta.get("kind", "draft-model" if recording.source is None else trace.source))
+    drafter = model_label(recording.models.get("draft", {}))
+    conditions = {
+        "recording": recording.name, "requests": len(trace.requests),
+        "temperature": trace.temperature, "rounds": int(histogram.sum()),
+        "rounds_left_out": int((~whole).sum()), "tool": "draftsim export speculation-profile",
+    }  # fmt: skip
+    return SpeculationProfile(
+        marginal.tolist(), histogram.tolist(), METHODS.get(kind, kind),
+        drafter or None if recording.source is None else trace.source,
+        model_label(recording.models.get("target", {})) or None, conditions, categories,
+        float(np.mean(means)),
+    )  # fmt: skip

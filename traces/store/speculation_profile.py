@@ -1,0 +1,255 @@
+"""``speculation_profile.json``: how good a drafter is, in a file that travels with its checkpoint.
+
+The schema (version 1.0) is that of NVIDIA's Model-Optimizer,
+``examples/specdec_bench/specdec_bench/speculation_profile.py``.  ``marginal_accept_rates[i]`` is
+the chance that the first i + 1 drafted tokens are all accepted, ``conditional_accept_rates[i]`` the
+chance that token i + 1 is accepted if those before it were.  ``acceptance_length_histogram`` counts
+rounds by emitted tokens, the target's own included.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from traces.acceptance.schema import MOST_DRAFTED, Request
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError, FileError
+from traces.store.text import read_object
+from traces.store.writing import write_atomically
+
+SCHEMA = "1.0"
+CHAINS = ("eagle", "eagle1", "eagle2", "eagle3", "draft_model", "mtp", "ngram", "suffix")
+"""Methods whose draft of K tokens begins a longer one, so that one profile answers for every K."""
+TOLERANCE = 0.02
+"""Largest difference between the mean length and that of the rates (the schema's own)."""
+REQUESTS, TOKENS = 64, 256
+"""Requests of a trace drawn from a profile, and the output and prompt tokens of each."""
+KEYS = ("marginal_accept_rates", "conditional_accept_rates")
+
+
+@dataclass(frozen=True)
+class SpeculationProfile:
+    """Acceptance of a drafter by position.
+
+    Parameters
+    ----------
+    marginal:
+        Chances that the first 1, 2, ... K drafted tokens are all accepted.
+    histogram:
+        Rounds that accepted 0, 1, ... K tokens; empty where they are not known.
+    method, draft, target:
+        Method as vLLM names it, and the checkpoints.
+    conditions:
+        How it was measured (``measurement_conditions``).
+    categories:
+        Acceptance length and rounds by category of prompts.
+    per_request:
+        Acceptance length as the mean over requests; None where it is not known.
+
+    Raises DraftsimError for rates that are no chances, or that rise.
+    """
+
+    marginal: Sequence[float]
+    histogram: Sequence[int] = ()
+    method: str | None = None
+    draft: str | None = None
+    target: str | None = None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    categories: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    per_request: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.marginal) <= MOST_DRAFTED:
+            raise DraftsimError(f"{len(self.marginal)} acceptance rates, expected 1 or more")
+        if not all(0 <= b <= a + 1e-9 for a, b in pairwise((1.0, *self.marginal))):
+            raise DraftsimError(
+                f"marginal_accept_rates {list(self.marginal)}: expected chances that do not rise"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Draft length of the measurement."""
+        return len(self.marginal)
+
+    @property
+    def mean_length(self) -> float:
+        """Acceptance length, tokens per round with the target's own."""
+        return 1.0 + float(sum(self.marginal))
+
+    @property
+    def conditional(self) -> list[float]:
+        """Chance of each token to be accepted if those before it were; 0 after a rate of 0."""
+        return [b / a if a > 0 else 0.0 for a, b in pairwise((1.0, *self.marginal))]
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object, keys as in the schema."""
+        rates = {
+            "conditional_accept_rates": [round(p, 6) for p in self.conditional],
+            "marginal_accept_rates": [round(p, 6) for p in self.marginal],
+        }
+        mean = round(self.mean_length, 6)
+        per_request = self.mean_length if self.per_request is None else self.per_request
+        implied = round(1 + sum(rates["marginal_accept_rates"]), 6)
+        chain = (self.method or "").lower() in CHAINS
+        return {
+            "schema_version": SCHEMA, "measured": True, "method": self.method,
+            "draft_checkpoint": None if self.draft is None else {"id": self.draft},
+            "target_model": None if self.target is None else {"id": self.target},
+            "num_speculative_tokens": self.longest, "block_size": None,
+            "max_supported_k": self.longest, "verification_method": "longest_prefix", **rates,
+            "mean_accept_length": mean, "mean_accept_length_per_request": round(per_request, 6),
+            "accept_length_model": "chain_analytic" if chain else "measured_per_k",
+            "accept_length_by_k": {str(self.longest): mean},
+            "acceptance_length_histogram": {
+                str(k): n for k, n in enumerate(self.histogram, 1) if n
+            } or None,
+            "per_category": dict(self.categories) or None,
+            "measurement_conditions": dict(self.conditions) or None,
+            "validation": {
+                "mean_consistency": {
+                    "implied_mean_accept_length": implied, "reported_mean_accept_length": mean,
+                    "abs_delta": round(abs(implied - mean), 6), "tolerance": TOLERANCE,
+                    "passed": True,
+                },
+                "marginal_monotonicity": {"passed": True, "violations": []},
+            },
+        }  # fmt: skip
+
+    def drawn(self, seed: int = 0, requests: int = REQUESTS, tokens: int = TOKENS) -> Trace:
+        """Return a trace whose rounds accept as many tokens as the profile says, drawn at random.
+
+        Accepted tokens are drawn for every position by itself, so fixed draft lengths up to
+        `longest` have the profile's acceptance; easy and hard stretches of a text are lost.
+        """
+        random = np.random.default_rng(seed)
+        below = random.random(requests * tokens)[:, None] < np.asarray(self.marginal)[None]
+        accepted = below.sum(axis=1)
+        meta = {
+            "kind": "speculation-profile", "method": self.method,
+            "target": {"name": self.target} if self.target else {},
+            "draft": {"name": self.draft} if self.draft else {},
+            "draft_lengths": "by start", "draft_lengths_known": True, "drawn": True,
+            "sampling": {"temperature": 0.0}, "fidelity": "approximate",
+        }  # fmt: skip
+        columns = {
+            "request": np.repeat(np.arange(requests), tokens),
+            "position": np.tile(np.arange(tokens), requests),
+            "offset": np.zeros(len(accepted), np.int16),
+            "match": (accepted > 0).astype(np.int8),
+            "accepted": accepted,
+        }
+        rows = [
+            Request(f"drawn-{i}", "profile", tokens, tokens, tokens, "length")
+            for i in range(requests)
+        ]
+        return Trace(columns, rows, self.longest, meta)
+
+
+def is_profile(path: str | os.PathLike[str]) -> bool:
+    """Return True if the file at `path` looks like a speculation profile."""
+    place = Path(path)
+    if place.suffix != ".json" or not place.is_file():
+        return False
+    with place.open("rb") as file:
+        start = file.read(100_000)
+    return any(f'"{key}"'.encode() in start for key in KEYS)
+
+
+def read_profile(path: str | os.PathLike[str]) -> SpeculationProfile:
+    """Read and check a ``speculation_profile.json``.
+
+    Raises
+    ------
+    FileError
+        If it is damaged, was not measured, holds no rates, or contradicts itself.
+    """
+    held = read_object(path)
+    if held.get("measured") is False:
+        _fail(path, "measured is false: a placeholder that nobody measured")
+    marginal, conditional = (_rates(path, held, key) for key in KEYS)
+    if marginal is None and conditional is None:
+        reason = held.get("vectors_unavailable_reason") or "they are null"
+        _fail(path, f"no acceptance by position ({reason}): measure with longest-prefix acceptance")
+    implied = np.cumprod(conditional if conditional is not None else []).tolist()
+    if marginal is None:
+        marginal = implied
+    elif conditional is not None and (
+        len(implied) != len(marginal) or not np.allclose(implied, marginal, atol=1e-3)
+    ):
+        _fail(path, "marginal_accept_rates are not the products of conditional_accept_rates")
+    longest = held.get("num_speculative_tokens", len(marginal))
+    if longest != len(marginal):
+        _fail(path, f"num_speculative_tokens is {longest!r}, with {len(marginal)} acceptance rates")
+    mean = held.get("mean_accept_length")
+    if mean is not None and not abs(_number(path, "mean_accept_length", mean)
+                                    - 1 - sum(marginal)) <= TOLERANCE:  # fmt: skip
+        _fail(path, f"mean_accept_length is {mean:g}, and the rates sum to {1 + sum(marginal):g}")
+    conditions = held.get("measurement_conditions")
+    try:
+        return SpeculationProfile(
+            marginal, _histogram(path, held, len(marginal)), _text(held.get("method")),
+            _text(held.get("draft_checkpoint")), _text(held.get("target_model")),
+            conditions if isinstance(conditions, dict) else {},
+        )  # fmt: skip
+    except DraftsimError as error:
+        _fail(path, str(error))
+
+
+def write_profile(profile: SpeculationProfile, path: str | os.PathLike[str]) -> None:
+    """Write the JSON: whole, or not at all."""
+    write_atomically(path, (json.dumps(profile.document(), indent=2) + "\n").encode())
+
+
+def _histogram(path: str | os.PathLike[str], held: Mapping[str, Any], longest: int) -> list[int]:
+    """Rounds that accepted 0, 1, ... `longest` tokens."""
+    found = held.get("acceptance_length_histogram")
+    if not found:
+        return []
+    counts = [0] * (longest + 1)
+    if not isinstance(found, dict):
+        _fail(path, "acceptance_length_histogram is no object of lengths and counts")
+    for length, rounds in found.items():
+        emitted = int(length) if str(length).isdigit() else 0
+        if not 1 <= emitted <= longest + 1 or type(rounds) is not int or rounds < 0:
+            _fail(path, f"acceptance_length_histogram holds {length!r}: {rounds!r}, expected "
+                  f"lengths 1 to {longest + 1} with counts")  # fmt: skip
+        counts[emitted - 1] += rounds
+    return counts
+
+
+def _rates(path: str | os.PathLike[str], held: Mapping[str, Any], key: str) -> list[float] | None:
+    values = held.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or not values:
+        _fail(path, f"{key} is no list of acceptance rates")
+    found = [_number(path, key, value) for value in values]
+    if not all(0 <= value <= 1 for value in found):
+        _fail(path, f"{key} holds a rate that is not between 0 and 1")
+    return found
+
+
+def _number(path: str | os.PathLike[str], key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        _fail(path, f"{key} holds {value!r}, expected numbers")
+    return float(value)
+
+
+def _text(value: Any) -> str | None:
+    """Return a name: the schema gives checkpoints as objects, whose id, name or path is shown."""
+    if isinstance(value, dict):
+        value = next((value[k] for k in ("id", "name", "model", "path") if value.get(k)), None)
+    return None if value is None else str(value)
+
+
+def _fail(path: str | os.PathLike[str], what: str) -> NoReturn:
+    raise FileError(f"{path}: {what}")
