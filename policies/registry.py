@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch.engines import GraphAware, SGLangThroughput, TensorRTLLM
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
@@ -57,6 +58,9 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "confidence-freeze": ConfidenceFreeze,
     "adaptive-verification": AdaptiveVerification,
     "sglang-adaptive": SGLangAdaptive,
+    "sglang-throughput": SGLangThroughput,
+    "tensorrt-llm": TensorRTLLM,
+    "graph-aware": GraphAware,
 }
 
 

@@ -91,6 +91,9 @@ POLICIES: dict[str, dict[str, Limits]] = {
         "budget": (None, 1, None),
     },
     "sglang-adaptive": {"initial_steps": (3, 0, None)},
+    "sglang-throughput": {"initial_steps": (3, 0, None)},
+    "tensorrt-llm": {"window": (0, 0, None), "threshold": (0.5, 0.0, None)},
+    "graph-aware": {"gamma": (3, 1, 8), "gamma_max": (8, 3, None)},
 }
 
 FLAGS: dict[str, dict[str, bool]] = {
@@ -107,6 +110,8 @@ FLAGS: dict[str, dict[str, bool]] = {
     "turbospec": {"forever": True, "in_step": True},
     "confidence-freeze": {"stop_early": False},
     "sglang-adaptive": {"in_step": True},
+    "sglang-throughput": {"in_step": True},
+    "tensorrt-llm": {"in_step": False},
     "csd": {"use_memory": True, "use_gate": True, "count_first": False, "count_rescued": False},
     "early-exit": {"bonus": False},
     "suffix": {"cached": True},

@@ -33,7 +33,9 @@ from policies.checks import ScriptedDecoder
 from policies.core import own_copy
 from policies.spec import parameters, parse_spec
 
-TABLES = ("batch-table", "batch-table-hysteresis", "sglang-adaptive")
+TABLES = (
+    "batch-table", "batch-table-hysteresis", "sglang-adaptive", "sglang-throughput", "tensorrt-llm",
+)  # fmt: skip
 """Their draft lengths are entries of a table, which nothing lowers."""
 
 
@@ -73,6 +75,8 @@ def test_policies_promised_at_the_command_line() -> None:
         "cm-asd:window=lagged,alpha=1e-05",
         "batch-table:table=[[1,4,5],[5,16,3]]",
         'sglang-adaptive:config={"1":{"candidate_steps":[1,3]}}',
+        'tensorrt-llm:schedule={"4":4,"8":2},window=10',
+        "graph-aware:gamma=2,graphs=[1,8,64]",
         "ucb:variant=ucb_paper,gammas=[1,2,8]",
     ],
 )

@@ -39,6 +39,8 @@ LEARNERS = (
     "exp3:learns_across_requests=true",
     "goodput:gamma_max=4",
     "sglang-adaptive",
+    "sglang-throughput",
+    "tensorrt-llm:window=2,threshold=3",
 )
 
 

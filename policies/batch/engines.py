@@ -1,0 +1,251 @@
+"""Adaptive rules of engines: SGLang by throughput, TensorRT-LLM with a gate, filled graphs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
+from policies.batch.tables import counted
+from policies.core import Load, Round
+from policies.parameters import whole, within
+
+_DEFAULT_CONFIG: Mapping[str, Any] = {"1": {"candidate_steps": [1, 3, 5, 7]}}
+_SETTINGS: Mapping[str, float] = {
+    "window_size": 20, "update_interval": 5, "switch_hysteresis": 0.1, "profile_run_seq_len": 128,
+}  # fmt: skip
+
+
+class SGLangThroughput(KeptInStep):
+    """Steps with the most expected tokens per second (SGLang's strategy ``throughput_aware``).
+
+    sgl-project/sglang pull request 28045: the score of S steps is (1 + p_1 + ... + p_S) over the
+    seconds of an iteration with S steps, measured for every batch size when the server starts.
+    p_k is the mean over the last `window_size` iterations of the share of requests that accepted k
+    tokens or more; positions without data follow geometrically.  Every `update_interval`
+    iterations, once all positions in use have a full window, the best candidate is taken if its
+    score is `switch_hysteresis` above that of the steps in force.  Reads no signal.
+
+    Parameters
+    ----------
+    config:
+        As SGLang's configuration file: candidate steps by batch size, ``{"1": {"candidate_steps":
+        [1, 3, 5, 7]}}``, and the settings above; ``profile_run_seq_len`` is the context that the
+        start-up profile is measured at.  None: SGLang's default.
+    initial_steps:
+        Steps at first, if they are a candidate; else the middle one.
+    cost:
+        The start-up profile (`policies.batch.base.IterationCost`).
+    in_step:
+        Of `KeptInStep`.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        initial_steps: int = 3,
+        cost: IterationCost | None = None,
+        in_step: bool = True,
+    ) -> None:
+        whole("initial_steps", initial_steps, 0)
+        self.config = config
+        self.initial_steps = initial_steps
+        self.cost = cost
+        given = _DEFAULT_CONFIG if config is None else config
+        known = {*_SETTINGS, "strategy", "profile_run_batch_sizes", "max_profile_run_batch_size",
+                 "profile_run_n_warmup", "profile_run_n_measure"}  # fmt: skip
+        if unknown := [k for k in given if k not in known and not str(k).isdigit()]:
+            raise ValueError(f"config key {unknown[0]!r} is neither a batch size nor a setting")
+        settings = {**_SETTINGS, **{k: v for k, v in given.items() if k in _SETTINGS}}
+        for name in ("window_size", "update_interval", "profile_run_seq_len"):
+            whole(name, settings[name], 1)
+        within("switch_hysteresis", settings["switch_hysteresis"], 0, float("inf"))
+        self._settings = settings
+        self._slots = {int(k): _candidates(k, v) for k, v in given.items() if str(k).isdigit()}
+        if not self._slots:
+            raise ValueError('config has no slot such as {"1": {"candidate_steps": [1,3]}}')
+        every = sorted({step for steps in self._slots.values() for step in steps})
+        super().__init__(every[-1], in_step)
+        first = self._slots[min(self._slots)]
+        self._steps = initial_steps if initial_steps in every else first[len(first) // 2]
+        size = int(settings["window_size"])
+        self._windows: list[deque[float]] = [deque(maxlen=size) for _ in range(every[-1])]
+        self._since = 0
+        self._profile: dict[tuple[int, int], float] = {}
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        batch = loads[0].batch
+        below = [size for size in self._slots if size <= batch]
+        candidates = self._slots[max(below) if below else min(self._slots)]
+        if self._steps not in candidates:
+            scores = self._scores(candidates, batch)
+            middle = candidates[len(candidates) // 2]
+            self._switch(max(scores, key=lambda s: scores[s]) if scores else middle)
+        if self._since >= self._settings["update_interval"]:
+            full = int(self._settings["window_size"])
+            if all(len(window) == full for window in self._windows[: self._steps]):
+                scores = self._scores(candidates, batch)
+                best = max(scores, key=lambda s: scores[s])
+                margin = 1 + self._settings["switch_hysteresis"]
+                if scores[best] > scores[self._steps] * margin:
+                    self._switch(best)
+            self._since = 0
+        return self._steps
+
+    def observe(self, outcomes: Sequence[Round]) -> None:
+        if not outcomes:
+            return
+        self._since += 1
+        for place in range(self._steps):
+            hits = sum(outcome.accepted > place for outcome in outcomes)
+            self._windows[place].append(hits / len(outcomes))
+
+    def _switch(self, steps: int) -> None:
+        for window in self._windows[steps:]:
+            window.clear()
+        self._steps = steps
+
+    def _scores(self, candidates: Sequence[int], batch: int) -> dict[int, float]:
+        """Expected tokens per second of every candidate; empty before anything was seen."""
+        seen = [sum(w) / len(w) for w in self._windows if w]
+        if not seen:
+            return {}
+        # The mean factor from one position to the next.
+        factor = seen[-1] ** (1 / len(seen))
+        rates = seen + [seen[-1] * factor**i for i in range(1, len(self._windows) - len(seen) + 1)]
+        return {s: (1 + sum(rates[:s])) / self._seconds(batch, s) for s in candidates}
+
+    def _seconds(self, batch: int, steps: int) -> float:
+        if (batch, steps) not in self._profile:
+            cost = self.cost or TextbookCost()
+            context = float(self._settings["profile_run_seq_len"])
+            self._profile[batch, steps] = cost(batch, steps, batch * (steps + 1), context)
+        return self._profile[batch, steps]
+
+
+def _candidates(key: object, entry: Any) -> list[int]:
+    steps = entry.get("candidate_steps") if isinstance(entry, Mapping) else None
+    if not steps or not isinstance(steps, list | tuple):
+        raise ValueError(f"config slot {key}: candidate_steps is {steps!r}, expected a list")
+    for step in steps:
+        whole(f"config slot {key}: candidate_steps", step, 1)
+    return sorted(set(steps))
+
+
+class TensorRTLLM(KeptInStep):
+    """Draft length by batch size, and a gate that switches speculation off for good.
+
+    TensorRT-LLM's ``draft_len_schedule`` gives K up to each batch size and 0 beyond the last.
+    ``acceptance_window`` and ``acceptance_length_threshold`` (``_torch/speculative/
+    speculation_gate.py``): once the mean of the last `window` completed requests' accepted tokens
+    per iteration is below `threshold`, nothing is drafted any more for the life of the server.
+    A request is complete when it is no longer in the batch.  Reads no signal.
+
+    Parameters
+    ----------
+    schedule:
+        Draft length by the largest batch size that it is for.
+    window:
+        Completed requests that the mean is over; 0: no gate.
+    threshold:
+        Accepted tokens per iteration, the target's own not counted.
+    in_step:
+        Whether the drafter reads along where the schedule gives 0 (`KeptInStep`).
+    """
+
+    def __init__(
+        self,
+        schedule: Mapping[Any, int] | None = None,
+        window: int = 0,
+        threshold: float = 0.5,
+        in_step: bool = False,
+    ) -> None:
+        whole("window", window, 0)
+        within("threshold", threshold, 0, float("inf"))
+        given = {4: 4, 8: 2, 32: 1} if schedule is None else schedule
+        rows = sorted((int(batch), k) for batch, k in given.items())
+        if not rows:
+            raise ValueError("schedule is empty, expected draft lengths by batch size")
+        for batch, k in rows:
+            whole(f"schedule batch size {batch}", batch, 1)
+            whole(f"schedule[{batch}]", k, 0)
+        if rows[0][1] < max(k for _, k in rows):
+            raise ValueError(
+                f"schedule {dict(rows)}: the smallest batch size must have the longest draft"
+            )
+        super().__init__(rows[0][1], in_step)
+        self.schedule = schedule
+        self.window = window
+        self.threshold = threshold
+        self._rows = rows
+        self._running: dict[Hashable, tuple[int, int]] = {}
+        self._order: list[Hashable] = []
+        self._means: deque[float] = deque(maxlen=max(window, 1))
+        self.disabled = False
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        at = bisect_left([batch for batch, _ in self._rows], counted(loads))
+        return 0 if self.disabled or at == len(self._rows) else self._rows[at][1]
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        for gone in self._running.keys() - set(requests):
+            accepted, rounds = self._running.pop(gone)
+            self._means.append(accepted / rounds)
+            if self.window and len(self._means) == self.window:
+                self.disabled |= sum(self._means) / self.window < self.threshold
+        self._order = list(requests)
+        if self.disabled:
+            self._verified = 0
+            return [0] * len(requests)
+        return super().plan_each(requests, loads)
+
+    def observe(self, outcomes: Sequence[Round]) -> None:
+        if self.disabled:
+            return
+        for request, outcome in zip(self._order, outcomes, strict=False):
+            accepted, rounds = self._running.get(request, (0, 0))
+            self._running[request] = accepted + outcome.accepted, rounds + 1
+
+
+GRAPHS = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+"""Tokens of the CUDA graphs that vLLM captures by default."""
+
+
+class GraphAware(BatchPolicy):
+    """The longest draft that costs no larger CUDA graph than `gamma` does.
+
+    An engine pads the ``batch x (K + 1)`` tokens that it verifies to the next captured size, so
+    the padding of `gamma` can hold drafts instead.  Where no graph holds `gamma`, K is the longest
+    that the largest graph holds.  The rule is ours.  Reads no signal.
+
+    Parameters
+    ----------
+    gamma:
+        Draft length to begin with.
+    gamma_max:
+        Longest draft.
+    graphs:
+        Captured sizes in tokens; None: vLLM's default.
+    """
+
+    def __init__(
+        self, gamma: int = 3, gamma_max: int = 8, graphs: Sequence[int] | None = None
+    ) -> None:
+        whole("gamma", gamma, 1)
+        whole("gamma_max", gamma_max, gamma)
+        self.gamma = gamma
+        self.gamma_max = gamma_max
+        self.graphs = graphs
+        self._sizes: list[int] = sorted(GRAPHS if graphs is None else graphs)
+        if not self._sizes:
+            raise ValueError("graphs is empty, expected captured sizes")
+        for size in self._sizes:
+            whole("graphs", size, 1)
+
+    def plan(self, loads: Sequence[Load]) -> int:
+        batch = loads[0].batch
+        at = bisect_left(self._sizes, batch * (self.gamma + 1))
+        size = self._sizes[min(at, len(self._sizes) - 1)]
+        return max(min(size // batch - 1, self.gamma_max), 0)
