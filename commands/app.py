@@ -79,6 +79,9 @@ COMMANDS = {
         "commands.capacity.command:capacity", "Plan capacity: the fewest replicas in target."
     ),
     "sweep": Listed("commands.sweep.command:sweep", "Ask what if, over any grid of settings."),
+    "breakeven": Listed(
+        "commands.breakeven:breakeven", "Find the loads where speculation stops paying."
+    ),
     "tune": Listed("commands.tune:tune", "Write the settings that pay as an engine reads them."),
     "report": Listed("commands.report:report", "Write all that a run shows as one HTML page."),
     "papers": Listed(

@@ -33,7 +33,7 @@ from simulator.tune import (
     unbeaten,
 )
 from simulator.tune.served import counted_rate
-from simulator.tune.vllm import _rows
+from simulator.tune.vllm import table_rows
 from tests.tuning import CHEAP, batched, iid
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -133,7 +133,7 @@ def test_ranges_keep_vllms_rules_and_return_what_was_chosen(data: st.DataObject)
     table = np.array(
         [[data.draw(st.integers(0, 3)) for _ in contexts] for _ in batches], dtype=np.int64
     )
-    ranges = _rows(table, batches, contexts, [0, 1, 2, 5])
+    ranges = table_rows(table, batches, contexts, [0, 1, 2, 5])
     check_vllm({"num_speculative_tokens": 5, "num_speculative_tokens_per_batch_size": ranges})
     policy = BatchTable(ranges)
     for i, j in np.ndindex(*table.shape):

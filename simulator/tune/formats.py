@@ -3,7 +3,8 @@
 Rules read in the engines' own code: vLLM v1/spec_decode/dynamic/utils.py
 (``validate_and_normalize_dynamic_sd_schedule``), SGLang 0.5.23
 srt/speculative/adaptive_spec_params.py, transformers 5.23
-generation/candidate_generator.py, llama.cpp common/arg.cpp (2026).
+generation/candidate_generator.py, llama.cpp common/arg.cpp, TensorRT-LLM llmapi/llm_args.py and
+Dynamo's mocker (2026).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from traces.errors import DraftsimError
 
 CONTEXT_END = 2**31 - 1
 """The end of vLLM's last context range, which it reads as no end."""
+BY_LENGTH = "num_speculative_tokens_per_seq_len"
+"""vLLM's table over sequence lengths."""
 HF_KEYS = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
 )  # fmt: skip
@@ -39,12 +42,14 @@ class SettingsError(DraftsimError):
 
 
 def check_vllm(document: Mapping[str, Any]) -> None:
-    """The two Dynamic SD keys of vLLM's ``--speculative-config``.
+    """Check the Dynamic SD keys of vLLM's ``--speculative-config``.
 
-    Rows are all ``[lo, hi, K]`` or all ``[lo, hi, context_lo, context_hi, K]``; batch
-    ranges are positive, ascend from 1 and do not overlap; contexts start at 1 without
-    gaps, and every batch range has the same ones; K is 0 to ``num_speculative_tokens``,
-    which is at least 1.
+    Rows of ``num_speculative_tokens_per_batch_size`` are all ``[lo, hi, K]`` or all ``[lo, hi,
+    context_lo, context_hi, K]``; batch ranges are positive, ascend from 1 and do not overlap;
+    contexts start at 1 without gaps, and every batch range has the same ones; K is 0 to
+    ``num_speculative_tokens``, which is at least 1.  Rows of ``num_speculative_tokens_per_seq_len``
+    (vllm-project/vllm pull request 54801) are ``[lo, hi, K]`` over sequence lengths, from 1 and
+    without gaps.
 
     Raises
     ------
@@ -55,6 +60,10 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     most = document.get("num_speculative_tokens")
     if not _whole(most, 1, MOST_DRAFTED):
         _fail("num_speculative_tokens", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
+    if BY_LENGTH in document:
+        _by_length(document[BY_LENGTH], int(most or 0))
+        if name not in document:
+            return
     table = document.get(name)
     if not isinstance(table, list) or not table:
         _fail(name, table, "expected a list of rows [lo, hi, K]")
@@ -87,6 +96,24 @@ def check_vllm(document: Mapping[str, Any]) -> None:
     for before, after in pairwise(contexts):
         if after[0] != before[1] + 1:
             _fail(name, after, f"does not continue the context range {before[0]}..{before[1]}")
+
+
+def _by_length(table: Any, most: int) -> None:
+    """Check vLLM's rows over sequence lengths."""
+    if not isinstance(table, list) or not table:
+        _fail(BY_LENGTH, table, "expected a list of rows [lo, hi, K]")
+    before = 0
+    for row in table:
+        if not isinstance(row, list | tuple) or len(row) != 3:
+            _fail(BY_LENGTH, row, "expected [lo, hi, K]")
+        low, high, k = row
+        if not (_whole(low, 1) and _whole(high, 1) and low <= high):
+            _fail(BY_LENGTH, row, "expected a range of whole numbers from 1 that is not empty")
+        if low != before + 1:
+            _fail(BY_LENGTH, row, f"expected to start at {before + 1}: nothing serves a gap")
+        if not _whole(k, 0) or k > most:
+            _fail(BY_LENGTH, row, f"K must be 0 to num_speculative_tokens = {most}")
+        before = high
 
 
 def check_sglang(document: Mapping[str, Any]) -> None:
@@ -180,16 +207,75 @@ def check_llamacpp(document: Mapping[str, Any]) -> None:
     _probability(threshold, document[threshold])
 
 
+def check_tensorrt_llm(document: Mapping[str, Any]) -> None:
+    """Check the fields of TensorRT-LLM's ``speculative_config`` that `tune` writes.
+
+    ``llmapi/llm_args.py``, ``DecodingBaseConfig`` (2026): ``draft_len_schedule`` maps the largest
+    batch size of each range to its draft length, nothing is drafted beyond the last; the smallest
+    key has ``max_draft_len``, and none has more.
+
+    Raises
+    ------
+    SettingsError
+        Naming the field and the rule.
+    """
+    most, name = document.get("max_draft_len"), "draft_len_schedule"
+    if not _whole(most, 1, MOST_DRAFTED):
+        _fail("max_draft_len", most, f"expected a whole number, 1 to {MOST_DRAFTED}")
+    schedule = document.get(name)
+    if not isinstance(schedule, Mapping) or not schedule:
+        _fail(name, schedule, "expected draft lengths by batch size")
+    for batch, k in schedule.items():
+        if not is_batch(str(batch)) or int(batch) < 1:
+            _fail(name, batch, "expected batch sizes of 1 or more")
+        if not _whole(k, 0) or k > most:
+            _fail(f"{name}[{batch}]", k, f"expected 0 to max_draft_len = {most}")
+    smallest = min(schedule, key=int)
+    if schedule[smallest] != most:
+        _fail(f"{name}[{smallest}]", schedule[smallest], f"must be max_draft_len = {most}")
+    if "max_concurrency" in document:
+        _fail("max_concurrency", document["max_concurrency"], f"excludes {name}: drop one")
+    if not _whole(document.get("acceptance_window", 0), 0):
+        _fail("acceptance_window", document["acceptance_window"], "expected 0 or more requests")
+    threshold = document.get("acceptance_length_threshold", 0.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or threshold < 0:
+        _fail("acceptance_length_threshold", threshold, "expected a number of 0 or more")
+
+
+def check_dynamo(document: Mapping[str, Any]) -> None:
+    """Check the fields of Dynamo's mocker arguments that tell of acceptance.
+
+    ai-dynamo/dynamo, ``normalize_conditional_accept_rates`` (2026): ``aic_nextn`` is 1 to 5, and
+    ``aic_nextn_accept_rates`` a text of as many chances, commas between.
+
+    Raises
+    ------
+    SettingsError
+        Naming the field and the rule.
+    """
+    count, rates = document.get("aic_nextn"), document.get("aic_nextn_accept_rates")
+    if not _whole(count, 1, 5):
+        _fail("aic_nextn", count, "expected a whole number, 1 to 5")
+    try:
+        found = [float(part) for part in rates.split(",")] if isinstance(rates, str) else []
+    except ValueError:
+        found = []
+    if len(found) != count or not all(0 <= rate <= 1 for rate in found):
+        _fail("aic_nextn_accept_rates", rates, f"expected {count} chances with commas between")
+
+
 CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "vllm": check_vllm,
     "sglang": check_sglang,
     "hf": check_huggingface,
     "llamacpp": check_llamacpp,
+    "tensorrt-llm": check_tensorrt_llm,
+    "dynamo": check_dynamo,
 }
 
 
 def check_settings(engine: str, document: Mapping[str, Any]) -> None:
-    """The rules of `engine`: `check_vllm`, `check_sglang`, `check_huggingface`, `check_llamacpp`.
+    """Check a document by the rules of `engine` (`CHECKS`).
 
     Raises
     ------

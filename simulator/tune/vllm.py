@@ -47,7 +47,7 @@ from simulator.tune.evidence import (
     about_targets,
     summed_up,
 )
-from simulator.tune.formats import CONTEXT_END
+from simulator.tune.formats import BY_LENGTH, CONTEXT_END
 from simulator.tune.gains import DRAWS, OFF, ON, Against, Resampled, resampled, to_deploy
 from simulator.tune.repair import mended, smoothed
 from simulator.tune.served import NO_SPECULATION, Outcome, closed_load, served_each, unbeaten
@@ -167,7 +167,7 @@ def tune_vllm(
         return results_of(each, trace.tokens * len(each))
 
     def whole(table: Ints) -> list[Outcome]:
-        return together(json.dumps(_rows(table, sizes, where, options)))
+        return together(json.dumps(table_rows(table, sizes, where, options)))
 
     def serve(table: Ints) -> Floats:
         pairs = zip(whole(table), reachable, strict=True)
@@ -184,7 +184,7 @@ def tune_vllm(
     drawn = resampled(trace, second, held_out, DRAWS, seed)
     own, rest = _on_draws(
         latency, drawn, loads, reachable,
-        [_rows(np.where(kept[:, None], h, table), sizes, where, options)
+        [table_rows(np.where(kept[:, None], h, table), sizes, where, options)
          for h in (halves if halves is not None else (table, table))],
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
@@ -210,7 +210,7 @@ def tune_vllm(
         rows.append({**row, "warnings": [*about_row(row), *said]})
     warnings = [*about_recording(trace, latency), *about_batches(sizes), *about_targets(rows, slo)]
     warnings += about_deploying(rows, READS, REMEDY)
-    ranges = _rows(table, sizes, where, options)
+    ranges = table_rows(table, sizes, where, options)
     if not any(row["deploy"] == ON for row in rows):
         rows = [
             plain_row(row, grid, float(off[i].rates(reachable[i]).mean()), off[i].within.mean())
@@ -237,6 +237,28 @@ def tune_vllm(
         "num_speculative_tokens_per_batch_size": ranges,
     }
     return Tuned("vllm", document, BatchTable(ranges), rows, warnings)
+
+
+def by_length(found: Tuned) -> Tuned:
+    """Turn a search by context at one batch size into vLLM's table by sequence length.
+
+    ``num_speculative_tokens_per_seq_len`` is the key of vllm-project/vllm pull request 54801.
+    """
+    if found.document is None:
+        return found
+    table = found.document["num_speculative_tokens_per_batch_size"]
+    [(_, batch)] = {tuple(row[:2]) for row in table}
+    rows = [[low, high, k] for *_, low, high, k in sorted(table)]
+    document = {
+        "num_speculative_tokens": found.document["num_speculative_tokens"], BY_LENGTH: rows,
+    }  # fmt: skip
+    policy = BatchTable([[1, CONTEXT_END, *row] for row in rows])
+    warnings = [w for w in found.warnings if "vLLM keeps" not in w and "vLLM 0.32 reads" not in w]
+    warnings += [
+        f"K by sequence length was searched at batch {batch}: vLLM uses it at every batch size",
+        "vLLM 0.32 does not read this table: use it with a vLLM that documents it",
+    ]
+    return replace(found, document=document, policy=policy, warnings=warnings)
 
 
 def _on_draws(
@@ -273,10 +295,13 @@ def _choose(objectives: Sequence[Sequence[Objective]], served: Sequence[Bools]) 
     return np.asarray(np.swapaxes(by_context, 0, 1).argmax(axis=2))
 
 
-def _rows(
+def table_rows(
     table: Ints, batches: Sequence[int], contexts: Sequence[int | None], options: Sequence[int]
 ) -> list[list[int]]:
-    """Rows [lo, hi, K], or [lo, hi, context_lo, context_hi, K] on a rectangular grid."""
+    """Return rows [lo, hi, K], or [lo, hi, context_lo, context_hi, K] on a rectangular grid.
+
+    ``table`` holds places in `options`, shape (batches, contexts).
+    """
     batch_ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + [batches[-1]]
     firsts = [i for i in range(len(table)) if i == 0 or (table[i] != table[i - 1]).any()]
     ranges = []

@@ -1,0 +1,260 @@
+"""``draftsim breakeven``: the loads where speculation stops paying."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.acceptance import FORMS, LONGEST, load_positions
+from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
+from commands.common.devices import AlwaysOption, GpuOption, WeightsOption
+from commands.common.drafted import DraftedOption, load_recording
+from commands.common.inputs import (
+    SERVED_TRACE,
+    AssumeOption,
+    LatencyOption,
+    TraceOption,
+    batch_sizes,
+    load_latency,
+)
+from commands.common.output import JsonOption, OutOption, emit, note, placed
+from commands.common.printed import print_table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from simulator.aggregate.positions import Positions
+    from simulator.aggregate.server import Server
+    from simulator.tune.breakeven import Load
+    from traces.latency.table import LatencyTable
+
+SHOWN = ("batch", "context", "k", "speedup", "low", "high", "emitted", "needed", "needed_rate")
+DEFAULT_KS = "1,2,3,4,6,8"
+
+
+def breakeven(
+    trace: TraceOption = SERVED_TRACE,
+    latency: LatencyOption = None,
+    source: DraftedOption = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(metavar="A", help=f"Acceptance in the recording's place: {FORMS}."),
+    ] = None,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bench",
+            metavar="RUNS",
+            help="Instead of latencies: runs of your server, with acceptance real or dictated "
+            "(vLLM's rejection_sample_method synthetic). CSV as `calibrate` reads, or benchmark "
+            "files as `recommend` reads; repeatable.",
+        ),
+    ] = None,
+    always_draft: AlwaysOption = None,
+    gpu: GpuOption = None,
+    weights: WeightsOption = None,
+    assume_batch_free: AssumeOption = False,
+    batch: Annotated[
+        str | None, typer.Option(metavar="B,...", help="Default: those measured.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Default: those measured.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="K,...", help=f"Default: {DEFAULT_KS}.")
+    ] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of --bench and --plan: drafter passes of every step that drafts.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Instead: the fewest runs that determine the surface, acceptance dictated. With "
+            "--bench, those still missing.",
+        ),
+    ] = False,
+    level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Level of the intervals.")] = 0.8,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=placed, help="Draw the surface, .png or .svg."),
+    ] = None,
+    out: OutOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Find where speculation stops paying, over batch sizes, contexts and draft lengths.
+
+    A row is the best draft length at a load; --out and --json hold every one. needed is the
+    acceptance length that breaks even. Below stand vLLM's tables by batch size and by sequence
+    length, with what each loses against the best draft length everywhere.
+    """
+    from simulator.tune.breakeven import grid, measured_surface, pays_to, vllm_tables
+    from simulator.tune.formats import check_settings
+
+    lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
+    server = None if bench is None else _server(bench, passes)
+    if plan:
+        own = _given(acceptance, trace, source, lengths)
+        loads = grid(*_axes(batch, context, server, None, lengths), lengths)
+        _plan(loads, own, server, passes, out, json)
+        return
+    if server is not None:
+        own = None if acceptance is None else load_positions([acceptance])
+        loads = grid(*_axes(batch, context, server, None, lengths), lengths)
+        surface, name = measured_surface(server, own, loads, level), ", ".join(bench or ())
+    else:
+        surface, name = _priced(
+            trace, latency, source, acceptance, (batch, context), lengths, level,
+            always_draft, gpu, weights, assume_batch_free,
+        )  # fmt: skip
+    tables = vllm_tables(surface)
+    for document in (tables.by_batch, tables.by_length):
+        if document is not None:
+            check_settings("vllm", document)
+    rows = surface.to_dict("records")
+    best = surface.loc[surface[surface["k"] > 0].groupby(["batch", "context"])["speedup"].idxmax()]
+    exact = (surface["low"] == surface["high"]).all()
+    shown = [n for n in SHOWN if not (exact and n in ("low", "high"))]
+    more = {
+        "vllm_by_batch": tables.by_batch, "vllm_by_seq_len": tables.by_length,
+        "loses_by_batch": tables.loses_by_batch, "loses_by_seq_len": tables.loses_by_length,
+    }  # fmt: skip
+    emit(
+        "breakeven", rows, json, more=more, out=out,
+        printed=lambda: print_table(
+            best.to_dict("records"), shown, f"Best draft length at each load: {name}"
+        ),
+    )  # fmt: skip
+    pays = f"speculation pays {pays_to(surface, 'batch', 'requests')}"
+    if surface["context"].nunique() > 1:
+        pays += f"; by context, {pays_to(surface, 'context', 'tokens')}"
+    note(pays)
+    for document, lost in (
+        (tables.by_batch, tables.loses_by_batch), (tables.by_length, tables.loses_by_length)
+    ):  # fmt: skip
+        said = "no K above 0 pays in a table" if document is None else _one_line(document)
+        note(f"{said}  (loses {lost:.1%} against the best K of every load)")
+    if plot is not None:
+        _draw(surface, plot)
+
+
+def _priced(
+    trace: str, latency: str | None, source: str | None, acceptance: str | None,
+    axes: tuple[str | None, str | None], lengths: list[int], level: float,
+    always: int | None, gpu: str | None, weights: str | None, batch_free: bool,
+) -> tuple[pd.DataFrame, str]:  # fmt: skip
+    """Return the surface by a latency table, and whose it is."""
+    from simulator.aggregate.positions import of_trace
+    from simulator.serving.cost.policy_cost import TableCost
+    from simulator.tune.breakeven import grid, priced_surface
+    from traces.replay.always import drafting_always
+
+    if acceptance is not None and latency is not None and not (source or gpu or weights):
+        # No recording is needed: acceptance and costs are both given.
+        table, own, name = load_latency(latency, trace, batch_free), None, latency
+    else:
+        recording = load_recording(
+            trace, latency, source, chooses="breakeven", gpu=gpu, weights=weights,
+            assume_batch_free=batch_free,
+        )  # fmt: skip
+        table, own, name = recording.priced(), recording.trace, recording.said
+    if acceptance is not None:
+        positions = load_positions([acceptance])
+        name = f"{name}, acceptance {acceptance}"
+    else:
+        assert own is not None
+        most = own.max_gamma or max(lengths)
+        if max(lengths) > most:
+            note(f"drafts of at most {most} tokens were recorded: longer ones are extended")
+        positions = of_trace(trace, own, min(max(lengths), most))
+    batches, contexts = _axes(*axes, None, table, lengths)
+    table.check_sizes("target", "forward", max(batches), 1)
+    loads = grid(batches, contexts, sorted({0, *lengths}))
+    cost = TableCost(drafting_always(table, always))
+    return priced_surface(cost, TableCost(table), positions, loads, level), name
+
+
+def _axes(
+    batch: str | None, context: str | None, server: Server | None, table: LatencyTable | None,
+    lengths: list[int],
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Return the batch sizes and contexts asked for, or measured, or usual ones for a plan."""
+    from simulator.tune.costs import default_batches, default_contexts
+
+    batches = None if batch is None else batch_sizes("--batch", batch)
+    contexts = None if context is None else batch_sizes("--context", context, MOST_CONTEXT)
+    if table is not None:
+        held = [0] if table.is_constant else default_contexts(table, max(lengths))
+        # Engines are timed at contexts a few tokens apart: one of them says what the others do.
+        far = [c for i, c in enumerate(held) if i == 0 or c > 1.3 * held[i - 1]]
+        return batches or default_batches(table), contexts or far
+    if server is not None:
+        from simulator.aggregate.advice import concurrencies
+
+        held = sorted({int(run.held) for run in server.runs})
+        return batches or concurrencies(server.runs), contexts or held
+    return batches or [1, 4, 16, 64, 256], contexts or [1024, 8192, 65536]
+
+
+def _given(acceptance: str | None, trace: str, source: str | None, lengths: list[int]) -> Positions:
+    if acceptance is not None:
+        return load_positions([acceptance])
+    return load_positions([trace], min(max(lengths), LONGEST), source=source)
+
+
+def _server(bench: list[str], passes: int | None) -> Server:
+    from simulator.aggregate.benches import read_benches
+    from simulator.aggregate.server import calibrate
+
+    found = read_benches(bench)
+    for line in found.notes:
+        note(line)
+    return calibrate(found.runs, passes=passes)
+
+
+def _plan(
+    loads: list[Load], own: Positions, server: Server | None, passes: int | None,
+    out: Path | None, json: str | None,
+) -> None:  # fmt: skip
+    from simulator.tune.breakeven import EXACT, plan, run_lines
+    from simulator.tune.launch import DRAFT, METHOD, TARGET
+
+    runs = plan(loads, own, server, passes)
+    lines = run_lines(runs, TARGET, METHOD, DRAFT)
+    rows: list[dict[str, Any]] = [
+        {**run._asdict(), "serve": serve, "bench": bench}
+        for run, (serve, bench) in zip(runs, lines, strict=True)
+    ]
+    if not runs:
+        note("nothing to measure: the speedups are known well enough")
+        return
+    emit("breakeven", rows, json, out=out, show=["batch", "context", "k", "emitted", "uncertain"],
+         title="Runs to measure, most informative first")  # fmt: skip
+    left = runs[-1].uncertain
+    note(
+        f"{len(runs)} runs in {len({run.k for run in runs})} starts of the server leave the "
+        f"speedups uncertain by {left:.0%}" + ("" if left <= EXACT else f", not {EXACT:.0%}")
+    )
+    if json is None:
+        for k in sorted({run.k for run in runs}):
+            note(next(row["serve"] for row in rows if row["k"] == k))
+    note("then: draftsim breakeven --bench RESULTS")
+
+
+def _one_line(document: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(document)
+
+
+def _draw(surface: pd.DataFrame, path: Path) -> None:
+    from simulator.plots import save
+    from simulator.plots.breakeven import plot_surface
+
+    note(f"wrote {save(plot_surface(surface), path)}")

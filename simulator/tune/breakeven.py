@@ -1,0 +1,291 @@
+"""Where speculation stops paying: speedup over batch size, context and draft length.
+
+A round of K drafts pays if it emits more tokens than plain decoding would in the same time, so the
+acceptance length that breaks even is seconds of the round over seconds of a plain step.  It needs
+no drafter to be known, only costs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from policies.batch.base import IterationCost
+from simulator.aggregate import Interval, iid_mean
+from simulator.aggregate.hazard import HAZARD
+from simulator.aggregate.positions import Positions
+from simulator.aggregate.server import COSTS, MISFIT, Server, ServerRun, interval_of
+from simulator.tune.formats import CONTEXT_END
+from simulator.tune.vllm import table_rows
+from traces.errors import DraftsimError
+
+Floats = npt.NDArray[np.float64]
+
+COLUMNS = (
+    "batch", "context", "k", "emitted", "needed", "needed_rate", "speedup", "low", "high", "pays",
+    "tokens_per_s",
+)  # fmt: skip
+"""Columns of a surface.
+
+* ``emitted`` is the acceptance length, ``needed`` the one at which speculation breaks even,
+  ``needed_rate`` that as an acceptance rate alike at every position (None if no rate does).
+* ``speedup`` is over an engine without a drafter; ``low`` and ``high`` are its interval, from the
+  acceptance where it is extended to other draft lengths, and from the costs where they are fitted
+  to runs.
+* ``k`` 0 is an engine with a drafter that drafts nothing: its drafter reads along.
+"""
+DRAWS = 2000
+"""Servers drawn from the priors for a plan without runs."""
+EXACT = 0.05
+"""Standard deviation of a speedup at which a plan ends."""
+MOST_RUNS = 24
+"""Longest plan."""
+
+
+class Load(NamedTuple):
+    """One cell of the surface."""
+
+    batch: int
+    context: int
+    k: int
+
+
+def priced_surface(
+    cost: IterationCost, plain: IterationCost, acceptance: Positions, loads: Sequence[Load],
+    level: float = 0.8,
+) -> pd.DataFrame:  # fmt: skip
+    """Return the surface from a latency table's costs (columns `COLUMNS`).
+
+    ``cost`` is of an engine with the drafter, ``plain`` of one without.
+    """
+    emitted = {k: acceptance.emitted(k, level) for k in {load.k for load in loads}}
+    rows = []
+    for batch, context, k in loads:
+        plain_s = plain(batch, 0, batch, context)
+        # At K = 0 the draft model still reads every token (`policies.batch.base.KeptInStep`).
+        round_s = cost(batch, max(k, 1), batch * (k + 1), context)
+        needed = round_s / plain_s
+        rows.append(_row(batch, context, k, emitted[k], needed, emitted[k].scaled(1 / needed),
+                         batch * emitted[k].value / round_s))  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def measured_surface(
+    server: Server, acceptance: Positions | None, loads: Sequence[Load], level: float = 0.8
+) -> pd.DataFrame:
+    """Return the surface of a server calibrated from its runs.
+
+    ``acceptance`` replaces that of the runs, which may have been dictated (vLLM's
+    ``rejection_sample_method: "synthetic"``).
+    """
+    if acceptance is not None:
+        lengths = {k: acceptance.emitted(k, level).value for k in {load.k for load in loads} if k}
+        server = replace(server, known=lengths)
+    rows = []
+    for batch, context, k in loads:
+        plain = server.tokens_per_s(batch, 0, context, noisy=False)
+        speeds = server.tokens_per_s(batch, k, context, noisy=False) if k else plain
+        emitted = interval_of(server.emitted(k), level)
+        gain = interval_of(speeds / plain, level)
+        rows.append(_row(batch, context, k, emitted, emitted.value / gain.value, gain,
+                         float(np.median(speeds))))  # fmt: skip
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _row(
+    batch: int, context: int, k: int, emitted: Interval, needed: float, gain: Interval,
+    speed: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    rate = iid_mean(k, needed) if k and 1 <= needed <= k + 1 else None
+    return (
+        batch, context, k, emitted.value, needed, rate, gain.value, gain.low, gain.high,
+        gain.value > 1, speed,
+    )  # fmt: skip
+
+
+class Tables(NamedTuple):
+    """Draft lengths by load, as vLLM reads them, and what each table loses."""
+
+    by_batch: dict[str, Any] | None
+    """``num_speculative_tokens_per_batch_size``; None if no K above 0 is fastest anywhere."""
+    by_length: dict[str, Any] | None
+    """``num_speculative_tokens_per_seq_len``."""
+    loses_by_batch: float
+    loses_by_length: float
+    """Mean loss of tokens/s against the best K of every cell."""
+
+
+def vllm_tables(surface: pd.DataFrame) -> Tables:
+    """Return K by batch size and K by sequence length with the highest mean speedup.
+
+    ``num_speculative_tokens_per_seq_len`` is the key of vllm-project/vllm pull request 54801: rows
+    [lo, hi, K] over the tokens of a sequence.  K is the same for all contexts in one table and for
+    all batch sizes in the other, so a table loses where the best K depends on both.
+    """
+    cube = surface.pivot_table(index=["batch", "context"], columns="k", values="speedup")
+    lengths = [int(k) for k in cube.columns]
+    gains = np.log(cube.to_numpy())
+    batches = cube.index.get_level_values("batch").to_numpy()
+    contexts = cube.index.get_level_values("context").to_numpy()
+    best = gains.max(axis=1)
+
+    def chosen(axis: npt.NDArray[Any]) -> tuple[list[int], list[int], float]:
+        values = sorted({int(v) for v in axis})
+        picked = {v: int(gains[axis == v].mean(axis=0).argmax()) for v in values}
+        own = np.array([gains[i, picked[int(v)]] for i, v in enumerate(axis)])
+        return values, [picked[v] for v in values], float(1 - np.exp(own - best).mean())
+
+    sizes, at_sizes, lost_sizes = chosen(batches)
+    held, at_held, lost_held = chosen(contexts)
+    documents: list[dict[str, Any] | None] = []
+    for name, rows in (
+        ("num_speculative_tokens_per_batch_size",
+         table_rows(np.array(at_sizes)[:, None], sizes, [None], lengths)),
+        ("num_speculative_tokens_per_seq_len", length_rows(held, [lengths[i] for i in at_held])),
+    ):  # fmt: skip
+        longest = max(row[-1] for row in rows)
+        documents.append({"num_speculative_tokens": longest, name: rows} if longest else None)
+    return Tables(documents[0], documents[1], lost_sizes, lost_held)
+
+
+def length_rows(contexts: Sequence[int], ks: Sequence[int]) -> list[list[int]]:
+    """Return rows [lo, hi, K] over sequence lengths: neighbours with one K share a row.
+
+    A row ends midway between two contexts, the last nowhere.
+
+    >>> length_rows([100, 1000, 9000], [4, 4, 0])
+    [[1, 5000, 4], [5001, 2147483647, 0]]
+    """
+    rows: list[list[int]] = []
+    for i, k in enumerate(ks):
+        end = (contexts[i] + contexts[i + 1]) // 2 if i + 1 < len(ks) else CONTEXT_END
+        if rows and rows[-1][2] == k:
+            rows[-1][1] = end
+        else:
+            rows.append([rows[-1][1] + 1 if rows else 1, end, k])
+    return rows
+
+
+class Planned(NamedTuple):
+    """A run to measure."""
+
+    batch: int
+    context: int
+    k: int
+    emitted: float
+    """Acceptance length to dictate."""
+    uncertain: float
+    """Standard deviation of the speedups, relative, once this run and those before are known."""
+
+    def config(self) -> dict[str, Any] | None:
+        """vLLM's ``--speculative-config`` of the run, without method and model; None at K = 0."""
+        if not self.k:
+            return None
+        return {
+            "num_speculative_tokens": self.k, "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": round(self.emitted, 3),
+        }  # fmt: skip
+
+
+def plan(
+    loads: Sequence[Load], acceptance: Positions, server: Server | None = None,
+    passes: int | None = None, exact: float = EXACT, most: int = MOST_RUNS,
+) -> list[Planned]:  # fmt: skip
+    """Return the runs that determine the surface, the most informative first.
+
+    Runs are chosen one by one for what they take away from the variance of all speedups, given
+    those before, over servers drawn from the priors or left by the runs of `server`; logarithms of
+    speeds are taken as normal.  The plan ends when the speedups' standard deviation is `exact`.
+    Acceptance is dictated, so no good drafter is needed.
+    """
+    emitted = {k: acceptance.emitted(k).value for k in {0, *(load.k for load in loads)}}
+    made = server or replace(_prior_server(), passes=passes)
+    made = replace(made, known={k: e for k, e in emitted.items() if k})
+    cells = sorted({*loads, *(Load(b, c, 0) for b, c, _ in loads)})
+    logs = np.stack([
+        np.log(made.tokens_per_s(b, k, c, prompts=0.0, noisy=False)) for b, c, k in cells
+    ])  # fmt: skip
+    at = {cell: i for i, cell in enumerate(cells)}
+    pairs = [(at[cell], at[Load(cell.batch, cell.context, 0)]) for cell in cells if cell.k]
+    if not pairs:
+        raise DraftsimError("a plan needs a draft length above 0")
+    over, under = np.array(pairs).T
+    spread, noise = np.cov(logs), made.misfit**2
+    runs: list[Planned] = []
+
+    def variance(held: Floats) -> float:
+        own = held[over, over] + held[under, under] - 2 * held[over, under]
+        return float(np.maximum(own, 0).mean())
+
+    while len(runs) < most and math.sqrt(variance(spread)) > exact:
+        # Covariances of every cell with every speedup: what a run there would take away.
+        shared = spread[:, over] - spread[:, under]
+        gained = np.square(shared).sum(axis=1) / (np.diag(spread) + noise)
+        best = int(np.argmax(gained))
+        spread = spread - np.outer(spread[:, best], spread[best]) / (spread[best, best] + noise)
+        cell = cells[best]
+        runs.append(Planned(*cell, emitted[cell.k], math.sqrt(variance(spread))))
+    return runs
+
+
+def _prior_server() -> Server:
+    """Return servers as the priors have them, none of them measured."""
+    random = np.random.default_rng(0)
+    priors = [(math.log(c.median), c.spread) for c in (*COSTS.values(), MISFIT)]
+    priors += [(p.mean, p.spread) for p in HAZARD.values()]
+    draws = [mean + spread * random.standard_normal(DRAWS) for mean, spread in priors]
+    return Server((ServerRun(1, 0, 1.0, prompt=1.0, answer=1.0),), None, 1.0, np.stack(draws, 1))
+
+
+def run_lines(
+    runs: Sequence[Planned], target: str, method: str, draft: str | None
+) -> list[tuple[str, str]]:
+    """Return for each run the command that starts vLLM, and the one that measures."""
+    lines = []
+    for run in runs:
+        config = run.config()
+        drafter: Mapping[str, Any] = {"method": method} | ({"model": draft} if draft else {})
+        serve = f"vllm serve {target}"
+        if config is not None:
+            serve += f" --speculative-config '{json.dumps({**drafter, **config})}'"
+        answer = 256
+        prompt = max(run.context - answer // 2, 16)
+        lines.append((
+            serve,
+            f"vllm bench serve --model {target} --dataset-name random --random-input-len {prompt} "
+            f"--random-output-len {answer} --ignore-eos --max-concurrency {run.batch} "
+            f"--num-prompts {4 * run.batch} --save-result "
+            f"--result-filename b{run.batch}-c{run.context}-k{run.k}.json",
+        ))  # fmt: skip
+    return lines
+
+
+def grid(batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int]) -> list[Load]:
+    """Return every cell of a grid."""
+    return [Load(*cell) for cell in product(batches, contexts, ks)]
+
+
+def pays_to(surface: pd.DataFrame, along: str, unit: str) -> str:
+    """Return how far along an axis the best draft length pays, in a few words.
+
+    >>> made = pd.DataFrame({"batch": [1, 8], "k": [2, 2], "speedup": [1.5, 0.9]})
+    >>> pays_to(made, "batch", "requests")
+    'up to 1 requests'
+    """
+    best = surface[surface["k"] > 0].groupby(along)["speedup"].max().sort_index()
+    pays = [int(value) for value in best[best > 1].index]
+    if not pays:
+        return "nowhere"
+    if len(pays) == len(best):
+        return f"up to {pays[-1]} {unit}, all that were asked"
+    if pays == [int(value) for value in best.index[: len(pays)]]:
+        return f"up to {pays[-1]} {unit}"
+    return f"at {', '.join(map(str, pays))} {unit}"

@@ -1,0 +1,154 @@
+"""Where speculation stops paying: by latencies, by a server's runs, and the runs to measure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator.aggregate.positions import of_rates
+from simulator.aggregate.server import COSTS, ServerRun, calibrate, step_s
+from simulator.aggregate.server import Load as ServerLoad
+from simulator.serving.cost.policy_cost import TableCost
+from simulator.tune.breakeven import (
+    grid,
+    length_rows,
+    measured_surface,
+    pays_to,
+    plan,
+    priced_surface,
+    run_lines,
+    vllm_tables,
+)
+from simulator.tune.formats import check_settings
+from tests.conftest import Run
+from traces.latency.table import LatencyTable
+
+
+def test_the_surface_of_constant_costs_is_the_closed_form() -> None:
+    """One target pass costs 1, verification 1.5, a draft pass 0.1: i.i.d. acceptance of 0.7."""
+    cost = TableCost(LatencyTable.constant(1.0, 0.1, 1.5))
+    surface = priced_surface(cost, cost, of_rates("x", [0.7] * 4), grid([1], [100], [1, 2, 4]))
+    for row in surface.to_dict("records"):
+        k, seconds = row["k"], 1.5 + 0.1 * row["k"]
+        assert row["emitted"] == pytest.approx(sum(0.7**i for i in range(k + 1)))
+        assert row["needed"] == pytest.approx(seconds)
+        assert row["speedup"] == pytest.approx(row["emitted"] / seconds)
+        assert row["pays"] == (row["speedup"] > 1)
+        # At the rate that breaks even, it does.
+        rate = row["needed_rate"]
+        assert sum(rate**i for i in range(k + 1)) == pytest.approx(row["needed"])
+
+
+class Interacting:
+    """A cost whose best draft length falls with batch and context: drafts read the context."""
+
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        each = batch * context * 1e-6
+        return 1 + 0.02 * verify_tokens + each + draft_length * (0.05 + 5 * each)
+
+
+def test_vllms_two_tables_agree_with_the_surface_and_say_what_they_lose() -> None:
+    cost = Interacting()
+    surface = priced_surface(
+        cost, lambda b, k, v, c: cost(b, 0, b, c), of_rates("x", [0.8] * 6),
+        grid([1, 8, 64], [100, 10_000, 200_000], [0, 1, 2, 4, 6]),
+    )  # fmt: skip
+    tables = vllm_tables(surface)
+    for document in (tables.by_batch, tables.by_length):
+        assert document is not None
+        check_settings("vllm", document)
+    assert tables.by_length is not None
+    ks = [row[-1] for row in tables.by_length["num_speculative_tokens_per_seq_len"]]
+    assert ks == sorted(ks, reverse=True)
+    assert len(ks) > 1
+    assert 0 < tables.loses_by_length < 1
+    assert 0 < tables.loses_by_batch < 1
+    one = surface[surface["batch"] == 1]
+    assert vllm_tables(one).loses_by_length == pytest.approx(0, abs=1e-12)
+    assert pays_to(one, "context", "tokens").startswith("up to ")
+    assert length_rows([10, 20], [3, 3]) == [[1, 2**31 - 1, 3]]
+
+
+def true_speed(batch: int, k: int, context: int, emitted: float) -> float:
+    """A server with the priors' median costs."""
+    values = {name: np.array([[cost.median]]) for name, cost in COSTS.items()}
+    load = ServerLoad(batch, k, context, prompts=0.0)
+    return batch * emitted / (0.01 * float(step_s(values, load, emitted, None)[0, 0]))
+
+
+def test_the_planned_runs_determine_the_surface() -> None:
+    """Half of the grid's loads or fewer: then every speedup is known within a few percent."""
+    own = of_rates("x", [0.8, 0.7, 0.6, 0.5])
+    loads = grid([1, 8, 64], [1000, 30_000], [1, 2, 4])
+    runs = plan(loads, own)
+    assert 4 <= len(runs) <= len(loads) // 2 + 3
+    assert all(a.uncertain >= b.uncertain for a, b in pairwise(runs))
+    assert any(run.k == 0 for run in runs)
+    measured = [
+        ServerRun(run.batch, run.k, true_speed(run.batch, run.k, run.context, run.emitted),
+                  run.context, run.emitted if run.k else None, (), 1.0, 1e6)
+        for run in runs
+    ]  # fmt: skip
+    surface = measured_surface(calibrate(measured, noise=0.005), own, loads)
+    errors = []
+    for row in surface.to_dict("records"):
+        emitted = float(own.known[row["k"]])
+        true = true_speed(row["batch"], row["k"], row["context"], emitted) / true_speed(
+            row["batch"], 0, row["context"], 1.0
+        )
+        errors.append(row["speedup"] / true - 1)
+    assert np.sqrt(np.mean(np.square(errors))) < 0.1
+    lines = run_lines(runs, "org/model", "eagle3", "org/head")
+    serve, bench = next(line for line, run in zip(lines, runs, strict=True) if run.k)
+    words = shlex.split(serve)
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["rejection_sample_method"] == "synthetic"
+    assert 1 <= config["synthetic_acceptance_length"] <= config["num_speculative_tokens"] + 1
+    assert "--max-concurrency" in bench
+
+
+def test_a_surface_on_the_command_line(run: Run, tmp_path: Path) -> None:
+    out, picture = tmp_path / "surface.csv", tmp_path / "surface.png"
+    ran = run("breakeven", "--trace", "smollm2-vllm-draft-cpu", "--k", "1,2,4", "--out", out,
+              "--plot", picture)  # fmt: skip
+    assert ran.code == 0, ran.err
+    head, *lines = out.read_text().splitlines()
+    assert head.startswith("batch,context,k,emitted,needed")
+    assert len(lines) > 12
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "speculation pays " in ran.err
+    assert "num_speculative_tokens_per_seq_len" in ran.err or "no K above 0" in ran.err
+    given = run("breakeven", "--latency", "const:target=1,draft=0.05,verify=1.1", "--acceptance",
+                "0.8,0.7,0.6", "--json", "-", "--batch", "1", "--k", "1,2,3")  # fmt: skip
+    rows = {row["k"]: row for row in given.rows}
+    assert rows[2]["speedup"] == pytest.approx((1 + 0.8 + 0.56) / 1.2)
+
+
+def test_dictated_runs_are_read_and_another_acceptance_is_put_in(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    rows = ["concurrency,num_speculative_tokens,output_throughput,mean_acceptance_length,context"]
+    for batch in (1, 16):
+        for k, emitted in ((0, 1.0), (3, 2.5)):
+            speed = true_speed(batch, k, 2000, emitted)
+            rows.append(f"{batch},{k},{speed},{emitted if k else ''},2000")
+    path.write_text("\n".join(rows))
+    gains = []
+    for acceptance in ("3:1.5", "3:3.5"):
+        ran = run("breakeven", "--bench", path, "--acceptance", acceptance, "--k", "3", "--batch",
+                  "1,16", "--json", "-")  # fmt: skip
+        gains.append([row["speedup"] for row in ran.rows])
+    assert all(a < b for a, b in zip(*gains, strict=True))
+    assert gains[1][0] / gains[0][0] == pytest.approx(3.5 / 1.5, rel=0.25)
+
+
+def test_a_plan_on_the_command_line(run: Run) -> None:
+    ran = run("breakeven", "--plan", "--acceptance", "0.8,0.7,0.6", "--batch", "1,16", "--context",
+              "1000,20000", "--k", "1,3", "--json", "-")  # fmt: skip
+    assert ran.rows
+    assert {"batch", "context", "k", "serve", "bench"} <= set(ran.rows[0])
+    assert "starts of the server" in ran.err
