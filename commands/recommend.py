@@ -232,35 +232,22 @@ def _line(
     method: str | None,
 ) -> str:  # fmt: skip
     """The command that starts the engine so."""
-    import json
     import shlex
 
     from simulator.tune.launch import ALGORITHMS, DRAFT, TARGET, NamedDrafter, launch_line
 
     model = target or TARGET
     drafter = NamedDrafter(method, draft)
-    if engine in ("vllm", "llamacpp", "hf"):
+    if engine != "sglang":
         return launch_line(engine, document, target=model, drafter=drafter)
-    if engine == "sglang":
-        line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-        if document is None:
-            return line
-        algorithm = ALGORITHMS.get(method or "eagle3", "EAGLE3")
-        options = " ".join(f"--{name} {value}" for name, value in document.items())
-        return (
-            f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "
-            f"{shlex.quote(draft or DRAFT)} {options}"
-        )
-    line = f"trtllm-serve {shlex.quote(model)}"
+    line = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
     if document is None:
         return line
-    kind = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram"}.get(
-        method or "eagle3", "DraftTarget"
-    )
-    settings = {"decoding_type": kind, "speculative_model": draft or DRAFT, **document}
+    algorithm = ALGORITHMS.get(method or "eagle3", "EAGLE3")
+    options = " ".join(f"--{name} {value}" for name, value in document.items())
     return (
-        f"{line} --extra_llm_api_options options.yaml  # there, speculative_config: "
-        f"{json.dumps(settings)}"
+        f"{line} --speculative-algorithm {algorithm} --speculative-draft-model-path "
+        f"{shlex.quote(draft or DRAFT)} {options}"
     )
 
 

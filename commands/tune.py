@@ -59,6 +59,8 @@ class Engine(StrEnum):
     SGLANG = "sglang"
     HF = "hf"
     LLAMACPP = "llamacpp"
+    TENSORRT_LLM = "tensorrt-llm"
+    DYNAMO = "dynamo"
 
 
 ONE_REQUEST = {
@@ -96,6 +98,13 @@ def tune(
         str | None,
         typer.Option(metavar="N,...", help="With --by-context. Default: those measured."),
     ] = None,
+    by_length: Annotated[
+        bool,
+        typer.Option(
+            "--by-length",
+            help="vLLM's form by sequence length, searched at one --batch (default 1).",
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -157,12 +166,17 @@ def tune(
     if recording.source is not None and engine in ONE_REQUEST:
         raise DraftsimError(
             f"what is tuned for {engine.value} drafts with a model, not with "
-            f"{recorded.source}: tune for vllm or sglang"
+            f"{recorded.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
         )
     table = drafting_always(recording.priced(), always_draft)
-    if engine is not Engine.VLLM and (by_context or context):
-        raise DraftsimError(f"--by-context is a form of vllm's, not of {engine.value}'s")
+    if engine is not Engine.VLLM and (by_context or by_length or context):
+        form = "--by-length" if by_length else "--by-context"
+        raise DraftsimError(f"{form} is a form of vllm's, not of {engine.value}'s")
     sizes = None if batch is None else batch_sizes("--batch", batch)
+    if by_length:
+        if by_context or len(sizes or [1]) != 1:
+            raise DraftsimError("--by-length has one K at all batch sizes: name one --batch alone")
+        sizes, by_context = sizes or [1], True
     if engine in ONE_REQUEST and sizes not in (None, [1]):
         raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
@@ -178,6 +192,10 @@ def tune(
     if longest is not None:
         common["lengths"] = [k for k in DEFAULT_LENGTHS if k <= longest]
     tuned = _search(engine, recorded, table, sizes, by_context, context, common)
+    if by_length:
+        from simulator.tune.vllm import by_length as turned
+
+        tuned = turned(tuned)
     target, drafter = _models(recording, table)
     if engine is Engine.VLLM and tuned.document is not None:
         tuned = replace(tuned, document={**drafter.config(), **tuned.document})
@@ -309,14 +327,25 @@ def _search(
     engine: Engine, trace: Trace, latency: LatencyTable, batches: list[int] | None,
     by_context: bool, context: str | None, common: dict[str, Any],
 ) -> Tuned:  # fmt: skip
-    from simulator.tune import tune_huggingface, tune_llamacpp, tune_sglang, tune_vllm
+    from simulator.tune import (
+        tune_dynamo,
+        tune_huggingface,
+        tune_llamacpp,
+        tune_sglang,
+        tune_tensorrt_llm,
+        tune_vllm,
+    )
 
     if engine is Engine.HF:
         return tune_huggingface(trace, latency, **common)
     if engine is Engine.LLAMACPP:
         return tune_llamacpp(trace, latency, **common)
-    if engine is Engine.SGLANG:
-        return tune_sglang(trace, latency, batches, **common)
+    by_batch = {
+        Engine.SGLANG: tune_sglang, Engine.TENSORRT_LLM: tune_tensorrt_llm,
+        Engine.DYNAMO: tune_dynamo,
+    }  # fmt: skip
+    if engine in by_batch:
+        return by_batch[engine](trace, latency, batches, **common)
     return tune_vllm(
         trace, latency, batches, by_context=by_context or context is not None,
         contexts=None if context is None else batch_sizes("--context", context, MOST_CONTEXT),

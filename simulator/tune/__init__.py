@@ -32,6 +32,7 @@ from simulator.tune.served import (
 )
 from simulator.tune.settings import ENGINES, TUNE_COLUMNS, Tuned, write_settings
 from simulator.tune.sglang import tune_sglang
+from simulator.tune.tensorrt_llm import tune_dynamo, tune_tensorrt_llm
 from simulator.tune.vllm import tune_vllm
 
 __all__ = [
@@ -63,9 +64,11 @@ __all__ = [
     "price_grid",
     "read_settings",
     "served_rates",
+    "tune_dynamo",
     "tune_huggingface",
     "tune_llamacpp",
     "tune_sglang",
+    "tune_tensorrt_llm",
     "tune_vllm",
     "unbeaten",
     "write_settings",

@@ -138,10 +138,31 @@ def _hf(document: Mapping[str, Any] | None, target: str, drafter: NamedDrafter) 
     return f"{loaded}{update}{call}"
 
 
+DECODING_TYPES = {"eagle3": "Eagle3", "eagle": "Eagle", "mtp": "MTP", "ngram": "NGram"}
+"""TensorRT-LLM's ``decoding_type`` of vLLM's methods; a draft model's is ``DraftTarget``."""
+
+
+def _tensorrt_llm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
+    del file
+    kind = DECODING_TYPES.get(drafter.method or "eagle3", "DraftTarget")
+    settings = {"decoding_type": kind, "speculative_model": drafter.model or DRAFT, **document}
+    return (
+        " --extra_llm_api_options options.yaml  # there, speculative_config: "
+        f"{json.dumps(settings)}"
+    )
+
+
+def _dynamo(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:
+    del document, drafter
+    return f" --extra-engine-args {shlex.quote(file)}"
+
+
 _LINES: Mapping[str, tuple[str, Callable[[Mapping[str, Any], str, NamedDrafter], str]]] = {
     "vllm": ("vllm serve {target}", _vllm),
     "sglang": ("python -m sglang.launch_server --model-path {target}", _sglang),
     "hf": ("", lambda *_: ""),  # a line of Python: `_hf`
     "llamacpp": ("llama-server -m {target}", _llamacpp),
+    "tensorrt-llm": ("trtllm-serve {target}", _tensorrt_llm),
+    "dynamo": ("python -m dynamo.mocker --model-path {target}", _dynamo),
 }
 """By engine: the command without speculation, and what a document adds."""

@@ -7,11 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.batch.base import BatchPolicy
+from policies.batch.engines import TensorRTLLM
 from policies.batch.sglang import SGLangAdaptive
 from policies.batch.tables import BatchTable
 from policies.core import DraftPolicy
-from policies.lengths.basic import Autoregressive
-from simulator.tune.formats import HF_KEYS, LLAMACPP_KEYS, SettingsError, check_settings, is_batch
+from policies.lengths.basic import Autoregressive, Fixed
+from simulator.tune.formats import (
+    BY_LENGTH,
+    CONTEXT_END,
+    HF_KEYS,
+    LLAMACPP_KEYS,
+    SettingsError,
+    check_settings,
+    is_batch,
+)
 from simulator.tune.huggingface import Setting
 from simulator.tune.llamacpp import LlamaCppSetting
 from traces.store.text import read_json
@@ -42,6 +51,18 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[str, DraftPolicy | Batc
 
 
 def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy]:
+    if BY_LENGTH in document and "num_speculative_tokens_per_batch_size" not in document:
+        check_settings("vllm", document)
+        rows = [[1, CONTEXT_END, low, high, k] for low, high, k in document[BY_LENGTH]]
+        return "vllm", BatchTable(rows)
+    if "draft_len_schedule" in document:
+        check_settings("tensorrt-llm", document)
+        gate = (document.get("acceptance_window", 0),
+                document.get("acceptance_length_threshold", 0.0))  # fmt: skip
+        return "tensorrt-llm", TensorRTLLM(document["draft_len_schedule"], *gate, in_step=True)
+    if "aic_nextn" in document:
+        check_settings("dynamo", document)
+        return "dynamo", Fixed(document["aic_nextn"])
     if "num_speculative_tokens_per_batch_size" in document:
         check_settings("vllm", document)
         return "vllm", BatchTable(document["num_speculative_tokens_per_batch_size"])
@@ -58,6 +79,6 @@ def _policy(document: Mapping[str, Any]) -> tuple[str, DraftPolicy | BatchPolicy
         return "sglang", SGLangAdaptive(document)
     raise SettingsError(
         "expected num_speculative_tokens_per_batch_size (vLLM), a slot such as "
-        '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers) or '
-        "spec-draft-n-max (llama.cpp)"
+        '{"1": {"candidate_steps": [1]}} (SGLang), num_assistant_tokens (transformers), '
+        "spec-draft-n-max (llama.cpp), draft_len_schedule (TensorRT-LLM) or aic_nextn (Dynamo)"
     )

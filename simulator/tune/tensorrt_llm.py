@@ -1,0 +1,156 @@
+"""TensorRT-LLM's ``draft_len_schedule`` and acceptance window, and Dynamo's mocker rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from policies.batch.engines import TensorRTLLM
+from policies.lengths.basic import Autoregressive, Fixed
+from simulator.aggregate.positions import of_trace
+from simulator.serving.cost.policy_cost import TableCost
+from simulator.targets import Targets
+from simulator.tune.costs import DEFAULT_LENGTHS, longest_draft
+from simulator.tune.settings import Tuned
+from simulator.tune.vllm import tune_vllm
+from traces.acceptance.trace import Trace
+from traces.latency.table import LatencyTable
+
+WINDOW = (8, 1000)
+"""Fewest and most completed requests of an acceptance window."""
+SURE = 4.0
+"""Standard errors between the expected acceptance and the threshold of a window."""
+
+
+def tune_tensorrt_llm(
+    trace: Trace,
+    latency: LatencyTable,
+    batches: Sequence[int] | None = None,
+    *,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    slo: Targets | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Tuned:
+    """Search ``draft_len_schedule``, and set the gate by acceptance.
+
+    The search is that of `tune_vllm`, repeated with shorter drafts until the smallest batch size
+    has the longest, which TensorRT-LLM requires.  Nothing is drafted beyond the schedule's last
+    batch size.  ``acceptance_length_threshold`` is the accepted tokens per iteration below which
+    drafts lose at every batch size searched, and ``acceptance_window`` as many requests as tell
+    the recorded acceptance from it; without such a gap there is no gate.
+
+    Raises
+    ------
+    DraftsimError
+        As of `tune_vllm`.
+    """
+    kept, shortened = sorted(set(lengths)), False
+    while True:
+        found = tune_vllm(
+            trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed
+        )  # fmt: skip
+        rows = [{**row, "engine": "tensorrt-llm"} for row in found.rows]
+        warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
+        if found.document is None:
+            return Tuned("tensorrt-llm", None, Autoregressive(), rows, warnings)
+        table = found.document["num_speculative_tokens_per_batch_size"]
+        first, longest = table[0][-1], max(row[-1] for row in table)
+        if first == longest:
+            break
+        kept, shortened = [k for k in kept if k <= max(first, 1)], True
+    if shortened:
+        warnings.append(
+            f"drafts of more than {first} tokens are left out: TensorRT-LLM wants the longest "
+            "draft at the smallest batch size"
+        )
+    while table[-1][-1] == 0:
+        table = table[:-1]
+    schedule = {str(high): k for _, high, k in table}
+    document: dict[str, Any] = {"max_draft_len": first, "draft_len_schedule": schedule}
+    gate = _gate(trace, latency, first, [row["batch"] for row in rows])
+    if gate is not None:
+        document |= gate
+    warnings.append(
+        "K = 0 is priced with a draft pass, as in vLLM; TensorRT-LLM may skip it"
+        if any(row[-1] == 0 for row in table) else
+        f"beyond batch {table[-1][1]} nothing is drafted"
+    )  # fmt: skip
+    policy = TensorRTLLM(
+        schedule, document.get("acceptance_window", 0),
+        document.get("acceptance_length_threshold", 0.0), in_step=True,
+    )  # fmt: skip
+    return Tuned("tensorrt-llm", document, policy, rows, warnings)
+
+
+def _gate(
+    trace: Trace, latency: LatencyTable, k: int, batches: Sequence[int]
+) -> Mapping[str, Any] | None:
+    """Return the window and the threshold; None where acceptance is no surer than that."""
+    cost = TableCost(latency)
+    held = float(np.mean([r.prompt_length + r.tokens / 2 for r in trace.requests]))
+    needed = min(cost(b, k, b * (k + 1), held) / cost(b, 0, b, held) for b in batches)
+    log = of_trace("", trace, k).log
+    assert log is not None
+    rounds = log.per_request(np.ones(len(log)))
+    means = log.per_request(log.rounds["accepted"])[rounds > 0] / rounds[rounds > 0]
+    threshold, expected = max(needed - 1, 0.0), float(means.mean())
+    if expected <= threshold or not threshold:
+        return None
+    spread = float(means.std(ddof=1)) if len(means) > 1 else expected
+    window = math.ceil((SURE * spread / (expected - threshold)) ** 2)
+    if window > WINDOW[1]:
+        return None
+    return {
+        "acceptance_window": max(window, WINDOW[0]),
+        "acceptance_length_threshold": round(threshold, 3),
+    }
+
+
+MOST_DYNAMO = 5
+"""Longest draft that Dynamo's mocker knows."""
+
+
+def tune_dynamo(
+    trace: Trace,
+    latency: LatencyTable,
+    batches: Sequence[int] | None = None,
+    *,
+    lengths: Sequence[int] = DEFAULT_LENGTHS,
+    slo: Targets | None = None,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Tuned:
+    """Return the acceptance that Dynamo's mocker is to draw, at the best draft length.
+
+    ``aic_nextn`` is K, one for all loads: the K of the largest batch size where drafts pay in the
+    search of `tune_vllm`.  ``aic_nextn_accept_rates`` are the chances of each token, given that
+    those before it were accepted.
+
+    Raises
+    ------
+    DraftsimError
+        As of `tune_vllm`.
+    """
+    most = min(MOST_DYNAMO, longest_draft(trace) or MOST_DYNAMO)
+    kept = sorted({k for k in lengths if k <= most})
+    found = tune_vllm(trace, latency, batches, lengths=kept, slo=slo, draws=draws, seed=seed)
+    rows = [{**row, "engine": "dynamo"} for row in found.rows]
+    warnings = [w for w in found.warnings if "vLLM keeps the last K" not in w]
+    if found.document is None:
+        return Tuned("dynamo", None, Autoregressive(), rows, warnings)
+    k = next(row[-1] for row in found.document["num_speculative_tokens_per_batch_size"][::-1]
+             if row[-1])  # fmt: skip
+    rates = np.nan_to_num(of_trace("", trace, k).rates)
+    document = {
+        "aic_nextn": k, "aic_nextn_accept_rates": ",".join(f"{rate:.4f}" for rate in rates),
+    }  # fmt: skip
+    warnings.append(
+        f"Dynamo's mocker drafts K = {k} at every load: its gains are those of that K alone"
+    )
+    return replace(found, engine="dynamo", document=document, policy=Fixed(k), rows=rows,
+                   warnings=warnings)  # fmt: skip

@@ -1,0 +1,117 @@
+"""TensorRT-LLM's schedule, Dynamo's mocker rates and vLLM's table by sequence length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policies.batch.engines import TensorRTLLM
+from policies.core import Load
+from simulator.aggregate.positions import of_trace
+from simulator.tune import read_settings, tune_dynamo, tune_tensorrt_llm
+from simulator.tune.formats import SettingsError, check_settings
+from tests.conftest import Run
+from traces.acceptance.synthetic import synthetic_trace
+from traces.latency.table import LatencyTable
+
+TRACE = synthetic_trace(0.8, requests=12, tokens=60, seed=3)
+FREE = LatencyTable.constant(0.01, 0.0005)
+"""Passes cost the same at every batch: drafts pay everywhere."""
+
+
+def test_tensorrt_llms_schedule_is_one_that_it_takes(tmp_path: Path) -> None:
+    found = tune_tensorrt_llm(TRACE, FREE, [1, 4], lengths=(0, 2, 4), draws=20)
+    document: Any = found.document
+    check_settings("tensorrt-llm", document)
+    assert document["max_draft_len"] == 4
+    assert list(document["draft_len_schedule"].values()) == [4]
+    # Passes over two drafts cost 1.1 plain steps: a tenth of a token breaks even.
+    assert document["acceptance_length_threshold"] == pytest.approx(4 * 0.05, abs=0.01)
+    assert document["acceptance_window"] >= 8
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(document))
+    engine, policy = read_settings(path)
+    assert engine == "tensorrt-llm"
+    assert isinstance(policy, TensorRTLLM)
+    assert policy.plan([Load(4, 10)] * 4) == 4
+    assert policy.plan([Load(5, 10)] * 5) == 0
+
+
+def test_dynamos_rates_are_the_recordings() -> None:
+    found = tune_dynamo(TRACE, FREE, [1], draws=20)
+    document: Any = found.document
+    check_settings("dynamo", document)
+    rates = [float(rate) for rate in document["aic_nextn_accept_rates"].split(",")]
+    own = of_trace("", TRACE, document["aic_nextn"]).rates
+    assert rates == pytest.approx(np.asarray(own).tolist(), abs=1e-4)
+
+
+def test_drafts_that_pay_nowhere_leave_nothing_to_write() -> None:
+    dear = LatencyTable.constant(0.01, 0.02)
+    for tune in (tune_tensorrt_llm, tune_dynamo):
+        assert tune(TRACE, dear, [1], draws=20).document is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "document", "said"),
+    [
+        ("tensorrt-llm", {"max_draft_len": 4}, "draft_len_schedule is None"),
+        ("tensorrt-llm", {"max_draft_len": 4, "draft_len_schedule": {"4": 2, "8": 4}},
+         "must be max_draft_len = 4"),
+        ("tensorrt-llm", {"max_draft_len": 2, "draft_len_schedule": {"4": 2, "8": 4}},
+         "expected 0 to max_draft_len = 2"),
+        ("tensorrt-llm", {"max_draft_len": 2, "draft_len_schedule": {"x": 2}}, "batch sizes"),
+        ("tensorrt-llm", {"max_draft_len": 2, "draft_len_schedule": {"4": 2},
+                          "max_concurrency": 8}, "excludes draft_len_schedule"),
+        ("tensorrt-llm", {"max_draft_len": 2, "draft_len_schedule": {"4": 2},
+                          "acceptance_length_threshold": -1}, "0 or more"),
+        ("dynamo", {"aic_nextn": 6, "aic_nextn_accept_rates": "1"}, "1 to 5"),
+        ("dynamo", {"aic_nextn": 2, "aic_nextn_accept_rates": "0.8"}, "expected 2 chances"),
+        ("dynamo", {"aic_nextn": 1, "aic_nextn_accept_rates": "1.2"}, "expected 1 chances"),
+        ("vllm", {"num_speculative_tokens": 4,
+                  "num_speculative_tokens_per_seq_len": [[1, 10, 4], [20, 30, 0]]},
+         "expected to start at 11"),
+        ("vllm", {"num_speculative_tokens": 4,
+                  "num_speculative_tokens_per_seq_len": [[1, 10, 5]]}, "K must be 0 to"),
+        ("vllm", {"num_speculative_tokens": 4, "num_speculative_tokens_per_seq_len": []},
+         "expected a list of rows"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_would_refuse_is_not_written(
+    engine: str, document: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check_settings(engine, document)
+
+
+def test_vllms_table_by_sequence_length(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "spec.json"
+    ran = run("tune", "--engine", "vllm", "--by-length", "--trace", "bundled", "--resamples", 20,
+              "--context", "64,128,200", "--out", out)  # fmt: skip
+    assert ran.code == 0, ran.err
+    document = json.loads(out.read_text())
+    rows = document["num_speculative_tokens_per_seq_len"]
+    check_settings("vllm", document)
+    assert rows[0][0] == 1
+    engine, policy = read_settings(out)
+    assert engine == "vllm"
+    for low, _, k in rows:
+        assert policy.plan([Load(7, low)] * 7) == k  # type: ignore[union-attr]
+    assert "does not read this table" in ran.err
+    assert run("tune", "--engine", "vllm", "--by-length", "--batch", "1,4").code == 2
+
+
+@pytest.mark.parametrize("engine", ["tensorrt-llm", "dynamo"])
+def test_settings_on_the_command_line(engine: str, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "settings.json"
+    ran = run("tune", "--engine", engine, "--trace", "bundled", "--batch", "1", "--resamples", 20,
+              "--out", out)  # fmt: skip
+    assert ran.code == 0, ran.err
+    document = json.loads(out.read_text())
+    if document is not None:
+        check_settings(engine, {k: v for k, v in document.items() if k not in ("method", "model")})
+    assert "launch: " in ran.err
