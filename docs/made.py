@@ -22,6 +22,7 @@ from docs.engine_tables import engine_checks, server_checks
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
 from docs.paper_tables import order_of_systems
+from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
 from policies.core import Round
 from policies.guard import SIGNALS
@@ -296,7 +297,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
-    "phases": phases,
+    "phases": phases, "questions": questions,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
     "served": served, "server_checks": server_checks, "signals": signals, "string": string,
 }  # fmt: skip

@@ -1,0 +1,145 @@
+"""The page of questions: each with a command and what it prints, run when the page is made."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from typing import NamedTuple
+from unittest import mock
+
+MOST_LINES = 14
+"""Lines of an output that a page shows."""
+WIDTH = 110
+"""Columns of the terminal that outputs are made for."""
+
+
+class Question(NamedTuple):
+    """A question, the command that answers it, and how to read its output."""
+
+    asked: str
+    command: str
+    reading: str
+
+
+SERVED = "--trace smollm2-vllm-draft-cpu"
+A100 = "a100/llama-3.1-8b+llama-3.2-1b"
+QUESTIONS = {
+    "load": Question(
+        "Which K at which concurrency?",
+        f"draftsim tune --engine vllm {SERVED} --batch 1,4,16 --resamples 50",
+        "A row is a batch size. `deploy` says where no speculation is as fast; the setting below "
+        "is what vLLM reads. Name your own recording and latencies, or give benchmark runs to "
+        "`draftsim recommend`.",
+    ),
+    "context": Question(
+        "Which K at which context?",
+        f"draftsim breakeven --latency {A100} --acceptance 0.8,0.7,0.65,0.6 --batch 16 "
+        "--context 512,4096,16384,65536 --k 1,2,4",
+        "The last line is vLLM's table by sequence length, with what one K for all contexts loses.",
+    ),
+    "break-even": Question(
+        "Where does speculation stop paying?",
+        f"draftsim breakeven --latency {A100} --acceptance 0.7 --batch 1,8,32,128 "
+        "--context 1024,8192 --k 1,2,4",
+        "`needed` is the acceptance length that breaks even at the load, whatever drafts. With "
+        "`--plot FILE` it is a map; with `--plan`, the fewest runs to measure on your own server.",
+    ),
+    "baseline": Question(
+        "Over which baseline is the gain?",
+        f"draftsim serve {SERVED} --policy autoregressive --policy fixed:gamma=2 "
+        "--policy batch-table:table=[[1,64,0]] --batch 1,8 --requests 40",
+        "`autoregressive` is an engine without a drafter. K = 0 in a table is not that baseline: "
+        "the draft model still reads every token, which is the difference of the two rows.",
+    ),
+    "moe": Question(
+        "Does it help a mixture of experts?",
+        "draftsim breakeven --latency h100/qwen3-30b-a3b+qwen3-0.6b --acceptance 0.75 "
+        "--batch 1,2,4,8,16,64 --context 1024 --k 1,2,4",
+        "At small batches every verified token reaches further experts, so `needed` is higher "
+        "there than at batches that reach all experts anyway.",
+    ),
+    "one-pass": Question(
+        "Do drafters that draft all tokens in one pass need another K?",
+        "draftsim simulate --trace bundled --source medusa --policy fixed:gamma=1 "
+        "--policy fixed:gamma=2 --policy fixed:gamma=3 --resamples 100",
+        "One pass drafts every token, so K costs verification alone, and the longest draft that is "
+        "verified for free is best. `draftsim calibrate --passes 1` fits such a server.",
+    ),
+    "adaptive": Question(
+        "Does adaptive verification help?",
+        f"draftsim serve {SERVED} --policy fixed:gamma=5 --policy adaptive-verification:gamma=5 "
+        "--policy goodput:gamma_max=5 --batch 1,8 --requests 40",
+        "`adaptive-verification` verifies only the tokens of a draft that are worth their cost, "
+        "`goodput` chooses K by measured acceptance. Compare them with the fixed K.",
+    ),
+    "acceptance": Question(
+        "Why is my acceptance low?",
+        "draftsim doctor 0.36,0.66,0.62,0.58 --against 0.72,0.66,0.62,0.58",
+        "Give the server's `/metrics`, before and after, or its log in place of the numbers, and a "
+        "recording, a published curve or `speculation_profile.json` as `--against`.",
+    ),
+    "capacity": Question(
+        "How many replicas does it save?",
+        f"draftsim capacity {SERVED} --rate 2 --slo tpot=0.2 --policy autoregressive "
+        "--policy fixed:gamma=2 --requests 60 --replications 2 --max-batch 8",
+        "The first line says which policy needs the fewest replicas at the rate and targets.",
+    ),
+    "trees": Question(
+        "Is a tree better than a chain?",
+        "draftsim simulate --trace smollm2-cpu --source eagle2:model=smollm2-eagle3 "
+        "--policy fixed:gamma=3 --policy fixed:gamma=5 --resamples 100",
+        "The tree accepts more tokens per round and verifies more nodes. Compare with the chain of "
+        "the same head, `--source eagle:model=smollm2-eagle3`.",
+    ),
+    "thinking": Question(
+        "Do thinking phases accept less?",
+        "draftsim curve 1:1.83,2:2.43,3:2.88 1:1.80,2:2.33,3:2.75 --k 4,8",
+        "Kimi-K2.5 with EAGLE-3 on SPEED-Bench coding, thinking on and off "
+        "(SemiAnalysisAI/InferenceX). On your own logs, give each phase to `doctor` by itself, and "
+        "the other one as `--against`.",
+    ),
+    "graphs": Question(
+        "Which K fits the captured CUDA graphs?",
+        f"draftsim serve --trace smollm2-cpu --latency {A100} --policy fixed:gamma=3 "
+        "--policy graph-aware:gamma=3 --batch 7,9,12 --requests 40",
+        "A composed table pads passes to captured sizes, as vLLM does. `graph-aware` fills the "
+        "padding with further drafts.",
+    ),
+}  # fmt: skip
+"""The twelve questions, by name."""
+
+
+@cache
+def printed(command: str) -> str:
+    """Return what a command prints: remarks first, then the answer.
+
+    Raises RuntimeError if it fails.
+    """
+    from commands import app
+
+    out, err = io.StringIO(), io.StringIO()
+    environment = {"COLUMNS": str(WIDTH), "DRAFTSIM_TRACE": "smollm2-cpu"}
+    with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
+        code = app.app(shlex.split(command)[1:], standalone_mode=False)
+    if code not in (None, 0):
+        raise RuntimeError(f"{command}: exit code {code}: {err.getvalue()}")
+    return f"{err.getvalue().strip()}\n\n{out.getvalue().strip()}".strip()
+
+
+def questions() -> str:
+    """Return every question with its command and the output of running it."""
+    return "\n\n".join(
+        f"## {number}. {q.asked}\n\n```\n{q.command}\n```\n\n```text\n{shown(q.command)}\n```\n\n"
+        f"{q.reading}"
+        for number, q in enumerate(QUESTIONS.values(), 1)
+    )
+
+
+def shown(command: str) -> str:
+    """Return the first `MOST_LINES` lines of an output, without blank ends."""
+    lines = [line.rstrip() for line in printed(command).splitlines()]
+    cut = [*lines[:MOST_LINES], f"… {len(lines) - MOST_LINES} more lines"]
+    return "\n".join(lines if len(lines) <= MOST_LINES + 1 else cut)
