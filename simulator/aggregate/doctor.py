@@ -78,7 +78,7 @@ class ContextPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was compared, and the most likely cause."""
+    """A comparison by position, and the most likely cause of the difference."""
 
     places: list[Place]
     contexts: list[ContextPart]
@@ -97,7 +97,7 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """What the pattern is, and what to look at."""
+        """Describe the pattern, and say what to look at."""
         return CAUSES[self.cause].format(at=self.at)
 
 
