@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shlex
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from typing import NamedTuple
 from unittest import mock
 
-MOST_LINES = 14
+MOST_LINES = 16
 """Lines of an output that a page shows."""
-WIDTH = 110
-"""Columns of the terminal that outputs are made for."""
+PROVENANCE = re.compile(
+    r"composed from operators|^acceptance of |measured sizes|passes: batch|^prompts beside decoding"
+    r"|^not in the latency table|^warning: |^launch: "
+)
+"""Remarks on what was read that the page leaves out: the command's own output has them."""
 
 
 class Question(NamedTuple):
@@ -103,8 +107,8 @@ QUESTIONS = {
     ),
     "graphs": Question(
         "Which K fits the captured CUDA graphs?",
-        f"draftsim serve --trace smollm2-cpu --latency {A100} --policy fixed:gamma=3 "
-        "--policy graph-aware:gamma=3 --batch 7,9,12 --requests 40",
+        f"draftsim serve --trace qwen-coder-cpu --latency {A100} --policy fixed:gamma=2 "
+        "--policy graph-aware:gamma=2 --batch 1,2,3 --requests 40",
         "A composed table pads passes to captured sizes, as vLLM does. `graph-aware` fills the "
         "padding with further drafts.",
     ),
@@ -114,19 +118,20 @@ QUESTIONS = {
 
 @cache
 def printed(command: str) -> str:
-    """Return what a command prints: remarks first, then the answer.
+    """Return what a command prints: the table, then its remarks without `PROVENANCE`.
 
     Raises RuntimeError if it fails.
     """
     from commands import app
 
     out, err = io.StringIO(), io.StringIO()
-    environment = {"COLUMNS": str(WIDTH), "DRAFTSIM_TRACE": "smollm2-cpu"}
+    environment = {"DRAFTSIM_TRACE": "smollm2-cpu"}
     with mock.patch.dict(os.environ, environment), redirect_stdout(out), redirect_stderr(err):
         code = app.app(shlex.split(command)[1:], standalone_mode=False)
     if code not in (None, 0):
         raise RuntimeError(f"{command}: exit code {code}: {err.getvalue()}")
-    return f"{err.getvalue().strip()}\n\n{out.getvalue().strip()}".strip()
+    said = [line for line in err.getvalue().splitlines() if not PROVENANCE.search(line)]
+    return "\n\n".join(filter(None, (out.getvalue().strip(), "\n".join(said).strip())))
 
 
 def questions() -> str:

@@ -54,7 +54,9 @@ def load_positions(
     if not is_log:
         if len(texts) > 1:
             missing = next((text for text in texts if not Path(text).is_file()), first)
-            raise FileError(f"{missing}: several texts are the files of one log, and this is no file")
+            raise FileError(
+                f"{missing}: several texts are the files of one log, and this is no file"
+            )
         return _recorded(first, k, source)
     if form == "auto" and not looks_like(paths[0]):
         raise FileError(f"{first}: of no known format: expected {FORMS}")
