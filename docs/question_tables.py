@@ -15,7 +15,7 @@ MOST_LINES = 16
 """Lines of an output that a page shows."""
 PROVENANCE = re.compile(
     r"composed from operators|^acceptance of |measured sizes|passes: batch|^prompts beside decoding"
-    r"|^not in the latency table|^warning: |^launch: "
+    r"|^not in the latency table|^warning: |^launch: |^simulating, |^run \d+: "
 )
 """Remarks on what was read that the page leaves out: the command's own output has them."""
 
@@ -30,6 +30,7 @@ class Question(NamedTuple):
 
 SERVED = "--trace smollm2-vllm-draft-cpu"
 A100 = "a100/llama-3.1-8b+llama-3.2-1b"
+CODER = f"--trace qwen-coder-cpu --latency {A100}"
 QUESTIONS = {
     "load": Question(
         "Which K at which concurrency?",
@@ -74,8 +75,8 @@ QUESTIONS = {
     ),
     "adaptive": Question(
         "Does adaptive verification help?",
-        f"draftsim serve {SERVED} --policy fixed:gamma=5 --policy adaptive-verification:gamma=5 "
-        "--policy goodput:gamma_max=5 --batch 1,8 --requests 40",
+        f"draftsim serve {CODER} --policy fixed:gamma=5 --policy adaptive-verification:gamma=5 "
+        "--policy goodput:gamma_max=5 --batch 1,32 --requests 64",
         "`adaptive-verification` verifies only the tokens of a draft that are worth their cost, "
         "`goodput` chooses K by measured acceptance. Compare them with the fixed K.",
     ),
@@ -87,8 +88,8 @@ QUESTIONS = {
     ),
     "capacity": Question(
         "How many replicas does it save?",
-        f"draftsim capacity {SERVED} --rate 2 --slo tpot=0.2 --policy autoregressive "
-        "--policy fixed:gamma=2 --requests 60 --replications 2 --max-batch 8",
+        f"draftsim capacity {CODER} --rate 24 --slo tpot=0.012 --policy fixed:gamma=2 "
+        "--requests 200 --replications 2 --max-batch 16",
         "The first line says which policy needs the fewest replicas at the rate and targets.",
     ),
     "trees": Question(
@@ -107,7 +108,7 @@ QUESTIONS = {
     ),
     "graphs": Question(
         "Which K fits the captured CUDA graphs?",
-        f"draftsim serve --trace qwen-coder-cpu --latency {A100} --policy fixed:gamma=2 "
+        f"draftsim serve {CODER} --policy fixed:gamma=2 "
         "--policy graph-aware:gamma=2 --batch 1,2,3 --requests 40",
         "A composed table pads passes to captured sizes, as vLLM does. `graph-aware` fills the "
         "padding with further drafts.",
