@@ -100,9 +100,9 @@ def breakeven(
     lengths = [int(n) for n in batch_sizes("--k", k or DEFAULT_KS, MOST_LENGTH)]
     server = None if bench is None else _server(bench, passes)
     if plan:
-        own = _given(acceptance, trace, source, lengths)
+        given = _given(acceptance, trace, source, lengths)
         loads = grid(*_axes(batch, context, server, None, lengths), lengths)
-        _plan(loads, own, server, passes, out, json)
+        _plan(loads, given, server, passes, out, json)
         return
     if server is not None:
         own = None if acceptance is None else load_positions([acceptance])

@@ -14,7 +14,8 @@ from unittest import mock
 MOST_LINES = 16
 """Lines of an output that a page shows."""
 PROVENANCE = re.compile(
-    r"composed from operators|^acceptance of |measured sizes|passes: batch|^prompts beside decoding"
+    r"composed from operators|^acceptance of |measured sizes|passes: batch"
+    r"|^prompts \w+ decoding, priced"
     r"|^not in the latency table|^warning: |^launch: |^simulating, |^run \d+: "
 )
 """Remarks on what was read that the page leaves out: the command's own output has them."""

@@ -10,7 +10,7 @@ from typing import Any
 from policies.batch.base import BatchPolicy, IterationCost, KeptInStep, TextbookCost
 from policies.batch.tables import counted
 from policies.core import Load, Round
-from policies.parameters import whole, within
+from policies.parameters import ordered, whole, within
 
 _DEFAULT_CONFIG: Mapping[str, Any] = {"1": {"candidate_steps": [1, 3, 5, 7]}}
 _SETTINGS: Mapping[str, float] = {
@@ -234,7 +234,8 @@ class GraphAware(BatchPolicy):
         self, gamma: int = 3, gamma_max: int = 8, graphs: Sequence[int] | None = None
     ) -> None:
         whole("gamma", gamma, 1)
-        whole("gamma_max", gamma_max, gamma)
+        whole("gamma_max", gamma_max, 1)
+        ordered("gamma", gamma, "gamma_max", gamma_max)
         self.gamma = gamma
         self.gamma_max = gamma_max
         self.graphs = graphs
