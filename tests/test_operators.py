@@ -11,8 +11,9 @@ import pytest
 
 from tests.conftest import Run
 from traces.errors import DraftsimError
+from traces.latency.graphs import CAPTURED, CUDAGraphs
 from traces.operators.attention import AttentionOperators, Heads, heads_of
-from traces.operators.compose import CAPTURED, Composer, Placed
+from traces.operators.compose import Composer, Placed
 from traces.operators.dense import MEASURED, NEAR, DenseOperators, experts_reached
 from traces.operators.devices import DATA, DEVICES
 from traces.operators.memory import kv_blocks
@@ -28,6 +29,8 @@ from traces.store.operators import (
 from traces.store.recordings import find_latency
 
 EIGHT = find_architecture("llama-3.1-8b")
+EVERY = tuple(range(1, 513))
+"""Captured sizes that pad nothing."""
 
 
 def one(values: float) -> npt.NDArray[np.float64]:
@@ -55,7 +58,7 @@ def made(**changed: float) -> OperatorTable:
 
 
 def test_a_pass_is_the_sum_of_its_operators() -> None:
-    composer = Composer(made(), "rtx-4090", captured=())
+    composer = Composer(made(), "rtx-4090", CUDAGraphs(EVERY))
     heads = heads_of(EIGHT, 1)
     for batch, context in ((1, 0), (20, 700), (64, 3000)):
         grown = 1 + batch / 1000
@@ -67,9 +70,9 @@ def test_a_pass_is_the_sum_of_its_operators() -> None:
 
 
 def test_captured_sizes_pad_all_but_attention() -> None:
-    plain, padded = (Composer(made(), "rtx-4090", captured=c) for c in ((), CAPTURED))
+    plain, padded = (Composer(made(), "rtx-4090", CUDAGraphs(sizes)) for sizes in (EVERY, CAPTURED))
     at = {n: float(padded.pass_s(Placed(EIGHT), n, 1, 500)) for n in (33, 40, 41)}
-    assert padded.padded(np.array([1.0, 3, 33, 512, 513])).tolist() == [1, 4, 40, 512, 513]
+    assert padded.graphs.padded([1.0, 3, 33, 512, 513]).tolist() == [1, 4, 40, 512, 513]
     bare = float(plain.pass_s(Placed(EIGHT), 40, 1, 500))
     assert at[40] == pytest.approx(bare)
     less = 32 * np.subtract(
