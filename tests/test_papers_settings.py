@@ -44,5 +44,7 @@ def test_every_setting_has_rows_and_says_what_agrees() -> None:
     # A draft of 8B costs more of a 70B's pass on four GPUs than 68M of a 7B's on one.
     c = [found[label, "c"].ours for label in labels if "H100" in label and "70B" in label]
     small = found["Vicuna-7B + 68M, H100", "c"].ours
-    assert small is not None and c[0] is not None and c[0] > 5 * small
+    assert small is not None
+    assert c[0] is not None
+    assert c[0] > 5 * small
     assert 1 < (found["Vicuna-7B + 68M, H100", "GammaTune over fixed lengths"].ours or 0) < 1.3
