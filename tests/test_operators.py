@@ -224,7 +224,7 @@ def test_h800_is_h100_within_one_gpu_and_slower_between_several() -> None:
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
         ("a100/llama-2-7b:width=3", "is no size of a model: expected FIELD=VALUE of layers"),
-        ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token"),
+        ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token, and a conc"),
         ("h100/mixtral-8x7b:experts=many@tp4", "experts is 'many', no number"),
         ("a100/llama-2-7b:layers=0", "layers is 0, too small"),
         ("z100/llama-2-7b+vicuna-68m", "has no data-sheet entry"),

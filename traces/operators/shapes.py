@@ -162,7 +162,6 @@ def _changed(model: Architecture, changes: str) -> Architecture:
             raise DraftsimError(f"{name}: {field} is {value}, too small")
     if found.concentration > 1 or found.experts_per_token > found.experts:
         raise DraftsimError(
-            f"{name}: expected at most {found.experts} experts_per_token, and a concentration of at "
-            "most 1"
+            f"{name}: expected at most {found.experts} experts_per_token, and a concentration of 1"
         )
     return found
