@@ -13,8 +13,11 @@ import typer
 from commands.common.bounds import MOST_CONTEXT
 from commands.common.devices import (
     AlwaysOption,
+    CaptureOption,
     GpuOption,
+    GraphModeOption,
     WeightsOption,
+    in_graphs,
     say_calibrate,
 )
 from commands.common.drafted import DraftedOption, load_recording
@@ -79,6 +82,8 @@ def tune(
     gpu: GpuOption = None,
     weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
+    cudagraph_capture_sizes: CaptureOption = None,
+    cudagraph_mode: GraphModeOption = None,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -152,7 +157,7 @@ def tune(
     from simulator.hardware import bounds_of
     from simulator.targets import parse_targets
     from simulator.tune import launch_line, write_settings
-    from simulator.tune.costs import DEFAULT_LENGTHS
+    from simulator.tune.costs import DEFAULT_LENGTHS, default_batches
     from simulator.tune.launch import FILE
     from simulator.tune.settings import laid_out
     from traces.replay.always import drafting_always
@@ -168,15 +173,17 @@ def tune(
             f"what is tuned for {engine.value} drafts with a model, not with "
             f"{recorded.source}: tune for vllm, sglang, tensorrt-llm or dynamo"
         )
-    table = drafting_always(recording.priced(), always_draft)
+    sizes = None if batch is None else batch_sizes("--batch", batch)
     if engine is not Engine.VLLM and (by_context or by_length or context):
         form = "--by-length" if by_length else "--by-context"
         raise DraftsimError(f"{form} is a form of vllm's, not of {engine.value}'s")
-    sizes = None if batch is None else batch_sizes("--batch", batch)
     if by_length:
         if by_context or len(sizes or [1]) != 1:
             raise DraftsimError("--by-length has one K at all batch sizes: name one --batch alone")
         sizes, by_context = sizes or [1], True
+    largest = 1 if engine in ONE_REQUEST else max(sizes or default_batches(recording.latency))
+    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, largest)
+    table = drafting_always(recording.priced(), always_draft)
     if engine in ONE_REQUEST and sizes not in (None, [1]):
         raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
@@ -212,12 +219,16 @@ def tune(
         # Before anything is tried: what was found is not lost with an engine that fails.
         write_settings(tuned, out)
         note(f"wrote {out}")
+    captured = _captured(engine, tuned, table)
     line = launch_line(
-        engine.value, tuned.document, target=target, file=str(out or FILE), drafter=drafter
-    )
+        engine.value, tuned.document, target=target, file=str(out or FILE), drafter=drafter,
+        captured=captured,
+    )  # fmt: skip
     more: dict[str, Any] = {
         "settings": tuned.document, "launch": line, "warnings": list(tuned.warnings)
     }  # fmt: skip
+    if captured:
+        more["cudagraph_capture_sizes"] = captured
     tried = []
     if try_out:
         from commands.engine.trial import try_settings
@@ -248,6 +259,37 @@ def tune(
         print(laid_out(tuned.document))
     if not tried:
         note(f"launch: {line}")
+
+
+def _captured(engine: Engine, tuned: Tuned, table: LatencyTable) -> list[int]:
+    """Return sizes for vLLM to capture CUDA graphs for, with a note.
+
+    None where the latencies do not say the graphs of their engine.
+    """
+    from simulator.tune.launch import proposed_graphs
+    from traces.latency.graphs import CUDAGraphs
+    from traces.store.operators import in_graphs
+
+    graphs = proposed_graphs(tuned.document) if engine is Engine.VLLM else None
+    now = table.meta.get("captured")
+    if graphs is None or not now:
+        return []
+    padded = {}
+    for row in tuned.rows:
+        batch, width = int(row["batch"]), int(str(row["setting"]).partition("=")[2]) + 1
+        padded[batch, width] = CUDAGraphs(tuple(now)).padded(batch * width).item() / (batch * width)
+    (batch, width), most = max(padded.items(), key=lambda item: item[1])
+    said = "no round searched is padded by either list"
+    if most > 1:
+        at = {"batch": batch, "new_tokens": width}
+        before_s = table.seconds("target", "forward", **at).item()
+        said = f"at batch {batch} a verification of {batch * width} tokens runs over no more"
+        said += f" than that, instead of {most * batch * width:.0f}"
+        if "composed" in table.meta:
+            after = in_graphs(table, graphs, batch).seconds("target", "forward", **at).item()
+            said += f" ({after / before_s - 1:+.1%} of its time)"
+    note(f"capture multiples of K + 1 (--cudagraph-capture-sizes in the launch line): {said}")
+    return list(graphs.sizes)
 
 
 def _columns(rows: list[dict[str, Any]], by_context: bool) -> list[str]:

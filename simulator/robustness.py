@@ -49,15 +49,26 @@ def seconds_by_gamma(
     ``families`` maps a name to a function that makes the policy for an initial gamma.
     Raises what `traces.replay.run.replay` raises.
     """
-    plain_s: Floats = np.zeros(len(trace.requests))
-    seconds: dict[tuple[str, int], Floats] = {}
+    [found] = seconds_at_each(trace, families, [latency], gammas)
+    return found
+
+
+def seconds_at_each(
+    trace: Trace,
+    families: Mapping[str, Callable[[int], DraftPolicy]],
+    latencies: Sequence[LatencyTable],
+    gammas: Sequence[int] = INITIAL_GAMMAS,
+) -> list[GammaSeconds]:
+    """`seconds_by_gamma` at each of several latency tables, from one replay."""
     named = {(name, gamma): make(gamma) for name, make in families.items() for gamma in gammas}
-    logs = replay_many(trace, [(name, policy) for (name, _), policy in named.items()])
-    for key, log in zip(named, logs, strict=True):
-        if not seconds:
-            plain_s = price(autoregressive(log), latency).decode_s
-        seconds[key] = price(log, latency).decode_s
-    return GammaSeconds(plain_s, seconds)
+    logs = list(replay_many(trace, [(name, policy) for (name, _), policy in named.items()]))
+    return [
+        GammaSeconds(
+            price(autoregressive(logs[0]), latency).decode_s,
+            {key: price(log, latency).decode_s for key, log in zip(named, logs, strict=True)},
+        )
+        for latency in latencies
+    ]
 
 
 def speedup_by_gamma(

@@ -11,8 +11,9 @@ import pytest
 
 from tests.conftest import Run
 from traces.errors import DraftsimError
+from traces.latency.graphs import CAPTURED, CUDAGraphs
 from traces.operators.attention import AttentionOperators, Heads, heads_of
-from traces.operators.compose import CAPTURED, Composer, Placed
+from traces.operators.compose import Composer, Placed
 from traces.operators.dense import MEASURED, NEAR, DenseOperators, experts_reached
 from traces.operators.devices import DATA, DEVICES
 from traces.operators.memory import kv_blocks
@@ -28,6 +29,8 @@ from traces.store.operators import (
 from traces.store.recordings import find_latency
 
 EIGHT = find_architecture("llama-3.1-8b")
+EVERY = tuple(range(1, 513))
+"""Captured sizes that pad nothing."""
 
 
 def one(values: float) -> npt.NDArray[np.float64]:
@@ -55,7 +58,7 @@ def made(**changed: float) -> OperatorTable:
 
 
 def test_a_pass_is_the_sum_of_its_operators() -> None:
-    composer = Composer(made(), "rtx-4090", captured=())
+    composer = Composer(made(), "rtx-4090", CUDAGraphs(EVERY))
     heads = heads_of(EIGHT, 1)
     for batch, context in ((1, 0), (20, 700), (64, 3000)):
         grown = 1 + batch / 1000
@@ -67,9 +70,9 @@ def test_a_pass_is_the_sum_of_its_operators() -> None:
 
 
 def test_captured_sizes_pad_all_but_attention() -> None:
-    plain, padded = (Composer(made(), "rtx-4090", captured=c) for c in ((), CAPTURED))
+    plain, padded = (Composer(made(), "rtx-4090", CUDAGraphs(sizes)) for sizes in (EVERY, CAPTURED))
     at = {n: float(padded.pass_s(Placed(EIGHT), n, 1, 500)) for n in (33, 40, 41)}
-    assert padded.padded(np.array([1.0, 3, 33, 512, 513])).tolist() == [1, 4, 40, 512, 513]
+    assert padded.graphs.padded([1.0, 3, 33, 512, 513]).tolist() == [1, 4, 40, 512, 513]
     bare = float(plain.pass_s(Placed(EIGHT), 40, 1, 500))
     assert at[40] == pytest.approx(bare)
     less = 32 * np.subtract(
@@ -145,11 +148,33 @@ def test_experts_reached() -> None:
     model = find_architecture("qwen3-30b-a3b")
     reached = experts_reached(model, np.array([1.0, 2, 10_000]))
     assert reached.tolist() == pytest.approx([8, 128 * (1 - (15 / 16) ** 2), 128])
-    assert experts_reached(model, np.array([2.0]), 0.3).tolist() == [8]
+    concentrated = find_architecture("qwen3-30b-a3b:concentration=0.7")
+    assert experts_reached(concentrated, np.array([2.0, 10_000])).tolist() == pytest.approx(
+        [0.7 * 15.5, 0.7 * 128]
+    )
+    assert experts_reached(concentrated, np.array([1.0])).tolist() == [8]
     composer = Composer(bundled_operators("rtx-pro-6000"), "rtx-pro-6000")
     one_s, two_s, full_s = composer.dense.experts_s(model, 1, np.array([1.0, 2, 2048]))
     assert 1.3 < two_s / one_s < 2.7
     assert full_s == pytest.approx(1066.6e-6, rel=0.01)
+
+
+def test_verifying_reaches_more_experts() -> None:
+    """Two tokens reach nearly twice the experts of one: a verification is no longer free."""
+    names = {
+        "rtx-pro-6000:operators": ("qwen3-30b-a3b", "qwen3-30b-a3b:concentration=0.7", "qwen3-4b"),
+        "h100": ("mixtral-8x7b@tp4", "mixtral-8x7b:experts=16,experts_per_token=4@tp4"),
+    }
+    ratio = {}
+    for device, models in names.items():
+        for model in models:
+            table = find_latency(f"{device}/{model}")
+            seconds = table.seconds("target", "forward", new_tokens=[1, 4], context=500)
+            ratio[model] = seconds[1] / seconds[0]
+    routed, concentrated, dense, mixtral, more = ratio.values()
+    assert 1.2 < concentrated < routed < 3
+    assert dense < 1.2 < mixtral
+    assert more > 1.2
 
 
 def test_names_of_composed_latencies(tmp_path: Path) -> None:
@@ -198,6 +223,10 @@ def test_h800_is_h100_within_one_gpu_and_slower_between_several() -> None:
         ("a100/llama-2-70b@tp3", "its 64 heads cannot be shared by 3 GPUs"),
         ("a100/llama-2-7b@4", "expected a model and @tpN"),
         ("a100/llama-2-7b+vicuna-68m+vicuna-68m", "names 3 models"),
+        ("a100/llama-2-7b:width=3", "is no size of a model: expected FIELD=VALUE of layers"),
+        ("h100/mixtral-8x7b:experts=1@tp4", "expected at most 1 experts_per_token, and a conc"),
+        ("h100/mixtral-8x7b:experts=many@tp4", "experts is 'many', no number"),
+        ("a100/llama-2-7b:layers=0", "layers is 0, too small"),
         ("z100/llama-2-7b+vicuna-68m", "has no data-sheet entry"),
     ],
 )

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.capacity.said import remarks, shown
-from commands.common.devices import AlwaysOption
+from commands.common.devices import (
+    AlwaysOption,
+    BlocksOption,
+    CaptureOption,
+    GraphModeOption,
+    blocks_of,
+    in_graphs,
+)
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
@@ -70,10 +77,10 @@ def capacity(
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
     max_batch: MaxBatchOption = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(help="Cache blocks of 16 tokens of a replica; default: no limit.")
-    ] = None,
+    kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
+    cudagraph_capture_sizes: CaptureOption = None,
+    cudagraph_mode: GraphModeOption = None,
     max_replicas: Annotated[int, typer.Option(help="Replicas to try at most.")] = 1024,
     requests: Annotated[
         int | None,
@@ -117,9 +124,10 @@ def capacity(
     policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
     recording.check_rule(rule)
-    limits = Limits.of_engine(table, max_batch, token_budget, kv_blocks)
+    limits = Limits.of_engine(table, max_batch, token_budget, blocks_of(kv_blocks, table))
     max_batch = limits.max_batch
     table.check_sizes("target", "forward", max_batch, 1)
+    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, max_batch)
     table = drafting_always(recording.priced(max_batch), always_draft)
     base = Scenario(
         arrivals_of(rate, arrivals, process), limits, warmup=0.2, seed=seed,

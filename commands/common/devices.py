@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from commands.common.drafted import Recording
     from simulator.hardware import WeightFormat
     from simulator.whatif.sweep.prices import Prices
     from traces.latency.table import LatencyTable
@@ -53,6 +55,38 @@ BlocksOption = Annotated[
         "beside the weights; default: no limit.",
     ),
 ]
+
+CaptureOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cudagraph-capture-sizes",
+        metavar="N,...",
+        help="Tokens that the engine captures CUDA graphs for: a pass costs what the next captured "
+        "size costs. Default: vLLM's list for composed latencies, as measured for others.",
+    ),
+]
+GraphModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cudagraph-mode",
+        metavar="MODE",
+        help="FULL (default), PIECEWISE or NONE, of composed latencies.",
+    ),
+]
+
+
+def in_graphs(recording: Recording, sizes: str | None, mode: str | None, largest: int) -> Recording:
+    """`recording` with its latencies in the CUDA graphs that the options name.
+
+    Raises DraftsimError for sizes and modes that are none, or that the latencies say nothing of.
+    """
+    from traces.latency.graphs import CUDAGraphs
+    from traces.store.operators import in_graphs
+
+    named = sizes is not None or mode is not None
+    graphs = CUDAGraphs.parsed(sizes, mode) if named else None
+    tables = {name: in_graphs(t, graphs, largest) for name, t in recording.tables.items()}
+    return replace(recording, tables=tables)
 
 
 def blocks_of(text: str | None, table: LatencyTable) -> int | None:

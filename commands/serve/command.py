@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from commands.common.devices import AlwaysOption, BlocksOption, blocks_of
+from commands.common.devices import (
+    AlwaysOption,
+    BlocksOption,
+    CaptureOption,
+    GraphModeOption,
+    blocks_of,
+    in_graphs,
+)
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
@@ -91,6 +98,8 @@ def serve(
     router: RouterOption = None,
     kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
+    cudagraph_capture_sizes: CaptureOption = None,
+    cudagraph_mode: GraphModeOption = None,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +189,7 @@ def serve(
     scenarios = load_scenarios(base, batch, rate, arrivals, scale, process, table)
     largest = 1 if mode in ONE_STREAM else max(s.limits.max_batch for s in scenarios)
     table.check_sizes("target", "forward", largest, 1)  # refused before anything is served
+    recording = in_graphs(recording, cudagraph_capture_sizes, cudagraph_mode, largest)
     table = recording.priced(largest)
     if always_draft is not None and mode in ONE_STREAM:
         raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")

@@ -22,6 +22,8 @@ from simulator.papers.order import order_rows
 from simulator.papers.ours import Ours, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
 from simulator.papers.rows import EXPERIMENT, WEIGHTS, PaperTable, Row
+from simulator.papers.settings import TABLE as SETTINGS_TABLE
+from simulator.papers.settings import setting_rows
 from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
 from simulator.papers.systems import system_rows
 from traces.errors import DraftsimError, SignalError
@@ -56,6 +58,7 @@ def side_by_side(ours: Ours) -> list[Row]:
         SPECBOUND: _systems,
         published.SPECBOUND_2.name: sampling_rows,
         FIGURE_4: early_exit_rows,
+        SETTINGS_TABLE: setting_rows,
     }
 
     def rows_of(name: str) -> list[Row]:

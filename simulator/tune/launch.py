@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from traces.errors import DraftsimError
+from traces.latency.graphs import CUDAGraphs
 
 TARGET, DRAFT, METHOD, FILE = "TARGET", "DRAFT", "METHOD", "FILE"
 """Placeholders for models, a method and a file that nobody named."""
@@ -57,7 +58,7 @@ class NamedDrafter:
 
 def launch_line(
     engine: str, document: Mapping[str, Any] | None, *, target: str = TARGET, file: str = FILE,
-    drafter: NamedDrafter | None = None,
+    drafter: NamedDrafter | None = None, captured: Sequence[int] = (),
 ) -> str:  # fmt: skip
     """One line for a shell; for transformers, whose draft's folder holds the settings, a call.
 
@@ -73,6 +74,8 @@ def launch_line(
         Where the document was written, for an engine that reads it from there.
     drafter:
         The drafter, as far as it was named; placeholders are put where it was not.
+    captured:
+        Tokens that vLLM is to capture CUDA graphs for; none: its own list.
 
     Raises
     ------
@@ -91,7 +94,25 @@ def launch_line(
     if engine == "llamacpp" and not target.endswith(GGUF):
         target = TARGET
     start = plain.format(target=shlex.quote(target))
-    return start if document is None else start + speculating(document, file, drafter)
+    if document is None:
+        return start
+    sizes = f" --cudagraph-capture-sizes {' '.join(map(str, captured))}" if captured else ""
+    return start + speculating(document, file, drafter) + sizes
+
+
+def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
+    """CUDA graphs for the rounds of a vLLM setting: their sizes are multiples of K + 1.
+
+    None without a setting.
+
+    >>> table = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 1]]}
+    >>> proposed_graphs(table).sizes
+    (1, 2, 4, 6, 8)
+    """
+    if document is None:
+        return None
+    rows = document["num_speculative_tokens_per_batch_size"]
+    return CUDAGraphs.for_lengths([(row[0], row[1], row[-1]) for row in rows])
 
 
 def _vllm(document: Mapping[str, Any], file: str, drafter: NamedDrafter) -> str:

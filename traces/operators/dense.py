@@ -139,15 +139,9 @@ class DenseOperators:
 
     # Experts.
 
-    def experts_s(
-        self, model: Architecture, shared: int, tokens: Floats, concentration: float = 1.0
-    ) -> Floats:
-        """Seconds of an MoE block: routing, and the experts that the tokens reach.
-
-        With tokens that choose independently, E experts and k a token, ``E (1 - (1 - k / E)^T)``
-        are reached by T tokens; times `concentration`, never fewer than k.
-        """
-        reached = experts_reached(model, tokens, concentration)
+    def experts_s(self, model: Architecture, shared: int, tokens: Floats) -> Floats:
+        """Seconds of an MoE block: routing, and the experts that the tokens reach."""
+        reached = experts_reached(model, tokens)
         block = self._rows[self._rows["operator"] == "moe"]
         own = block[block["model"].isin(_alike(model))]
         if not own.empty:
@@ -290,10 +284,14 @@ def _curves(rows: pd.DataFrame) -> dict[tuple[str, str, int], tuple[Curve, int, 
     return found
 
 
-def experts_reached(model: Architecture, tokens: Floats, concentration: float = 1.0) -> Floats:
-    """Distinct experts that so many tokens reach, see `DenseOperators.experts_s`."""
+def experts_reached(model: Architecture, tokens: Floats) -> Floats:
+    """Distinct experts that this many tokens reach.
+
+    With tokens that choose independently, E experts and k a token, ``E (1 - (1 - k / E)^T)`` are
+    reached by T tokens; times the model's ``concentration``, never fewer than k.
+    """
     chance = model.experts_per_token / model.experts
-    reached = model.experts * (1 - (1 - chance) ** tokens) * concentration
+    reached = model.experts * (1 - (1 - chance) ** tokens) * model.concentration
     return np.asarray(np.clip(reached, model.experts_per_token, model.experts))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from traces.errors import DraftsimError
@@ -20,7 +20,8 @@ class Architecture:
     """Sizes of a decoder, by its configuration on the Hugging Face hub.
 
     ``inner``: width of the MLP, of one expert where there are experts.  ``gated``: the MLP has a
-    gate (SwiGLU).  ``tied``: the embedding is the output projection, too.
+    gate (SwiGLU).  ``tied``: the embedding is the output projection, too.  ``concentration``:
+    experts that tokens reach, as a share of those that they would reach choosing independently.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Architecture:
     qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    concentration: float = 1.0
 
     @property
     def layer_shape(self) -> tuple[int | bool, ...]:
@@ -107,11 +109,18 @@ _ENDINGS = ("-hf", "-instruct", "-chat", "-2507", "-v0.1", "-v1.5", "-v1.3", "-b
 def find_architecture(name: str) -> Architecture:
     """The model called `name`, as in `ARCHITECTURES` or as on the Hugging Face hub.
 
-    Raises DraftsimError with the nearest name.
+    Sizes that differ may follow: ``NAME:field=value,...`` with fields of `Architecture`.
+
+    Raises DraftsimError with the nearest name, or if a field is none of a model or impossible.
 
     >>> find_architecture("meta-llama/Llama-2-7b-hf").name
     'llama-2-7b'
+    >>> find_architecture("mixtral-8x7b:experts=16,experts_per_token=4").experts
+    16
     """
+    base, colon, changes = name.partition(":")
+    if colon:
+        return _changed(find_architecture(base), changes)
     text = name.strip().lower().rpartition("/")[2].removeprefix("meta-")
     while text not in ARCHITECTURES:
         ending = next((e for e in _ENDINGS if text.endswith(e)), None)
@@ -127,3 +136,32 @@ def find_architecture(name: str) -> Architecture:
         f"no model {name!r} is known by its sizes{hint}: traces/operators/data/models.csv holds "
         f"those of {len(ARCHITECTURES)} models, and takes more"
     )
+
+
+def _changed(model: Architecture, changes: str) -> Architecture:
+    """`model` with other sizes, named and findable by them."""
+    name = f"{model.name}:{changes}"
+    own = {f.name: type(getattr(model, f.name)) for f in fields(model)[2:]}
+    values: dict[str, Any] = {}
+    for part in changes.split(","):
+        field, equals, value = (text.strip() for text in part.partition("="))
+        if not equals or field not in own:
+            raise DraftsimError(
+                f"{name}: {part!r} is no size of a model: expected FIELD=VALUE of {', '.join(own)}"
+            )
+        try:
+            values[field] = float(value) if own[field] is float else own[field](int(value))
+        except ValueError:
+            raise DraftsimError(
+                f"{model.name}:{changes}: {field} is {value!r}, no number"
+            ) from None
+    found = replace(model, name=name, hub=f"{model.hub}:{changes}", **values)
+    least = {"experts": 0, "experts_per_token": 0, "tied": 0, "gated": 0, "qk_norm": 0}
+    for field, value in values.items():
+        if not value >= least.get(field, 0.01 if field == "concentration" else 1):
+            raise DraftsimError(f"{name}: {field} is {value}, too small")
+    if found.concentration > 1 or found.experts_per_token > found.experts:
+        raise DraftsimError(
+            f"{name}: expected at most {found.experts} experts_per_token, and a concentration of 1"
+        )
+    return found

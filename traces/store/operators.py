@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from traces.errors import DraftsimError, FileError
+from traces.latency.graphs import CUDAGraphs
 from traces.latency.table import LatencyTable
 from traces.operators.compose import Composer, Placed
 from traces.operators.dense import NVLINK_SHARE
@@ -20,6 +21,7 @@ from traces.operators.shapes import find_architecture
 from traces.operators.table import OPERATOR_COLUMNS, OperatorTable
 from traces.store.parquet import file_error, read_file, write_file
 
+VLLM_GRAPHS = CUDAGraphs()
 PathLike = str | os.PathLike[str]
 
 
@@ -133,13 +135,15 @@ def coverage(device: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def find_composed(name: str) -> LatencyTable | None:
+def find_composed(
+    name: str, graphs: CUDAGraphs = VLLM_GRAPHS, largest: int = 0
+) -> LatencyTable | None:
     """The latency table of ``GPU[:operators]/TARGET[@tpN][+DRAFT[@tpN]]``; None for no such name.
 
     ``GPU`` is one whose operators come along, or the file of an operator table, followed by a colon
     and the GPU where it holds several.  Where whole steps were timed on the GPU, passes are
     corrected by them.  With ``:operators`` they are the sum of their operators; with ``:steps``
-    there must be whole steps.
+    there must be whole steps.  ``graphs`` and ``largest`` as of `Composer` and `Composer.table`.
 
     Raises
     ------
@@ -153,14 +157,17 @@ def find_composed(name: str) -> LatencyTable | None:
     where, by_steps = _by_steps(where)
     file, _, within = where.rpartition(":") if ":" in where else (where, "", "")
     if Path(file).is_file():
-        return _composed(file, within, models, by_steps, Path(file).stat().st_mtime_ns)
+        written = Path(file).stat().st_mtime_ns
+        return _composed(file, within, models, by_steps, graphs, largest, written)
     try:
         device = find_device(where)
     except DraftsimError:
         if "+" in models or "@" in models:
             raise
         return None
-    return None if Path(where).is_dir() else _composed("", device.name, models, by_steps, 0)
+    if Path(where).is_dir():
+        return None
+    return _composed("", device.name, models, by_steps, graphs, largest, 0)
 
 
 def _by_steps(where: str) -> tuple[str, bool | None]:
@@ -173,8 +180,9 @@ def _by_steps(where: str) -> tuple[str, bool | None]:
 
 @lru_cache(maxsize=8)
 def _composed(
-    file: str, device: str, models: str, by_steps: bool | None, written: int
-) -> LatencyTable:
+    file: str, device: str, models: str, by_steps: bool | None, graphs: CUDAGraphs, largest: int,
+    written: int,
+) -> LatencyTable:  # fmt: skip
     del written  # a file written anew is read anew
     table = read_operators(file) if file else bundled_operators(device)
     if not device:
@@ -190,7 +198,7 @@ def _composed(
     within = f"{file}:{device}" if file else device
     name = f"{within}{OPERATORS_ALONE if by_steps is False else ''}/{models}"
     target, draft = _placed(first), _placed(others[0]) if others else None
-    return Composer(table, device, by_steps=by_steps).table(target, draft, name)
+    return Composer(table, device, graphs, by_steps).table(target, draft, name, largest)
 
 
 def operators_alone(latency: LatencyTable) -> LatencyTable | None:
@@ -203,7 +211,23 @@ def operators_alone(latency: LatencyTable) -> LatencyTable | None:
     if not any((meta.get("steps") or {}).values()):
         return None
     where, _, models = str(meta["composed"]).rpartition("/")
-    return find_composed(f"{where}{OPERATORS_ALONE}/{models}")
+    graphs = CUDAGraphs(tuple(meta["captured"]), meta["graph_mode"])
+    return find_composed(f"{where}{OPERATORS_ALONE}/{models}", graphs, meta["every_batch_to"])
+
+
+def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) -> LatencyTable:
+    """The latencies of up to `largest` sequences in an engine with these CUDA graphs.
+
+    None stands for vLLM's for a composed table, and for those that any other was measured in.
+    Every batch size has cells of its own in the table returned.
+
+    Raises DraftsimError if a table does not say what it takes in other graphs.
+    """
+    if "composed" in latency.meta:
+        found = find_composed(str(latency.meta["composed"]), graphs or VLLM_GRAPHS, largest)
+        if found is not None:
+            return found
+    return latency if graphs is None else graphs.applied(latency, largest)
 
 
 def _placed(text: str) -> Placed:

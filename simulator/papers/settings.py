@@ -1,0 +1,203 @@
+"""The papers' own pairs and GPUs, priced from measured operators at our recorded acceptance.
+
+Acceptance is that of the recording, whatever its pair; latencies are composed for the paper's pair
+on the paper's GPU (`traces.store.operators.find_composed`), in CUDA graphs.  A row compares with a
+published number where the paper gives one, and its note says how far the two are apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.lengths.basic import Fixed
+from policies.lengths.gammatune import GammaTune
+from simulator.papers.gammatune import REFERENCE, gammatune_families
+from simulator.papers.ours import Ours, method_outcome
+from simulator.papers.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_3
+from simulator.papers.rows import EXPERIMENT, Row
+from simulator.papers.specbound_table1 import SPECBOUND_1
+from simulator.pricing import autoregressive, price
+from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.lanes import replay_many
+from traces.replay.rounds import RoundLog
+from traces.sources.methods import METHODS
+from traces.store.recordings import find_latency
+
+TABLE = "Papers' settings, composed"
+AGREES = 0.1
+"""Published numbers within this share of ours are said to agree."""
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
+CMASD_BATCH = 16
+EAGER = "published in eager transformers, ours in CUDA graphs"
+OTHER_PAIR = "acceptance is the recording's, of another pair"
+
+
+class Pair(NamedTuple):
+    """A target and draft of GammaTune's tables, on its H100."""
+
+    label: str
+    latency: str
+    target: str
+    draft: str
+    column: str
+    note: str = ""
+
+
+GAMMATUNE_PAIRS = (
+    Pair("Vicuna-7B + 68M, H100", "h100/vicuna-7b+vicuna-68m", "lmsys/vicuna-7b-v1.5",
+         "double7/vicuna-68m", "vicuna7b_68m_mean", EAGER),
+    Pair("Vicuna-13B + 160M, H100", "h100/vicuna-13b+vicuna-160m", "lmsys/vicuna-13b-v1.5",
+         "double7/vicuna-160m", "vicuna13b_160m_mean", EAGER),
+    Pair("Llama-3.1-70B + 8B, four H100", "h100/llama-3.1-70b@tp4+llama-3.1-8b",
+         "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-8B", "llama70b_8b_mean",
+         "published of a quantised 70B on one GPU, of which no kernel explains the 925 ms"),
+)  # fmt: skip
+CMASD_LATENCY = "a100/llama-2-7b+vicuna-68m"
+SPECBOUND_MODELS = {"Vicuna-7B": "h800/vicuna-7b", "Vicuna-13B": "h800/vicuna-13b"}
+
+
+def setting_rows(ours: Ours) -> list[Row]:
+    """Rows of GammaTune's pairs on H100, SpecBound's on H800 and CM-ASD's batch on A100."""
+    fixed = [Fixed(k) for k in LENGTHS if k <= (ours.trace.max_gamma or LENGTHS[-1])]
+    logs = list(replay_many(ours.trace, [(f"fixed:gamma={p.gamma}", p) for p in fixed]))
+    return [*_gammatune_rows(ours, logs), *_specbound_rows(), *_cmasd_rows(ours, logs)]
+
+
+def speedups(logs: list[RoundLog], latency: LatencyTable, batch: int = 1) -> list[float]:
+    """Decode seconds of plain decoding over those of each log, in batches of equal requests."""
+    plain_s = price(autoregressive(logs[0]), latency, batch=batch).total_s
+    return [float(plain_s / price(log, latency, batch=batch).total_s) for log in logs]
+
+
+class Costs(NamedTuple):
+    """Costs of a round in the target's passes over one token."""
+
+    c: float
+    """A draft pass."""
+    verify: float
+    """Verification of a draft."""
+
+    def break_even_c(self, gamma: int, tokens_per_round: float) -> float:
+        """The c at which rounds that emit this many tokens give no speedup.
+
+        ``gamma c + verify = tokens per round``; negative where verification alone takes longer.
+        """
+        return (tokens_per_round - self.verify) / gamma
+
+    def break_even_alpha(self, gamma: int) -> float:
+        """The chance of acceptance, alike at every position, at which rounds give no speedup.
+
+        ``(1 - alpha^(gamma + 1)) / (1 - alpha) = gamma c + verify`` (arXiv:2211.17192, eq. 1);
+        NaN where even accepting every token gives none.
+        """
+        needed = gamma * self.c + self.verify
+        alphas = np.linspace(0, 1, 10_001)
+        emitted = sum(alphas**i for i in range(gamma + 1))
+        return float(alphas[np.argmax(emitted >= needed)]) if needed <= gamma + 1 else float("nan")
+
+
+def costs_of(latency: LatencyTable, gamma: int, context: float, batch: int = 1) -> Costs:
+    """Costs of a round of `gamma` drafted tokens."""
+    at = {"batch": batch, "context": context}
+    one = latency.seconds("target", "forward", **at).item()
+    draft = latency.seconds("draft", "forward", **at).item()
+    wide = latency.seconds("target", "forward", new_tokens=gamma + 1, **at).item()
+    return Costs(draft / one, wide / one)
+
+
+def _gammatune_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
+    most = ours.trace.max_gamma or max(INITIAL_GAMMAS)
+    families = {name: gammatune_families(most)[name] for name in (REFERENCE, "GammaTune")}
+    gammas = [g for g in INITIAL_GAMMAS if g <= most]
+    tables = [find_latency(pair.latency) for pair in GAMMATUNE_PAIRS]
+    seconds = seconds_at_each(ours.trace, families, tables, gammas)
+    for pair, latency, found in zip(GAMMATUNE_PAIRS, tables, seconds, strict=True):
+        yield from _pair_rows(pair.label, latency, logs, 1)
+        target_ms, draft_ms = (
+            GAMMATUNE_1.number(name, "ms per token") for name in (pair.target, pair.draft)
+        )
+        costs = costs_of(latency, 1, _context(logs[0]))
+        yield _row(pair.label, "c", draft_ms / target_ms, costs.c, pair.note)
+        relative = robustness(found.speedups(), REFERENCE).set_index("policy")["mean"]
+        note = f"mean over {len(gammas)} initial gammas; {OTHER_PAIR}"
+        published = GAMMATUNE_2.value("GammaTune", pair.column)
+        mean = float(relative["GammaTune"])
+        yield _row(pair.label, "GammaTune over fixed lengths", published, mean, note)
+
+
+def _pair_rows(label: str, latency: LatencyTable, logs: list[RoundLog], batch: int) -> list[Row]:
+    found = speedups(logs, latency, batch)
+    best = int(np.argmax(found))
+    log = logs[best]
+    gamma = int(log.rounds["drafted"].max())
+    costs = costs_of(latency, gamma, _context(log), batch)
+    emitted = float(log.rounds["emitted"].mean())
+    said = f"gamma = {gamma}, {emitted:.2f} tokens a round, verification {costs.verify:.2f} passes"
+    said += f"; {OTHER_PAIR}"
+    return [
+        _row(label, "speedup, best fixed length", None, found[best], said),
+        _row(label, "break-even c", None, costs.break_even_c(gamma, emitted), said),
+        _row(label, "break-even alpha", None, costs.break_even_alpha(gamma),
+             f"gamma = {gamma}, c = {costs.c:.3f}, alike at every position"),
+    ]  # fmt: skip
+
+
+def _specbound_rows() -> Iterator[Row]:
+    """Early exit has no draft model: which share of a pass a drafted token took."""
+    for model, name in SPECBOUND_MODELS.items():
+        latency = find_latency(name)
+        at = {"context": 512}
+        step, layer, head = (
+            latency.seconds("target", phase, **at).item() for phase in ("forward", "layer", "head")
+        )
+        label = f"{model}, H800"
+        if model == "Vicuna-7B":
+            published = SPECBOUND_3.value("Per-token latency (ms)", "AR_base")
+            yield _row(label, "ms a token, plain", published, 1e3 * step, EAGER)
+        line = SPECBOUND_1[model, "SpecBound"]
+        tokens, speedup = float(np.mean(line.compression)), line.overall
+        verify = latency.seconds("target", "forward", new_tokens=round(tokens), **at).item() / step
+        # A round emits `tokens`, all but one of them drafted.
+        implied = (tokens / speedup - verify) / (tokens - 1)
+        note = f"by the published {tokens:.2f} tokens a round and {speedup:g}x"
+        yield _row(label, "c, implied", None, implied, note)
+        yield _row(label, "layers a drafted token, implied", None, (implied * step - head) / layer,
+                   f"{note}; a layer {1e6 * layer:.0f} us, head {1e6 * head:.0f} us")  # fmt: skip
+        yield _row(label, "break-even c", None, (tokens - verify) / (tokens - 1), note)
+
+
+def _cmasd_rows(ours: Ours, logs: list[RoundLog]) -> Iterator[Row]:
+    latency = find_latency(CMASD_LATENCY)
+    label = f"Llama-2-7B + 68M, A100, batch {CMASD_BATCH}"
+    yield from _pair_rows(label, latency, logs, CMASD_BATCH)
+    most = ours.trace.max_gamma or 12
+    [log] = replay_many(ours.trace, [("gammatune", GammaTune(gamma=4, gamma_max=most))])
+    [found] = speedups([log], latency, CMASD_BATCH)
+    yield _row(label, "speedup, GammaTune", None, found, OTHER_PAIR)
+    try:
+        run = method_outcome(replace(ours, latency=latency), METHODS["cm-asd"])
+    except DraftsimError as error:
+        yield _row(label, "speedup, CM-ASD", None, None, str(error))
+        return
+    [found] = speedups([run.log], latency, CMASD_BATCH)
+    published = CMASD_1.value("CM-ASD", "EN-DE")
+    note = f"{run.how}; published over beam 5, of a 65M translation model nobody timed on a GPU"
+    yield _row(label, "speedup, CM-ASD", published, found, note)
+
+
+def _context(log: RoundLog) -> float:
+    return float(np.mean([r.prompt_length + r.tokens / 2 for r in log.requests]))
+
+
+def _row(label: str, column: str, published: float | None, ours: float | None, note: str) -> Row:
+    if published and ours is not None:
+        apart = ours / published - 1
+        agrees = "agrees" if abs(apart) <= AGREES else "differs"
+        note = f"{agrees}: {apart:+.0%}; {note}"
+    return Row(TABLE, label, column, published, ours, EXPERIMENT, note)
