@@ -224,6 +224,7 @@ def profile(
     from profiler.recording.run import RunInfo
     from traces.acceptance.sampling import Sampling
     from traces.sources.starts.features import Eagle
+    from traces.sources.starts.parallel import Parallel
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     grid = grid.drafting(max_gamma)
@@ -292,7 +293,9 @@ def profile(
             from commands.profile.source_runs import profile_sources
 
             profile_sources(pair, info, out, sources=others, text=heads_text, repeats=repeats)
-        if pair is not None and (chains := [s for s in drafters if isinstance(s, Eagle)]):
+        if pair is not None and (
+            chains := [s for s in drafters if isinstance(s, Eagle | Parallel)]
+        ):
             profile_drafters(pair, out, chains, repeats=repeats)
         if pair is not None and trees:
             profile_trees(pair, out, trees, repeats=repeats)

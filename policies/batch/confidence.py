@@ -128,7 +128,8 @@ class AdaptiveVerification(BatchPolicy):
         survivals, owners = _survivals(chances)
         # A stable sort keeps equal survivals in drafted order, hence prefixes.
         order = np.argsort(-survivals, kind="stable")[:size]
-        return np.bincount(owners[order], minlength=len(chances)).tolist()
+        lengths: list[int] = np.bincount(owners[order], minlength=len(chances)).tolist()
+        return lengths
 
     def _curve(self, batch: int, steps: int) -> npt.NDArray[np.float64]:
         """Seconds over the number of drafts verified, 0 to batch * steps; kept per context."""

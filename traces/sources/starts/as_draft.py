@@ -224,7 +224,8 @@ def _one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
     phase = latency.first_draft_phase(model)
     cells = latency.cells[(latency.cells["model"] == model) & (latency.cells["phase"] == phase)]
     rows = []
-    for (batch, context), _ in cells.groupby(["batch", "context"]):
+    sizes = cells[["batch", "context"]].drop_duplicates().to_numpy().tolist()
+    for batch, context in sizes:
         for caught in range(1, width + 2):
             seconds = float(latency.estimate(
                 model, phase, batch=batch, new_tokens=caught + width - 1, context=context

@@ -106,6 +106,10 @@ class Parallel(OnFeatures, StartSource):
         model = "draft" if self.acceptance is not None else self.recorded(recordings)
         return Drafter(model, False)
 
+    def with_masks(self, k: int) -> Parallel:
+        """Return the same source with `k` masks."""
+        return Parallel(self.model, self.acceptance, self.concentration, k, self.seed)
+
     def completed(self, trace: Trace, recordings: Recordings) -> Recordings:
         """Add the drafts that `acceptance` describes, drawn along `trace`."""
         if self.acceptance is None or self.key in recordings.starts:
@@ -181,7 +185,7 @@ def drawn_starts(
 def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return tokens other than `wanted` that end nothing."""
     free = np.setdiff1d(np.arange(ORDINARY, ORDINARY + 2 + len(eos)), eos)
-    return np.where(wanted == free[0], free[1], free[0])
+    return np.asarray(np.where(wanted == free[0], free[1], free[0]))
 
 
 def _check(acceptance: Sequence[float], model: str | None, k: int | None) -> None:
