@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SHOWN = ("throughput_defaults", "speedup_defaults")
 """Columns that a run with the engine's defaults adds."""
+SHOWN_SYNTHETIC = ("load", "policy", "throughput", "throughput_predicted", "error")
 SYNTHETIC = "synthetic"
 
 

@@ -165,7 +165,7 @@ def simulate(
     asked = split_asked(policy)
     by_name = bool(policy) and "all" not in (policy or ())
     # Read before anything is replayed, so that a wrong marker is told at once.
-    found_phases = phases and phases_in(recorded, phases, tokenizer)
+    found_phases = phases_in(recorded, phases, tokenizer) if phases else None
     if recording.stream is not None:
         _refuse_with("--source", asked, plots=plots, robustness=robustness)
         rule = load_rule(verify, recorded, memory)
@@ -177,7 +177,7 @@ def simulate(
         rows = _rows(
             ranking, ranking.logs, table, recorded, against, resamples, prefill, by_category
         )
-        by_phase = found_phases and found_phases.rows(ranking.logs, table, resamples)
+        by_phase = found_phases.rows(ranking.logs, table, resamples) if found_phases else None
         _emit(rows, json, prefill, out, by_name, recording.said, by_phase)
         return
     if robustness:
@@ -204,7 +204,7 @@ def simulate(
     rows = _rows(ranking, listed, table, recorded, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    by_phase = found_phases and found_phases.rows(listed, table, resamples)
+    by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
     _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):

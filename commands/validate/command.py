@@ -160,6 +160,7 @@ def validate(
 
     if engine is not None:
         from commands.engine.baseline import SHOWN as WITH_DEFAULTS
+        from commands.engine.baseline import SHOWN_SYNTHETIC
         from commands.engine.check import SHOWN, engine_check
         from commands.engine.compare import say_kinds, say_noise
         from commands.engine.loads import named_loads
@@ -171,8 +172,7 @@ def validate(
                 seed, remeasure, http, defaults, synthetic,
             )  # fmt: skip
         if synthetic is not None:
-            shown = ("load", "policy", "throughput", "throughput_predicted", "error")
-            emit("validate", found, json, show=shown, out=out)
+            emit("validate", found, json, show=SHOWN_SYNTHETIC, out=out)
             return
         if http:
             from commands.engine import http as over_http
@@ -183,8 +183,8 @@ def validate(
                 say_texts(found)
                 say_noise(found)
             return
-        shown = (*SHOWN, "profile_error", "profile_speedup_error") if remeasure else SHOWN
-        shown = (*shown, *WITH_DEFAULTS) if defaults else shown
+        again = ("profile_error", "profile_speedup_error") if remeasure else ()
+        shown = (*SHOWN, *again, *(WITH_DEFAULTS if defaults else ()))
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)
