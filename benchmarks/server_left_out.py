@@ -52,7 +52,7 @@ def studies() -> Iterator[tuple[str, list[Study]]]:
             f"A100, EAGLE-3, from concurrency {', '.join(map(str, design))}",
             [Study(name, runs, lambda run, d=design: run.batch in d) for name, runs in a100],
         )
-    eagle = _pull_request()
+    eagle = eagle3_runs()
     for lengths, batches in (((3, 8), (1, 2, 8)), ((3, 5), (1, 2, 8)), ((3, 8), (1, 8))):
         yield f"vLLM 32628, from K = {lengths} at {batches}", [Study(
             "32628", eagle, lambda r, k=lengths, b=batches: r.k in k and r.batch in b
@@ -93,7 +93,7 @@ def _a100() -> Iterator[tuple[str, list[ServerRun]]]:
         )
 
 
-def _pull_request() -> list[ServerRun]:
+def eagle3_runs() -> list[ServerRun]:
     table = pd.read_csv(TABLES / "vllm_pr32628_eagle3_humaneval.csv", comment="#")
     runs = []
     for row in table.to_dict("records"):

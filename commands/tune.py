@@ -31,6 +31,7 @@ from commands.common.inputs import (
 )
 from commands.common.output import JsonOption, emit, note, placed_as
 from commands.common.printed import print_table
+from commands.engine.options import DefaultsOption
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ def tune(
             "setting in it next to no speculation and K = 1, 3, 5, one closed loop a batch.",
         ),
     ] = False,
+    defaults: DefaultsOption = False,
     requests: Annotated[int, typer.Option(min=1, help="Of --try: requests of every load.")] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Of --try: runs of every arm.")] = 1,
     resamples: Annotated[
@@ -187,6 +189,8 @@ def tune(
     if engine in ONE_REQUEST and sizes not in (None, [1]):
         raise DraftsimError(f"{ONE_REQUEST[engine]}: leave out --batch")
     longest = None
+    if defaults and not try_out:
+        raise DraftsimError("--defaults is of --try: add it, or drop --defaults")
     if try_out:
         if engine is not Engine.VLLM:
             raise DraftsimError(f"--try runs vllm, not {engine.value}")
@@ -233,7 +237,9 @@ def tune(
     if try_out:
         from commands.engine.trial import try_settings
 
-        tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
+        tried = more["tried"] = try_settings(
+            table, recorded, tuned, requests, repeats, seed, defaults
+        )  # fmt: skip
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
     title = f"Settings for {engine.value}: {origin_of(trace, latency)}"
@@ -243,11 +249,12 @@ def tune(
     )  # fmt: skip
     note(_headline(rows))
     if tried:
+        from commands.engine.baseline import SHOWN as WITH_DEFAULTS
         from commands.engine.trial import TRIED, say_tried
 
         if json is None:
             words = "Tried in vLLM; gains are over no speculation"
-            print_table(tried, TRIED, words, setting_out)
+            print_table(tried, (*TRIED, *WITH_DEFAULTS) if defaults else TRIED, words, setting_out)
         say_tried(tried, tuned, table)
     for warning in tuned.warnings:
         note(f"warning: {warning}")

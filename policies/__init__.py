@@ -1,7 +1,11 @@
 """Draft-length policies, verification rules and the loop that drives them."""
 
 from policies.batch.base import BatchPolicy, IterationCost, SingleStream, TextbookCost
-from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch.confidence import (
+    AdaptiveVerification,
+    ConfidenceFreeze,
+    ConfidenceScheduled,
+)
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.hysteresis import BatchTableHysteresis
 from policies.batch.sglang import SGLangAdaptive
@@ -52,6 +56,7 @@ __all__ = [
     "BiLDFallback",
     "Confidence",
     "ConfidenceFreeze",
+    "ConfidenceScheduled",
     "ConstantAcceptance",
     "DisableByBatchSize",
     "Disco",

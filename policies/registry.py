@@ -9,7 +9,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 from policies.batch.base import BatchPolicy, SingleStream
-from policies.batch.confidence import AdaptiveVerification, ConfidenceFreeze
+from policies.batch.confidence import (
+    AdaptiveVerification,
+    ConfidenceFreeze,
+    ConfidenceScheduled,
+)
 from policies.batch.engines import GraphAware, SGLangThroughput, TensorRTLLM
 from policies.batch.goodput import Goodput, TurboSpec
 from policies.batch.hysteresis import BatchTableHysteresis
@@ -57,6 +61,7 @@ POLICIES: Mapping[str, type[DraftPolicy] | type[BatchPolicy]] = {
     "turbospec": TurboSpec,
     "confidence-freeze": ConfidenceFreeze,
     "adaptive-verification": AdaptiveVerification,
+    "confidence-scheduled": ConfidenceScheduled,
     "sglang-adaptive": SGLangAdaptive,
     "sglang-throughput": SGLangThroughput,
     "tensorrt-llm": TensorRTLLM,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from simulator.passes import NO_PASSES, PassCount, read_each
 from traces.errors import DraftsimError
 from traces.latency.table import EXTRAPOLATED, INTERPOLATED, LatencyTable
-from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, DRAFTER_TREE, LAYER
+from traces.replay.calls import ADAPTER, CALL_KINDS, DRAFTER, DRAFTER_TREE, LAYER, ONE_PASS
 from traces.replay.rounds import RoundLog
 
 FALLBACKS = {
@@ -47,11 +47,13 @@ def call_seconds(
             calls[name][mine].astype(np.int64) for name in ("round", "new_tokens", "count")
         )
         model, phase = CALL_KINDS[kind]
-        if kind in (DRAFTER, DRAFTER_TREE):
+        if kind in (DRAFTER, DRAFTER_TREE, ONE_PASS):
             model = latency.drafter(log.drafter)
+        if kind == ONE_PASS:
+            phase = latency.first_draft_phase(model)
         model, phase = _cells(latency, model, phase)
         at = context[at_round]
-        attends = kind in (DRAFTER, DRAFTER_TREE) or phase == "layer"
+        attends = kind in (DRAFTER, DRAFTER_TREE, ONE_PASS) or phase == "layer"
         attends |= model == "target" and phase != "head"
         if not attends:
             # Nothing else attends to the context: it is read where it was measured.

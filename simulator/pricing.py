@@ -40,7 +40,7 @@ from simulator.passes import (
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.always import always_drafted, passes_always
-from traces.replay.calls import distinct
+from traces.replay.calls import ONE_PASS, distinct
 from traces.replay.rounds import ROUND_DTYPE, RoundLog
 
 Floats = npt.NDArray[np.float64]
@@ -256,7 +256,7 @@ def _drafter(log: RoundLog, latency: LatencyTable) -> str:
 
 def _readers(log: RoundLog, drafter: str) -> tuple[str, ...]:
     """The models that read the prompts: the target, and a drafter that is not part of it."""
-    own = log.calls is None or log.drafter != "draft"
+    own = log.calls is None or log.drafter != "draft" or ONE_PASS in log.calls["kind"]
     return ("target", drafter) if own and log.rounds["draft_forwards"].any() else ("target",)
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from profiler.features import Eagle, Eagle3, FeatureDrafter, Mtp, layer_config, write_drafter
+from profiler.features import (
+    Eagle,
+    Eagle3,
+    FeatureDrafter,
+    Mtp,
+    ParallelEagle3,
+    layer_config,
+    write_drafter,
+)
 from tests.conftest import ROOT
 
 DRAFTED = [i for i in range(96) if i % 3]
@@ -41,6 +49,7 @@ def drafters(target: Any, seed: int = 1) -> dict[str, FeatureDrafter]:
         ),
         "mtp": Mtp(layer),
         "mtp-several": Mtp(layer, 3),
+        "p-eagle": ParallelEagle3(layer, DRAFTED, (1, 2, 3)),
     }
     for drafter in made.values():
         for parameter in drafter.parameters():
@@ -56,4 +65,5 @@ def write_random(folder: Path) -> Path:
     write_drafter(Eagle(layer), folder / "one")
     write_drafter(Eagle(layer), folder / "another")
     write_drafter(Eagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "three")
+    write_drafter(ParallelEagle3(layer, range(0, 2000, 2), (2, 4, 5)), folder / "masks")
     return folder

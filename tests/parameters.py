@@ -90,6 +90,12 @@ POLICIES: dict[str, dict[str, Limits]] = {
         "gamma": (5, 1, None),
         "budget": (None, 1, None),
     },
+    "confidence-scheduled": {
+        "gamma": (7, 1, None),
+        "ema": (0.8, 0.0, 1.0),
+        "captured": (None, 1, None),
+        "budget": (None, 1, None),
+    },
     "sglang-adaptive": {"initial_steps": (3, 0, None)},
     "sglang-throughput": {"initial_steps": (3, 0, None)},
     "tensorrt-llm": {"window": (0, 0, None), "threshold": (0.5, 0.0, None)},
@@ -158,6 +164,7 @@ SOURCES: dict[str, dict[str, Limits]] = {
     "medusa": {"k": (None, 1, None)},
     "space": {"k": (None, 1, None)},
     "specdec": {"k": (None, 1, None)},
+    "parallel": {"k": (None, 1, None), "seed": (0, 0, None)},
     "ngram": {"k": (5, 1, None), "min_n": (5, 1, 5), "max_n": (5, 5, None)},
     "ngram-simple": {"size_n": (12, 1, None), "size_m": (48, 1, None)},
     "suffix": {

@@ -121,9 +121,11 @@ def random_recordings(
     skipping = random_starts(trace, seed + 2, {"layers": 4, "skip": [2]})
     drafter = {"kind": "eagle", "modules": 1, "model": "eagle"}
     several = {"kind": "mtp", "modules": OFFSETS, "model": "mtp"}
+    parallel = {"kind": "p-eagle", "modules": 1, "model": "one"}
     starts = {
         **heads, "layer-skip": skipping, "eagle.eagle": random_starts(trace, seed + 3, drafter),
         "eagle.mtp": random_starts(trace, seed + 4, several),
+        "parallel.one": random_starts(trace, seed + 8, parallel),
     }  # fmt: skip
     return Recordings(
         random_exits(trace, seed + 5, (2, 4), gamma_max, missing) if exits else None, starts,

@@ -44,6 +44,7 @@ VARIANTS = [
     "turbospec:variant=batch-dsd,interval=3",
     "confidence-freeze:stop_early=true",
     "adaptive-verification:budget=4",
+    "confidence-scheduled:captured=16,ema=0.5",
 ]
 
 

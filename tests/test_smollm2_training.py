@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from profiler.features import read_drafter, target_features
+from profiler.features import Eagle3, ParallelEagle3, read_drafter, target_features
 from profiler.smollm2 import text as own_text
 from profiler.smollm2.candidates import Candidates, by_frequency
 from profiler.smollm2.chats import ANSWERS, BOTH, Chats
@@ -196,18 +196,19 @@ def test_a_stopped_run_ends_as_an_uninterrupted_one(
         fit(whole, lambda b: whole.loss(b, candidates), chats, other, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "p-eagle"])
 def test_feature_drafters_learn_and_are_read_back(
     kind: str, target: tuple[Any, Any, Path], chats_folder: Path, tmp_path: Path
 ) -> None:
     model, _, folder = target
-    chats = Chats(chats_folder, 2, ANSWERS, kind == "eagle3")
+    chats = Chats(chats_folder, 2, ANSWERS, kind != "eagle")
     vocabulary = model.config.vocab_size
     torch.manual_seed(0)
     drafter: Any
-    if kind == "eagle3":
+    if kind != "eagle":
         tokens = by_frequency(chats.tokens, vocabulary)[:100].sort().values
-        drafter = new_eagle3(model, chats, tokens, DEPTHS)
+        own = Eagle3 if kind == "eagle3" else ParallelEagle3
+        drafter = new_eagle3(model, chats, tokens, DEPTHS, own)
         candidates = Candidates(tokens, torch.arange(0), 0)
     else:
         candidates = Candidates(torch.arange(100), torch.arange(100, vocabulary), 40)
@@ -224,7 +225,8 @@ def test_feature_drafters_learn_and_are_read_back(
     weights = read.state_dict()
     for name, value in trained.state_dict().items():
         torch.testing.assert_close(weights[name].float(), value.float(), rtol=1e-3, atol=1e-3)
-    if kind == "eagle3":
+    assert read.kind == kind
+    if kind != "eagle":
         assert torch.equal(read.target_ids(torch.arange(100)), tokens)
 
 

@@ -31,7 +31,8 @@ from traces.replay.run import can_replay, replay
 from traces.sources import Recordings, Source, parse_source, replay_source
 from traces.sources.starts.as_draft import drafted_latency, drafted_trace
 
-SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip")
+SOURCES = ("eagle:model=eagle", "eagle:model=eagle3", "medusa", "medusa:k=2", "layer-skip",
+           "parallel:acceptance=[0.7,0.5,0.3,0.2,0.1],k=4")  # fmt: skip
 HEADS = 4
 MEASURED = pd.concat(
     [
@@ -72,6 +73,7 @@ def case() -> Any:
         chains, token=chains.token[:, :HEADS], rank=chains.rank[:, :HEADS], signals=cut, meta={}
     )
     case.recordings.starts["layer-skip"] = replace(chains, meta={"layers": 3, "skip": [2]})
+    case.recordings = parse_source(SOURCES[-1]).completed(case.trace, case.recordings)
     return case
 
 

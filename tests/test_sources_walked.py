@@ -41,6 +41,7 @@ RECORDED = (
     "early-exit:tau=0,omega=0,depth=1,bonus=true", "early-exit:tau=0.9,omega=0,layers=[4]",
     "kangaroo", "medusa", "medusa:k=2", "space", "space:k=1", "layer-skip", "eagle:model=eagle",
     "eagle2:model=eagle,budget=7", "eagle2:model=eagle,depth=2,budget=9", "eagle:model=mtp",
+    "parallel:model=one", "parallel:k=2", "parallel:acceptance=[0.8,0.5,0.5],concentration=2",
 )  # fmt: skip
 LOOKUPS = (
     "pld", "pld:num_tokens=3,max_ngram=3", "ngram:k=4,min_n=1,max_n=3", "suffix",

@@ -172,6 +172,9 @@ def load_recording(
         drafter, recordings = None, find_recordings(name, outputs)
         if _is_own(stream, next(iter(tables.values())), recordings):
             stream, drafter = None, stream
+    for chosen in (drafter, stream):
+        if chosen is not None:
+            recordings = chosen.completed(outputs, recordings)
     models = models_of(name, outputs)
     if given:
         _check_models(name, models, tables, drafter)

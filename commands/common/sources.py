@@ -61,12 +61,15 @@ def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int |
     from traces.sources.exits.kangaroo import Kangaroo
     from traces.sources.registry import describe_source
     from traces.sources.starts.features import Eagle
+    from traces.sources.starts.parallel import Parallel
     from traces.sources.starts.recording import StartSource
     from traces.sources.starts.sources import LayerSkip
     from traces.sources.starts.tree_source import Eagle2
 
     if isinstance(source, Eagle):
         return source.recording(recordings).offsets
+    if isinstance(source, Parallel):
+        return source.k or source.recording(recordings).offsets
     if isinstance(source, Eagle2):
         return source.depth or source.recording(recordings).layers
     if isinstance(source, StartSource) and source.key not in recordings.starts:
@@ -235,12 +238,12 @@ def is_measured(log: RoundLog, latency: LatencyTable) -> bool:
     """Whether the table has cells for all that the rounds ran."""
     import numpy as np
 
-    from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE
+    from traces.replay.calls import CALL_KINDS, DRAFTER, DRAFTER_TREE, ONE_PASS
 
     if log.drafter != "draft" and not (latency.is_constant or latency.has(log.drafter, "forward")):
         return False
     ran = [] if log.calls is None else np.unique(log.calls["kind"]).tolist()
-    kinds = {CALL_KINDS[kind] for kind in ran if kind not in (DRAFTER, DRAFTER_TREE)}
+    kinds = {CALL_KINDS[kind] for kind in ran if kind not in (DRAFTER, DRAFTER_TREE, ONE_PASS)}
     if DRAFTER_TREE in ran:
         kinds.add((log.drafter, "tree"))
     if latency.is_constant:

@@ -11,6 +11,7 @@ import numpy as np
 
 from commands.common.drafted import load_recording
 from commands.common.output import note
+from commands.engine.baseline import Loads, chances, say_defaults, synthetic_rows, with_defaults
 from commands.engine.compare import compare_loads
 from commands.engine.profile import check_engine
 from commands.engine.resumed import check_key
@@ -38,9 +39,13 @@ SHOWN = (
 def engine_check(
     name: str, run: Path, trace_name: str, source: str | None, policies: Sequence[str] | None,
     loads: Mapping[str, Arrivals], requests: int, repeats: int, limit: int | None, seed: int,
-    remeasure: bool = False, http: bool = False,
+    remeasure: bool = False, http: bool = False, defaults: bool = False,
+    synthetic: str | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of `validate --engine`, one per load and policy.
+
+    With `defaults` an engine with vLLM's own settings serves the loads too, and with `synthetic`
+    nothing but vLLM's synthetic acceptance is run (`commands.engine.baseline`).
 
     What is accepted are the drafts of `source`, recorded along the trace; by default those of the
     drafter that the engine was measured with.
@@ -75,6 +80,11 @@ def engine_check(
             raise DraftsimError(
                 f"--load {load} is more than the {options.max_batch} requests the engine runs"
             )
+    apart = Loads(options, trace, loads, requests, repeats, seed)
+    if synthetic is not None:
+        return synthetic_rows(latency, apart, chances(synthetic))
+    # Before the engine that is stepped by hand: a GPU holds one of them.
+    plain = apart.run() if defaults else None
     if http:
         from commands.engine.http import compare_served
 
@@ -97,6 +107,9 @@ def engine_check(
         )
         if between is not None:
             write_latency(between.table(), run / CHECKED)
+    if plain is not None:
+        rows = with_defaults(rows, plain)
+        say_defaults(rows, plain)
     return rows
 
 
@@ -161,8 +174,17 @@ def engine_options(latency: LatencyTable, trace: Trace) -> EngineOptions:
     return EngineOptions(
         latency.meta["target"], **drafter, longest=said["longest"], max_batch=said["max_batch"],
         max_model_len=max(said["max_model_len"], room), token_budget=said["token_budget"],
-        dtype=latency.meta["dtype"], threads=latency.meta["threads"],
+        dtype=latency.meta["dtype"], threads=latency.meta["threads"], more=_chosen(said),
     )  # fmt: skip
+
+
+def _chosen(said: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the settings of a measured engine that are not `profiler.engines.start.FIXED`."""
+    from profiler.engines.start import FIXED
+
+    names = {"enforce_eager": "eager", "enable_prefix_caching": "prefix_caching"}
+    own = {name: said.get(names.get(name, name), fixed) for name, fixed in FIXED.items()}
+    return {name: bool(value) for name, value in own.items() if value != FIXED[name]}
 
 
 def arms(

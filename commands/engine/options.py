@@ -98,3 +98,32 @@ RequestsOption = Annotated[
     int, typer.Option("--requests", min=1, help="Of --engine: requests of every load.")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of --engine: of arrivals and prompts.")]
+AsyncOption = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling", help="Of --engine: schedule the next iteration during this one."
+    ),
+]
+GraphsOption = Annotated[
+    bool, typer.Option("--cuda-graphs", help="Of --engine: run captured graphs, not eagerly.")
+]
+PrefixOption = Annotated[
+    bool, typer.Option("--prefix-caching", help="Of --engine: keep the cache of known prompts.")
+]
+DefaultsOption = Annotated[
+    bool,
+    typer.Option(
+        "--defaults",
+        help="Of the real engine: also serve the loads without speculation in one with vLLM's own "
+        "defaults (asynchronous scheduling, graphs, prefix caching), and tell the speedup over it.",
+    ),
+]
+SyntheticOption = Annotated[
+    str | None,
+    typer.Option(
+        "--synthetic",
+        metavar="R,...",
+        help="Of --engine: instead, let vLLM accept the draft positions with these chances "
+        "(rejection_sample_method synthetic, on a GPU), with the drafter of the profile.",
+    ),
+]

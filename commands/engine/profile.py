@@ -25,6 +25,17 @@ def check_engine(name: str) -> None:
         raise DraftsimError(f"--engine is {name!r}, expected {' or '.join(ENGINES)}")
 
 
+def engine_settings(
+    async_scheduling: bool, cuda_graphs: bool, prefix_caching: bool
+) -> dict[str, bool]:
+    """Return arguments of ``vllm.LLM``: those that differ from a measured engine's usual ones."""
+    asked = {
+        "async_scheduling": async_scheduling, "enforce_eager": not cuda_graphs,
+        "enable_prefix_caching": prefix_caching,
+    }  # fmt: skip
+    return {name: value for name, value in asked.items() if value == (name != "enforce_eager")}
+
+
 def profile_engine(name: str, options: EngineOptions, out: Path, minutes: float) -> None:
     """Measure the engine, and write ``latency.parquet`` into the run folder.
 

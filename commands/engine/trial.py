@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
+from commands.engine.baseline import Loads, say_defaults, with_defaults
 from commands.engine.check import engine_options
 from commands.engine.compare import compare_loads
 from traces.errors import DraftsimError
@@ -41,17 +42,33 @@ def check_trial(latency: LatencyTable) -> int:
 
 
 def try_settings(
-    latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int, repeats: int, seed: int
-) -> list[dict[str, Any]]:
-    """Rows of `tried` in a vLLM started as it was when its latencies were measured."""
+    latency: LatencyTable, trace: Trace, tuned: Tuned, requests: int, repeats: int, seed: int,
+    defaults: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Rows of `tried` in a vLLM started as it was when its latencies were measured.
+
+    With `defaults` the loads are also served by one with its own settings
+    (`commands.engine.baseline`).
+    """
     from profiler.engines.engine import Engine
+    from simulator.serving import ClosedLoop
 
     options = engine_options(latency, trace)
     if large := [row["batch"] for row in tuned.rows if row["batch"] > options.max_batch]:
         raise DraftsimError(
             f"--batch {max(large)} is more than the {options.max_batch} requests the engine runs"
         )
-    return tried(Engine(options), latency, trace, tuned, requests, repeats, seed)
+    batches = sorted({row["batch"] for row in tuned.rows})
+    arrivals = {f"closed:{batch}": ClosedLoop(batch) for batch in batches}
+    apart = Loads(options, trace, arrivals, requests, repeats, seed)
+    # Before the engine that is stepped by hand: a GPU holds one of them.
+    plain = apart.run() if defaults else None
+    rows = tried(Engine(options), latency, trace, tuned, requests, repeats, seed)
+    if plain is None:
+        return rows
+    rows = with_defaults(rows, plain)
+    say_defaults(rows, plain, "gain")
+    return rows
 
 
 def tried(

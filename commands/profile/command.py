@@ -15,12 +15,15 @@ from commands.common.inputs import (
     batch_sizes,
 )
 from commands.engine.options import (
+    AsyncOption,
     EagleOption,
     EngineBatchOption,
     EngineLengthOption,
+    GraphsOption,
     LongestOption,
     MeasuredEngineOption,
     MinutesOption,
+    PrefixOption,
 )
 from commands.profile.drafters import profile_drafters, split_drafters
 from commands.profile.recording import (
@@ -52,6 +55,9 @@ def profile(
     engine_longest: LongestOption = 8,
     engine_batch: EngineBatchOption = 16,
     engine_length: EngineLengthOption = 2048,
+    async_scheduling: AsyncOption = False,
+    cuda_graphs: GraphsOption = False,
+    prefix_caching: PrefixOption = False,
     minutes: MinutesOption = 10.0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
@@ -192,7 +198,7 @@ def profile(
             raise DraftsimError("--draft and --eagle are two drafters: give one of them")
         if prompts is not None:
             raise DraftsimError("--engine measures iterations of made-up prompts: drop --prompts")
-        from commands.engine.profile import profile_engine
+        from commands.engine.profile import engine_settings, profile_engine
         from profiler.engines.start import EngineOptions
 
         options = EngineOptions(
@@ -200,10 +206,16 @@ def profile(
             eagle=None if engine_eagle is None else _kept(engine_eagle),
             longest=engine_longest, max_batch=engine_batch, max_model_len=engine_length,
             dtype=dtype or "auto", threads=threads,
+            more=engine_settings(async_scheduling, cuda_graphs, prefix_caching),
         )  # fmt: skip
         with only_writer(out):
             profile_engine(engine, options, out, minutes)
         return
+    if async_scheduling or cuda_graphs or prefix_caching:
+        raise DraftsimError(
+            "--async-scheduling, --cuda-graphs and --prefix-caching are of --engine: add --engine "
+            "vllm"
+        )
     if draft is None or (prompts is None and not latency_only and not signals_only):
         missing = "--draft" if draft is None else "--prompts"
         raise DraftsimError(f"{missing} is missing: a pair is profiled on prompts, or an --engine")
@@ -212,6 +224,7 @@ def profile(
     from profiler.recording.run import RunInfo
     from traces.acceptance.sampling import Sampling
     from traces.sources.starts.features import Eagle
+    from traces.sources.starts.parallel import Parallel
 
     grid = Grid(repeats=repeats, batches=sorted({1, *batch_sizes("--batch", batch)}))
     grid = grid.drafting(max_gamma)
@@ -280,7 +293,9 @@ def profile(
             from commands.profile.source_runs import profile_sources
 
             profile_sources(pair, info, out, sources=others, text=heads_text, repeats=repeats)
-        if pair is not None and (chains := [s for s in drafters if isinstance(s, Eagle)]):
+        if pair is not None and (
+            chains := [s for s in drafters if isinstance(s, Eagle | Parallel)]
+        ):
             profile_drafters(pair, out, chains, repeats=repeats)
         if pair is not None and trees:
             profile_trees(pair, out, trees, repeats=repeats)

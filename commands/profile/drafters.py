@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from profiler.sources.modules import Modules
     from traces.sources.base import Recordings
     from traces.sources.starts.features import Eagle, OnFeatures
+    from traces.sources.starts.parallel import Parallel
 
 OFFSETS = 8
 """Longest draft recorded of a drafter that one layer drafts with."""
@@ -57,25 +58,43 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
 
 
 def load_drafters(pair: Pair, sources: Iterable[OnFeatures]) -> dict[str, FeatureDrafter]:
-    """The drafters in the folders that `sources` name, by the name of their recording."""
+    """The drafters in the folders that `sources` name, by the name of their recording.
+
+    Raises DraftsimError where a folder holds a one-pass drafter and its source is none, or the
+    reverse.
+    """
     from profiler.features import read_drafter
     from profiler.recording.run import model_path
+    from traces.sources.starts.parallel import Parallel
 
-    return {
-        s.key: read_drafter(model_path(s.model, "draft"), pair.target)
-        for s in sources
-        if s.model is not None
-    }
+    found = {}
+    for source in sources:
+        if source.model is None:
+            continue
+        drafter = read_drafter(model_path(source.model, "draft"), pair.target)
+        if drafter.one_pass != isinstance(source, Parallel):
+            wanted = Parallel.name if drafter.one_pass else "eagle"
+            raise DraftsimError(
+                f"{source.model} holds a drafter of kind {drafter.kind}: name it "
+                f"{wanted}:model={source.model}"
+            )
+        found[source.key] = drafter
+    return found
 
 
-def recorded_sources(recordings: Recordings) -> list[Eagle]:
+def recorded_sources(recordings: Recordings) -> list[Eagle | Parallel]:
     """The drafters of a run's recordings, with the folders they were read from."""
     from traces.sources.starts.features import Eagle, recorded_drafters
+    from traces.sources.starts.parallel import Parallel
 
-    return [Eagle(str(r.meta["model"])) for r in recorded_drafters(recordings).values()]
+    chains = [Eagle(str(r.meta["model"])) for r in recorded_drafters(recordings).values()]
+    masks = [Parallel(str(r.meta["model"])) for r in Parallel().found(recordings).values()]
+    return [*chains, *masks]
 
 
-def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats: int) -> None:
+def profile_drafters(
+    pair: Pair, out: Path, sources: Sequence[Eagle | Parallel], *, repeats: int
+) -> None:
     """Record what `sources` draft along the traces in `out`, and measure their passes.
 
     What the folder already holds of these traces and weights is kept, wherever the weights lie by
@@ -93,7 +112,12 @@ def profile_drafters(pair: Pair, out: Path, sources: Sequence[Eagle], *, repeats
 
 
 def record_drafters(
-    pair: Pair, out: Path, sources: Sequence[Eagle], modules: Modules, *, sampled: bool = False
+    pair: Pair,
+    out: Path,
+    sources: Sequence[Eagle | Parallel],
+    modules: Modules,
+    *,
+    sampled: bool = False,
 ) -> list[str]:
     """Record what is not yet recorded along one trace in `out`; names of what was."""
     from dataclasses import replace

@@ -22,12 +22,14 @@ from commands.common.inputs import (
     say_memory,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
+from commands.common.printed import print_table
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
     Ranking,
 )
 from commands.common.sources import SourceOption, with_free_lookups
+from commands.simulate.phases import load_phases, phases_in, shown_phases
 from commands.simulate.runs import (
     Asked,
     decoded_part,
@@ -72,6 +74,21 @@ def simulate(
     by_category: Annotated[
         bool, typer.Option("--by-category", help="Also one row per policy and category of prompts.")
     ] = False,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=BEGIN..END",
+            help="Also rows by phase of the answer, which begins and ends with these markers "
+            "(thinking=<think>..</think>): text, or a token's #ID; without BEGIN it begins with "
+            "the answer. Repeatable.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Of --phase: the target's folder, whose tokenizer finds text."
+        ),
+    ] = None,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Count prefill in times and speedups.")
     ] = False,
@@ -120,6 +137,11 @@ def simulate(
     from traces.store.outputs import find_runs, read_run
     from traces.store.recordings import folder_of
 
+    phases = load_phases(phase or ())
+    if phases and (rounds is not None or robustness):
+        raise DraftsimError("--phase is of replayed policies: drop --rounds and --robustness")
+    if tokenizer is not None and not phases:
+        raise DraftsimError("--tokenizer belongs to --phase: name a phase, or drop it")
     if rounds is not None:
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
@@ -142,6 +164,8 @@ def simulate(
     say_disturbed(table)
     asked = split_asked(policy)
     by_name = bool(policy) and "all" not in (policy or ())
+    # Read before anything is replayed, so that a wrong marker is told at once.
+    found_phases = phases_in(recorded, phases, tokenizer) if phases else None
     if recording.stream is not None:
         _refuse_with("--source", asked, plots=plots, robustness=robustness)
         rule = load_rule(verify, recorded, memory)
@@ -153,7 +177,8 @@ def simulate(
         rows = _rows(
             ranking, ranking.logs, table, recorded, against, resamples, prefill, by_category
         )
-        _emit(rows, json, prefill, out, by_name, recording.said)
+        by_phase = found_phases.rows(ranking.logs, table, resamples) if found_phases else None
+        _emit(rows, json, prefill, out, by_name, recording.said, by_phase)
         return
     if robustness:
         from commands.common.figures import robustness_rows
@@ -179,7 +204,8 @@ def simulate(
     rows = _rows(ranking, listed, table, recorded, against, resamples, prefill, by_category)
     folder = folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
-    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said)
+    by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
+    _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase)
     say_memory([*logs, *more])
     if any(log.mismatched is not None for log in [*logs, *more]):
         say_unjudged(table)
@@ -233,17 +259,21 @@ def _rows(
 
 def _emit(
     rows: list[dict[str, Any]], json: str | None, prefill: bool, out: Path | None,
-    by_name: bool = False, of: str = "",
+    by_name: bool = False, of: str = "", by_phase: Sequence[dict[str, Any]] | None = None,
 ) -> None:  # fmt: skip
     """Print or write the rows, and say what was read outside the measured cells, or not at all.
 
     ``by_name``: whether the policies were named one by one.  ``of``: the recording, its models
-    and device.
+    and device.  ``by_phase``: the rows by phase, if phases were named.
     """
-    more = {"headline": headline(over_all(rows), of)}
+    more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
+    if by_phase:
+        more["phases"] = list(by_phase)
     emit(
         "simulate", rows, json, more=more, out=out, printed=lambda: print_ranked(rows, by_name, of)
     )
+    if by_phase and json is None:
+        print_table(shown_phases(by_phase), title="by phase of the answer")
     shown = over_all(rows)
     outside = [row for row in shown if row["outside"]]
     if outside:

@@ -24,12 +24,14 @@ from commands.common.texts import say_texts
 from commands.engine.options import (
     AcceptanceOption,
     CheckedEngineOption,
+    DefaultsOption,
     EngineArrivalsOption,
     HttpOption,
     LoadOption,
     RateOption,
     RequestsOption,
     SeedOption,
+    SyntheticOption,
 )
 from commands.validate.spot_check import say_verdict, spot_check
 from traces.errors import DraftsimError
@@ -86,6 +88,8 @@ def validate(
     trust_remote_code: TrustOption = False,
     engine: CheckedEngineOption = None,
     http: HttpOption = False,
+    defaults: DefaultsOption = False,
+    synthetic: SyntheticOption = None,
     trace: AcceptanceOption = DEFAULT_TRACE,
     load: LoadOption = None,
     rate: RateOption = None,
@@ -128,6 +132,15 @@ def validate(
     """
     if http and engine is None:
         raise DraftsimError("--http is of --engine: add --engine vllm")
+    if engine is None and (defaults or synthetic is not None):
+        raise DraftsimError("--defaults and --synthetic are of --engine: add --engine vllm")
+    if synthetic is not None and (http or remeasure or defaults or policy):
+        raise DraftsimError(
+            "--synthetic runs vLLM's own acceptance alone: drop --http, --remeasure, --defaults "
+            "and --policy"
+        )
+    if http and defaults:
+        raise DraftsimError("--defaults serves without a server: drop --http")
     if http and remeasure:
         raise DraftsimError(
             "--http tells by loops of its own how slow the engine is behind its server: drop "
@@ -146,6 +159,8 @@ def validate(
     from profiler.recording.run import read_run
 
     if engine is not None:
+        from commands.engine.baseline import SHOWN as WITH_DEFAULTS
+        from commands.engine.baseline import SHOWN_SYNTHETIC
         from commands.engine.check import SHOWN, engine_check
         from commands.engine.compare import say_kinds, say_noise
         from commands.engine.loads import named_loads
@@ -154,8 +169,11 @@ def validate(
         with only_writer(run, COPY) if run.is_dir() else nullcontext():
             found = engine_check(
                 engine, run, trace, source, policy, loads, requests, repeats, limit,
-                seed, remeasure, http,
+                seed, remeasure, http, defaults, synthetic,
             )  # fmt: skip
+        if synthetic is not None:
+            emit("validate", found, json, show=SHOWN_SYNTHETIC, out=out)
+            return
         if http:
             from commands.engine import http as over_http
 
@@ -165,7 +183,8 @@ def validate(
                 say_texts(found)
                 say_noise(found)
             return
-        shown = (*SHOWN, "profile_error", "profile_speedup_error") if remeasure else SHOWN
+        again = ("profile_error", "profile_speedup_error") if remeasure else ()
+        shown = (*SHOWN, *again, *(WITH_DEFAULTS if defaults else ()))
         emit("validate", found, json, show=shown, out=out)
         if json is None:
             say_kinds(found)

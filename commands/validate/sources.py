@@ -81,6 +81,7 @@ def source_check(
     from traces.sources.found import find_recordings
     from traces.sources.registry import describe_source
     from traces.sources.starts.features import Eagle
+    from traces.sources.starts.parallel import Parallel
     from traces.sources.starts.tree_source import Eagle2
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
@@ -92,7 +93,9 @@ def source_check(
     chosen = range(len(trace.requests)) if limit is None else spread_over_categories(trace, limit)
     every = arms(trace, recordings, chosen, policy, source, latency)
     pair = info.load()
-    drafters = load_drafters(pair, [a.source for a in every if isinstance(a.source, Eagle)])
+    drafters = load_drafters(
+        pair, [a.source for a in every if isinstance(a.source, Eagle | Parallel)]
+    )
     trees = load_trees(pair, [a.source for a in every if isinstance(a.source, Eagle2)])
     modules = replace(modules_of(pair, info, run), drafters=drafters, trees=trees)
     total = repeats * len(chosen) * len(every)
@@ -221,12 +224,17 @@ def as_recorded(source: Source, recordings: Recordings) -> Source:
     """`source` with what only its recording knows: skipped layers, a drafter's folder, a tree's
     shape."""
     from traces.sources.starts.features import OnFeatures
+    from traces.sources.starts.parallel import Parallel
     from traces.sources.starts.sources import LayerSkip
     from traces.sources.starts.tree_source import Eagle2
 
     if isinstance(source, Eagle2):
         found = source.recording(recordings)
         source = source.grown(source.depth or found.layers, found.topk)
+    if isinstance(source, Parallel) and source.acceptance is not None:
+        return source
+    if isinstance(source, Parallel) and source.k is None:
+        source = source.with_masks(source.recording(recordings).offsets)
     if isinstance(source, OnFeatures) and not Path(source.model or "").is_dir():
         source = source.of(str(source.recording(recordings).meta["model"]))
     if isinstance(source, LayerSkip) and source.skip is None:

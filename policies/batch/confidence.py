@@ -1,8 +1,8 @@
-"""Batch policies that read the draft's confidence: freeze, and adaptive verification."""
+"""Batch policies that read the draft's confidence: freeze, adaptive and scheduled verification."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,24 +107,28 @@ class AdaptiveVerification(BatchPolicy):
         return self.gamma
 
     def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
-        batch = len(drafts)
-        survivals: list[float] = []
-        owners: list[int] = []
-        for i, draft in enumerate(drafts):
-            survival = 1.0
-            for offset, token in enumerate(draft):
-                survival *= self._estimate(token, offset)
-                survivals.append(survival)
-                owners.append(i)
+        chances = [[self._estimate(t, i) for i, t in enumerate(draft)] for draft in drafts]
+        return self._likeliest(chances, self._size(chances))
+
+    def _size(self, chances: Sequence[Sequence[float]]) -> int:
+        """Return how many drafts to verify, from each draft's acceptance estimates."""
+        batch = len(chances)
+        survivals = np.sort(_survivals(chances)[0])[::-1]
+        room = self._room(batch, len(survivals))
+        gain = batch + np.concatenate([[0.0], np.cumsum(survivals)])[: room + 1]
+        steps = max(map(len, chances))
+        return int(np.argmax(gain / self._curve(batch, steps)[: room + 1]))
+
+    def _room(self, batch: int, drafted: int) -> int:
+        """Return the most drafts that may be verified."""
+        return drafted if self.budget is None else max(0, min(drafted, self.budget - batch))
+
+    def _likeliest(self, chances: Sequence[Sequence[float]], size: int) -> list[int]:
+        """Return how many of the `size` likeliest drafts each sequence has."""
+        survivals, owners = _survivals(chances)
         # A stable sort keeps equal survivals in drafted order, hence prefixes.
-        order = np.argsort(-np.asarray(survivals), kind="stable")
-        room = len(order) if self.budget is None else max(0, min(len(order), self.budget - batch))
-        gain = batch + np.concatenate([[0.0], np.cumsum(np.asarray(survivals)[order])])[: room + 1]
-        steps = max(map(len, drafts))
-        chosen = int(np.argmax(gain / self._curve(batch, steps)[: room + 1]))
-        lengths = [0] * batch
-        for slot in order[:chosen]:
-            lengths[owners[slot]] += 1
+        order = np.argsort(-survivals, kind="stable")[:size]
+        lengths: list[int] = np.bincount(owners[order], minlength=len(chances)).tolist()
         return lengths
 
     def _curve(self, batch: int, steps: int) -> npt.NDArray[np.float64]:
@@ -133,10 +137,109 @@ class AdaptiveVerification(BatchPolicy):
         key = (batch, steps, bucket)
         if key not in self._curves:
             context = (bucket + 0.5) * CONTEXT_BUCKET
-            self._curves[key] = np.array(
-                [self._cost(batch, steps, batch + s, context) for s in range(batch * steps + 1)]
-            )
+            tokens = np.arange(batch, batch * (steps + 1) + 1)
+            self._curves[key] = self._step_s(batch, steps, tokens, context)
         return self._curves[key]
+
+    def _step_s(
+        self, batch: int, steps: int, tokens: npt.NDArray[np.int64], context: float
+    ) -> npt.NDArray[np.float64]:
+        """Return the seconds of iterations that verify this many `tokens`, rising, their shape."""
+        return np.array([self._cost(batch, steps, n, context) for n in tokens.tolist()])
+
+
+class ConfidenceScheduled(AdaptiveVerification):
+    """Verifies the likeliest drafts of the batch by smoothed confidences, as vLLM's DSpark does.
+
+    vLLM pull request 47808 (``enable_adaptive_verification``; its blog of 2026-08-14): the
+    confidences of every request are smoothed over its rounds; how many drafts the batch verifies
+    maximises expected tokens per second by the confidences of the step before, which is all that
+    the host knows in time; which ones is decided by those of this step.  A request's first round
+    has no step before, and counts with its own confidences.
+
+    Parameters
+    ----------
+    gamma:
+        Tokens drafted per sequence; 7 is DeepSeek-V4's block.
+    ema:
+        Weight of a request's earlier confidences, 0.8 there (``adaptive_verification_ema_alpha``).
+    captured:
+        Largest step in tokens that has a CUDA graph (``max_cudagraph_capture_size``): up to there
+        the cost is a staircase, because a step is padded to the next graph's size.  None: no
+        graphs, the cost as it is given.
+    budget, cost, estimator:
+        Of `AdaptiveVerification`.
+    """
+
+    def __init__(
+        self,
+        gamma: int = 7,
+        ema: float = 0.8,
+        captured: int | None = None,
+        budget: int | None = None,
+        cost: IterationCost | None = None,
+        estimator: AcceptanceEstimator | None = None,
+    ) -> None:
+        super().__init__(gamma, budget, cost, estimator)
+        within("ema", ema, 0, 1)
+        whole("captured", captured, 1, none=True)
+        self.ema = ema
+        self.captured = captured
+        self._requests: Sequence[Hashable] = ()
+        self._smoothed: dict[Hashable, list[float]] = {}
+
+    def plan_each(self, requests: Sequence[Hashable], loads: Sequence[Load]) -> Sequence[int]:
+        self._requests = tuple(requests)
+        return super().plan_each(requests, loads)
+
+    def allot(self, drafts: Sequence[Sequence[Any]]) -> Sequence[int]:
+        before, now = [], []
+        for request, draft in zip(self._requests, drafts, strict=True):
+            known = self._smoothed.get(request, [])
+            chances = [self._estimate(token, i) for i, token in enumerate(draft)]
+            smoothed = [
+                self.ema * known[i] + (1 - self.ema) * c if i < len(known) else c
+                for i, c in enumerate(chances)
+            ]
+            # The host sizes the step for as many drafts as there are.
+            before.append([known[i] if i < len(known) else c for i, c in enumerate(smoothed)])
+            now.append(smoothed)
+        # A draft that ended early says nothing of the positions after its end.
+        self._smoothed = {
+            request: [*smoothed, *self._smoothed.get(request, [])[len(smoothed) :]]
+            for request, smoothed in zip(self._requests, now, strict=True)
+        }
+        return self._likeliest(now, self._size(before))
+
+    def _step_s(
+        self, batch: int, steps: int, tokens: npt.NDArray[np.int64], context: float
+    ) -> npt.NDArray[np.float64]:
+        """As the base; padded to the sizes of graphs, and never falling, as vLLM's tables."""
+        if self.captured is not None:
+            sizes = graph_sizes(self.captured)
+            # A step beyond the last graph runs as it is.
+            last = tokens > self.captured
+            tokens = np.where(last, tokens, np.append(sizes, 0)[np.searchsorted(sizes, tokens)])
+        return np.maximum.accumulate(super()._step_s(batch, steps, tokens, context))
+
+
+def graph_sizes(largest: int) -> npt.NDArray[np.int64]:
+    """Return the steps, in tokens, that vLLM captures CUDA graphs of, up to `largest`.
+
+    >>> graph_sizes(32).tolist()
+    [1, 2, 4, 8, 16, 24, 32]
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max(largest, 256) + 1, 16)]
+    return np.array(sorted({*(n for n in sizes if n <= largest), largest}))
+
+
+def _survivals(
+    chances: Sequence[Sequence[float]],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return the chance that each draft and all before it are accepted, and whose it is."""
+    parts = [np.cumprod(one) for one in chances]
+    owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
+    return np.concatenate([*parts, np.zeros(0)]), owners
 
 
 CONTEXT_BUCKET = 256

@@ -13,6 +13,11 @@ from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 from traces.store.text import read_object
 
+FIXED: Mapping[str, Any] = {
+    "enforce_eager": True, "enable_prefix_caching": False, "async_scheduling": False,
+}  # fmt: skip
+"""Arguments of ``vllm.LLM`` that a measured engine has unless `EngineOptions.more` says others."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -95,9 +100,9 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
         llm = LLM(
             str(folder), dtype=options.dtype, max_model_len=options.max_model_len,
             max_num_seqs=options.max_batch, max_num_batched_tokens=options.token_budget,
-            enable_prefix_caching=False, async_scheduling=False, skip_tokenizer_init=not words,
+            skip_tokenizer_init=not words,
             speculative_config=options.speculative, disable_log_stats=False,
-            **{"enforce_eager": True, **options.more},
+            **{**FIXED, **options.more},
         )  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -123,6 +128,7 @@ def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
             "max_model_len": options.max_model_len,
             "token_budget": options.token_budget, "eager": config.model_config.enforce_eager,
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         },
         "target": options.target, "draft": options.eagle or options.draft,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),

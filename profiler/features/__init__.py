@@ -33,6 +33,7 @@ from profiler.features.checkpoint import read_drafter
 from profiler.features.eagle import Eagle
 from profiler.features.eagle3 import Eagle3
 from profiler.features.mtp import Mtp
+from profiler.features.parallel import ParallelEagle3
 from profiler.features.runner import DrafterRunner
 from profiler.features.target import default_depths, target_features
 from profiler.features.unroll import unroll
@@ -44,6 +45,7 @@ __all__ = [
     "Eagle3",
     "FeatureDrafter",
     "Mtp",
+    "ParallelEagle3",
     "default_depths",
     "layer_config",
     "read_drafter",

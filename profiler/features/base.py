@@ -46,6 +46,8 @@ class FeatureDrafter(nn.Module, ABC):
     """Depths whose states are its feature, 1 = behind the first layer; none: the final one."""
     modules_in_turn = 1
     """Networks of which the j-th drafts the j-th token; 1: the same one drafts them all."""
+    one_pass: ClassVar[bool] = False
+    """Whether later tokens of a round read masks, so that one pass drafts all of them."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -110,6 +112,13 @@ class FeatureDrafter(nn.Module, ABC):
     def fuse(self, features: Tensor) -> Tensor:
         """(..., feature_width) of the target -> (..., hidden), what `step` reads."""
         return features.to(self.dtype)
+
+    def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
+        """What a later token of a round reads: a token and, for its feature, (..., hidden).
+
+        By default they are what the drafter gave for the token before it.
+        """
+        return tokens, fed_back
 
     @abstractmethod
     def step(

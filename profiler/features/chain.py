@@ -54,6 +54,23 @@ class DrafterChain:
         return self.drafter.logits(states[-1:]), entries - begin
 
     @torch.inference_mode()
+    def draft_all(self, count: int) -> tuple[Tensor, int]:
+        """Logits (count, draft vocabulary) of all this round's tokens, and the pass's width.
+
+        The drafter is one of `FeatureDrafter.one_pass`.
+        """
+        begin, entries = self._done[0], self._known - 1
+        tokens, inputs = self._tokens[begin + 1 : entries + 1], self._inputs[0, begin:entries]
+        masks = self.drafter.following(
+            self._tokens.new_zeros(count - 1), self._inputs[0].new_zeros(count - 1, inputs.shape[1])
+        )
+        states, _ = self._runner.run(
+            torch.cat([tokens, masks[0]]), torch.cat([inputs, masks[1]]), begin
+        )
+        self._done[0] = entries
+        return self.drafter.logits(states[-count:]), entries - begin + count - 1
+
+    @torch.inference_mode()
     def tree(self, topk: int) -> tuple[Trees, int]:
         """A tree behind what is known, one layer deep, and the width of the pass that took."""
         logits, width = self.draft(0, None)

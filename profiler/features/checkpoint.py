@@ -20,6 +20,7 @@ from profiler.features.base import FeatureDrafter, layer_config
 from profiler.features.eagle import Eagle
 from profiler.features.eagle3 import Eagle3
 from profiler.features.mtp import Mtp
+from profiler.features.parallel import ParallelEagle3
 from profiler.features.target import default_depths
 from traces.errors import DraftsimError
 from traces.store.text import read_object
@@ -152,7 +153,8 @@ def _eagle3(config: dict[str, Any], layer: Any, weights: Weights, target: Any) -
     rows = len(weights["lm_head.weight"])
     if rows != (layer.vocab_size if drafted is None else len(drafted)):
         raise ValueError(f"lm_head has {rows} rows, which its d2t does not map")
-    return Eagle3(
+    own = ParallelEagle3 if "mask_token" in weights else Eagle3
+    return own(
         layer, drafted, depths, target_width=config.get("target_hidden_size"),
         # vLLM takes it as set where a speculators file does not say.
         norm_before_residual=bool(

@@ -82,5 +82,6 @@ def unroll(
         outputs.append(states)
         if step + 1 < steps:
             feed = padded[:, 2 + step : 2 + step + count] if pick is None else pick(states)
+            feed, fed_back = drafter.following(feed, fed_back)
             mask = causal if turns > 1 else torch.cat([mask, own], 1)
     return outputs

@@ -45,7 +45,8 @@ def write_drafter(
     DraftsimError
         If the layout has no such drafter, or the folder cannot be written.
     """
-    if (layout, drafter.kind) in (("eagle", "mtp"), ("speculators", "eagle")):
+    refused = ("eagle", "mtp"), ("speculators", "eagle"), ("speculators", "p-eagle")
+    if (layout, drafter.kind) in refused:
         raise DraftsimError(f"the {layout} format has no {drafter.kind} drafters that engines read")
     config = _layer(drafter) if layout == "eagle" else _speculators(
         drafter, target, speculative_tokens
@@ -98,6 +99,7 @@ def _eagle3(drafter: Eagle3) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
         "norm_before_residual": drafter.midlayer.norm_before_residual,
         "norm_before_fc": drafter.input_norm is not None,
+        **({"parallel_drafting": True} if drafter.one_pass else {}),
     }
 
 

@@ -2,6 +2,7 @@
 
     python -m profiler.smollm2 text     # the model writes the training text, with its states
     python -m profiler.smollm2 eagle3   # then each drafter by itself, in any order
+    python -m profiler.smollm2 parallel # EAGLE-3 with mask tokens, all of a round in one pass
     python -m profiler.smollm2 draft
     python -m profiler.smollm2 eagle
     python -m profiler.smollm2 heads    # exit heads, Blockwise, Medusa, SpecDec, Kangaroo
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from profiler.features import default_depths, read_drafter
+from profiler.features import ParallelEagle3, default_depths, read_drafter
 from profiler.fetched.places import cache, fetched, folder
 from profiler.heads.adapter import Adapter
 from profiler.heads.modules import ExitHeads, ParallelHeads, save_module
@@ -57,9 +58,11 @@ FREQUENT, SAMPLED = 2048, 1024  # tokens that a training step compares
 DRAFT_VOCABULARY = 8192  # of EAGLE-3
 MASKS, MASK_STEPS, MASKED_LENGTH = 4, 60, 160  # of SPACE
 UNROLLED = 2  # drafted tokens a training step looks ahead
+AT_ONCE = 4  # of the drafter that drafts them in one pass
 PLANS = {
     "draft": Plan(steps=1700, tokens=2048),
     "eagle3": Plan(steps=1100, tokens=2048),
+    "parallel": Plan(steps=1100, tokens=2048),
     "eagle": Plan(steps=250, tokens=2048, muon_rate=0.004, adam_rate=5e-4),
     "heads": Plan(steps=120, tokens=2048),
 }
@@ -102,6 +105,14 @@ class Work:
         drafter = new_eagle3(self.model, chats, known, self.depths)
         self._unrolled("eagle3", drafter, DRAFT_VOCABULARY, chats)
 
+    def parallel(self) -> None:
+        """The EAGLE-3 head with mask tokens (P-EAGLE)."""
+        chats = Chats(self.work, SHARDS, ANSWERS, features=True)
+        known = self._ranked(chats)[:DRAFT_VOCABULARY].sort().values
+        torch.manual_seed(0)
+        drafter = new_eagle3(self.model, chats, known, self.depths, ParallelEagle3)
+        self._unrolled("parallel", drafter, DRAFT_VOCABULARY, chats, AT_ONCE)
+
     def eagle(self) -> None:
         """The EAGLE head."""
         chats = Chats(self.work, SHARDS, ANSWERS)
@@ -141,9 +152,11 @@ class Work:
         (self.out / HEADS).mkdir(exist_ok=True)
         save_module(masks, self.model, self.out / HEADS / FILES["space"])
 
-    def _unrolled(self, name: str, drafter: Any, vocabulary: int, chats: Chats) -> None:
+    def _unrolled(
+        self, name: str, drafter: Any, vocabulary: int, chats: Chats, steps: int = UNROLLED
+    ) -> None:
         head = self.model.get_output_embeddings().weight.detach()
-        module = Unrolled(drafter, head, self._candidates(chats, vocabulary), UNROLLED)
+        module = Unrolled(drafter, head, self._candidates(chats, vocabulary), steps)
         curve = fit(module, module.loss, chats, PLANS[name], self.work / f"{name}.pt")
         store_drafter(module.finished(), self.out / f"{name}.safetensors")
         self._report(name, chats, curve)
@@ -187,7 +200,7 @@ def measure_all(path: Path, out: Path, limit: int | None) -> None:
 
 STEPS: Mapping[str, Callable[[Work], None]] = {
     "text": Work.text, "draft": Work.draft, "eagle3": Work.eagle3, "eagle": Work.eagle,
-    "heads": Work.heads, "space": Work.space,
+    "parallel": Work.parallel, "heads": Work.heads, "space": Work.space,
 }  # fmt: skip
 
 

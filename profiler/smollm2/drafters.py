@@ -19,7 +19,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from policies.json_text import parse_json
-from profiler.features import Eagle, Eagle3, FeatureDrafter, layer_config, write_drafter
+from profiler.features import (
+    Eagle,
+    Eagle3,
+    FeatureDrafter,
+    ParallelEagle3,
+    layer_config,
+    write_drafter,
+)
 from profiler.smollm2.draft import ProjectedDraft, draft_config, draft_model
 
 TOKENIZER = (
@@ -80,9 +87,10 @@ def feature_drafter(
     config = layer_config(target.config)
     made: FeatureDrafter
     own = {name: value.float() for name, value in weights.items() if name != "draft_tokens"}
-    if settings["kind"] == "eagle3":
+    if settings["kind"] in (Eagle3.kind, ParallelEagle3.kind):
         tokens = weights["draft_tokens"].long()
-        made = Eagle3(config, tokens, settings["depths"], norm_before_residual=True)
+        kind = Eagle3 if settings["kind"] == Eagle3.kind else ParallelEagle3
+        made = kind(config, tokens, settings["depths"], norm_before_residual=True)
         own["lm_head.weight"] = target.get_output_embeddings().weight.detach().float()[tokens]
         own |= {"d2t": made.d2t, "t2d": made.t2d}
     else:

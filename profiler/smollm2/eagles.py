@@ -53,13 +53,16 @@ def _ridge(inputs: Tensor, wanted: Tensor, scale: Tensor) -> Tensor:
     return solved.T / scale
 
 
-def new_eagle3(target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...]) -> Eagle3:
-    """An EAGLE-3 drafter that begins as a linear guess of the target's next final state.
+def new_eagle3(
+    target: Any, chats: Chats, draft_tokens: Tensor, depths: tuple[int, ...],
+    kind: type[Eagle3] = Eagle3,
+) -> Eagle3:  # fmt: skip
+    """An EAGLE-3 drafter (`kind`) that begins as a linear guess of the target's next final state.
 
     ``fc`` starts as the ridge regression of that state from the features (0.22 of first tokens
     right), the head is the target's own rows and stays so, and the layer adds nothing yet.
     """
-    drafter = Eagle3(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
+    drafter = kind(layer_config(target.config), draft_tokens, depths, norm_before_residual=True)
     drafter.attach(target)
     places = _pairs(chats)
     features, states = chats.features[places].float(), chats.states[places + 1].float()

@@ -16,7 +16,7 @@ from profiler.models.stack import LayerRunner
 from profiler.sources.draws import Draws
 from profiler.sources.start_decoders import StateDecoder
 from traces.acceptance.sampling import GREEDY, Sampling
-from traces.replay.calls import DRAFTER
+from traces.replay.calls import DRAFTER, ONE_PASS
 
 
 class FeatureToken(ModelToken):
@@ -100,3 +100,27 @@ class FeatureDecoder(StateDecoder):
         self.calls.end_round()
         self._emit(tokens)
         return accepted
+
+
+class ParallelDecoder(FeatureDecoder):
+    """Decodes one prompt greedily, drafting `width` tokens of a round by one pass."""
+
+    def __init__(
+        self, target: LayerRunner, drafter: FeatureDrafter, prompt: Tensor, max_new_tokens: int,
+        eos: frozenset[int] = frozenset(), *, width: int,
+    ) -> None:  # fmt: skip
+        super().__init__(target, drafter, prompt, max_new_tokens, eos)
+        self._width = width
+        self._logits = self._no_drafts
+
+    def draft(self, so_far: Sequence[Any]) -> ModelToken | None:
+        """The next token of the round's pass, which runs before the first; None at its end."""
+        offset = len(so_far)
+        if offset >= self._width:
+            return None
+        if not offset:
+            self._logits, read = self._chain.draft_all(self._width)
+            self.calls.add(ONE_PASS, read)
+        logits = self._logits[offset : offset + 1]
+        own = logits.argmax(-1)
+        return FeatureToken(self._drafter.target_ids(own), own, logits, GREEDY, self.eos or None)

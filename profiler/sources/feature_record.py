@@ -98,8 +98,10 @@ class FeatureRecorder(StartRecorder):
         drafted = [pick(steps[0], step=0)]
         for step in range(1, self.offsets):
             mask = torch.cat([sees, own.repeat(1, step)], 1)
+            # Of a one-pass drafter these are masks, whose rows wait for no other.
+            tokens, fed_back = self.drafter.following(drafted[-1], fed_back)
             states, fed_back = self._runner.run(
-                drafted[-1], fed_back, path + (step - 1) * count, mask=mask, positions=at + step
+                tokens, fed_back, path + (step - 1) * count, mask=mask, positions=at + step
             )
             steps.append(self.drafter.logits(states))
             drafted.append(pick(steps[-1], step=step))

@@ -17,7 +17,7 @@ from profiler.sources.base import SourceDecoder
 from profiler.sources.drafters import default_skip
 from profiler.sources.draws import Draws, RandomDraws
 from profiler.sources.early_exit import EarlyExitDecoder
-from profiler.sources.feature_decoder import FeatureDecoder
+from profiler.sources.feature_decoder import FeatureDecoder, ParallelDecoder
 from profiler.sources.modules import Modules
 from profiler.sources.start_decoders import (
     HeadsDecoder,
@@ -36,6 +36,7 @@ from traces.sources.exits.kangaroo import Kangaroo
 from traces.sources.lookups.sources import LookupSource, served_before
 from traces.sources.replay import check_signals
 from traces.sources.starts.features import Eagle
+from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.sources import Heads, LayerSkip, Space
 from traces.sources.starts.tree_source import Eagle2
 
@@ -120,6 +121,14 @@ class SourceRunner:
             return self._tree(source, *begin)
         if isinstance(source, Eagle):
             return FeatureDecoder(self.target, self.modules.drafter(source), *begin, draws)
+        if isinstance(source, Parallel) and source.k is not None and source.acceptance is None:
+            drafter = self.modules.drafter(source)
+            return ParallelDecoder(self.target, drafter, *begin, width=source.k)
+        if isinstance(source, Parallel):
+            raise DraftsimError(
+                f"{source.key!r} is really decoded by a drafter and so many masks: name both, or "
+                "its recording, as in parallel:model=DIR,k=8"
+            )
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
 
     def _tree(

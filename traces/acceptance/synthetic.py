@@ -172,7 +172,7 @@ def synthetic_trace(
         match = (rng.random(len(chance)) < chance).astype(np.int8)
         columns |= {"offset": np.zeros(len(chance), np.int16), "match": match}
         return Trace(columns, table, None, meta)
-    prob = _beta(chance, concentration, rng)
+    prob = drawn_chances(chance, concentration, rng)
     match = (rng.random(len(chance)) < prob).astype(np.int8)
     last = np.cumsum(lengths) - 1
     token = rng.integers(ORDINARY, VOCABULARY, len(chance))
@@ -185,7 +185,7 @@ def synthetic_trace(
     offset = np.arange(len(rows)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     tail = offset > 0
     prob = prob[rows]
-    prob[tail] = _beta(chance[rows[tail]], concentration, rng)
+    prob[tail] = drawn_chances(chance[rows[tail]], concentration, rng)
     drafted = np.where(match == MATCH, token, wrong)[rows]
     drafted[tail] = rng.integers(ORDINARY, VOCABULARY, int(tail.sum()))
     columns = {name: values[rows] for name, values in columns.items()} | {
@@ -193,19 +193,23 @@ def synthetic_trace(
         "match": np.where(tail, UNKNOWN, match[rows]),
         "token": np.where(tail, -1, token[rows]),
         "draft_token": drafted,
-        **_signals(prob),
+        **logits_of(prob),
     }
     return Trace(columns, table, max_gamma, meta)
 
 
-def _beta(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:
+def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:
+    """Draw chances around `mean` from a Beta distribution; 0 and 1 stay as they are."""
     inner = np.clip(mean, 1e-9, 1 - 1e-9)
     drawn = rng.beta(inner * concentration, (1 - inner) * concentration)
     return np.where((mean == 0) | (mean == 1), mean, drawn)
 
 
-def _signals(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
-    """Logits of a distribution with this top probability: a runner-up and an even rest."""
+def logits_of(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the draft columns of distributions with this top probability, shape of `prob`.
+
+    The runner-up has half of the rest, and the other tokens share what is left evenly.
+    """
     top = np.clip(prob, 1e-3, 1 - 1e-6)
     second = np.minimum(0.5 * (1 - top), 0.9 * top)
     rest = 1 - top - second
@@ -217,7 +221,7 @@ def _signals(prob: Floats) -> dict[str, npt.NDArray[np.float32]]:
         "draft_top10_logprob": np.log(top / likeliest),
         "draft_top1": np.log(top),
         "draft_top2": np.log(second),
-        "draft_logsumexp": np.zeros(len(top)),
+        "draft_logsumexp": np.zeros(top.shape),
         "draft_entropy": entropy,
     }
     return {name: values.astype(np.float32) for name, values in signals.items()}

@@ -32,6 +32,7 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("drafter", "tree"),
     ("target", "tree"),
     ("ngram-simple", "forward"),
+    ("drafter", "catch_up"),
 )
 """(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
 the log's own (`traces.replay.rounds.RoundLog.drafter`)."""
@@ -60,6 +61,8 @@ ADAPTER = CALL_KINDS.index(("adapter", "forward"))
 PASS = CALL_KINDS.index(("target", "pass"))
 DRAFTER = CALL_KINDS.index(("drafter", "forward"))
 """A pass of a drafter on the target's features."""
+ONE_PASS = CALL_KINDS.index(("drafter", "catch_up"))
+"""The one pass of a round in which a drafter drafts all tokens."""
 DRAFTER_TREE, TREE = (CALL_KINDS.index((model, "tree")) for model in ("drafter", "target"))
 """A pass of such a drafter over nodes of a tree, and the target's over those it verifies."""
 

@@ -12,7 +12,7 @@ from policies.core import DraftPolicy
 from policies.lanes.base import plan_of
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import HEAD, LAYER, PASS, Counted, pack_counted
+from traces.replay.calls import HEAD, LAYER, ONE_PASS, PASS, Counted, pack_counted
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
 from traces.replay.run import own_policy
@@ -23,6 +23,7 @@ from traces.sources.lookups.sources import LookupReplay, LookupSource
 from traces.sources.lookups.walked import lookup_rounds
 from traces.sources.starts.as_draft import chained_trace
 from traces.sources.starts.features import EagleReplay
+from traces.sources.starts.parallel import ParallelReplay
 from traces.sources.starts.recording import StartReplay, StartSource
 from traces.sources.starts.sources import HEADS, HeadsReplay, LayerSkipReplay, SpaceReplay
 from traces.sources.starts.tree_source import TreeReplay
@@ -30,7 +31,7 @@ from traces.sources.starts.walked import tree_rounds
 
 Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
 """Rounds, and the calls that they ran."""
-CHAINS = (HeadsReplay, SpaceReplay, LayerSkipReplay, EagleReplay)
+CHAINS = (HeadsReplay, SpaceReplay, LayerSkipReplay, EagleReplay, ParallelReplay)
 """Decoders of sources recorded by start, whose draft from there is one chain."""
 
 
@@ -82,6 +83,9 @@ def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
     parts: list[Counted] = []
     if isinstance(decoder, HeadsReplay):
         parts.append(Counted(False, HEADS, each, ones, np.minimum(forwards, 1)))
+    elif isinstance(decoder, ParallelReplay):
+        width = log.rounds["catch_up"].astype(np.int64) + decoder.width - 1
+        parts.append(Counted(False, ONE_PASS, each, width, np.minimum(forwards, 1)))
     elif isinstance(decoder, SpaceReplay):
         parts.append(Counted(True, PASS, each, (drafted + 1) * (decoder.width + 1), ones))
     elif isinstance(decoder, LayerSkipReplay):

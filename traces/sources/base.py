@@ -105,6 +105,11 @@ class Source(ABC):
         del recordings
         return self.signals
 
+    def completed(self, trace: Trace, recordings: Recordings) -> Recordings:
+        """Return `recordings` with what follows from the source's parameters and `trace` alone."""
+        del trace
+        return recordings
+
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
         """(model, phase) of the calls that every draft makes; empty where rounds differ."""

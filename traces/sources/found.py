@@ -103,5 +103,6 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
         drafter = None if source == DRAFT_MODEL else parse_source(source)
     if drafter is None:
         return trace, latency
+    recordings = drafter.completed(trace, recordings)
     drafted = drafted_trace(trace, drafter, recordings)
     return drafted, drafted_latency(latency, drafter, recordings)

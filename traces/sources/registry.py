@@ -12,6 +12,7 @@ from traces.sources.exits.kangaroo import Kangaroo
 from traces.sources.lookups.engines import NGram, NGramSimple, Suffix
 from traces.sources.lookups.sources import PLD, REST, Lookahead
 from traces.sources.starts.features import Eagle
+from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.sources import Blockwise, LayerSkip, Medusa, MedusaTree, Space, SpecDec
 from traces.sources.starts.tree_source import Eagle2
 
@@ -22,7 +23,7 @@ SOURCES: Mapping[str, type[Source]] = {
     cls.name: cls
     for cls in (
         PLD, REST, Lookahead, EarlyExit, Kangaroo, LayerSkip, Blockwise, Medusa, MedusaTree,
-        Space, SpecDec, Eagle, Eagle2, NGram, Suffix, NGramSimple,
+        Space, SpecDec, Eagle, Eagle2, Parallel, NGram, Suffix, NGramSimple,
     )
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def replay_source(
         If the policy drafts past what was recorded off the path.
     """
     lossless = check_rule(rule, source, trace)
-    recordings = recordings or Recordings()
+    recordings = source.completed(trace, recordings or Recordings())
     check_signals(policy, source, recordings)
     first = trace.first if first is None else first
     decoder_of = source.open(trace, recordings, first)

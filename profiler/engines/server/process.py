@@ -13,7 +13,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -23,7 +22,7 @@ from typing import IO, Any
 
 from profiler.engines import setup
 from profiler.engines.server import lines
-from profiler.engines.start import EngineOptions
+from profiler.engines.start import FIXED, EngineOptions
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
 from traces.store.writing import write_atomically
@@ -199,12 +198,10 @@ class Server:
 
 def arguments(options: EngineOptions) -> list[str]:
     """Of ``vllm serve``, for a server with these options."""
-    more: Mapping[str, Any] = {"enforce_eager": True, **options.more}
     flags: dict[str, Any] = {
         "served_model_name": NAME, "dtype": options.dtype, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,
-        "enable_prefix_caching": False, "async_scheduling": False,
-        "speculative_config": options.speculative, **more,
+        **FIXED, "speculative_config": options.speculative, **options.more,
     }  # fmt: skip
     found = ["--model", model_path(options.target, "target")]
     for name, value in flags.items():

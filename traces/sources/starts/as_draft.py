@@ -22,6 +22,7 @@ from traces.latency.table import LatencyTable
 from traces.sources.base import Recordings, Source, true_tokens
 from traces.sources.columns import DRAWN
 from traces.sources.starts.features import Eagle
+from traces.sources.starts.parallel import Parallel
 from traces.sources.starts.recording import StartRecording, StartSource
 from traces.sources.starts.sources import Heads, LayerSkip, Space
 from traces.sources.starts.tree_source import Eagle2
@@ -47,7 +48,7 @@ def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
         if source.drafter(recordings).by_passes:
             return recording
         why = "its modules run in turn, each over tokens that the others have seen"
-    elif not isinstance(source, Heads | LayerSkip):
+    elif not isinstance(source, Heads | LayerSkip | Parallel):
         why = WIDER
     if why is not None:
         raise DraftsimError(
@@ -77,7 +78,7 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     recording = source.recording(recordings)
     source.open(trace, recordings, 1)  # refuses a recording of other requests, or settings
     most = recording.offsets
-    if isinstance(source, Heads | Space) and source.k is not None:
+    if isinstance(source, Heads | Space | Parallel) and source.k is not None:
         source.open(trace, recordings, 1)(0)  # refuses more heads than there are
         most = source.k
     true, bounds = np.array(true_tokens(trace, sampled=True)), trace.request_starts
@@ -113,8 +114,8 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
     }
     meta = {
         **trace.meta, "drafts": source.label(recordings), "drafter": _model(source, recordings),
-        "takes_verified": isinstance(source, Eagle),
-        "drafts_end": isinstance(source, Heads | Space),
+        "takes_verified": isinstance(source, Eagle | Parallel),
+        "drafts_end": isinstance(source, Heads | Space | Parallel),
     }  # fmt: skip
     return Trace(columns, trace.requests, most, meta)
 
@@ -135,6 +136,9 @@ def drafted_latency(
         table = _in_an_engine(latency, str(recording.meta["model"]), name)
     elif isinstance(source, Eagle):
         table = in_the_drafts_place(latency, name)
+    elif isinstance(source, Parallel):
+        width = recording.offsets if source.k is None else source.k
+        table = _standing_in(latency, latency.cells, _one_pass(latency, name, width), name)
     elif isinstance(source, LayerSkip):
         own = _skipping(latency, int(recording.meta["layers"]))
         table = _standing_in(latency, latency.cells, own, name)
@@ -209,6 +213,27 @@ def _at_once(latency: LatencyTable) -> pd.DataFrame:
         [("draft", "catch_up", 1, n, c, seconds) for n, c in ends]
         + [("draft", "forward", 1, n, c, 0.0) for n, c in ends]
     )
+
+
+def _one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
+    """A pass over what was verified and ``width - 1`` masks drafts all; no other pass follows.
+
+    Sizes are those of the measured cells; widths between or beyond them are read as any others.
+    """
+    model = latency.drafter(name)
+    phase = latency.first_draft_phase(model)
+    cells = latency.cells[(latency.cells["model"] == model) & (latency.cells["phase"] == phase)]
+    rows = []
+    sizes = cells[["batch", "context"]].drop_duplicates().to_numpy().tolist()
+    for batch, context in sizes:
+        for caught in range(1, width + 2):
+            seconds = float(latency.estimate(
+                model, phase, batch=batch, new_tokens=caught + width - 1, context=context
+            ).seconds)  # fmt: skip
+            rows.append(("draft", "catch_up", int(batch), caught, int(context), seconds))
+        rows.append(("draft", "forward", int(batch), 1, int(context), 0.0))
+    prompts = latency.cells[latency.cells["model"].eq(model) & latency.cells["phase"].eq("prefill")]
+    return pd.concat([_frame(rows), prompts], ignore_index=True)
 
 
 def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:

@@ -1,0 +1,178 @@
+"""Errors of predicted one-pass drafters against the public numbers of vLLM's threads.
+
+    python -m benchmarks.one_pass
+
+Pull request 52362 (DeepSeek-V4 with DSpark): from the runs without speculation and with K = 7 at
+three concurrencies, every other run is predicted; from two runs of adaptive verification, the five
+others.  Its acceptance length is not given there; 3.4 is that of the DSpark blog of vLLM
+(2026-08-14, DeepSeek-V4-Pro, K = 7).
+
+Pull request 32628: from the EAGLE-3 runs (`../shared/tables`), what a head gains that drafts all
+tokens in one pass with the same acceptance, at the best K of each; its summary gives 16 % at one
+request and 10 % at eight (HumanEval), with acceptance within 2 % of EAGLE-3's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from benchmarks.server_left_out import eagle3_runs
+from policies.batch.confidence import AdaptiveVerification
+from policies.core import Load
+from simulator.aggregate.hazard import survival
+from simulator.aggregate.server import COSTS, Server, ServerRun, calibrate
+from simulator.aggregate.server import Load as Loads
+from traces.acceptance.synthetic import drawn_chances
+from traces.sources.base import SourceToken
+
+Floats = npt.NDArray[np.float64]
+
+RUNS = Path(__file__).with_name("one_pass.csv")
+K, EMITTED = 7, 3.4
+GIVEN = (4, 64, 256)
+"""Concurrencies whose runs without speculation and with K = 7 are given."""
+TUNED = (16, 128)
+"""Concurrencies whose adaptive runs are given."""
+CONCENTRATIONS = (None, 8.0, 4.0, 2.0, 1.0, 0.5)
+DRAFTS = 2048
+"""Drafts drawn for every predicted cell, over all iterations."""
+GAINS = {1: 0.16, 8: 0.10}
+"""Gains of pull request 32628's summary by concurrency."""
+
+
+class Row(NamedTuple):
+    """A predicted run."""
+
+    concurrency: int
+    run: str
+    measured: float
+    predicted: float
+    given: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+
+def fixed_rows(table: pd.DataFrame) -> tuple[Server, list[Row]]:
+    """Return the server that the given runs tell, and its runs with and without speculation."""
+    runs = [
+        run
+        for c in GIVEN
+        for run in (
+            ServerRun(c, 0, float(table["none"][c])),
+            ServerRun(c, K, float(table["fixed"][c]), emitted=EMITTED),
+        )
+    ]
+    server = calibrate(runs, passes=1)
+    return server, [
+        Row(
+            int(c), name, float(table[name][c]),
+            float(np.median(server.tokens_per_s(int(c), k))), c in GIVEN,
+        )
+        for name, k in (("none", 0), ("fixed", K)) for c in table.index
+    ]  # fmt: skip
+
+
+def adaptive_rows(table: pd.DataFrame, server: Server) -> tuple[float | None, float, list[Row]]:
+    """Return the concentration and the factor of two runs, and all runs predicted with them.
+
+    The factor holds what adaptive verification costs beyond the step's tokens.
+    """
+    best: tuple[float, float | None, float] | None = None
+    for concentration in CONCENTRATIONS:
+        gaps = [np.log(table["adaptive"][c] / adaptive(server, c, concentration)) for c in TUNED]
+        spread = float(np.ptp(gaps))
+        if best is None or spread < best[0]:
+            best = spread, concentration, float(np.exp(np.mean(gaps)))
+    assert best is not None
+    _, concentration, factor = best
+    return concentration, factor, [
+        Row(
+            int(c), "adaptive", float(table["adaptive"][c]),
+            factor * adaptive(server, int(c), concentration), c in TUNED,
+        )
+        for c in table.index
+    ]  # fmt: skip
+
+
+def adaptive(server: Server, batch: int, concentration: float | None) -> float:
+    """Return tokens/s of `batch` requests whose likeliest drafts are verified."""
+    accepted = np.median(survival(server.draws[:, len(COSTS) + 1 :], K), axis=0)
+    hazard = accepted / np.concatenate([[1.0], accepted[:-1]])
+    rng = np.random.default_rng(batch)
+
+    def step_s(verified: float, emitted: float) -> float:
+        # More than zero drafts: the drafter runs whatever is verified.
+        k = max(verified / batch - 1, 1e-9)
+        return float(server.step_s(Loads([batch], [k]), emitted)[0])
+
+    def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        del batch, draft_length, context
+        return step_s(verify_tokens, 0.0)
+
+    policy = AdaptiveVerification(gamma=K, cost=cost)
+    tokens, seconds = 0.0, 0.0
+    for _ in range(max(1, DRAFTS // batch)):
+        chances = np.broadcast_to(hazard, (batch, K))
+        if concentration is not None:
+            chances = drawn_chances(chances, concentration, rng)
+        drafts = [[SourceToken(2, prob=p) for p in row] for row in chances.tolist()]
+        policy.plan([Load(batch, 0)] * batch)
+        lengths = np.array(policy.allot(drafts))
+        kept = np.arange(K) < lengths[:, None]
+        emitted = batch + float((np.cumprod(chances, axis=1) * kept).sum())
+        tokens += emitted
+        seconds += step_s(batch + int(lengths.sum()), emitted / batch)
+    return tokens / seconds
+
+
+def gains() -> Iterator[tuple[int, float]]:
+    """Yield (concurrency, gain) of one-pass drafting at the best K over EAGLE-3 at its best."""
+    runs = eagle3_runs()
+    server = calibrate(runs)
+    at_once = replace(server, passes=1)
+    for batch in GAINS:
+        best = [
+            max(float(np.median(one.tokens_per_s(batch, k, noisy=False))) for k in range(3, 9))
+            for one in (at_once, server)
+        ]
+        yield batch, best[0] / best[1] - 1
+
+
+def main() -> None:
+    """Print every run with its error, and the gains."""
+    table = pd.read_csv(RUNS, comment="#").set_index("concurrency")
+    server, rows = fixed_rows(table)
+    concentration, factor, more = adaptive_rows(table, server)
+    for name in ("none", "fixed", "adaptive"):
+        mine = [row for row in (*rows, *more) if row.run == name]
+        print(f"52362, {name}:")
+        for row in mine:
+            said = "given" if row.given else f"{row.error:+.1%}"
+            print(f"  {row.concurrency:3}  {row.measured:9.0f}  {row.predicted:9.0f}  {said}")
+        errors = np.abs([row.error for row in mine if not row.given])
+        print(f"  |error| median {np.median(errors):.1%}, largest {errors.max():.1%}")
+    print(f"  confidences: concentration {concentration}, adaptive factor {factor:.3f}")
+    signs = [
+        (a.predicted > f.predicted) == (a.measured > f.measured)
+        for f, a in zip([r for r in rows if r.run == "fixed"], more, strict=True)
+    ]
+    print(f"  adaptive called faster or slower than K = 7 rightly: {sum(signs)} of {len(signs)}")
+    for batch, gain in gains():
+        print(
+            f"32628, one pass over EAGLE-3 at {batch} request{'s' * (batch > 1)}: predicted "
+            f"{gain:+.1%}, published {GAINS[batch]:+.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

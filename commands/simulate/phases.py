@@ -1,0 +1,125 @@
+"""``draftsim simulate --phase``: rows by phase of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commands.common.output import note
+from commands.simulate.table import lossless
+from traces.errors import DraftsimError, missing
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from simulator.phases import Phase
+    from traces.acceptance.trace import Trace
+    from traces.latency.table import LatencyTable
+    from traces.replay.rounds import RoundLog
+
+Row = dict[str, Any]
+FILE = "tokenizer.json"
+
+
+def load_phases(texts: Sequence[str]) -> list[Phase]:
+    """Return the phases that ``NAME=BEGIN..END`` texts describe; DraftsimError for a wrong one."""
+    from simulator.phases import Phase
+
+    phases = [Phase.parse(text) for text in texts]
+    names = [phase.name for phase in phases]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise DraftsimError(f"--phase {twice}=... is given twice: name each phase once")
+    return phases
+
+
+@dataclass(frozen=True)
+class FoundPhases:
+    """Phases, and where they are in the outputs of a trace."""
+
+    trace: Trace
+    phases: Sequence[Phase]
+    found: npt.NDArray[np.int64]
+    """The phase of every output position (`simulator.phases.phases_of`)."""
+
+    def rows(self, logs: Sequence[RoundLog], latency: LatencyTable, resamples: int) -> list[Row]:
+        """Return the rows by phase of `logs` but for lossy ones, whose texts are others."""
+        from simulator.phases import phase_rows
+        from simulator.summary import price_all
+
+        own = [log for log in logs if lossless(log.verify)]
+        runs = price_all(own, latency)
+        return phase_rows(runs, self.trace, self.phases, self.found, resamples)
+
+
+def phases_in(trace: Trace, phases: Sequence[Phase], tokenizer: Path | None) -> FoundPhases:
+    """Return where `phases` are; DraftsimError if none occurs, or a marker needs a tokenizer."""
+    from simulator.phases import phases_of
+
+    found = phases_of(trace, phases, token_text(tokenizer, trace))
+    absent = [phase.name for i, phase in enumerate(phases, 1) if not (found == i).any()]
+    if len(absent) == len(phases):
+        raise DraftsimError(
+            f"--phase: none of {', '.join(absent)} occurs in the outputs: check the markers"
+        )
+    for name in absent:
+        note(f"phase {name} occurs in no output")
+    return FoundPhases(trace, phases, found)
+
+
+def token_text(folder: Path | None, trace: Trace) -> Callable[[int], str] | None:
+    """Return a function from a token id to its text, by the tokenizer in `folder`; None for None.
+
+    Raises DraftsimError if there is no tokenizer, or it is of another vocabulary than the trace.
+    """
+    if folder is None:
+        return None
+    path = folder / FILE if folder.is_dir() else folder
+    if not path.is_file():
+        raise DraftsimError(f"--tokenizer {folder}: holds no {FILE}: name the target's folder")
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise missing(["tokenizers"], "--tokenizer") from None
+    tokenizer = Tokenizer.from_file(str(path))
+    known = (trace.meta.get("tokenizer") or {}).get("vocab_size") or trace.vocab_size
+    size = tokenizer.get_vocab_size()
+    if known is not None and size > known:
+        raise DraftsimError(
+            f"--tokenizer {folder}: has {size} tokens and the recording's target {known}: name "
+            "the target's own"
+        )
+    texts: dict[int, str] = {}
+
+    def text(token: int) -> str:
+        if token not in texts:
+            texts[token] = tokenizer.decode([token], skip_special_tokens=False)
+        return texts[token]
+
+    return text
+
+
+def shown_phases(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Return the rows as printed: a line for each phase and policy, but for plain decoding."""
+    lines, last = [], None
+    for row in rows:
+        if row["policy"] == "autoregressive":
+            continue
+        new, last = row["phase"] != last, row["phase"]
+        lo, hi = row["speedup_lo"], row["speedup_hi"]
+        lines.append({
+            "phase": row["phase"] if new else "",
+            "share": f"{row['share']:.0%}" if new else "",
+            "policy": row["policy"],
+            "tokens/round": _number(row["block_efficiency"], 2),
+            "accepted": "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.0%}",
+            "speedup": _number(row["speedup"], 2),
+            "95 %": "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}",
+        })  # fmt: skip
+    return lines
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

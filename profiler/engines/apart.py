@@ -1,0 +1,199 @@
+"""Loads in an engine of its own process, in which nothing of ours runs.
+
+It tells what a user's engine does: with its own defaults and no speculation, or with vLLM's own
+drafter under synthetic acceptance (``rejection_sample_method``).  `profiler.engines.engine.Engine`
+is stepped by hand with `FIXED` settings, so that every step can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from profiler.engines.loads import Job
+from profiler.engines.start import FIXED, EngineOptions
+from profiler.recording.run import model_path
+from traces.errors import DraftsimError
+
+TAIL = 12
+"""Lines of a failed engine's output that are shown."""
+
+
+class Speed(NamedTuple):
+    """What an engine did with a load, over all repeats."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second of the load."""
+        return self.tokens / self.seconds
+
+
+class Apart(NamedTuple):
+    """Speeds by load, and the settings that the engine chose or was given."""
+
+    speeds: Mapping[str, Speed]
+    settings: Mapping[str, Any]
+
+
+class Plain(Protocol):
+    """What `timed` needs of vLLM's ``LLMEngine``."""
+
+    def step(self) -> Sequence[Any]:
+        """Run one iteration and return the outputs of the requests that got tokens."""
+        ...
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether any request is unfinished."""
+        ...
+
+
+def arguments(options: EngineOptions, synthetic: Sequence[float] | None = None) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for an engine apart.
+
+    Without ``synthetic`` it does not speculate and keeps vLLM's defaults.  With it the drafter of
+    `options` drafts, under the settings of the measured engine, and vLLM accepts the token at
+    every position with these unconditional chances.
+
+    Raises DraftsimError if synthetic acceptance is asked of drafts that no model makes, or for
+    another number of positions than the engine drafts.
+    """
+    own: dict[str, Any] = {
+        "model": model_path(options.target, "target"), "dtype": options.dtype,
+        "max_model_len": options.max_model_len, "max_num_seqs": options.max_batch,
+    }  # fmt: skip
+    if synthetic is None:
+        return own
+    if not options.own_drafter:
+        raise DraftsimError(
+            "synthetic acceptance is vLLM's own, for a drafter of its own: profile the engine with "
+            "--draft or --eagle"
+        )
+    rates = list(synthetic)
+    speculative = {
+        **options.speculative, "num_speculative_tokens": len(rates),
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates,
+    }  # fmt: skip
+    return {
+        **own, "max_num_batched_tokens": options.token_budget, **FIXED, **options.more,
+        "speculative_config": speculative,
+    }  # fmt: skip
+
+
+def run_apart(
+    given: Mapping[str, Any], jobs: Mapping[str, Sequence[Job]],
+    concurrency: Mapping[str, int | None], prompts: Mapping[int, Sequence[int]], repeats: int,
+    threads: int = 1,
+) -> Apart:  # fmt: skip
+    """Start ``vllm.LLM`` with the arguments `given` in a process of its own, and run the loads.
+
+    Parameters
+    ----------
+    jobs, concurrency:
+        By load: the requests to send, at their times or in a closed loop of this many.
+    prompts:
+        By sequence.
+
+    Raises DraftsimError if the engine fails; the end of its output goes to standard error.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, told = Path(scratch) / "asked.json", Path(scratch) / "told.json"
+        document = {
+            "arguments": given, "repeats": repeats, "threads": threads,
+            "loads": {
+                load: {"jobs": [list(job) for job in own], "concurrency": concurrency[load]}
+                for load, own in jobs.items()
+            },
+            "prompts": {str(i): list(ids) for i, ids in prompts.items()},
+        }  # fmt: skip
+        asked.write_text(json.dumps(document))
+        command = [sys.executable, "-m", "profiler.engines.apart", str(asked), str(told)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode or not told.is_file():
+            for line in (ran.stdout + ran.stderr).splitlines()[-TAIL:]:
+                print(line, file=sys.stderr)
+            raise DraftsimError(
+                f"the engine apart ended with code {ran.returncode}: its last lines say why"
+            )
+        found = json.loads(told.read_text())
+    return Apart({load: Speed(*own) for load, own in found["speeds"].items()}, found["settings"])
+
+
+def timed(
+    engine: Plain, add: Callable[[str, Job], None], jobs: Sequence[Job], concurrency: int | None,
+    clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep,
+) -> Speed:  # fmt: skip
+    """Run one load and return its tokens and the seconds from its start to its last token."""
+    waiting = deque(enumerate(jobs))
+    tokens: dict[str, int] = {}
+    start_s = clock()
+
+    def send() -> None:
+        index, job = waiting.popleft()
+        add(f"{job.sequence}/{index}", job)
+
+    for _ in range(min(concurrency or 0, len(waiting))):
+        send()
+    while waiting or engine.has_unfinished_requests():
+        if concurrency is None:
+            while waiting and waiting[0][1].arrival_s <= clock() - start_s:
+                send()
+            if not engine.has_unfinished_requests():
+                sleep(max(waiting[0][1].arrival_s - (clock() - start_s), 0.0))
+                continue
+        for output in engine.step():
+            tokens[output.request_id] = len(output.outputs[0].token_ids)
+            if output.finished and concurrency is not None and waiting:
+                send()
+    return Speed(sum(tokens.values()), clock() - start_s)
+
+
+def main(asked: Path, told: Path) -> None:
+    """Run the loads of the file `asked` in vLLM and write their speeds to `told`."""
+    import os
+
+    given = json.loads(asked.read_text())
+    os.environ["OMP_NUM_THREADS"] = str(given["threads"])
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(**given["arguments"])
+    engine, prompts = llm.llm_engine, given["prompts"]
+
+    def add(name: str, job: Job) -> None:
+        params = SamplingParams(temperature=0, max_tokens=job.tokens, ignore_eos=True)
+        prompt = TokensPrompt(prompt_token_ids=prompts[str(job.sequence)])
+        engine.add_request(name, prompt, params)
+
+    found: dict[str, list[float]] = {}
+    for load, own in given["loads"].items():
+        jobs = [Job(*job) for job in own["jobs"]]
+        total = Speed(0, 0.0)
+        for repeat in range(given["repeats"] + 1):
+            # Users' prompts differ from one another; those of a repeat do not.
+            llm.reset_prefix_cache()
+            speed = timed(engine, add, jobs, own["concurrency"])
+            if repeat:  # the first warms up
+                total = Speed(total.tokens + speed.tokens, total.seconds + speed.seconds)
+        found[load] = list(total)
+    config = engine.vllm_config
+    settings = {
+        "enforce_eager": bool(config.model_config.enforce_eager),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "enable_prefix_caching": bool(config.cache_config.enable_prefix_caching),
+    }
+    told.write_text(json.dumps({"speeds": found, "settings": settings}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,168 @@
+"""Phases of an answer (thinking, answer, tool call): speculation by where in it a round begins.
+
+A phase is a category of output positions.  It begins with a marker in the output and ends with
+another; the positions outside all of them are the answer's.  Drafts are accepted more often in
+some phases than in others, so that a workload with longer thinking has another speedup.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.pricing import Priced
+from simulator.summary import summarize_runs, to_rows
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.sources.base import true_tokens
+
+ANSWER = "answer"
+"""The phase of positions outside all others."""
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named part of an output between two markers, which belong to it.
+
+    A marker is text, or a token id written ``#ID``.  Without ``begin`` the phase begins with the
+    output, as thinking does where a chat template ends with its opening tag.
+
+    Raises DraftsimError for an empty name or end.
+    """
+
+    name: str
+    begin: str
+    end: str
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.end or self.name == ANSWER:
+            raise DraftsimError(
+                f"phase {self.name!r} from {self.begin!r} to {self.end!r}: expected a name other "
+                f"than {ANSWER!r} and an end"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Phase:
+        """Return the phase that ``NAME=BEGIN..END`` describes.
+
+        >>> Phase.parse("thinking=<think>..</think>")
+        Phase(name='thinking', begin='<think>', end='</think>')
+        """
+        name, equals, markers = text.partition("=")
+        begin, dots, end = markers.partition("..")
+        if not equals or not dots:
+            raise DraftsimError(f"--phase {text!r}: expected NAME=BEGIN..END")
+        return cls(name.strip(), begin, end)
+
+    @property
+    def needs_text(self) -> bool:
+        """True if a marker is text, which only a tokenizer finds in tokens."""
+        return any(marker and _token(marker) is None for marker in (self.begin, self.end))
+
+
+def _token(marker: str) -> int | None:
+    digits = marker.removeprefix("#")
+    return int(digits) if marker.startswith("#") and digits.isdigit() else None
+
+
+class _Output:
+    """One output, searched for markers."""
+
+    def __init__(self, tokens: Sequence[int], decode: Callable[[int], str] | None) -> None:
+        self.tokens = tokens
+        pieces = [] if decode is None else [decode(token) for token in tokens]
+        self.text = "".join(pieces)
+        self.starts = list(accumulate(map(len, pieces), initial=0))[: len(pieces)]
+
+    def find(self, marker: str, start: int) -> tuple[int, int] | None:
+        """Return the tokens [first, after) of the next `marker` from token `start` on."""
+        token = _token(marker)
+        if token is not None:
+            where = next((i for i in range(start, len(self.tokens)) if self.tokens[i] == token), -1)
+            return None if where < 0 else (where, where + 1)
+        if start >= len(self.tokens):
+            return None
+        at = self.text.find(marker, self.starts[start])
+        if at < 0:
+            return None
+        first = bisect_right(self.starts, at) - 1
+        return max(first, start), bisect_right(self.starts, at + len(marker) - 1)
+
+
+def phases_of(
+    trace: Trace, phases: Sequence[Phase], decode: Callable[[int], str] | None = None
+) -> npt.NDArray[np.int64]:
+    """Return the phase of every output position, (positions,): 0 is the answer, i the i-th phase.
+
+    ``decode`` gives the text of a token; only phases whose markers are text need it.  A phase
+    whose end does not come lasts to the output's end.
+
+    Raises DraftsimError if the trace holds no output tokens, or a marker needs ``decode``.
+    """
+    if decode is None and any(phase.needs_text for phase in phases):
+        raise DraftsimError("markers that are text need a tokenizer: give --tokenizer DIR")
+    tokens = true_tokens(trace, sampled=True)
+    found = np.zeros(len(tokens), dtype=np.int64)
+    bounds = trace.request_starts.tolist()
+    for begin, stop in pairwise(bounds):
+        output = _Output(tokens[begin:stop], decode)
+        at = 0
+        while at < stop - begin:
+            ahead = [
+                ((0, 0) if at == 0 else None) if not phase.begin else output.find(phase.begin, at)
+                for phase in phases
+            ]
+            nearest = min(
+                (where[0], i) for i, where in enumerate([*ahead, (stop - begin, 0)]) if where
+            )
+            if nearest[0] == stop - begin:
+                break
+            opened = ahead[nearest[1]]
+            assert opened is not None
+            closed = output.find(phases[nearest[1]].end, opened[1])
+            after = stop - begin if closed is None else closed[1]
+            found[begin + opened[0] : begin + after] = nearest[1] + 1
+            at = max(after, at + 1)
+    return found
+
+
+def phase_rows(
+    runs: Sequence[Priced], trace: Trace, phases: Sequence[Phase], found: npt.NDArray[np.int64],
+    resamples: int = 2000,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a row for each phase that occurs and each of `runs`, plain decoding first.
+
+    A round counts with all its tokens and seconds to the phase in which it begins.  Columns are
+    those of `simulator.summary.summarize`, with ``phase`` and ``share``, the phase's part of the
+    output tokens.  ``runs`` follow the outputs of `trace` (no lossy rules); ``found`` is of
+    `phases_of`.
+    """
+    starts = trace.request_starts
+    rows = []
+    for number, name in enumerate([ANSWER, *(phase.name for phase in phases)]):
+        share = float((found == number).mean()) if len(found) else 0.0
+        parts = []
+        for run in runs:
+            rounds = run.log.rounds
+            at = starts[rounds["request"]] + rounds["position"]
+            parts.append(_within(run, found[at] == number))
+        if share and all(len(part.log) for part in parts):
+            summary = to_rows(summarize_runs(parts, resamples=resamples))
+            rows += [{"phase": name, "share": share, **row} for row in summary]
+    return rows
+
+
+def _within(run: Priced, keep: Bools) -> Priced:
+    """Return the rounds of `run` that `keep` names, (rounds,), with their seconds."""
+    log = replace(run.log, rounds=run.log.rounds[keep], calls=None, mismatched=None)
+    return replace(
+        run, log=log, draft_s=run.draft_s[keep], verify_s=run.verify_s[keep],
+        signal_s=run.signal_s[keep], host_s=run.host_s[keep],
+    )  # fmt: skip

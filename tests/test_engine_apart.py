@@ -1,0 +1,158 @@
+"""An engine apart: its own defaults as the baseline, and vLLM's synthetic acceptance."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commands.engine import baseline
+from commands.engine.baseline import Loads, chances, drawn_trace, synthetic_rows, with_defaults
+from commands.engine.check import engine_options
+from commands.engine.profile import engine_settings
+from profiler.engines.apart import Apart, Speed, arguments, timed
+from profiler.engines.loads import Job
+from profiler.engines.server.process import arguments as of_server
+from profiler.engines.start import EngineOptions
+from simulator.serving import ClosedLoop
+from tests.conftest import Run
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.store.recordings import find_latency, find_trace
+
+
+class Ticking:
+    """An engine that emits a token a second for every request."""
+
+    def __init__(self) -> None:
+        self.now_s, self.most = 0.0, 0
+        self.left: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
+
+    def add(self, name: str, job: Job) -> None:
+        self.left[name], self.outputs[name] = job.tokens, 0
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        self.now_s += 1.0
+        self.most = max(self.most, len(self.left))
+        told = []
+        for name in [*self.left]:
+            self.left[name] -= 1
+            self.outputs[name] += 1
+            done = not self.left[name]
+            ids = [0] * self.outputs[name]
+            told.append(SimpleNamespace(
+                request_id=name, finished=done, outputs=[SimpleNamespace(token_ids=ids)]
+            ))  # fmt: skip
+            if done:
+                del self.left[name]
+        return told
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def run_of(jobs: list[Job], concurrency: int | None) -> tuple[Ticking, Speed]:
+    engine = Ticking()
+    speed = timed(engine, engine.add, jobs, concurrency, lambda: engine.now_s, engine.sleep)
+    return engine, speed
+
+
+def test_a_closed_loop_keeps_its_concurrency() -> None:
+    engine, speed = run_of([Job(i, 0.0, 4) for i in range(6)], 2)
+    assert (engine.most, speed) == (2, Speed(24, 12.0))
+    assert speed.tokens_per_s == 2.0
+
+
+def test_timed_requests_wait_for_their_times() -> None:
+    engine, speed = run_of([Job(0, 0.0, 2), Job(1, 5.0, 2)], None)
+    assert (engine.most, speed) == (1, Speed(4, 7.0))
+
+
+def test_an_engine_apart_keeps_its_own_defaults() -> None:
+    options = EngineOptions("m", eagle="h", more={"enforce_eager": False})
+    plain = arguments(options)
+    assert not {"enforce_eager", "async_scheduling", "speculative_config"} & set(plain)
+
+
+def test_synthetic_acceptance_is_asked_of_the_engines_own_drafter() -> None:
+    given = arguments(EngineOptions("m", draft="d", longest=5), [0.8, 0.5])
+    speculative = given["speculative_config"]
+    assert speculative["rejection_sample_method"] == "synthetic"
+    assert speculative["synthetic_acceptance_rates"] == [0.8, 0.5]
+    assert (speculative["method"], speculative["num_speculative_tokens"]) == ("draft_model", 2)
+    assert given["async_scheduling"] is False
+    with pytest.raises(DraftsimError, match="--draft or --eagle"):
+        arguments(EngineOptions("m"), [0.8])
+
+
+def test_settings_of_a_profile_are_kept_and_used_again() -> None:
+    assert engine_settings(False, False, False) == {}
+    chosen = engine_settings(True, True, True)
+    expected = {
+        "async_scheduling": True, "enforce_eager": False, "enable_prefix_caching": True,
+    }  # fmt: skip
+    assert chosen == expected
+    flags = of_server(EngineOptions("m", more=chosen))
+    assert {"--async-scheduling", "--no-enforce-eager", "--enable-prefix-caching"} <= set(flags)
+    table = find_latency("smollm2-vllm-eagle3-cpu")
+    trace = find_trace("smollm2-vllm-eagle3-cpu")
+    assert dict(engine_options(table, trace).more) == {}
+    engine = {**table.meta["engine"], "async_scheduling": True, "eager": False}
+    again = LatencyTable(table.cells, {**table.meta, "engine": engine})
+    assert dict(engine_options(again, trace).more) == {
+        "async_scheduling": True, "enforce_eager": False,
+    }  # fmt: skip
+
+
+def test_both_speedups_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"load": "closed:4", "policy": "autoregressive", "throughput": 100.0, "speedup": 1.0},
+        {"load": "closed:4", "policy": "fixed:gamma=3", "throughput": 180.0, "speedup": 1.8},
+    ]
+    apart = Apart({"closed:4": Speed(1200, 10.0)}, {"async_scheduling": True})
+    found = with_defaults(rows, apart)
+    assert found[1]["speedup_defaults"] == pytest.approx(1.5)
+    baseline.say_defaults(found, apart)
+    said = capsys.readouterr().err
+    assert "1.80x the same engine" in said
+    assert "1.50x the engine with its defaults" in said
+
+
+def test_synthetic_acceptance_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, trace = find_latency("smollm2-vllm-eagle3-cpu"), find_trace("smollm2-vllm-eagle3-cpu")
+    rates = chances("0.7,0.4")
+    drafted = drawn_trace(trace, table, rates)
+    drafts = np.asarray(drafted.columns["accepted"])[drafted.on_path]
+    assert (drafts >= 1).mean() == pytest.approx(0.7, abs=0.03)
+    loads = Loads(engine_options(table, trace), trace, {"closed:2": ClosedLoop(2)}, 8, 1, 0)
+    monkeypatch.setattr(Loads, "run", lambda *_: Apart({"closed:2": Speed(1000, 10.0)}, {}))
+    [row] = synthetic_rows(table, loads, rates)
+    assert row["policy"] == "synthetic K=2"
+    assert row["throughput_predicted"] > 0
+    assert row["error"] == pytest.approx(row["throughput_predicted"] / 100 - 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("validate", "--run", "x", "--defaults"), "add --engine vllm"),
+        (("validate", "--run", "x", "--engine", "vllm", "--synthetic", "0.5", "--http"), "drop"),
+        (("tune", "--engine", "vllm", "--defaults"), "is of --try"),
+        (("profile", "--target", "t", "--out", "x", "--cuda-graphs"), "add --engine"),
+    ],
+)
+def test_options_that_do_not_go_together(run: Run, command: tuple[str, ...], says: str) -> None:
+    made = run(*command)
+    assert made.code == 2
+    assert says in made.err
+
+
+def test_rising_chances_are_refused() -> None:
+    with pytest.raises(DraftsimError, match=r"--synthetic 0\.5,0\.6"):
+        chances("0.5,0.6")

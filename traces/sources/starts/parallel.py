@@ -1,0 +1,204 @@
+"""Drafters that draft all tokens of a round in one pass: P-EAGLE, DFlash, DSpark, PARD.
+
+Mask tokens follow the last true token, and one pass over what was verified and the masks gives
+every drafted token.  So its cost hardly depends on the draft length, and a policy saves
+verification alone by cutting drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.parameters import whole, within
+from policies.spec import describe_spec
+from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
+from traces.acceptance.trace import Trace
+from traces.replay.calls import ONE_PASS
+from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken, eos_of, true_tokens
+from traces.sources.starts.features import OnFeatures
+from traces.sources.starts.recording import START_SIGNALS, StartRecording, StartReplay, StartSource
+
+
+class Parallel(OnFeatures, StartSource):
+    """A one-pass drafter, recorded by draft position or given by its acceptance alone.
+
+    P-EAGLE (arXiv:2602.01469) and DSpark (arXiv:2607.05147) read the target's features, PARD
+    (arXiv:2504.18583) is a draft model with mask tokens.
+
+    Parameters
+    ----------
+    model:
+        Folder or name of a recorded drafter, as `OnFeatures` has it.
+    acceptance:
+        Chance that the tokens up to each draft position are all accepted, as vLLM logs it by
+        position: it does not rise.  The drafts are then drawn along the target's recorded output,
+        independently in every round, and the pass costs what the draft model's does over as many
+        tokens.
+    concentration:
+        How much the confidence of a drawn token tells: every token's probability of acceptance
+        is drawn from a Beta distribution with its position's chance as the mean and this
+        concentration, and is the probability that policies read.  None: it is the position's
+        chance, and tells no more.
+    k:
+        Mask tokens of a pass, hence the longest draft.  None: as many as recorded, or as
+        `acceptance` has positions.
+    seed:
+        Of the drawn drafts.
+
+    Raises ValueError for impossible values, or `acceptance` together with `model`.
+    """
+
+    name = "parallel"
+    prefix = "parallel."
+    record = "`draftsim profile --source parallel:model=DIR`"
+    what = (
+        "one-pass drafter (P-EAGLE, DFlash, DSpark, PARD): all tokens by one pass, recorded, or "
+        "drawn from acceptance=[0.8,0.6,...] by position"
+    )
+
+    def __init__(
+        self, model: str | None = None, acceptance: Sequence[float] | None = None,
+        concentration: float | None = None, k: int | None = None, seed: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(model)
+        whole("k", k, 1, none=True)
+        whole("seed", seed, 0)
+        if acceptance is None and concentration is not None:
+            raise ValueError("concentration belongs to acceptance=[...]: give that too")
+        if acceptance is not None:
+            _check(acceptance, model, k)
+        if concentration is not None and not 0 < concentration < np.inf:
+            raise ValueError(f"concentration is {concentration}, expected > 0 or none")
+        self.acceptance = acceptance
+        self.concentration = concentration
+        self.k = k
+        self.seed = seed
+
+    @property
+    def key(self) -> str:
+        """Name of its recording, or of the drafts drawn for it."""
+        return super().key if self.acceptance is None else describe_spec(self, self.name)
+
+    def found(self, recordings: Recordings) -> Mapping[str, StartRecording]:
+        """The recorded drafts of one-pass drafters."""
+        return {k: r for k, r in recordings.starts.items() if k.startswith(self.prefix)}
+
+    def recorded(self, recordings: Recordings) -> str:
+        """Name of its recording; DraftsimError if none or several fit."""
+        return super().recorded(recordings) if self.acceptance is None else self.key
+
+    def recording(self, recordings: Recordings) -> StartRecording:
+        """The one that ``model`` names, or the one drawn (`completed`)."""
+        return recordings.starts[self.recorded(recordings)]
+
+    def label(self, recordings: Recordings) -> str:
+        """As it is named on the command line."""
+        return super().label(recordings) if self.acceptance is None else self.key
+
+    def drafter(self, recordings: Recordings) -> Drafter:
+        """Its own passes, or the draft model's where its acceptance alone is known."""
+        model = "draft" if self.acceptance is not None else self.recorded(recordings)
+        return Drafter(model, False)
+
+    def with_masks(self, k: int) -> Parallel:
+        """Return the same source with `k` masks."""
+        return Parallel(self.model, self.acceptance, self.concentration, k, self.seed)
+
+    def completed(self, trace: Trace, recordings: Recordings) -> Recordings:
+        """Add the drafts that `acceptance` describes, drawn along `trace`."""
+        if self.acceptance is None or self.key in recordings.starts:
+            return recordings
+        drawn = drawn_starts(trace, self.acceptance, self.concentration, self.seed)
+        return replace(recordings, starts={**recordings.starts, self.key: drawn})
+
+    def replay(
+        self, trace: Trace, request: int, recording: StartRecording, first: int
+    ) -> SourceReplay:
+        """The masks' tokens over the recorded rows."""
+        return ParallelReplay(trace, request, recording, first, self.k)
+
+
+class ParallelReplay(StartReplay):
+    """One pass a round, over what was verified since the one before and the masks."""
+
+    takes_verified = True
+    _ran = 0
+    """Output tokens known when the drafter last ran."""
+
+    def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
+        """The next mask's token; None when they are used up."""
+        if not so_far:
+            read = min(self.position - self._ran, self.info.prompt_length + self.position - 1)
+            self.calls.add(ONE_PASS, read + self.width - 1)
+            self._ran = self.position
+        return self.token(len(so_far)) if len(so_far) < self.width else None
+
+    def charge(self, submitted: int) -> int:
+        """An ordinary verification over the draft and the last token."""
+        return submitted + 1
+
+
+def drawn_starts(
+    trace: Trace, acceptance: Sequence[float], concentration: float | None = None, seed: int = 0
+) -> StartRecording:
+    """Draw drafts with this acceptance by position from every start of `trace`.
+
+    A draft holds the true tokens up to its first miss and other tokens from there on; none of
+    these ends a sequence.  Parameters as of `Parallel`.
+
+    Raises DraftsimError if the trace holds no output tokens.
+    """
+    true = np.array(true_tokens(trace, sampled=True), dtype=np.int64)
+    bounds = np.array([*trace.request_starts], dtype=np.int64)
+    stop = np.repeat(bounds[1:], np.diff(bounds))
+    rng = np.random.default_rng(seed)
+    survived = np.asarray(acceptance, dtype=np.float64)
+    before = np.concatenate([[1.0], survived[:-1]])
+    hazard = np.divide(survived, before, out=np.zeros_like(survived), where=before > 0)
+    shape = len(true), len(survived)
+    chance = np.broadcast_to(hazard, shape)
+    if concentration is not None:
+        chance = drawn_chances(chance, concentration, rng)
+    right = np.cumprod(rng.random(shape) < chance, axis=1).astype(bool)
+    ahead = np.arange(len(true))[:, None] + np.arange(len(survived))
+    there = ahead < stop[:, None]
+    wanted = np.where(there, true[np.minimum(ahead, len(true) - 1)], -1)
+    eos = np.array(sorted(eos_of(trace)), dtype=np.int64)
+    token = np.where(right & there, wanted, _others(wanted, eos))
+    token[np.isin(token, eos).cumsum(axis=1) - np.isin(token, eos) > 0] = -1
+    token[bounds[:-1][np.diff(bounds) > 0]] = -1  # nothing drafts the prompt's own token
+    logits = logits_of(chance)
+    signals = {name: logits[f"draft_{name}"] for name in START_SIGNALS}
+    rank = np.where(wanted < 0, -1, np.where(token == wanted, 0, 1)).astype(np.int32)
+    meta = {"acceptance": list(map(float, acceptance)), "sampling": trace.sampling.meta}
+    return StartRecording(
+        token.astype(np.int32), signals, rank, tuple(int(b) for b in bounds), meta
+    )
+
+
+def _others(wanted: npt.NDArray[np.int64], eos: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return tokens other than `wanted` that end nothing."""
+    free = np.setdiff1d(np.arange(ORDINARY, ORDINARY + 2 + len(eos)), eos)
+    return np.asarray(np.where(wanted == free[0], free[1], free[0]))
+
+
+def _check(acceptance: Sequence[float], model: str | None, k: int | None) -> None:
+    if model is not None:
+        raise ValueError("model and acceptance are both given: name one of them")
+    if not acceptance:
+        raise ValueError("acceptance is empty, expected a chance for each draft position")
+    for chance in acceptance:
+        within("acceptance", chance, 0, 1)
+    if any(later > earlier for earlier, later in pairwise(acceptance)):
+        raise ValueError(
+            f"acceptance {list(acceptance)} rises: it is the chance that all tokens up to a "
+            "position are accepted, as vLLM logs it; multiply conditional rates up"
+        )
+    if k is not None and k > len(acceptance):
+        raise ValueError(f"k is {k} and acceptance has {len(acceptance)} positions: lower k")
