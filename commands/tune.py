@@ -14,12 +14,14 @@ from commands.common.bounds import MOST_CONTEXT
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
+    OnePassOption,
     WeightsOption,
     say_calibrate,
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
+    AcceptanceOption,
     AssumeOption,
     LatencyOption,
     TraceOption,
@@ -71,9 +73,11 @@ ONE_REQUEST = {
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
     trace: TraceOption = SERVED_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     gpu: GpuOption = None,
     weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
@@ -150,8 +154,8 @@ def tune(
 
     targets = None if slo is None else parse_targets(slo)
     recording = load_recording(
-        trace, latency, source, chooses="tune", gpu=gpu, weights=weights,
-        assume_batch_free=assume_batch_free,
+        trace, latency, source, acceptance=acceptance, chooses="tune", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free, one_pass=one_pass,
     )  # fmt: skip
     recorded = recording.trace
     if recording.source is not None and engine in ONE_REQUEST:
@@ -207,7 +211,7 @@ def tune(
         tried = more["tried"] = try_settings(table, recorded, tuned, requests, repeats, seed)
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
-    title = f"Settings for {engine.value}: {origin_of(trace, latency)}"
+    title = f"Settings for {engine.value}: {origin_of(recording.name, latency)}"
     emit(
         "tune", rows, json, more=more,
         printed=lambda: print_table(rows, _columns(rows, by_context), title, setting_out),
