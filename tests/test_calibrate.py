@@ -347,10 +347,10 @@ def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
     one = calibrate([ServerRun(b, 0, 90.0 * b**0.9, 900) for b in (1, 8)])
     table = latency_table(one)
     assert set(table.cells.query("phase == 'forward'")["context"]) == {900}
-    assert "calibrated at one context, 900 tokens" in table.meta["said"]
+    assert "calibrated at one context, 900 tokens" in table.meta["remark"]
     two = calibrate([ServerRun(b, 0, 90.0 * b**0.9, c) for b, c in ((1, 900), (8, 900), (8, 4000))])
     assert two.tells_context
-    assert "said" not in latency_table(two).meta
+    assert "remark" not in latency_table(two).meta
 
 
 def test_impossible_runs_are_refused(tmp_path: Path) -> None:

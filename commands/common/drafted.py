@@ -200,6 +200,9 @@ def load_recording(
         models = models_of(name, outputs)
     if given:
         _check_models(name, models, tables, drafter)
+    for table in tables.values():
+        if remark := table.meta.get("remark"):
+            note(str(remark))
     if one_pass and (drafter is not None or stream is not None):
         raise DraftsimError(
             "--one-pass is for acceptance that comes without its drafter: "

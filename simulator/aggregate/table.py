@@ -180,7 +180,7 @@ def latency_table(server: Server, model: str | None = None) -> LatencyTable:
     meta |= {"passes_apart": server.tells_passes_apart}
     if not server.tells_context:
         where = f"{contexts[0]:,} tokens" if contexts[0] else "an unknown length"
-        meta["said"] = (
+        meta["remark"] = (
             f"calibrated at one context, {where}: every other is priced like it, and longer ones "
             "come out too fast"
         )
