@@ -1,17 +1,20 @@
 """Errors and coverage of `draftsim calibrate` on public runs that it was not given.
 
-    python -m benchmarks.server_left_out [--without COST ...]
+    python -m benchmarks.server_left_out [--each-run] [--terms] [--without COST ...]
 
 Studies are those of `../shared/tables` and of `simulator.papers.measured.figures`.  From some runs
-of a study every other run is predicted; `coverage` is the part of the measured speeds that lie in
-the 80 % intervals, `sign` how often speculation is called faster or slower than none, rightly.
-`--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`).
+of a study every other run is predicted; with `--each-run` every run from all others of its study.
+`coverage` is the part of the measured speeds that lie in the 80 % intervals; `sign` counts how
+often speculation is rightly called faster or slower than none, where that is by more than 5 %;
+`best K` how often the draft length predicted fastest is within 2 % of the fastest measured.
+`--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`); `--terms` does so
+with each term in turn, and prints what it is worth.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +25,16 @@ import pandas as pd
 from simulator.aggregate.server import ServerRun, calibrate, interval_of
 from simulator.papers.measured.figures import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
+CLEAR, NEAR = 0.05, 0.02
+"""Gains and losses that count as clear, and a draft length's speed that counts as the best."""
+TERMS = {
+    "all terms": (),
+    "without what speculation costs whatever K": ("speculating", "speculating_sequence"),
+    "without prompts": ("prefill",),
+    "without either": ("speculating", "speculating_sequence", "prefill"),
+    "without costs per request": ("sequence", "draft_sequence", "speculating_sequence"),
+}
+"""Costs taken as zero, by what the model lacks then."""
 TABLES = Path(__file__).resolve().parents[2] / "shared" / "tables"
 Given = Callable[[ServerRun], bool]
 
@@ -103,15 +116,46 @@ def eagle3_runs() -> list[ServerRun]:
     return runs
 
 
-def left_out(study: Study, without: list[str]) -> tuple[list[Missed], list[bool]]:
-    """Every run that was not given, and whether the sign of each of their speedups is right."""
+class Result(NamedTuple):
+    """What was predicted of runs that were not given."""
+
+    missed: list[Missed]
+    signs: list[bool]
+    """Whether clear gains and losses were predicted as such."""
+    best: list[bool]
+    """Whether the draft length predicted fastest at a load is near the fastest measured."""
+
+    def joined(self, other: Result) -> Result:
+        """Both together."""
+        return Result(self.missed + other.missed, self.signs + other.signs, self.best + other.best)
+
+
+NOTHING = Result([], [], [])
+
+
+def left_out(study: Study, without: Collection[str] = ()) -> Result:
+    """Every run that was not given, predicted from those that were."""
     given = [run for run in study.runs if study.given(run)]
-    server = calibrate(given, without=without)
-    missed, signs = [], []
-    plain = {run.batch: run.tokens_per_s for run in study.runs if run.k == 0}
+    return _predicted(study.runs, given, [r for r in study.runs if not study.given(r)], without)
+
+
+def each_run(study: Study, without: Collection[str] = ()) -> Result:
+    """Every run, predicted from all others of its study."""
+    found = NOTHING
     for run in study.runs:
-        if study.given(run):
-            continue
+        others = [other for other in study.runs if other is not run]
+        if len(others) > 1:
+            found = found.joined(_predicted(study.runs, others, [run], without))
+    return found
+
+
+def _predicted(
+    runs: list[ServerRun], given: list[ServerRun], asked: list[ServerRun], without: Collection[str]
+) -> Result:
+    server = calibrate(given, without=without)
+    missed, signs, best = [], [], []
+    plain = {run.batch: run.tokens_per_s for run in runs if run.k == 0}
+    for run in asked:
         speeds = server.tokens_per_s(run.batch, run.k)
         found = interval_of(speeds, 0.8)
         missed.append(Missed(
@@ -119,34 +163,53 @@ def left_out(study: Study, without: list[str]) -> tuple[list[Missed], list[bool]
             found.high / found.low,
         ))  # fmt: skip
         if run.k and run.batch in plain:
+            true = run.tokens_per_s / plain[run.batch]
             gain = float(np.median(speeds / server.tokens_per_s(run.batch, 0)))
-            signs.append((gain > 1) == (run.tokens_per_s > plain[run.batch]))
-    return missed, signs
+            if abs(true - 1) > CLEAR:
+                signs.append((gain > 1) == (true > 1))
+    for batch in {run.batch for run in asked}:
+        here = [run for run in runs if run.batch == batch]
+        if len({run.k for run in here}) > 2:
+            chosen = max(here, key=lambda r: float(np.median(server.tokens_per_s(batch, r.k))))
+            fastest = max(run.tokens_per_s for run in here)
+            best.append(chosen.tokens_per_s >= (1 - NEAR) * fastest)
+    return Result(missed, signs, best)
 
 
 def main() -> None:
     """Print a line per study and one for all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--without", nargs="*", default=[])
-    without = parser.parse_args().without
-    everything: list[Missed] = []
-    for name, parts in studies():
-        results = [left_out(part, without) for part in parts]
-        missed = [one for found, _ in results for one in found]
-        signs = [sign for _, found in results for sign in found]
-        everything += missed
-        _print(name, missed, signs)
-    _print("all", everything, [])
+    parser.add_argument("--each-run", action="store_true")
+    parser.add_argument("--terms", action="store_true")
+    asked = parser.parse_args()
+    held_out = each_run if asked.each_run else left_out
+    terms = TERMS if asked.terms else {"all": tuple(asked.without)}
+    for name, without in terms.items():
+        everything, seen = NOTHING, set()
+        for study, parts in studies():
+            results = NOTHING
+            for part in parts:
+                # Designs differ in what is given, which leaving each run out does not ask.
+                if not (asked.each_run and part.name in seen):
+                    results = results.joined(held_out(part, without))
+                seen.add(part.name)
+            everything = everything.joined(results)
+            if not asked.terms and results.missed:
+                _print(study, results)
+        _print(name, everything)
 
 
-def _print(name: str, missed: list[Missed], signs: list[bool]) -> None:
-    errors = np.abs([one.error for one in missed])
+def _print(name: str, found: Result) -> None:
+    errors = np.abs([one.error for one in found.missed])
     line = (
-        f"{name}: {len(missed)} runs, |error| median {np.median(errors):.1%}, largest "
-        f"{errors.max():.1%}, coverage {np.mean([one.held for one in missed]):.0%}, "
-        f"width {np.median([one.width for one in missed]):.2f}"
+        f"{name}: {len(errors)} runs, |error| median {np.median(errors):.1%}, largest "
+        f"{errors.max():.1%}, coverage {np.mean([one.held for one in found.missed]):.0%}, "
+        f"width {np.median([one.width for one in found.missed]):.2f}"
     )
-    print(line + (f", sign {sum(signs)} of {len(signs)}" if signs else ""), flush=True)
+    for what, right in (("sign", found.signs), ("best K", found.best)):
+        line += f", {what} {sum(right)} of {len(right)}" if right else ""
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

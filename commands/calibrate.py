@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed_recording
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 
 def calibrate(
     runs: Annotated[
-        Path,
+        list[str],
         typer.Argument(
-            metavar="RUNS",
+            metavar="RUNS[@K]...",
             help="CSV or JSON lines, one run each: concurrency, draft length, output tokens/s; "
-            "optionally context, acceptance, prompt and output lengths (docs/formats.md).",
+            "optionally context, acceptance, prompt and output lengths (docs/formats.md). Or what "
+            "`draftsim recommend --bench` takes; @K says a file's draft length.",
         ),
     ],
+    acceptance: OtherAcceptanceOption = None,
     batch: Annotated[
         str | None, typer.Option(metavar="N,..", help="Concurrencies to predict.")
     ] = None,
@@ -73,17 +76,22 @@ def calibrate(
         predicted,
         usual,
     )
+    from simulator.aggregate.benches import read_benches
     from simulator.aggregate.server import calibrate as fit
-    from simulator.aggregate.table import latency_table, read_runs
+    from simulator.aggregate.table import latency_table
     from traces.store.files import write_latency
 
-    measured = read_runs(runs)
-    server = fit(measured, passes=passes, noise=noise)
+    found = read_benches(runs)
+    for line in found.notes:
+        note(line)
+    measured = found.runs
+    server = with_other_acceptance(fit(measured, passes=passes, noise=noise), acceptance)
     batches = concurrencies(measured) if batch is None else batch_sizes("--batch", batch)
     lengths = draft_lengths(measured) if k is None else _whole("--k", k)
     contexts = (
         [usual(server)[0]] if context is None else [float(c) for c in _whole("--context", context)]
     )
+    _check_contexts(server, contexts)
     best = choices(server, batches, lengths, level)
     loads = predicted(
         server, [(b, n, c) for c in contexts for b in batches for n in lengths], level
@@ -112,8 +120,19 @@ def calibrate(
         f"{suggestion.narrows:.0%} of what is uncertain about the speedups"
     )
     if out is not None:
-        write_latency(latency_table(server), out)
+        write_latency(latency_table(server, found.model), out)
         note(f"wrote {out}")
+
+
+def with_other_acceptance(server: Server, acceptance: str | None) -> Server:
+    """The server under the acceptance that ``--acceptance`` names; a note says which it is."""
+    if acceptance is None:
+        return server
+    from simulator.aggregate.observed import read_acceptance
+
+    found = read_acceptance(acceptance)
+    note(f"predicted for {found.said}, at the costs of the runs")
+    return server.at_acceptance(found.survival)
 
 
 def _headline(rows: list[Choice], level: float) -> str:
@@ -135,16 +154,41 @@ def _remarks(server: Server, contexts: list[float]) -> list[str]:
             "no run without speculation (K = 0): speedups rest on what other servers' drafts "
             "cost; which K is best does not"
         )
-    held = {run.held for run in server.runs}
-    if len(held) < 2 and any(c not in held for c in contexts):
-        lines.append(
-            "all runs have one context: what another one costs is not determined by them, and "
-            "comes from other servers"
-        )
+    if not server.tells_context:
+        lines.append("all runs have one context: they do not determine what a longer one costs")
+    lines += untold_passes(server)
     if server.undetermined:
         names = ", ".join(name.replace("_", " ") for name in server.undetermined)
         lines.append(f"not determined by these runs, taken from other servers: {names}")
     return lines
+
+
+def _check_contexts(server: Server, contexts: list[float]) -> None:
+    """Raise DraftsimError for contexts far from the only one that was measured."""
+    from simulator.aggregate.server import FAR
+
+    held = max(run.held for run in server.runs)
+    if not held and any(contexts):
+        raise DraftsimError(
+            f"--context {max(contexts):g}: the runs do not say theirs: give each its context, or "
+            "its mean prompt and answer lengths"
+        )
+    far = [c for c in contexts if c > FAR * held or FAR * c < held]
+    if far and not server.tells_context:
+        raise DraftsimError(
+            f"--context {far[0]:g}: all runs have one of about {held:,.0f} tokens, which does not "
+            f"determine what another costs: add runs at about {far[0]:g}"
+        )
+
+
+def untold_passes(server: Server) -> list[str]:
+    """Return a line if a draft pass cannot be told from a verified token."""
+    if server.tells_passes_apart or not any(run.k for run in server.runs):
+        return []
+    return [
+        "a draft pass is not told apart from a verified token (one concurrency, or one draft "
+        "length): how the cost is split comes from other servers"
+    ]
 
 
 def _whole(name: str, text: str) -> list[int]:
@@ -174,7 +218,8 @@ def _times(value: Interval) -> str:
 
 def _choice(row: Choice) -> Mapping[str, str]:
     return {
-        "requests": str(row.batch), "best K": str(row.k),
+        "requests": str(row.batch),
+        "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
         "tokens/s": f"{row.tokens_per_s.value:.4g}",
         "speedup": _times(row.speedup) if row.k else "1",
         "chance faster": f"{row.faster:.0%}" if row.k else "-",
@@ -186,7 +231,7 @@ def _chosen(row: Choice) -> dict[str, Any]:
         "batch": row.batch, "k": row.k, "tokens_per_s": row.tokens_per_s.value,
         "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
         "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
-        "extrapolated": row.extrapolated,
+        "extrapolated": row.extrapolated, "p_min": row.p_min,
     }  # fmt: skip
 
 

@@ -152,7 +152,10 @@ def _totals(totals: Totals, form: str, out: Path | None, json: str | None) -> No
     elif totals.per_position is None:
         note("the totals allow every survival curve between the two: no trace can be made of them")
     else:
-        note("rounds are counted, not in order: the curve holds, a trace cannot be made of it")
+        note(
+            "rounds are counted, not in order: no trace can be made of them; give the counters, or "
+            "the JSON of --out, to simulate, serve, tune, capacity or sweep as --acceptance"
+        )
     if json is not None or (rows and out is None):
         emit("import", rows, json, more=more)
     if lengths and json is None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commands.calibrate import untold_passes, with_other_acceptance
+from commands.common.inputs import OtherAcceptanceOption
 from commands.common.output import JsonOption, emit, note, placed
 from commands.common.printed import print_table
 from traces.errors import DraftsimError
@@ -43,6 +45,7 @@ def recommend(
             help="/metrics of the server, for acceptance: once, or before and after.",
         ),
     ] = None,
+    acceptance: OtherAcceptanceOption = None,
     target: Annotated[str | None, typer.Option(help="Target model, for the command.")] = None,
     draft: Annotated[str | None, typer.Option(help="Drafter, for the command.")] = None,
     method: Annotated[
@@ -74,11 +77,12 @@ def recommend(
     from commands.common.inputs import batch_sizes
     from simulator.aggregate.advice import choices, concurrencies, in_words, next_run
     from simulator.aggregate.benches import read_benches, with_acceptance
+    from simulator.aggregate.observed import read_acceptance
     from simulator.aggregate.server import calibrate
 
     if engine not in ENGINES:
         raise DraftsimError(f"--engine {engine!r}: expected one of {', '.join(ENGINES)}")
-    accepted = _accepted(metrics or [])
+    accepted = read_acceptance(metrics).survival if metrics else ()
     if not bench:
         if accepted:
             raise DraftsimError(WITHOUT_SPEEDS.format(k=len(accepted)))
@@ -92,7 +96,7 @@ def recommend(
             "no run with speculation: what a drafter costs and gets accepted is not known; "
             f"measure K = 3 at {runs[0].batch} requests and give both (FILE@3)"
         )
-    server = calibrate(runs, passes=passes)
+    server = with_other_acceptance(calibrate(runs, passes=passes), acceptance)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     rows = _within(choices(server, batches, level=level), slo)
     suggestion = next_run(server)
@@ -126,48 +130,6 @@ def recommend(
         write_atomically(out, (jsons.dumps(document, indent=2) + "\n").encode())
         note(f"wrote {out}")
     note(line)
-
-
-def _accepted(sources: Sequence[str]) -> list[float]:
-    """Acceptance by position, from one scrape or two."""
-    if not sources:
-        return []
-    import tempfile
-
-    from traces.importers.base import Options
-    from traces.importers.prometheus import Prometheus
-    from traces.importers.totals import Totals
-
-    with tempfile.TemporaryDirectory() as scratch:
-        files = [_scrape(source, Path(scratch), i) for i, source in enumerate(sources)]
-        totals = Prometheus().read(files, Options())
-    assert isinstance(totals, Totals)
-    if totals.per_position is None:
-        raise DraftsimError(
-            f"{sources[-1]}: counts no acceptance by position, so that other draft lengths cannot "
-            "be told: give --bench runs that say it, or a CSV with mean_acceptance_length"
-        )
-    return [float(chance) for chance in totals.survival()[0]]
-
-
-def _scrape(source: str, scratch: Path, number: int) -> Path:
-    """A file as it is; a URL on this machine, fetched."""
-    if not source.startswith(("http://", "https://")):
-        return Path(source)
-    from urllib.error import URLError
-    from urllib.parse import urlsplit
-    from urllib.request import ProxyHandler, build_opener
-
-    if urlsplit(source).hostname not in ("localhost", "127.0.0.1", "::1"):
-        raise DraftsimError(f"{source}: is not on this machine: save its text and name the file")
-    try:
-        with build_opener(ProxyHandler({})).open(source, timeout=10) as answer:
-            text = answer.read(64 * 2**20)
-    except (URLError, OSError, ValueError) as error:
-        raise DraftsimError(f"{source}: cannot be fetched ({error}): is the server up?") from None
-    path = scratch / f"metrics-{number}.txt"
-    path.write_bytes(text)
-    return path
 
 
 def _within(rows: Sequence[Choice], slo: str | None) -> list[Choice]:
@@ -223,7 +185,8 @@ def _document(engine: str, rows: Sequence[Choice], method: str | None) -> dict[s
             "speculative-num-draft-tokens": k + 1,
         }  # fmt: skip
     if engine == "llamacpp":
-        return {"spec-draft-n-max": k}
+        stop = {"spec-draft-p-min": rows[0].p_min} if rows[0].p_min else {}
+        return {"spec-draft-n-max": k, **stop}
     return {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
 
 
@@ -278,6 +241,7 @@ def _remarks(server: Server, rows: Sequence[Choice]) -> list[str]:
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
         lines.append(f"not decided at {', '.join(open_)} requests: a gain and a loss are possible")
+    lines += untold_passes(server)
     off = [row.batch for row in rows if row.k == 0]
     if off and len(off) < len(rows):
         lines.append(
@@ -292,7 +256,9 @@ def _remarks(server: Server, rows: Sequence[Choice]) -> list[str]:
 def _shown(row: Choice) -> Mapping[str, str]:
     speed, gain = row.tokens_per_s, row.speedup
     return {
-        "concurrency": str(row.batch), "best K": str(row.k), "tokens/s": f"{speed.value:.4g}",
+        "concurrency": str(row.batch),
+        "best K": str(row.k) + (f", p-min {row.p_min:g}" if row.p_min else ""),
+        "tokens/s": f"{speed.value:.4g}",
         "interval": f"{speed.low:.4g} to {speed.high:.4g}",
         "speedup": f"{gain.value:.2f} ({gain.low:.2f} to {gain.high:.2f})" if row.k else "1",
         "chance faster": f"{row.faster:.0%}" if row.k else "-",
@@ -305,5 +271,5 @@ def _row(row: Choice) -> dict[str, Any]:
         "tokens_per_s_lo": row.tokens_per_s.low, "tokens_per_s_hi": row.tokens_per_s.high,
         "speedup": row.speedup.value, "speedup_lo": row.speedup.low,
         "speedup_hi": row.speedup.high, "faster": row.faster if row.k else None,
-        "extrapolated": row.extrapolated,
+        "extrapolated": row.extrapolated, "p_min": row.p_min,
     }  # fmt: skip

@@ -11,6 +11,7 @@ import typer
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
+    OnePassOption,
     WeightsOption,
     say_calibrate,
 )
@@ -51,6 +52,7 @@ def report(
     policy: PolicyOption = None,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     gpu: GpuOption = None,
     weights: WeightsOption = None,
     serve: Annotated[
@@ -67,7 +69,9 @@ def report(
     from traces.replay.always import always_drafted, drafting_always, passes_always
     from traces.store.measured import read_measured
 
-    recording = load_recording(run, latency, source, chooses="the report", gpu=gpu, weights=weights)
+    recording = load_recording(
+        run, latency, source, chooses="the report", gpu=gpu, weights=weights, one_pass=one_pass
+    )
     if recording.trace.drafts_end:
         raise DraftsimError(
             f"the page's sliders change the cost of a drafted token, and {recording.trace.source} "
@@ -78,7 +82,7 @@ def report(
     # Times measured on another device are no check of what is predicted for this one.
     other = (
         latency is not None or table.meta.get("scaled") or always_draft is not None
-        or recording.source is not None
+        or one_pass or recording.source is not None
     )  # fmt: skip
     file = None if other else measured_file(run)
     measured = None if file is None else read_measured(file)

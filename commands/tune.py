@@ -16,6 +16,7 @@ from commands.common.devices import (
     CaptureOption,
     GpuOption,
     GraphModeOption,
+    OnePassOption,
     WeightsOption,
     in_graphs,
     say_calibrate,
@@ -23,6 +24,7 @@ from commands.common.devices import (
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
+    AcceptanceOption,
     AssumeOption,
     LatencyOption,
     TraceOption,
@@ -77,9 +79,11 @@ ONE_REQUEST = {
 def tune(
     engine: Annotated[Engine, typer.Option(help="Whose settings to write.")],
     trace: TraceOption = SERVED_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     gpu: GpuOption = None,
     weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
@@ -166,8 +170,8 @@ def tune(
 
     targets = None if slo is None else parse_targets(slo)
     recording = load_recording(
-        trace, latency, source, chooses="tune", gpu=gpu, weights=weights,
-        assume_batch_free=assume_batch_free,
+        trace, latency, source, acceptance=acceptance, chooses="tune", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free, one_pass=one_pass,
     )  # fmt: skip
     recorded = recording.trace
     if recording.source is not None and engine in ONE_REQUEST:
@@ -242,7 +246,7 @@ def tune(
         )  # fmt: skip
     # Standard output holds one thing: the JSON asked for, else the setting that no file takes.
     setting_out = out is None and json != "-"
-    title = f"Settings for {engine.value}: {origin_of(trace, latency)}"
+    title = f"Settings for {engine.value}: {origin_of(recording.name, latency)}"
     emit(
         "tune", rows, json, more=more,
         printed=lambda: print_table(rows, _columns(rows, by_context), title, setting_out),

@@ -18,14 +18,15 @@ from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
 from simulator.whatif.cost import LatencyCost
 from tests.conftest import Run
+from tests.spans import ALONG
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
-from traces.replay.always import always_drafted, drafting_always, passes_always
+from traces.replay.always import always_drafted, drafting_always, in_one_pass, passes_always
 from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
-from traces.store.files import write_trace
+from traces.store.files import read_trace, write_trace
 
 TARGET_S, DRAFT_S = 0.02, 0.002
 CONST = f"const:target={TARGET_S},draft={DRAFT_S}"
@@ -191,3 +192,34 @@ def test_modes_without_rounds_refuse_it(file: Path, run: Run) -> None:
     )  # fmt: skip
     assert ran.code == 2
     assert "drop --always-draft" in ran.err
+
+
+@pytest.mark.parametrize("table", [LatencyTable.constant(TARGET_S, DRAFT_S), ALONG])
+def test_a_drafter_of_one_pass_costs_the_same_at_every_length(
+    trace: Trace, table: LatencyTable
+) -> None:
+    once = in_one_pass(table)
+    for gamma in (1, 3, 5):
+        log = replay(trace, Fixed(gamma))
+        first = price(replay(trace, Fixed(1)), table).draft_s.mean()
+        drafted = price(log, once).draft_s[log.rounds["drafted"] > 0]
+        assert drafted.mean() == pytest.approx(first, rel=0.02), gamma
+    with pytest.raises(DraftsimError, match="no draft passes"):
+        in_one_pass(LatencyTable(table.cells[table.cells["model"] == "target"], table.meta))
+
+
+def test_every_command_takes_one_pass(file: Path, run: Run) -> None:
+    """Two drafts cost one pass, alone and in a batch, and with --c it is said how to ask."""
+    common = ("--trace", file, "--latency", CONST, "--one-pass", "--policy", "fixed:gamma=2")
+    row = next(r for r in run("simulate", *common, "--json", "-").rows if r["drafted"])
+    log = replay(read_trace(file), Fixed(2))
+    each_s = int(log.rounds["emitted"].sum()) / len(log) * TARGET_S
+    assert row["speedup"] == pytest.approx(each_s / (TARGET_S + DRAFT_S), rel=0.01)
+    served = run("serve", *common, "--assume-batch-free", "--batch", "4", "--requests", "40",
+                 "--json", "-").rows  # fmt: skip
+    assert served[1]["throughput_tok_s"] / served[0]["throughput_tok_s"] == pytest.approx(
+        row["speedup"], rel=0.03
+    )
+    refused = run("sweep", "--trace", file, "--c", "0.1", "--one-pass")
+    assert refused.code == 2
+    assert "give --latency, const:target=1,draft=C" in refused.err

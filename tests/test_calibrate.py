@@ -20,6 +20,7 @@ from simulator.aggregate.server import (
     ServerRun,
     calibrate,
     interval_of,
+    passes_of,
     step_s,
 )
 from simulator.aggregate.table import latency_table, read_runs
@@ -188,9 +189,99 @@ def test_acceptance_is_estimated_where_no_run_tells_it() -> None:
     server = calibrate(bare)
     lengths_at_2 = interval_of(server.emitted(2), 0.99)
     assert 1 <= lengths_at_2.low < lengths_at_2.high <= 3
-    wide, narrow = (interval_of(s.tokens_per_s(2, 2), 0.8) for s in (server, calibrate(given)))
-    assert wide.high / wide.low > narrow.high / narrow.low
+    narrow = interval_of(calibrate(given).emitted(2), 0.99)
+    assert lengths_at_2.high / lengths_at_2.low > 2 * narrow.high / narrow.low - 1
     assert asked
+
+
+def stopping_runs(draft: float, knee: float) -> list[dict[str, float]]:
+    """Runs of llama.cpp at one request, exact: a draft pass costs `draft`, tokens as `knee` says.
+
+    Accepted and drafted tokens of 1,000 rounds by n-max and p-min.
+    """
+    values = {name: np.array([[cost.median]]) for name, cost in COSTS.items()}
+    values |= {"draft": np.array([[draft]]), "knee": np.array([[knee]])}
+    rows = []
+    for k, p_min, accepted, drafted in (
+        (0, 0.0, 0, 0), (1, 0.0, 700, 1000), (4, 0.0, 1700, 4000), (8, 0.0, 2100, 8000),
+        (4, 0.6, 1550, 2200), (8, 0.6, 1850, 2900),
+    ):  # fmt: skip
+        run = ServerRun(1, k, 1.0, emitted=1 + accepted / 1000 if k else None,
+                        drafted=drafted / 1000, p_min=p_min)  # fmt: skip
+        load = Load(1, k, verified=run.verified, passes=run.draft_passes)
+        emitted = 1 + accepted / 1000
+        seconds = float(step_s(values, load, emitted, None)[0, 0])
+        row = {"batch": 1, "spec-draft-n-max": k, "spec-draft-p-min": p_min,
+               "tokens_per_s": 100 * emitted / seconds}  # fmt: skip
+        rows.append(row | ({"rounds": 1000, "draft_n": drafted, "draft_n_accepted": accepted}
+                           if k else {}))  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize(("draft", "knee"), [(0.5, 120.0), (0.02, 4.0), (0.02, 300.0)])
+def test_a_threshold_is_chosen_as_drafts_and_verification_cost(
+    draft: float, knee: float, tmp_path: Path, run: Run
+) -> None:
+    """Dear drafts or dear verification speak for p-min, cheap ones for long drafts."""
+    rows = stopping_runs(draft, knee)
+    path = tmp_path / "runs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ran = run("recommend", "--engine", "llamacpp", "--bench", path, "--json", "-")
+    assert ran.code == 0, ran.err
+    document = json.loads(ran.out[ran.out.index("{") :])
+    [found] = document["results"]
+    best = max(rows, key=lambda row: row["tokens_per_s"])
+    chosen = next((row for row in rows if (row["spec-draft-n-max"], row["spec-draft-p-min"])
+                   == (found["k"], found["p_min"])), None)  # fmt: skip
+    if chosen is not None:
+        assert chosen["tokens_per_s"] >= 0.98 * best["tokens_per_s"]
+    assert found["tokens_per_s"] >= 0.95 * best["tokens_per_s"]
+    if found["p_min"]:
+        assert document["setting"]["spec-draft-p-min"] == found["p_min"]
+
+
+def test_draft_passes_are_those_of_drafts_that_stop() -> None:
+    assert passes_of(3.0, 3) == 3
+    assert passes_of(0.0, 3) == pytest.approx(1.0)
+    q = 0.6
+    kept = sum(q**i for i in range(1, 9))
+    assert passes_of(kept, 8) == pytest.approx(sum(q**i for i in range(8)))
+
+
+def test_what_runs_do_not_tell_apart_is_said(tmp_path: Path, run: Run) -> None:
+    """At one concurrency a draft pass and a verified token are one slope, without p-min."""
+    path, costs = tmp_path / "runs.jsonl", tmp_path / "costs.parquet"
+    rows = stopping_runs(0.1, 60.0)
+    said = "a draft pass is not told apart from a verified token"
+    for kept, apart in ((rows[:4], False), (rows, True)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        ran = run("calibrate", path, "--out", costs)
+        assert ran.code == 0, ran.err
+        assert (said in ran.err) is not apart
+        assert "nothing" not in ran.err
+        cells = read_latency(costs).cells
+        drafts = cells[(cells["model"] == "draft") & (cells["phase"] == "forward")]
+        assert (drafts["median_s"] > 0).all(), "drafting is free"
+        tuned = run("tune", "--engine", "llamacpp", "--trace", "smollm2-cpu", "--latency", costs,
+                    "--resamples", "20")  # fmt: skip
+        assert ("do not tell a draft pass apart" in tuned.err + tuned.out) is not apart
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"p_min": 0.5, "k": 3}, "says not how many tokens its drafts had"),
+        ({"p_min": 0.5, "k": 3, "drafted": 10, "accepted": 5}, "give rounds, drafted and accepted"),
+        ({"k": 3, "drafted": 10, "accepted": 15, "rounds": 5}, "give rounds, drafted and accepted"),
+        ({"k": 1, "drafted": 10, "accepted": 5, "rounds": 5}, "expected no fewer than were"),
+        ({"p_min": 1.5, "k": 1, "drafted": 5, "accepted": 5, "rounds": 5}, "p_min 1.5"),
+    ],
+)
+def test_impossible_counts_are_refused(row: dict[str, float], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(json.dumps({"batch": 1, "tokens_per_s": 10.0, **row}) + "\n")
+    with pytest.raises(DraftsimError, match=message):
+        read_runs(path)
 
 
 @pytest.fixture(scope="module")
@@ -228,13 +319,38 @@ def test_the_next_run_narrows_what_is_asked(server: Server) -> None:
 
 def test_what_the_runs_do_not_tell_is_said(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "runs.csv"
-    path.write_text("batch,k,tokens_per_s,emitted\n1,2,100,2.1\n1,4,110,2.6\n")
-    ran = run("calibrate", path, "--context", "4000")
+    path.write_text("batch,k,tokens_per_s,emitted,context\n1,2,100,2.1,900\n1,4,110,2.6,900\n")
+    ran = run("calibrate", path, "--context", "1000")
     assert ran.code == 0, ran.err
     assert "no run without speculation" in ran.err
     assert "all runs have one context" in ran.err
     assert "measure next:" in ran.err
     assert ran.err.splitlines()[0].startswith("K = ")
+
+
+@pytest.mark.parametrize(
+    ("contexts", "message"),
+    [((900, 900), "all runs have one of about 900 tokens"), ((0, 0), "the runs do not say theirs")],
+)
+def test_one_context_is_not_extrapolated(
+    contexts: tuple[int, int], message: str, tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / "runs.csv"
+    rows = [f"{8 * i + 1},0,{100 + 400 * i},{c}" for i, c in enumerate(contexts)]
+    path.write_text("\n".join(["batch,k,tokens_per_s,context", *rows]) + "\n")
+    ran = run("calibrate", path, "--context", "4000")
+    assert ran.code == 2
+    assert message in ran.err
+
+
+def test_costs_of_one_context_hold_at_every_other_and_say_so() -> None:
+    one = calibrate([ServerRun(b, 0, 90.0 * b**0.9, 900) for b in (1, 8)])
+    table = latency_table(one)
+    assert set(table.cells.query("phase == 'forward'")["context"]) == {900}
+    assert "calibrated at one context, 900 tokens" in table.meta["remark"]
+    two = calibrate([ServerRun(b, 0, 90.0 * b**0.9, c) for b, c in ((1, 900), (8, 900), (8, 4000))])
+    assert two.tells_context
+    assert "remark" not in latency_table(two).meta
 
 
 def test_impossible_runs_are_refused(tmp_path: Path) -> None:

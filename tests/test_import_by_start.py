@@ -13,7 +13,7 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from tests.conftest import Run
 from traces.acceptance.trace import Request, Trace
-from traces.errors import DraftsimError, FileError, SignalError
+from traces.errors import DraftsimError, FileError, TailError
 from traces.importers.base import Options
 from traces.importers.registry import find_importer, import_log
 from traces.replay.lanes import replay_many
@@ -96,9 +96,9 @@ def test_what_was_read_survives_its_file(file: Path, tmp_path: Path) -> None:
 def test_drafts_that_nobody_tried_are_refused(file: Path) -> None:
     trace = _read(file)
     assert trace.open_ended.any()
-    with pytest.raises(SignalError, match=f"all {LONGEST} drafts accepted .* lower the policy"):
+    with pytest.raises(TailError, match=f"all {LONGEST} drafts accepted .* lower the policy"):
         replay(trace, Fixed(LONGEST + 1))
-    with pytest.raises(SignalError, match="lower the policy"):
+    with pytest.raises(TailError, match="lower the policy"):
         list(replay_many(trace, {"": Fixed(LONGEST + 1)}))
 
 
@@ -131,6 +131,20 @@ def test_bad_files_are_named(file: Path) -> None:
         _read(file, "medusa")
     with pytest.raises(FileError, match="no draft of ngram was ever accepted"):
         _read(file, "ngram")
+
+
+def test_lengths_past_the_last_token_are_left_out(file: Path, tmp_path: Path, run: Run) -> None:
+    """Published files hold accepted lengths of starts, and in them of tokens, past the end."""
+    rows = _rows()
+    rows[0]["acc_eagle"]["acc_len"][-1] = 3
+    rows[0]["acc_eagle"]["acc_len"] += [1, 4]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long = _read(file)
+    assert [r.tokens for r in long.requests] == [40, 73, 9]
+    assert long.run_lengths[39] == 1
+    assert long.meta["left_out"] == ["2 accepted lengths of starts after the last token"]
+    ran = run("import", "by-start", file, "--drafter", "eagle", "--out", tmp_path / "t.parquet")
+    assert "left out: 2 accepted lengths" in ran.err
 
 
 def test_contradictions_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from docs.llamacpp_tables import COUNTS, SERVED, answers, asked, lookups, same_text, settings
 from policies import Fixed
+from tests.conftest import Run
 from tests.logs import written
 from tests.test_importers import counts
 from traces.errors import FileError
@@ -29,7 +30,8 @@ def test_answers_and_metrics_tell_the_same(run: str) -> None:
     assert said.requests == len(answers(run))
     assert (said.drafted, said.accepted) == (scraped.drafted, scraped.accepted)
     assert scraped.per_position is not None
-    assert scraped.fixed_length is False  # the last rounds of a request draft less
+    # The last rounds of a request draft less; with a threshold many others do.
+    assert scraped.fixed_length == (run in SURE)
     # Of rounds without a draft the answers' tokens tell, not the metrics.
     assert said.rounds is not None
     assert scraped.rounds is not None
@@ -54,6 +56,25 @@ def test_the_server_drafts_and_accepts_as_replayed(run: str) -> None:
         said = tuple(answer["timings"][name] for name in COUNTS)
         assert said == (drafted.sum(), own["accepted"].sum() - inside), request.id
     assert counts("llamacpp", SERVED / f"{run}.jsonl").rounds == len(rounds)
+
+
+def test_draft_lengths_can_be_said(run: Run) -> None:
+    """`--draft-lengths fixed:3` bounds the curve; another length contradicts the counts."""
+    bare = run("import", "llamacpp", SERVED / "n3.jsonl", "--json", "-")
+    said = run("import", "llamacpp", SERVED / "n3.jsonl", "--draft-lengths", "fixed:3",
+               "--json", "-")  # fmt: skip
+    lows = [
+        json.loads(r.out[r.out.index("{") :])["results"][0]["survival_lo"] for r in (bare, said)
+    ]
+    assert lows[0] == 0 < lows[1]
+    for run_name, length, message in (
+        ("n3", "fixed:5", "are no drafts of 5 each"),
+        ("p05", "fixed:3", "are no drafts of 3 each"),
+        ("n3", "at-least:2", "drafts of one length alone"),
+    ):
+        ran = run("import", "llamacpp", SERVED / f"{run_name}.jsonl", "--draft-lengths", length)
+        assert ran.code == 2
+        assert message in ran.err
 
 
 @pytest.mark.parametrize("run", SURE)

@@ -185,6 +185,26 @@ def test_a_files_suffix_says_what_it_is(tmp_path: Path, run: Run) -> None:
     assert (wrote.code, json.loads((tmp_path / "t.json").read_text())["command"]) == (0, "import")
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_baseline_that_counts_its_tokens_is_plain_decoding(more: int, tmp_path: Path) -> None:
+    """Versions write no tokens, the last step's index, or that and one more."""
+    choice = EAGLE["choices"][0]  # type: ignore[index]
+    wall = {"wall_time": [6.0, 2.4]}
+    silent = {**EAGLE, "choices": [choice | {"idxs": [24, 9], "new_tokens": [0, 0]} | wall]}
+    told = {**EAGLE, "choices": [
+        choice | {"idxs": [24 + 1 - more, 10 - more], "new_tokens": [25, 10]} | wall
+    ]}  # fmt: skip
+    (tmp_path / "own").write_text(json.dumps(EAGLE))
+    speedups = []
+    for name, plain in (("silent", silent), ("told", told)):
+        (tmp_path / name).write_text(json.dumps(plain))
+        totals = counts("eagle", tmp_path / "own", baseline=tmp_path / name)
+        speedups.append(totals.meta["baseline"]["speedup"])
+        with pytest.raises(FileError, match="plain decoding"):
+            counts("eagle", tmp_path / name)
+    assert speedups[0] == pytest.approx(speedups[1])
+
+
 def test_public_eagle_log(shared_data: Path) -> None:
     folder = shared_data / "eagle_logs"
     plain = folder / "llama-2-chat-70b-base.jsonl"

@@ -14,12 +14,14 @@ from commands.common.devices import (
     BlocksOption,
     CaptureOption,
     GraphModeOption,
+    OnePassOption,
     blocks_of,
     in_graphs,
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
+    AcceptanceOption,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -72,10 +74,12 @@ def capacity(
     price: Annotated[float | None, typer.Option(help="Dollars an hour of a GPU.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of a replica.")] = 1,
     trace: TraceOption = SERVED_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     max_batch: MaxBatchOption = None,
     kv_blocks: BlocksOption = None,
     token_budget: BudgetOption = None,
@@ -118,7 +122,13 @@ def capacity(
     targets = parse_targets(slo)
     with_cost([], gpus, price)  # refused before anything is simulated
     recording = load_recording(
-        trace, latency, source, chooses="capacity", assume_batch_free=assume_batch_free
+        trace,
+        latency,
+        source,
+        acceptance=acceptance,
+        chooses="capacity",
+        assume_batch_free=assume_batch_free,
+        one_pass=one_pass,
     )
     recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
@@ -136,7 +146,7 @@ def capacity(
     asked = _rate(rate, base)
     policies = load_serving_policies(policy, recorded, table, largest=max_batch)
     executor = chosen_executor(jobs, cluster)
-    title = origin_of(trace, latency)
+    title = origin_of(recording.name, latency)
     kept = None if out is None else out.with_name(out.name + ".jsonl")
     with only_writer(out) if out is not None else nullcontext():
         planned = _planned(

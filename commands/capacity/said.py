@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commands.common.output import said_free
+
 Row = Mapping[str, Any]
 
 
@@ -63,9 +65,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
             "passes outside the measured sizes were priced by a fitted roofline under "
             f"{', '.join(outside)}: `draftsim serve --replicas` tells which"
         )
-    if free := sorted({what for row in rows for what in row["unpriced"]}):
-        said.append(f"not in the latency table, hence free: {', '.join(free)}")
-    return said
+    return said + said_free(what for row in rows for what in row["unpriced"])
 
 
 def _compared(row: Row, plain: Row) -> str:

@@ -47,6 +47,14 @@ AlwaysOption = Annotated[
         "1 where it calls the drafter every round, all slots where it fills them.",
     ),
 ]
+OnePassOption = Annotated[
+    bool,
+    typer.Option(
+        "--one-pass",
+        help="The drafter drafts all tokens of a round in one pass: --latency's draft pass is paid "
+        "once a round, whatever the draft length.",
+    ),
+]
 BlocksOption = Annotated[
     str | None,
     typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from commands.common.devices import carried, latencies
-from commands.common.inputs import Defaulted, imputed
+from commands.common.inputs import TRACE_VARIABLE, Defaulted, imputed
 from commands.common.output import note
 from commands.common.sources import load_source
 from traces.errors import DraftsimError, FileError
@@ -54,6 +55,10 @@ class Recording:
     assume_batch_free: bool = False
     stream: Source | None = None
     """Source to replay one request at a time instead, where another than its own was named."""
+    observed: bool = False
+    """True if the trace is made from acceptance by position (`--acceptance`)."""
+    one_pass: bool = False
+    """True if the drafter drafts all tokens of a round in one pass (`--one-pass`)."""
 
     @property
     def latency(self) -> LatencyTable:
@@ -74,11 +79,14 @@ class Recording:
         Raises DraftsimError if it does not know the drafter's passes at batches up to `largest`,
         unless they are to cost the same at all, or if the drafter runs layers of another target.
         """
+        from traces.replay.always import in_one_pass
         from traces.sources.replay import check_same_layers
         from traces.sources.starts.as_draft import drafted_latency
         from traces.sources.starts.sources import LayerSkip
 
         table = self.latency if table is None else table
+        if self.one_pass:
+            table = in_one_pass(table)
         if self.source is None:
             return table
         if isinstance(self.source, LayerSkip):
@@ -110,6 +118,11 @@ class Recording:
 
     def check_ratios(self, ratios: Sequence[float]) -> None:
         """Raise DraftsimError if cost ratios are asked of a source without a cost per token."""
+        if ratios and self.one_pass:
+            raise DraftsimError(
+                "--c is the cost of a drafted token, and with --one-pass they have one pass: give "
+                "--latency, const:target=1,draft=C"
+            )
         if ratios and self.trace.drafts_end:
             raise DraftsimError(
                 f"--c is the cost of a drafted token, and {self.trace.source} drafts all of a "
@@ -119,9 +132,9 @@ class Recording:
 
 def load_recording(
     name: str, latency: str | Sequence[str] | None, source: str | None = None, *,
-    chooses: str | None = None, gpu: str | None = None, weights: str | None = None,
-    assume_batch_free: bool = False, by_ratio: bool = False, one: bool = True,
-    one_stream: bool = False,
+    acceptance: str | None = None, chooses: str | None = None, gpu: str | None = None,
+    weights: str | None = None, assume_batch_free: bool = False, by_ratio: bool = False,
+    one: bool = True, one_stream: bool = False, one_pass: bool = False,
 ) -> Recording:  # fmt: skip
     """Return the recording called `name`, the latencies to price it with, and who drafts.
 
@@ -135,6 +148,8 @@ def load_recording(
         Trace file, run folder or bundled recording; `Defaulted` where the user named none.
     latency:
         The latencies named; None stands for the recording's own.
+    acceptance:
+        Acceptance by position to take instead of a recording's (`read_acceptance`).
     chooses:
         What could not choose between lower bounds (`imputed`).
     gpu, weights:
@@ -153,12 +168,18 @@ def load_recording(
         If the latencies are of other models than a recording that the user did not name, the
         drafts of the source were not recorded, or as of the parts.
     """
+    from traces.sources.base import Recordings
     from traces.sources.found import find_recordings
     from traces.sources.starts.as_draft import check_drafts, drafted_trace
+    from traces.store.identity import model_in
     from traces.store.recordings import find_trace, models_of
 
     given = [latency] if isinstance(latency, str) else list(latency or ())
-    outputs = find_trace(name)
+    if acceptance is not None:
+        _check_alone(name, source, given, by_ratio)
+        name, outputs = _observed(acceptance)
+    else:
+        outputs = find_trace(name)
     tables = latencies(given, name, by_ratio, assume_batch_free)
     if one and len(tables) != 1:
         raise DraftsimError(
@@ -166,7 +187,10 @@ def load_recording(
             f"{', '.join(tables)}"
         )
     stream = load_source(source) if one_stream and source is not None else None
-    if stream is None:
+    if acceptance is not None:
+        drafter, recordings = None, Recordings()
+        models = {"target": model_in(outputs.meta, "target"), "draft": {}}
+    elif stream is None:
         drafter, recordings = _drafter(name, outputs, tables, source, bool(given))
     else:
         drafter, recordings = None, find_recordings(name, outputs)
@@ -175,9 +199,18 @@ def load_recording(
     for chosen in (drafter, stream):
         if chosen is not None:
             recordings = chosen.completed(outputs, recordings)
-    models = models_of(name, outputs)
+    if acceptance is None:
+        models = models_of(name, outputs)
     if given:
         _check_models(name, models, tables, drafter)
+    for table in tables.values():
+        if remark := table.meta.get("remark"):
+            note(str(remark))
+    if one_pass and (drafter is not None or stream is not None):
+        raise DraftsimError(
+            "--one-pass is for acceptance that comes without its drafter: "
+            f"{(drafter or stream).name} has passes of its own"  # type: ignore[union-attr]
+        )
     if drafter is not None and (gpu or weights):
         raise DraftsimError(
             f"--gpu and --weights carry latencies over by the models' shapes, and that of "
@@ -194,8 +227,38 @@ def load_recording(
     by = trace.source if stream is None else stream.label(recordings)
     label = _label(models, tables, "" if drafter is None and stream is None else by)
     return Recording(
-        name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free, stream
+        name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
+        stream, acceptance is not None, one_pass,
+    )  # fmt: skip
+
+
+def _check_alone(name: str, source: str | None, given: Sequence[str], by_ratio: bool) -> None:
+    """Refuse options that name another acceptance, or no costs."""
+    if not isinstance(name, Defaulted) and name != os.environ.get(TRACE_VARIABLE):
+        raise DraftsimError(f"--acceptance and --trace {name} are two acceptances: give one")
+    if source is not None:
+        raise DraftsimError(f"--source {source}: --acceptance is that of your drafter: drop one")
+    if not given and not by_ratio:
+        raise DraftsimError(
+            "--acceptance says nothing of what passes cost: name --latency, such as costs of "
+            "`draftsim calibrate RUNS --out FILE` or const:target=SECONDS,draft=SECONDS"
+        )
+
+
+def _observed(text: str) -> tuple[str, Trace]:
+    """Return a name and a trace of acceptance that a server counted; a note says whose it is."""
+    from simulator.aggregate.observed import read_acceptance
+    from traces.acceptance.synthetic import trace_by_position
+
+    found = read_acceptance(text)
+    trace = trace_by_position(found.survival, **found.sizes, meta=found.meta)
+    one = trace.requests[0]
+    note(
+        f"{found.said}: {len(trace.requests)} requests of {one.prompt_length} prompt and "
+        f"{one.tokens} output tokens, rounds drawn independently, drafts of up to "
+        f"{trace.max_gamma} tokens"
     )
+    return found.named, trace
 
 
 def _drafter(
@@ -283,6 +346,7 @@ def _check_models(
         roles = ROLES[:1] if drafter is not None or engine_head(table.meta) else ROLES
         differ = [role for role in roles if same_model(known[role], said[role]) is False]
         whose = " + ".join(filter(None, map(model_label, said.values())))
+        told = same_model(known["target"], said["target"]) is not None or table.is_constant
         if differ:
             other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
             if isinstance(name, Defaulted):
@@ -292,7 +356,7 @@ def _check_models(
                     f"{label if _has_trace(label) else 'RUN'}"
                 )
             costs.append(f"{label} ({whose}: the {other})")
-        elif isinstance(name, Defaulted) and not said["target"] and known["target"]:
+        elif isinstance(name, Defaulted) and known["target"] and not (told and said["target"]):
             if not table.is_constant:
                 raise DraftsimError(
                     f"--latency {label} does not say whose costs it holds, and the default "
@@ -301,6 +365,8 @@ def _check_models(
                     f"log; {name.option} {name} for this one)"
                 )
             costs.append(f"{label}; {name.option} names another recording")
+        elif known["target"] and not told:
+            costs.append(f"{label}, which does not say whose they are")
     if costs:
         note(f"acceptance of {name} ({pair}) at the costs of {', '.join(costs)}")
 

@@ -63,6 +63,26 @@ LatencyOption = Annotated[
         "const:target=S,draft=S[,verify=S] in seconds. Default: the trace's own.",
     ),
 ]
+AcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        metavar="FILE|P,P,..",
+        help="Instead of --trace: chances that the first 1, 2, ... drafted tokens are all accepted "
+        "(0.76,0.60,0.43), or a server's /metrics (BEFORE,AFTER), its benchmark's result, or "
+        "counts of `draftsim import`. Takes --latency.",
+    ),
+]
+OtherAcceptanceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--acceptance",
+        metavar="FILE|P,P,..",
+        help="Predict for this acceptance instead of the runs' own: chances that the first 1, 2, "
+        "... drafted tokens are all accepted (0.76,0.60,0.43), a server's /metrics "
+        "(BEFORE,AFTER), or a benchmark's result.",
+    ),
+]
 AssumeOption = Annotated[
     bool,
     typer.Option(
@@ -159,7 +179,7 @@ def imputed(name: str, trace: Trace, chooses: str | None = None) -> Trace:
 
 
 def origin_of(trace: str, latency: str | None) -> str:
-    """What a table's figures are of, for its title: commands differ in their defaults."""
+    """Return what a table's figures are of, for its title: commands differ in their defaults."""
     return trace if latency is None else f"{trace}, at the costs of {latency}"
 
 

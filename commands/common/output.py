@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,6 +135,18 @@ def emit(
 def note(text: str) -> None:
     """A remark for the person at the terminal, kept off standard output."""
     console(stderr=True).print(printable(text), soft_wrap=True)
+
+
+def said_free(unpriced: Iterable[str]) -> list[str]:
+    """Return lines on what a latency table does not hold; none if it holds everything."""
+    names = sorted(set(unpriced))
+    said = [f"not in the latency table, hence free: {', '.join(names)}"] if names else []
+    if "target prefill" in names:
+        said.append(
+            "prompts take no time in these latencies: tokens/s and speedups come out too high, the "
+            "more so the longer the prompts"
+        )
+    return said
 
 
 def say_unjudged(latency: LatencyTable) -> None:

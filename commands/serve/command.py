@@ -13,12 +13,14 @@ from commands.common.devices import (
     BlocksOption,
     CaptureOption,
     GraphModeOption,
+    OnePassOption,
     blocks_of,
     in_graphs,
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
+    AcceptanceOption,
     AssumeOption,
     LatencyOption,
     MemoryOption,
@@ -49,11 +51,13 @@ from traces.errors import DraftsimError
 
 def serve(
     trace: TraceOption = SERVED_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     assume_batch_free: AssumeOption = False,
     policy: PolicyOption = None,
     source: DraftedOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     settings: Annotated[
         Path | None,
         typer.Option(
@@ -165,7 +169,14 @@ def serve(
     from simulator.serving import Devices, Limits, Scenario
     from traces.replay.always import drafting_always
 
-    recording = load_recording(trace, latency, source, assume_batch_free=assume_batch_free)
+    recording = load_recording(
+        trace,
+        latency,
+        source,
+        acceptance=acceptance,
+        assume_batch_free=assume_batch_free,
+        one_pass=one_pass,
+    )
     recorded, table = recording.trace, recording.latency
     policy, verify = one_rule(policy, verify)
     rule = load_rule(verify, recorded, memory)
@@ -195,7 +206,7 @@ def serve(
         raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
     table = drafting_always(table, always_draft)
     policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
-    meta = {"trace": trace, "latency": latency or trace, "policies": list(policies)}
+    meta = {"trace": acceptance or trace, "latency": latency or trace, "policies": list(policies)}
     meta |= {"source": recorded.source} if recording.source is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)
     rows: list[dict[str, Any]] = []
@@ -209,7 +220,7 @@ def serve(
                 rows=rows, executor=executor, say=note,
             )  # fmt: skip
     if json is None:
-        print_table(shown(rows), title=origin_of(trace, latency))
+        print_table(shown(rows), title=origin_of(recording.name, latency))
     else:
         emit("serve", rows, json)
     for remark in remarks(rows):

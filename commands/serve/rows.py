@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commands.common.output import said_free
+
 Row = Mapping[str, Any]
 MEAN = "(mean end-to-end latency)"
 LATENCIES = (("ttft", "mean"), ("tpot", "mean"), ("tpot", "p99"), ("e2e", "mean"))
@@ -73,9 +75,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
             "held was computed again"
         )
     said += guesses(rows)
-    if free := sorted({what for r in rows for what in r["unpriced"]}):
-        said.append(f"not in the latency table, hence free: {', '.join(free)}")
-    return said + _break_even(rows)
+    return said + said_free(what for r in rows for what in r["unpriced"]) + _break_even(rows)
 
 
 def guesses(rows: Sequence[Row]) -> list[str]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.devices import AlwaysOption
+from commands.common.devices import AlwaysOption, OnePassOption
 from commands.common.drafted import load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AcceptanceOption,
     LatencyOption,
     MemoryOption,
     PolicyOption,
@@ -21,8 +22,18 @@ from commands.common.inputs import (
     load_rule,
     say_memory,
 )
-from commands.common.output import JsonOption, OutOption, emit, note, placed_folder, say_unjudged
-from commands.common.printed import print_table
+from commands.common.output import (
+    JsonOption,
+    OutOption,
+    emit,
+    note,
+    placed_folder,
+    said_free,
+    say_unjudged,
+)
+from commands.common.printed import (
+    print_table,
+)
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
 from commands.common.ranking import (
@@ -57,10 +68,12 @@ if TYPE_CHECKING:
 
 def simulate(
     trace: TraceOption = DEFAULT_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: LatencyOption = None,
     policy: PolicyOption = None,
     source: SourceOption = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     verify: VerifyOption = None,
     memory: MemoryOption = None,
     rounds: Annotated[
@@ -158,7 +171,14 @@ def simulate(
         if any(log.mismatched is not None for log in logs):
             say_unjudged(table)
         return
-    recording = load_recording(trace, latency, source, one_stream=True)
+    recording = load_recording(
+        trace,
+        latency,
+        source,
+        acceptance=acceptance,
+        one_stream=acceptance is None,
+        one_pass=one_pass,
+    )
     recorded = recording.trace
     table = drafting_always(recording.priced(), always_draft)
     say_disturbed(table)
@@ -202,7 +222,7 @@ def simulate(
     logs, table = ranking.logs, with_free_lookups(table)
     listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
     rows = _rows(ranking, listed, table, recorded, against, resamples, prefill, by_category)
-    folder = folder_of(trace)
+    folder = None if recording.observed else folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
     by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
     _emit(with_quality(rows, runs, recorded), json, prefill, out, by_name, recording.said, by_phase)
@@ -282,8 +302,8 @@ def _emit(
             f"{len(outside)} of {len(shown)} rows read passes outside the measured cells, by a "
             f"fitted roofline: most {worst['policy']} ({worst['outside']:.1%} of its passes)"
         )
-    if free := sorted({what for row in rows for what in row["unpriced"]} - {"judging"}):
-        note(f"not in the latency table, hence free: {', '.join(free)}")
+    for line in said_free({what for row in rows for what in row["unpriced"]} - {"judging"}):
+        note(line)
 
 
 def _refuse_with(

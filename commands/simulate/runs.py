@@ -131,7 +131,11 @@ def replay_side_by_side(
         return [replay_method(one, trace, memory) for one in asked.ruled]
 
     parts: list[Callable[[], Any]] = [ranked, with_own_drafts, with_own_rules]
-    every = rule is None and (texts is None or "all" in texts)
+    if recording.observed and asked.systems:
+        raise DraftsimError(
+            f"{asked.systems[0]} drafts from texts, and --acceptance holds none: give a --trace"
+        )
+    every = rule is None and (texts is None or "all" in texts) and not recording.observed
     if every:
         # The longest first.
         methods = partial(replay_methods, trace) if lossy else list

@@ -12,6 +12,7 @@ from commands.common.bounds import MOST_BATCH, MOST_LENGTH
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
+    OnePassOption,
     WeightsOption,
     in_batches,
     say_calibrate,
@@ -20,6 +21,7 @@ from commands.common.devices import (
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
+    AcceptanceOption,
     AssumeOption,
     TraceOption,
     load_policies,
@@ -69,6 +71,7 @@ class Tilting(StrEnum):
 
 def sweep(
     trace: TraceOption = DEFAULT_TRACE,
+    acceptance: AcceptanceOption = None,
     latency: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,6 +111,7 @@ def sweep(
         typer.Option(metavar="AXIS", help="Prompt tokens to price at. Default: as recorded."),
     ] = None,
     always_draft: AlwaysOption = None,
+    one_pass: OnePassOption = False,
     gpu: GpuOption = None,
     weights: WeightsOption = None,
     assume_batch_free: AssumeOption = False,
@@ -168,10 +172,15 @@ def sweep(
     ratios = axis(c, "c", low=0.0)
     by_ratio = bool(ratios) and gpu is None and weights is None and not (ladder or tune)
     recording = load_recording(
-        trace, latency, source, chooses="sweep", gpu=gpu, weights=weights,
-        assume_batch_free=assume_batch_free, by_ratio=by_ratio, one=False,
+        trace, latency, source, acceptance=acceptance, chooses="sweep", gpu=gpu, weights=weights,
+        assume_batch_free=assume_batch_free, by_ratio=by_ratio, one=False, one_pass=one_pass,
     )  # fmt: skip
     recording.check_ratios(ratios)
+    if one_pass and (gpu is not None or weights is not None):
+        raise DraftsimError(
+            "--one-pass: --gpu and --weights carry passes over by the models' shapes, and "
+            "that drafter's is not known: leave them out"
+        )
     recorded = recording.trace
     sizes = [int(b) for b in axis(batch, "batch", low=1, high=MOST_BATCH, whole=True)]
     tables = {name: recording.priced(max(sizes), t) for name, t in recording.tables.items()}

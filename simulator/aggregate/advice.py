@@ -42,6 +42,8 @@ class Choice(NamedTuple):
     """Chance that it is faster than no speculation; NaN at k = 0."""
     extrapolated: bool
     """True if no run was this large, or drafted this much."""
+    p_min: float = 0.0
+    """Probability below which drafts stop (llama.cpp); 0 if they do not."""
 
 
 class Suggestion(NamedTuple):
@@ -100,16 +102,18 @@ def choices(
     rows = []
     for batch in batches or concurrencies(runs):
         speeds = {
-            k: server.tokens_per_s(batch, k, context, prompts)
+            (k, 0.0): server.tokens_per_s(batch, k, context, prompts)
             for k in sorted({0, *(lengths or draft_lengths(runs))})
         }
-        best = max(speeds, key=lambda k: float(np.median(speeds[k])))
-        gain = speeds[best] / speeds[0]
+        for run in server.stopping():
+            speeds[run.k, run.p_min] = server.tokens_per_s(batch, run.k, context, prompts, like=run)
+        best, p_min = max(speeds, key=lambda key: float(np.median(speeds[key])))
+        gain = speeds[best, p_min] / speeds[0, 0.0]
         rows.append(Choice(
-            batch, best, interval_of(speeds[best], level),
+            batch, best, interval_of(speeds[best, p_min], level),
             Interval(1.0, 1.0, 1.0) if best == 0 else interval_of(gain, level),
             float(np.mean(gain > 1)) if best else float("nan"),
-            batch > widest or best > longest,
+            batch > widest or best > longest, p_min,
         ))  # fmt: skip
     return rows
 
@@ -146,10 +150,11 @@ def in_words(rows: Sequence[Choice]) -> str:
     """One sentence: which draft length up to which concurrency, and where to switch off."""
     parts: list[str] = []
     for i, row in enumerate(rows):
-        last = i + 1 == len(rows) or rows[i + 1].k != row.k
+        last = i + 1 == len(rows) or (rows[i + 1].k, rows[i + 1].p_min) != (row.k, row.p_min)
         if not last:
             continue
         what = f"K = {row.k}" if row.k else "no speculation"
+        what += f" with p-min {row.p_min:g}" if row.p_min else ""
         parts.append(f"{what} up to {row.batch} request{'s' * (row.batch > 1)}")
     text = ", then ".join(parts)
     return text[0].upper() + text[1:]

@@ -79,7 +79,7 @@ def read_benches(files: Sequence[str]) -> Bench:
 
 
 def _read(path: Path, k: int | None) -> Bench:
-    if path.suffix == ".csv":
+    if path.suffix not in (".json", ".jsonl"):
         return Bench([_at(run, k) for run in read_runs(path)], None, [])
     records = _records(path)
     if path.suffix == ".jsonl" and all("tokens_per_s" in row for row in records):

@@ -130,6 +130,19 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
     return Interval(float(value), float(low), float(high))
 
 
+def median_survival(known: Mapping[int, float], longest: int) -> tuple[float, ...]:
+    """Chances that the first 1, 2, ... `longest` tokens are all accepted, the likeliest ones.
+
+    ``known``: measured acceptance lengths by draft length.  Raises DraftsimError for impossible
+    ones.
+    """
+    check_totals(known)
+    alive = np.median(survival(_draws(tuple(sorted(known.items()))), longest), axis=0)
+    if longest in known:  # the sum is measured: keep it
+        alive = alive * (known[longest] - 1) / alive.sum()
+    return tuple(float(chance) for chance in np.minimum.accumulate(np.minimum(alive, 1.0)))
+
+
 @lru_cache(maxsize=512)
 def _draws(known: tuple[tuple[int, float], ...]) -> Floats:
     totals = dict(known)

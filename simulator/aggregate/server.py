@@ -7,12 +7,16 @@ the acceptance length.  Its seconds are the sum of
     + sequence x batch + cached x batch x context                per request, and per cached token
     + speculating + speculating_sequence x batch        if k > 0 (the drafter's first pass over what
                                                         was verified, the sampler)
-    + passes x (draft + draft_sequence x batch)              draft passes: k, or `passes`
+    + passes x (draft + draft_sequence x batch)              draft passes: k, or `passes`, or
+                                                             those of drafts that stop early
     + prefill x batch x E x prompt / answer                  prompts, per emitted token
 
 Up to about `knee` tokens a pass takes as long as reading the weights does; beyond, it grows with
 the tokens.  Prompts are work for every emitted token: a request that emits `answer` tokens has
 brought `prompt` of them.
+
+Where drafts stop early (llama.cpp's p-min), a step verifies the mean `drafted` tokens of a round
+instead of k, and runs the draft passes that found them, the rejected last one included.
 
 Every cost has a prior relative to the shortest step measured (`COSTS`), as wide as GPUs, engines
 and models differ.  Runs narrow the priors together.  So two runs already give a prediction, with
@@ -22,7 +26,7 @@ a wide interval; a cost that the runs say nothing about keeps its prior, and is 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,7 +36,7 @@ import numpy.typing as npt
 
 from simulator.aggregate.hazard import HAZARD, Interval, lengths
 from simulator.aggregate.hazard import gaps as gaps_of
-from simulator.aggregate.posterior import Prior, draws_of
+from simulator.aggregate.posterior import Prior, draws_near, draws_of
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
 from traces.errors import DraftsimError
 
@@ -65,7 +69,14 @@ COSTS: Mapping[str, Cost] = {
 }
 """Costs of a step."""
 
+SEVERAL = 1.2
+"""Contexts whose longest exceeds the shortest by this factor tell of the cost of context."""
+FAR = 2.0
+"""Factor by which a context may lie outside those measured, if these tell nothing of its cost."""
 MISFIT = Cost(0.035, 0.5, "relative error of the model about a run")
+STEP = 0.04
+"""Relative error by doubling of a pass's tokens beyond those measured: where the next kernel or
+graph begins, and how much faster or slower it is, is not known."""
 TOLD = 0.75
 """A cost is undetermined if the runs leave more than this part of its prior's spread."""
 SECONDS = tuple(name for name in COSTS if name not in ("knee", "sharpness", "prefill", "prompts"))
@@ -91,6 +102,10 @@ class ServerRun:
         With neither, the acceptance is estimated together with the costs.
     prompt, answer:
         Mean prompt and output tokens of a request.
+    drafted:
+        Mean tokens drafted and verified in a round, where drafts stop early; None: k.
+    p_min:
+        Probability below which drafts stop (llama.cpp), 0 if they do not.
 
     Raises DraftsimError for impossible values.
     """
@@ -103,6 +118,8 @@ class ServerRun:
     accepted: tuple[float, ...] = ()
     prompt: float | None = None
     answer: float | None = None
+    drafted: float | None = None
+    p_min: float = 0.0
 
     def __post_init__(self) -> None:
         finite = all(np.isfinite([self.tokens_per_s, self.context]))
@@ -133,6 +150,18 @@ class ServerRun:
             raise DraftsimError(
                 f"{self.round_tokens:g} tokens a round at k = {self.k}: expected 1 to {self.k + 1}"
             )
+        if not 0 <= self.p_min < 1 or (self.p_min and not self.k):
+            raise DraftsimError(f"p_min {self.p_min:g} at k = {self.k}: expected 0 to 1 and drafts")
+        if self.p_min and self.drafted is None:
+            raise DraftsimError(
+                f"a run with p_min {self.p_min:g} says not how many tokens its drafts had: give "
+                "accepted, drafted and rounds"
+            )
+        if self.drafted is not None and not (self.round_tokens or 1) - 1 <= self.drafted <= self.k:
+            raise DraftsimError(
+                f"{self.drafted:g} tokens drafted a round at k = {self.k}: expected no fewer than "
+                "were accepted and no more than k"
+            )
         if any(size is not None and not 0 < size < np.inf for size in (self.prompt, self.answer)):
             raise DraftsimError(
                 f"prompt {self.prompt} and answer {self.answer} tokens: expected more than 0"
@@ -144,6 +173,16 @@ class ServerRun:
         if self.k == 0:
             return 1.0
         return 1.0 + sum(self.accepted) if self.accepted else self.emitted
+
+    @property
+    def verified(self) -> float:
+        """Drafted tokens that a step verifies for each request."""
+        return float(self.k if self.drafted is None else self.drafted)
+
+    @property
+    def draft_passes(self) -> float:
+        """Draft passes of a round: with the one whose token was dropped where drafts stop early."""
+        return passes_of(self.verified, self.k)
 
     @property
     def prompts(self) -> float:
@@ -171,6 +210,25 @@ class Load:
     k: npt.ArrayLike
     context: npt.ArrayLike = 0.0
     prompts: npt.ArrayLike = np.nan
+    verified: npt.ArrayLike | None = None
+    """Drafted tokens verified for each request; None for k."""
+    passes: npt.ArrayLike | None = None
+    """Draft passes of a round; None for k."""
+
+
+def passes_of(drafted: float, k: int) -> float:
+    """Draft passes of rounds with a mean of `drafted` tokens, whose drafts stop early.
+
+    Every token is kept with the same chance q, so that drafted = q + q^2 + ... + q^k, and the
+    passes are 1 + q + ... + q^(k - 1) = drafted / q.
+    """
+    if drafted >= k:
+        return float(k)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        q = (low + high) / 2
+        low, high = (q, high) if sum(q**i for i in range(1, k + 1)) < drafted else (low, q)
+    return sum(low**i for i in range(k))
 
 
 def step_s(
@@ -181,13 +239,15 @@ def step_s(
     ``values``: a column (draws, 1) per name of `COSTS`; ``emitted``: acceptance lengths, (loads,)
     or (draws, loads); ``passes``: draft passes of a step that speculates, None for k.
     """
-    batch, k, context, prompts = (
+    asked = load.k if load.passes is None else load.passes
+    checked = load.k if load.verified is None else load.verified
+    batch, k, context, prompts, asked, checked = (
         np.asarray(v, dtype=float)[None]
-        for v in np.broadcast_arrays(load.batch, load.k, load.context, load.prompts)
+        for v in np.broadcast_arrays(load.batch, load.k, load.context, load.prompts, asked, checked)
     )
-    runs = k if passes is None else np.where(k > 0, passes, 0)
+    runs = asked if passes is None else np.where(k > 0, passes, 0)
     s, compute = values["sharpness"], values["weights"] / values["knee"]
-    target = (values["weights"] ** s + (compute * batch * (k + 1)) ** s) ** (1 / s)
+    target = (values["weights"] ** s + (compute * batch * (checked + 1)) ** s) ** (1 / s)
     return np.asarray(
         values["fixed"] + target + values["sequence"] * batch
         + values["cached"] * batch * context
@@ -259,6 +319,18 @@ class Server:
         values = {name: np.array([[value]]) for name, value in self.central.items()}
         return np.asarray(step_s(values, load, emitted, self.passes)[0])
 
+    def at_acceptance(self, survival: Sequence[float]) -> Server:
+        """The same costs with another acceptance: that of another workload or drafter.
+
+        ``survival``: chances that the first 1, 2, ... drafted tokens are all accepted.
+        """
+        known = {k: 1.0 + float(total) for k, total in enumerate(np.cumsum(survival), 1)}
+        drawn = draws_near(HAZARD, lambda values: gaps_of(values, known))
+        chosen = np.random.default_rng(0).integers(len(drawn), size=len(self.draws))
+        draws = self.draws.copy()
+        draws[:, len(COSTS) + 1 :] = drawn[chosen]
+        return replace(self, draws=draws, known=known)
+
     def emitted(self, k: int) -> Floats:
         """Acceptance lengths at draft length `k`, (draws,)."""
         if k == 0:
@@ -270,23 +342,57 @@ class Server:
             return np.full(len(found), self.known[k])
         return found
 
+    @property
+    def tells_context(self) -> bool:
+        """True if the runs have several contexts, so that they tell what a cached token costs."""
+        held = [run.held for run in self.runs]
+        return max(held) > SEVERAL * max(min(held), 1.0)
+
+    @property
+    def tells_passes_apart(self) -> bool:
+        """True if the runs tell what a draft pass costs from what a verified token costs.
+
+        At one concurrency, and if every drafted token is verified, they are one slope.
+        """
+        drafting = [run for run in self.runs if run.k]
+        several = len({run.batch for run in drafting}) > 1 and len({run.k for run in drafting}) > 1
+        return several or (any(run.p_min for run in drafting) and len(drafting) > 1)
+
+    def stopping(self) -> list[ServerRun]:
+        """One run of each setting whose drafts stop early, by draft length and p-min."""
+        found = {(run.k, run.p_min): run for run in self.runs if run.p_min}
+        return [found[key] for key in sorted(found)]
+
     def tokens_per_s(
         self, batch: int, k: int, context: float = 0.0, prompts: float = np.nan,
-        *, noisy: bool = True,
+        *, noisy: bool = True, like: ServerRun | None = None,
     ) -> Floats:  # fmt: skip
         """Output tokens per second of all requests, (draws,).
 
-        With `noisy` as a further run would measure it: the model's misfit is in the draws.
+        With `noisy` as a further run would measure it: the model's misfit is in the draws, and
+        what larger kernels or graphs may change (`STEP`).
+        ``like`` is a run whose drafts stop early: its acceptance and draft passes are taken.
         """
         emitted = self.emitted(k)
+        load = Load(batch, k, context, prompts)
+        if like is not None:
+            if like.round_tokens is not None:
+                emitted = np.full(len(self.draws), like.round_tokens)
+            load = replace(load, verified=like.verified, passes=like.draft_passes)
         values = _values(self.draws, self.without)
-        seconds = step_s(values, Load(batch, k, context, prompts), emitted[:, None], self.passes)
+        seconds = step_s(values, load, emitted[:, None], self.passes)
         speeds = batch * emitted / (seconds[:, 0] * self.scale_s)
         if not noisy:
             return np.asarray(speeds)
         noise = np.random.default_rng([batch, k]).standard_normal(len(self.draws))
-        wrong = np.exp(np.exp(self.draws[:, len(COSTS)]) * noise)
-        return np.asarray(speeds * wrong)
+        verified = k if like is None else like.verified
+        spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), STEP * self._away(batch, verified))
+        return np.asarray(speeds * np.exp(spread * noise))
+
+    def _away(self, batch: int, verified: float) -> float:
+        """Doublings between a pass's tokens and the nearest that were measured."""
+        tokens = batch * (verified + 1)
+        return min(abs(np.log2(tokens / (r.batch * (r.verified + 1)))) for r in self.runs)
 
 
 def calibrate(
@@ -316,8 +422,9 @@ def calibrate(
     if not runs:
         raise DraftsimError("no runs to calibrate with: give at least one")
     known: dict[int, float] = {}
-    for k in sorted({run.k for run in runs if run.k}):
-        told = [run.round_tokens for run in runs if run.k == k and run.round_tokens is not None]
+    full = [run for run in runs if not run.p_min]
+    for k in sorted({run.k for run in full if run.k}):
+        told = [run.round_tokens for run in full if run.k == k and run.round_tokens is not None]
         if told:
             known[k] = float(np.mean(told))
     curve = dict(known)
@@ -326,7 +433,8 @@ def calibrate(
             curve.setdefault(place, 1.0 + float(total))
     load = Load(
         [run.batch for run in runs], [run.k for run in runs], [run.held for run in runs],
-        [run.prompts for run in runs],
+        [run.prompts for run in runs], [run.verified for run in runs],
+        [run.draft_passes for run in runs],
     )  # fmt: skip
     batch = np.array([run.batch for run in runs], dtype=float)
     speeds = np.array([run.tokens_per_s for run in runs])

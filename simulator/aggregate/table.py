@@ -20,12 +20,16 @@ from traces.store.text import json_lines, read_text
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "batch": ("batch", "concurrency", "max_concurrency"),
-    "k": ("k", "num_speculative_tokens", "draft_length"),
+    "k": ("k", "num_speculative_tokens", "draft_length", "spec-draft-n-max"),
     "tokens_per_s": ("tokens_per_s", "output_throughput"),
     "context": ("context",),
     "emitted": ("emitted", "mean_acceptance_length", "acceptance_length"),
     "prompt": ("prompt", "mean_input_tokens"),
     "answer": ("answer", "mean_output_tokens"),
+    "p_min": ("p_min", "spec-draft-p-min"),
+    "rounds": ("rounds",),
+    "drafted_total": ("drafted", "draft_n"),
+    "accepted_total": ("accepted", "draft_n_accepted"),
     "accepted": ("acceptance", "per_position_acceptance_rate", "acceptance by position"),
 }
 """Accepted names of a run's fields: ours first, then those of vLLM and others."""
@@ -95,6 +99,8 @@ def _run(row: Any, where: str) -> ServerRun:
     if not isinstance(positions, list | tuple):
         positions = [positions]
     found = {name: _number(where, name, value) for name, value in given.items()}
+    totals = [found.pop(name, None) for name in ("rounds", "drafted_total", "accepted_total")]
+    found |= _per_round(where, totals)
     for name in ("batch", "k"):
         if not found[name].is_integer():
             raise DraftsimError(f"{where}: {name} is {found[name]:g}, expected a whole number")
@@ -102,10 +108,23 @@ def _run(row: Any, where: str) -> ServerRun:
         return ServerRun(
             int(found["batch"]), int(found["k"]), found["tokens_per_s"], found.get("context", 0.0),
             found.get("emitted"), tuple(_number(where, "acceptance", v) for v in positions),
-            found.get("prompt"), found.get("answer"),
+            found.get("prompt"), found.get("answer"), found.get("drafted"), found.get("p_min", 0.0),
         )  # fmt: skip
     except DraftsimError as error:
         raise DraftsimError(f"{where}: {error}") from None
+
+
+def _per_round(where: str, totals: list[float | None]) -> dict[str, float]:
+    """Acceptance length and drafted tokens of a round, from totals over all rounds."""
+    rounds, drafted, accepted = totals
+    if drafted is None and accepted is None:
+        return {}
+    if not rounds or drafted is None or accepted is None or accepted > drafted:
+        raise DraftsimError(
+            f"{where}: drafted and accepted are totals over all rounds: give rounds, drafted and "
+            "accepted together"
+        )
+    return {"emitted": 1 + accepted / rounds, "drafted": drafted / rounds}
 
 
 def _number(where: str, name: str, value: Any) -> float:
@@ -120,16 +139,18 @@ def _number(where: str, name: str, value: Any) -> float:
     return number
 
 
-def latency_table(server: Server) -> LatencyTable:
+def latency_table(server: Server, model: str | None = None) -> LatencyTable:
     """Passes of target and draft, and prompts, over the loads that the runs span.
 
     The cells are the costs that `calibrate` prints and predicts with.  What speculation costs
-    whatever the draft length is part of a round's first draft pass.
+    whatever the draft length is part of a round's first draft pass.  ``model`` is the target's
+    name, by which `--latency` is held against a recording.
     """
     runs = server.runs
     batches = sorted({1, *(run.batch for run in runs)})
     longest = max(1, *(run.k for run in runs))
-    contexts = sorted({0, *(int(run.held) for run in runs)})
+    # One context determines no cost of context: its cells hold at every other.
+    contexts = sorted({int(run.held) for run in runs} | ({0} if server.tells_context else set()))
     cost = server.central
     cells: list[list[Any]] = []
 
@@ -156,4 +177,12 @@ def latency_table(server: Server) -> LatencyTable:
         work = (cost["weights"] ** s + (compute * tokens) ** s) ** (1 / s)
         cell("target", "prefill", 1, tokens, 0, cost["fixed"] + work)
     meta = {"kind": "calibrated", "misfit": server.misfit, "runs": len(runs)}
+    meta |= {"passes_apart": server.tells_passes_apart}
+    if not server.tells_context:
+        where = f"{contexts[0]:,} tokens" if contexts[0] else "an unknown length"
+        meta["remark"] = (
+            f"calibrated at one context, {where}: every other is priced like it, and longer ones "
+            "come out too fast"
+        )
+    meta |= {} if model is None else {"target": model}
     return LatencyTable(pd.DataFrame(cells, columns=list(CELL_COLUMNS)), meta)

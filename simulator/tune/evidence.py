@@ -40,9 +40,16 @@ def about_recording(trace: Trace, latency: LatencyTable) -> list[str]:
     if (seen := longest_seen(trace)) is not None:
         found.append(f"no draft longer than {seen} was seen verified in this log: none is searched")
     if "imputed" in trace.meta or trace.meta.get("fidelity") == "approximate":
-        found.append("the trace is approximate: positions that were not observed were filled in")
+        found.append(
+            "the trace is approximate: what was not observed, position by position, was drawn"
+        )
     if said := scaling_words(latency):
         found.append(f"latencies were scaled, not measured: {said}")
+    if not latency.has("target", "prefill"):
+        found.append(
+            "these latencies have no prefill: tokens/s and gains come out too high where prompts "
+            "are long"
+        )
     if latency.is_constant:
         found.append("constant latencies do not depend on batch or context: measure them")
         return found

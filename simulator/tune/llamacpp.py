@@ -87,7 +87,13 @@ def tune_llamacpp(
         seed=seed,
     )  # fmt: skip
     more = "one setting serves every load: with more slots (--parallel) drafts pay less"
-    return replace(found, warnings=[*found.warnings, more])
+    warnings = [*found.warnings, more]
+    if latency.meta.get("passes_apart") is False:
+        warnings.append(
+            "the runs behind these latencies do not tell a draft pass apart from a verified token, "
+            "and p-min depends on that: calibrate with runs at two p-min or two concurrencies"
+        )
+    return replace(found, warnings=warnings)
 
 
 def mirrored(log: RoundLog) -> RoundLog:

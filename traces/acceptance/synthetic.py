@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
@@ -196,6 +196,62 @@ def synthetic_trace(
         **logits_of(prob),
     }
     return Trace(columns, table, max_gamma, meta)
+
+
+def trace_by_position(
+    survival: Sequence[float],
+    *,
+    requests: int = 200,
+    tokens: int = 256,
+    prompt_length: int = 256,
+    meta: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Trace:
+    """A trace whose rounds accept by draft position as a server's counters say.
+
+    Every start of a round has a draft of its own, whose accepted tokens are drawn independently:
+    counters do not tell which rounds follow each other.  Fixed lengths therefore have the
+    acceptance lengths given; policies that learn from earlier rounds find nothing to learn.
+
+    Parameters
+    ----------
+    survival:
+        Chances that the first 1, 2, ... drafted tokens are all accepted, (longest draft,).
+    requests, tokens, prompt_length:
+        Number of requests, and output and prompt tokens of each.
+    meta:
+        Further provenance.
+
+    Raises
+    ------
+    DraftsimError
+        If the chances rise, or are none.
+    """
+    alive = np.asarray(survival, dtype=np.float64)
+    if not len(alive) or not np.all(np.diff([1.0, *alive, 0.0]) <= 0):
+        raise DraftsimError(
+            f"acceptance {', '.join(f'{a:g}' for a in alive)}: expected chances that fall from 1"
+        )
+    rng = np.random.default_rng(seed)
+    # Of as many draws below each chance as it says, so that a short trace has the right mean.
+    strata = (rng.permutation(requests * tokens) + 0.5) / (requests * tokens)
+    accepted = (strata[:, None] < alive).sum(axis=1)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "request": np.repeat(np.arange(requests), tokens),
+        "position": np.tile(np.arange(tokens), requests),
+        "offset": np.zeros(len(accepted), np.int16),
+        "match": (accepted > 0).astype(np.int8),
+        "accepted": accepted,
+    }
+    table = [
+        Request(f"request-{i}", "", prompt_length, tokens, tokens, "length")
+        for i in range(requests)
+    ]
+    about = {
+        "kind": "acceptance", "survival": alive.tolist(), "seed": seed, "fidelity": "approximate",
+        "draft_lengths": "by start", "draft_lengths_known": True,
+    }  # fmt: skip
+    return Trace(columns, table, len(alive), {**about, **(meta or {})})
 
 
 def drawn_chances(mean: Floats, concentration: float, rng: np.random.Generator) -> Floats:

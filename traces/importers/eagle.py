@@ -4,8 +4,9 @@ One row a question with ``choices[0]``: ``idxs`` (verifications), ``new_tokens``
 ``wall_time`` (seconds), one entry a turn.  EAGLE verifies a tree, of which only the accepted
 path's length is told, and that as a sum: no chain can be replayed from it.  In files of
 plain decoding ``idxs`` is the last step's index, one less than the tokens, and
-``new_tokens`` is 0.  Source of the format: SafeAILab/EAGLE, ``evaluation/gen_ea_answer_*.py``
-and ``gen_baseline_answer_*.py``, which `Turn.rounds` follows.
+``new_tokens`` is 0, or in other versions the number of tokens.  Source of the format:
+SafeAILab/EAGLE, ``evaluation/gen_ea_answer_*.py`` and ``gen_baseline_answer_*.py``, which
+`Turn.rounds` follows.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Eagle:
         turns = _turns(file)
         if is_plain(turns):
             raise FileError(
-                f"{file}: is a log of plain decoding (new_tokens is 0): name the speculative "
+                f"{file}: is a log of plain decoding (a token a step): name the speculative "
                 "method's file, and this one as --baseline"
             )
         rounds, tokens = sum(t.rounds for t in turns), sum(t.tokens for t in turns)
@@ -73,8 +74,8 @@ class Eagle:
 
 
 def is_plain(turns: Sequence[Turn]) -> bool:
-    """Whether the file is one of plain decoding."""
-    return all(t.tokens == 0 for t in turns)
+    """Return whether the file is one of plain decoding: no tokens counted, or one a step."""
+    return all(t.tokens in (0, t.rounds - 1, t.rounds) for t in turns)
 
 
 def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str, Any]:
@@ -87,10 +88,10 @@ def _baseline(file: Path, turns: Sequence[Turn], throughput: float) -> dict[str,
             f"{file}: has no question {missing[0][0]}, turn {missing[0][1]}: give the baseline of "
             "the same questions"
         )
-    per_token = sum(t.wall_s for t in plain) / sum(t.rounds for t in plain)
+    per_token = sum(t.wall_s for t in plain) / sum(t.tokens or t.rounds for t in plain)
     return {
         "source": file.name,
-        "target_s": median(t.wall_s / t.rounds for t in plain),
+        "target_s": median(t.wall_s / (t.tokens or t.rounds) for t in plain),
         "per_token_s": per_token,
         "speedup": throughput * per_token,
     }

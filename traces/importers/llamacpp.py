@@ -19,7 +19,14 @@ from typing import Any
 
 from traces.errors import FileError
 from traces.importers.base import Options
-from traces.importers.bounds import MOST_COUNT, MOST_TOKENS, check_drafted, is_seconds, whole
+from traces.importers.bounds import (
+    MOST_COUNT,
+    MOST_DRAFTED,
+    MOST_TOKENS,
+    check_drafted,
+    is_seconds,
+    whole,
+)
 from traces.importers.rows import read_json_rows
 from traces.importers.totals import Totals
 
@@ -29,13 +36,13 @@ class LlamaCpp:
 
     name = "llamacpp"
     summary = "responses of llama.cpp's server (timings with draft_n)"
-    takes: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ("draft_lengths",)
 
     def sniff(self, text: str) -> bool:
         return '"draft_n"' in text or '"draft_n_accepted"' in text
 
     def read(self, files: Sequence[Path], options: Options) -> Totals:
-        del options
+        longest = _fixed(options.draft_lengths)
         rounds = drafted = accepted = tokens = requests = 0
         wall_s = 0.0
         for file in files:
@@ -67,11 +74,31 @@ class LlamaCpp:
             "kind": "llamacpp", "source": [file.name for file in files],
             "measured": {"tokens": tokens, "rounds": rounds, "wall_s": wall_s},
         }  # fmt: skip
-        return Totals(rounds, drafted, accepted, requests=requests, meta=meta)
+        totals = Totals(rounds, drafted, accepted, longest, requests=requests, meta=meta)
+        if longest is not None and not totals.fixed_length:
+            raise FileError(
+                f"{files[0]}: {drafted} tokens drafted in {rounds} rounds are no drafts of "
+                f"{longest} each: say the --draft-max of a server with --draft-p-min 0, or leave "
+                "--draft-lengths out"
+            )
+        return totals
 
 
 _COUNTS = {"predicted_n": MOST_TOKENS, "draft_n": MOST_COUNT, "draft_n_accepted": MOST_COUNT}
 """Counts of a request, and how large each can be."""
+
+
+def _fixed(text: str) -> int | None:
+    """The draft length that ``fixed:N`` says; None where nothing is said."""
+    if text == "infer":
+        return None
+    kind, _, length = text.partition(":")
+    if kind != "fixed" or not length.isdigit() or not 1 <= int(length) <= MOST_DRAFTED:
+        raise FileError(
+            f"--draft-lengths {text}: counts of llama.cpp tell of drafts of one length alone: "
+            "fixed:N, N the server's --draft-max"
+        )
+    return int(length)
 
 
 def _seconds(where: str, predicted_ms: Any) -> float:

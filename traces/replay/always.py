@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -20,6 +21,8 @@ from traces.replay.rounds import RoundLog
 
 ALWAYS = "always_drafts"
 PLAIN = "autoregressive"
+WIDEST = 1 << 20
+"""A width beyond any: cells at both ends hold for all widths between."""
 MOST_BEHIND = 2
 """Tokens that a drafter called in every round has to read at most: the last of its own and the
 target's."""
@@ -35,6 +38,27 @@ def drafting_always(latency: LatencyTable, passes: int | None) -> LatencyTable:
     if passes < 1:
         raise DraftsimError(f"draft passes of every round are {passes}, expected at least 1")
     return LatencyTable(latency.cells, {**latency.meta, ALWAYS: passes})
+
+
+def in_one_pass(latency: LatencyTable) -> LatencyTable:
+    """The table of a drafter that drafts all tokens of a round in one pass, whatever their number.
+
+    A round's first draft pass costs what it cost, at any width, and the others nothing.
+
+    Raises DraftsimError if the table has no draft passes.
+    """
+    cells = latency.cells
+    own = cells[cells["model"] == "draft"]
+    passes = own[own["phase"] == "forward"]
+    if not len(passes):
+        raise DraftsimError(
+            "the latency table has no draft passes: what a drafter's one pass costs is not known"
+        )
+    others = cells[~cells.index.isin(own[own["phase"].isin(("forward", "settling"))].index)]
+    once = passes[passes["new_tokens"] == 1].assign(phase="catch_up")
+    first = [] if latency.has("draft", "catch_up") else [once, once.assign(new_tokens=WIDEST)]
+    parts = [others, passes.assign(median_s=0.0, spread_s=0.0), *first]
+    return LatencyTable(pd.concat(parts, ignore_index=True), latency.meta)
 
 
 def passes_always(latency: LatencyTable) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from policies.core import SIGNALS, Load
 from traces.acceptance.tape import BLANK, END, RecordedToken, tape_of
 from traces.acceptance.trace import Trace
-from traces.errors import SignalError, TailError
+from traces.errors import DraftsimError, SignalError, TailError
 
 
 class ReplayDecoder:
@@ -97,9 +97,9 @@ class ReplayDecoder:
         self._advance(accepted)
         return accepted
 
-    def _unobserved(self, ahead: int) -> SignalError:
+    def _unobserved(self, ahead: int) -> DraftsimError:
         if self._trace.by_start:
-            return SignalError(
+            return TailError(
                 f"request {self._info.id!r} had all {ahead} drafts accepted at position "
                 f"{self.position}, and no more were ever tried: lower the policy's maximum"
             )
