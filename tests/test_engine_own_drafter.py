@@ -23,8 +23,8 @@ from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, set
 from profiler.engines.table import cells_of
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
+from tests.compiled import ALONG, PLAIN
 from tests.pretend_vllm import PretendRunner
-from tests.spans import ALONG, PLAIN
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError

@@ -118,12 +118,6 @@ class Engine(Replica):
         if self.scheduler.drafts_ahead:
             self.state.scheduled = requests
 
-    def catch_up(self) -> None:
-        """Book what has happened by now, where that is done later."""
-
-    def settle(self) -> None:
-        """Bring every slot up to date, for whoever looks at them after a run."""
-
     @property
     def unfinished(self) -> list[Slot]:
         """Requests that wait or run."""

@@ -97,18 +97,10 @@ class Source:
         self._thinking -= 1
         self._submit_next()
 
-    def take(self) -> Job | None:
-        """The next request, for a server that knows before the clock does when it will come.
-
-        None once there is no other.
-        """
-        job = next(self._jobs, None)
-        self.exhausted = job is None
-        return job
-
     def _submit_next(self) -> None:
-        job = self.take()
+        job = next(self._jobs, None)
         if job is None:
+            self.exhausted = True
             self._server.wake()
         else:
             self._server.submit(job)
