@@ -110,7 +110,9 @@ def test_lengths_by_number_of_requests_are_the_iterations(scenario, policy, cell
     SCENARIOS, st.integers(1, 9), st.one_of(POLICIES.map(parse_policy), st.sampled_from(LENGTHS))
 )
 def test_a_closed_loop_of_any_lengths_is_its_iterations(scenario, clients, policy):
-    assert_same(PLAIN, GRID, policy, replace(scenario, arrivals=AnyLength(clients), requests=60))
+    assert_same(
+        SIGNALLED, GRID, policy, replace(scenario, arrivals=AnyLength(clients), requests=60)
+    )
 
 
 def test_some_requests_lose_their_place():

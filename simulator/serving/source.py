@@ -92,7 +92,11 @@ class Source:
         self._server.wake()
 
     def _think(self, wait_s: float) -> Events:
+        # Counted at once: a server that plans before this process begins must know.
         self._thinking += 1
+        return self._thought(wait_s)
+
+    def _thought(self, wait_s: float) -> Events:
         yield self.env.timeout(wait_s)
         self._thinking -= 1
         self._submit_next()
