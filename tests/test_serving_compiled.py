@@ -232,7 +232,7 @@ def test_what_is_compiled_says_so_where_it_takes_long(capsys, monkeypatch):
 def test_a_length_past_the_recorded_tail_is_refused_alike():
     trace = synthetic_trace(0.5, requests=3, tokens=40, max_gamma=3, concentration=3.0, seed=2)
     scenario = Scenario(ClosedLoop(2), Limits(2), requests=6)
-    for policy in (BatchTable([[1, 9, 8]]), Fixed(8), parse_policy("confidence:gamma_max=9")):
+    for policy in (BatchTable([[1, 9, 8]]), Fixed(8), parse_policy("confidence:gamma=9")):
         said = []
         for by_iteration in (False, True):
             with pytest.raises(TailError, match="past the recorded tail") as refused:
@@ -315,7 +315,7 @@ def test_drafts_are_as_many_as_requests_of_the_iteration_that_makes_them_ask_for
 
 def test_runs_of_equal_policies_share_their_replay(monkeypatch):
     asked = []
-    policy = parse_policy("confidence:gamma_max=4")
+    policy = parse_policy("confidence:gamma=4")
     keep = type(policy).keep_drafting
     monkeypatch.setattr(
         type(policy), "keep_drafting", lambda self, draft: asked.append(1) or keep(self, draft)
@@ -326,7 +326,7 @@ def test_runs_of_equal_policies_share_their_replay(monkeypatch):
     first = len(asked)
     simulate(trace, GRID, policy, scenario)
     assert 0 < first == len(asked)
-    simulate(trace, GRID, parse_policy("confidence:gamma_max=3"), scenario)
+    simulate(trace, GRID, parse_policy("confidence:gamma=3"), scenario)
     assert len(asked) > first
 
 
