@@ -320,7 +320,8 @@ def requests_of(
 
 
 def _recorded(trace: Trace) -> Ints:
-    return np.diff(np.asarray(trace.request_starts, np.int64))
+    found: Ints = np.diff(np.asarray(trace.request_starts, np.int64)).astype(np.int64)
+    return found
 
 
 def nothing_seen(replicas: int) -> Records:
