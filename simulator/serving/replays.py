@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, speculate
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import LONGEST, Job
 from simulator.serving.sequence import EngineState, ServedSequence
@@ -130,7 +130,7 @@ class Replays:
                 0.0, sequence, max(info.prompt_length, 1), LONGEST if wraps else info.tokens
             )
             served = ServedSequence(self._trace, whole, self._lookahead, EngineState(), self._rule)
-            table = self._tables[key] = RoundTable(served.rounds(self._policy.fresh()))
+            table = self._tables[key] = RoundTable(speculate(served, self._policy.fresh()))
         return table
 
 

@@ -13,6 +13,7 @@ from policies.core import DraftPolicy
 from policies.guard import UndeclaredSignal
 from policies.rules.base import VerifyRule
 from policies.rules.registry import describe_rule
+from policies.together import Jointly, PerRequest, StopAtMean, Together, TruncateToMinimum
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
 from simulator.serving.compiled.engine import CompiledServing, Served
@@ -31,13 +32,6 @@ from simulator.serving.replica import Replica
 from simulator.serving.scenario import Mode, Scenario
 from simulator.serving.scheduler import Continuous, StaticBatches
 from simulator.serving.source import Source
-from simulator.serving.speculation import (
-    Jointly,
-    PerRequest,
-    Speculation,
-    StopAtMean,
-    TruncateToMinimum,
-)
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
@@ -185,7 +179,7 @@ class Station:
         for engine in engines:
             engine.recorder.enter(env.now, 0)
             if isinstance(engine, Engine):
-                engine.recorder.length_changes = engine.speculation.changes
+                engine.recorder.length_changes = engine.together.changes
                 if self.audit is not None:
                     self.audit(engine)
         costs = [engine.cost.unpriced for engine in engines if isinstance(engine, Engine)]
@@ -212,7 +206,7 @@ class Station:
         )  # fmt: skip
         return Engine(
             env, trace, source, kind(scenario.limits, self.lookahead),
-            _speculation(policy, scenario.mode), cost, recorder, timeline, scenario.max_tokens,
+            _together(policy, scenario.mode), cost, recorder, timeline, scenario.max_tokens,
             prepared_rule(self.rule, trace),
         )  # fmt: skip
 
@@ -237,13 +231,13 @@ def _mark(engine: Replica, index: int, at_s: float, _: object = None) -> None:
     engine.recorder.mark(index, at_s, engine.emitted)
 
 
-def _speculation(policy: Policy, mode: Mode) -> Speculation:
+def _together(policy: Policy, mode: Mode) -> Together:
     if isinstance(policy, BatchPolicy):
         if mode in ("static-minimum", "static-mean"):
             raise DraftsimError(
                 f"mode {mode!r} synchronises policies per request; a batch policy decides for the "
                 "whole batch itself: use mode 'static'"
             )
-        return Jointly(policy)
+        return Jointly(policy.fresh(), guarded=True)
     styles = {"static-minimum": TruncateToMinimum, "static-mean": StopAtMean}
-    return styles.get(mode, PerRequest)(policy)
+    return styles.get(mode, PerRequest)(policy.for_run(), guarded=True)

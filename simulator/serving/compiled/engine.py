@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.batch.base import BatchPolicy, Planned, planned_of
-from policies.core import DraftPolicy
+from policies.core import DraftPolicy, speculate
 from policies.lanes.base import plan_of
 from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
@@ -310,7 +310,7 @@ class _Running:
         served = ServedSequence(serving.trace, job, serving.lookahead, EngineState())
         while served.position < request.tokens:
             served.commit(int(request.tokens) - served.position - 1)
-        next(served.rounds(PlannedLength(self._lengths[state.asked])))
+        next(speculate(served, PlannedLength(self._lengths[state.asked])))
 
     def _served(self, now_s: float, cut: bool) -> Served:
         engine = self._engine
