@@ -61,11 +61,16 @@ class Prompts(NamedTuple):
 
 
 def jit(function: Function) -> Function:
-    """Compile `function` when it is first called; the machine code is kept on disk."""
+    """Compile `function` when it is first called; the machine code is kept on disk.
+
+    Nothing here allocates.  Without numba's runtime (``_nrt``) no reference to an array is counted,
+    which would take as long again as the loop itself.
+    """
+    how: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
     try:
-        return cast("Function", numba.njit(cache=True, error_model="numpy")(function))
-    except RuntimeError:  # neither beside the file nor in the user's cache can anything be written
-        return cast("Function", numba.njit(error_model="numpy")(function))
+        return cast("Function", numba.njit(cache=True, **how)(function))
+    except RuntimeError:  # neither next to the file nor in the user's cache can anything be written
+        return cast("Function", numba.njit(**how)(function))
 
 
 # --- seconds ---------------------------------------------------------------------------------
