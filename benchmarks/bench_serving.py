@@ -5,12 +5,10 @@ Run with ``pytest benchmarks/bench_serving.py`` or ``python -m benchmarks.bench_
 
 from __future__ import annotations
 
-import math
 import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -30,7 +28,6 @@ from simulator.serving import (
     Scenario,
     simulate,
 )
-from simulator.serving.compiled import when
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.latency.schema import CELL_COLUMNS
@@ -153,10 +150,8 @@ def main() -> None:
                 print(f"{label:36s} {measured(trace, latency, policy, scenario)}")
         for scale in (0.05, 0.2, 1.0):
             scenario = Scenario(base.scaled(scale), Limits(64), requests=None)
-            with patch.object(when, "MANY", math.inf):
-                spans = measured(trace, latency, Fixed(4), scenario)
-            compiled = measured(trace, latency, Fixed(4), scenario)
-            print(f"Azure, 19,366 requests at {scale:g}: by spans {spans}; compiled {compiled}")
+            speed = measured(trace, latency, Fixed(4), scenario)
+            print(f"Azure, 19,366 requests at {scale:g}: {speed}")
     for tokens in (256, 1024, 4096):
         long = synthetic_trace(0.7, requests=32, tokens=tokens, seed=1)
         for name, scenario in (

@@ -6,12 +6,9 @@ verification.  The decoder is either a recorded trace or a pair of real models;
 because the loop and the policy are the same objects in both, a difference between
 a prediction and a measurement is a difference of cost, never of logic.
 
-A round is decided here and nowhere else.  Two copies of the loop stay apart from it, for speed
-alone: `simulator.serving.sequence`, the inner loop of a serving simulation, reads a recording
-without a call per token, and `traces.replay.lanes`, of which a sweep makes thousands, asks a
-policy nothing that can be looked up.  This one can do neither: it knows no recording, and guards
-the tokens of any decoder.  Whoever changes a rule of the loop changes all three;
-`tests/test_one_loop.py` fails until they agree.
+`policies.together` is the same loop for several sequences at once.  `traces.replay.lanes` makes
+the same rounds from arrays, and asks a policy nothing that can be looked up: a sweep makes
+thousands.  `tests/test_one_loop.py` holds the three together.
 """
 
 from __future__ import annotations
@@ -257,11 +254,6 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     (transformers caps at ``max_length - cur_len - 1`` alike), and ends early when the
     draft proposes EOS.
 
-    ``catch_up`` follows the draft model's cache: a pass per drafted token means the
-    last drafted token itself was never processed, so after a fully accepted round the
-    next first pass takes that token and the bonus token together.  A drafter that
-    ``takes_verified`` tokens has processed none of them.
-
     Raises
     ------
     UndeclaredSignal
@@ -305,10 +297,20 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             outcome = Round(position, drafted, accepted, emitted, forwards, catch_up)
             observe(outcome, seen)
             yield outcome
-            if forwards:
-                processed = 0 if anew else accepted if accepted < forwards else forwards - 1
-                catch_up = accepted - processed + 1
-            else:
-                catch_up += 1
+            catch_up = caught_up(catch_up, forwards, accepted, anew)
     except UndeclaredSignal as error:
         raise error.by(policy) from None
+
+
+def caught_up(behind: int, forwards: int, accepted: int, takes_verified: bool) -> int:
+    """Return the tokens that the first draft pass after a round has to process.
+
+    ``behind`` is that number for the round itself.  It follows the draft model's cache: with a pass
+    per drafted token, the last drafted token was never processed, so after a fully accepted round
+    the next first pass takes that token and the bonus token together.  A drafter that
+    ``takes_verified`` tokens has processed none of them.
+    """
+    if not forwards:
+        return behind + 1
+    processed = 0 if takes_verified else min(accepted, forwards - 1)
+    return accepted - processed + 1

@@ -13,11 +13,11 @@ pytest.importorskip("transformers")
 
 from policies import ConfidenceFreeze, Fixed, Round  # noqa: E402
 from policies.batch.base import BatchPolicy  # noqa: E402
+from policies.together import together_of  # noqa: E402
 from profiler.checks.outputs import output_of  # noqa: E402
 from profiler.decoding.batch import decode_batch, enter, speculate_batch  # noqa: E402
 from profiler.decoding.batch_passes import BatchedDecoder  # noqa: E402
 from profiler.decoding.batch_stream import Stream  # noqa: E402
-from profiler.decoding.batch_styles import style_of  # noqa: E402
 from profiler.models.runner import Runner  # noqa: E402
 from tests.batched import (  # noqa: E402
     END,
@@ -98,7 +98,7 @@ def test_random_lengths_never_corrupt_a_cache(seed: int) -> None:
 
 def test_caches_hold_what_a_fresh_pass_would_write() -> None:
     """After ragged rounds every live slot equals a one-pass prefill of the same tokens."""
-    decoder, style = BatchedDecoder(*runners(4)), style_of(Script(5))
+    decoder, style = BatchedDecoder(*runners(4)), together_of(Script(5))
     streams = [Stream(i, prompt, NEW) for i, prompt in enumerate(prompts()[:6])]
     checked = 0
     for _ in speculate_batch(decoder, style, streams):
@@ -123,13 +123,15 @@ def test_what_cannot_be_decoded_says_so() -> None:
         decode_batch(*runners(2), prompts(), NEW + 1, END, Fixed(2))
     decoder = BatchedDecoder(*runners(2))
     with pytest.raises(DraftsimError, match="3 sequences do not fit a batch of 2"):
-        enter(decoder, style_of(Fixed(1)), [Stream(i, p, NEW) for i, p in enumerate(prompts()[:3])])
+        enter(
+            decoder, together_of(Fixed(1)), [Stream(i, p, NEW) for i, p in enumerate(prompts()[:3])]
+        )
     with pytest.raises(DraftsimError, match="batch is 0, expected at least 1"):
         Runner(pair().target, SLOTS, 0)
     with pytest.raises(DraftsimError, match="synchronise is 'best'"):
-        style_of(Fixed(1), "best")  # type: ignore[arg-type]
+        together_of(Fixed(1), "best")  # type: ignore[arg-type]
     with pytest.raises(DraftsimError, match="policies per request"):
-        style_of(ConfidenceFreeze(), "mean")
+        together_of(ConfidenceFreeze(), "mean")
     target = runners(2)[0]
     ids = torch.zeros(3, 1, dtype=torch.long)
     with pytest.raises(DraftsimError, match="3 sequences do not fit the cache of 2"):
@@ -150,7 +152,7 @@ def test_nan_is_an_error_not_an_output(which: str) -> None:
 
 
 def test_nan_met_while_decoding() -> None:
-    decoder, style = BatchedDecoder(*runners(2)), style_of(Fixed(2))
+    decoder, style = BatchedDecoder(*runners(2)), together_of(Fixed(2))
     enter(decoder, style, [Stream(i, p, NEW) for i, p in enumerate(prompts()[:2])])
     with torch.inference_mode():
         decoder.target.cache.layers[0].keys[1, :, 0] = float("nan")

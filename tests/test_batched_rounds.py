@@ -30,23 +30,16 @@ from policies import (
     UCBSpec,
 )
 from policies.batch.base import BatchPolicy
+from policies.together import together_of
 from profiler.checks.batch_runs import groups_of
 from profiler.checks.outputs import output_of
 from profiler.decoding.batch import decode_batch, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
-from profiler.decoding.batch_styles import PerRequest as EachAlone
 from profiler.decoding.single import greedy
 from profiler.models.runner import Runner
 from simulator.serving.arrivals import Job
-from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.speculation import (
-    Jointly,
-    PerRequest,
-    Speculation,
-    StopAtMean,
-    TruncateToMinimum,
-)
+from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.batched import (
     END,
     GAMMA,
@@ -145,7 +138,7 @@ class Alone(DraftPolicy):
 
 
 def test_policies_are_told_how_many_decode() -> None:
-    decoder, style = BatchedDecoder(*runners(9)), EachAlone(Alone())
+    decoder, style = BatchedDecoder(*runners(9)), together_of(Alone())
     streams = [Stream(i, prompt, NEW, END) for i, prompt in enumerate(prompts())]
     sizes = [len(iteration) for iteration in speculate_batch(decoder, style, streams)]
     assert sizes == sorted(sizes, reverse=True)
@@ -155,24 +148,22 @@ def test_policies_are_told_how_many_decode() -> None:
         assert told == sizes[: len(told)]
 
 
-STYLES: list[tuple[Any, Any, type[Speculation]]] = [
-    (SVIP(gamma_max=GAMMA), "ragged", PerRequest),
-    (GammaTune(gamma_max=GAMMA), "minimum", TruncateToMinimum),
-    (SVIP(gamma_max=GAMMA), "mean", StopAtMean),
-    (ConfidenceFreeze(stop_early=True), "ragged", Jointly),
-    (AdaptiveVerification(budget=12), "ragged", Jointly),
-    (BatchTable([[1, 2, 3], [3, 4, 0]]), "ragged", Jointly),
-    (SGLangAdaptive({"1": {"candidate_steps": [0, 2]}}), "ragged", Jointly),
+STYLES: list[tuple[Any, Any]] = [
+    (SVIP(gamma_max=GAMMA), "ragged"),
+    (GammaTune(gamma_max=GAMMA), "minimum"),
+    (SVIP(gamma_max=GAMMA), "mean"),
+    (ConfidenceFreeze(stop_early=True), "ragged"),
+    (AdaptiveVerification(budget=12), "ragged"),
+    (BatchTable([[1, 2, 3], [3, 4, 0]]), "ragged"),
+    (SGLangAdaptive({"1": {"candidate_steps": [0, 2]}}), "ragged"),
 ]
 
 
 @pytest.mark.invariant(9)
-@pytest.mark.parametrize(("policy", "style", "simulated"), STYLES)
-def test_rounds_are_those_the_simulator_serves(
-    policy: Any, style: Any, simulated: type[Speculation]
-) -> None:
+@pytest.mark.parametrize(("policy", "style"), STYLES)
+def test_rounds_are_those_the_simulator_serves(policy: Any, style: Any) -> None:
     done = decode_batch(*runners(4), prompts(), NEW, END, policy, synchronise=style)
-    speculation, engine = simulated(policy), EngineState()
+    together, engine = together_of(policy, style, guarded=True), EngineState()
     served: list[list[Round]] = [[] for _ in prompts()]
     for group in groups_of(len(prompts()), 4):
         slots = []
@@ -181,10 +172,11 @@ def test_rounds_are_those_the_simulator_serves(
             job = Job(0.0, i, request.prompt_length, request.tokens)
             slots.append(Slot(i, job, 0.0, ServedSequence(trace(), job, NEW, engine)))
         for slot in slots:
-            speculation.join(slot)
+            together.join(slot)
+            slot.decoder.declare(together.reads)
         while slots := [slot for slot in slots if not slot.decoder.ended]:
             engine.batch = len(slots)
-            for slot, outcome in zip(slots, speculation.step(slots), strict=True):
+            for slot, outcome in zip(slots, step(together, slots), strict=True):
                 served[slot.index].append(outcome)
     assert done.rounds == served
 

@@ -12,13 +12,13 @@ pytest.importorskip("transformers")
 
 from commands.common.progress import progress_bar
 from policies import SVIP, ConfidenceFreeze, Fixed, Round
+from policies.together import together_of
 from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
 from profiler.checks.outputs import output_of
 from profiler.checks.spot_check import rounds_differ
 from profiler.decoding.batch import speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_styles import style_of
 from profiler.latency.batch import batch_blocks, measure_batch_host
 from profiler.latency.table import Grid, Sweeps
 from profiler.models.loading import Pair
@@ -36,7 +36,7 @@ def test_forced_runs_follow_the_recording_with_any_weights() -> None:
     other = Pair(llama(1, 20), llama(1, 21), None, {})
     for policy in (Fixed(4), SVIP(gamma_max=GAMMA)):
         target, draft = runners(4, other)
-        decoder, style = BatchedDecoder(target, draft, watch_eos=False), style_of(policy)
+        decoder, style = BatchedDecoder(target, draft, watch_eos=False), together_of(policy)
         streams = [ForcedStream(trace(), i, VOCAB, target.device) for i in range(len(LENGTHS))]
         rounds: list[list[Round]] = [[] for _ in streams]
         for iteration in speculate_batch(decoder, style, streams):

@@ -11,13 +11,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from policies import DraftPolicy, Fixed
+from policies.together import TruncateToMinimum, together_of
 from profiler.checks.batch_runs import groups_of
 from profiler.checks.outputs import output_of
 from profiler.decoding.batch import decode_batch, speculate_batch
-from profiler.decoding.batch_passes import BatchedDecoder, Verdict
+from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
-from profiler.decoding.batch_styles import TruncateToMinimum as TruncatedRounds
-from profiler.decoding.batch_styles import style_of
 from profiler.decoding.single import greedy
 from profiler.models.runner import Runner
 from tests.batched import END, LENGTHS, NEW, SLOTS, pair, prompts, runners, trace
@@ -82,7 +81,7 @@ class Alternate(DraftPolicy):
 
 @pytest.mark.parametrize("chosen", [range(len(LENGTHS)), (0, 6)])
 def test_stopping_at_the_mean_is_a_vote(chosen: Sequence[int]) -> None:
-    decoder, style = BatchedDecoder(*runners(9)), style_of(Alternate(5), "mean")
+    decoder, style = BatchedDecoder(*runners(9)), together_of(Alternate(5), "mean")
     streams = [Stream(i, prompts()[i], NEW) for i in chosen]
     outcomes, ties = set(), 0
     for iteration in speculate_batch(decoder, style, streams):
@@ -103,6 +102,6 @@ def test_stopping_at_the_mean_is_a_vote(chosen: Sequence[int]) -> None:
 
 def test_a_sequence_that_ends_holds_nobody_back() -> None:
     """The minimum is over those that go on; if all end, each keeps its own."""
-    keep = TruncatedRounds(Fixed(4)).keep
-    assert keep([Verdict(3, (), False), Verdict(1, (), True), Verdict(2, (), False)]) == [2, 1, 2]
-    assert keep([Verdict(3, (), True), Verdict(1, (), True)]) == [3, 1]
+    keep = TruncateToMinimum(Fixed(4)).keep
+    assert keep([3, 1, 2], [False, True, False]) == [2, 1, 2]
+    assert keep([3, 1], [True, True]) == [3, 1]

@@ -29,8 +29,8 @@ from simulator.serving import (
     Scenario,
     read_results,
 )
+from tests.compiled import same
 from tests.serving import arrival_file, bernoulli
-from tests.spans import same
 from tests.test_serving_parts import Failing
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError

@@ -26,10 +26,10 @@ from simulator.serving import over_rates, parts, read_results
 from simulator.serving import sweep as serving_sweep
 from simulator.whatif.sweep.prices import Prices
 from simulator.whatif.sweep.run import Sweep
+from tests.compiled import same
 from tests.conftest import ROOT, Run
 from tests.forked import forked
 from tests.serving import CONSTANT, SMALL
-from tests.spans import same
 from tests.studies import recorded, study
 from tests.test_capacity import planned
 from tests.test_serving_parts import POLICIES, fleet, timeless

@@ -15,11 +15,11 @@ from policies.core import speculate
 from policies.lengths.basic import Fixed
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
+from policies.together import PerRequest
 from profiler.decoding.batch import decode_batch, enter, speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
-from profiler.decoding.batch_styles import PerRequest
 from profiler.decoding.forced import ForcedDecoder
 from profiler.decoding.single import ModelDecoder
 from profiler.models.graphs import GraphRunner, Shape

@@ -13,18 +13,18 @@ import pytest
 
 from policies import Round, parse_policy
 from policies.batch.tables import BatchTable
+from policies.together import Policy
 from profiler.engines.bench import Sample
 from profiler.engines.drafts import EngineDrafts, Forced
 from profiler.engines.engine import PARTS
 from profiler.engines.own_drafter import OwnDrafter, check_speculative, register
 from profiler.engines.plan import Cell, Grid
-from profiler.engines.rounds import Policy
 from profiler.engines.setup import ENGINE, VARIABLE, Setup, asks_for_engine, setup_from
 from profiler.engines.table import cells_of
 from simulator.serving import ClosedLoop, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
+from tests.compiled import ALONG, PLAIN
 from tests.pretend_vllm import PretendRunner
-from tests.spans import ALONG, PLAIN
 from tests.test_engine_proposer import LONGEST, PROMPTS, TEXTS, TRACE, VOCABULARY, rounds
 from traces import LatencyTable, replay
 from traces.errors import DraftsimError

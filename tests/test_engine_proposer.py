@@ -15,9 +15,9 @@ from policies import DraftPolicy, Load, parse_policy, policy_names
 from policies.batch.base import BatchPolicy, SingleStream
 from policies.lengths.rate_optimal import RateOptimal
 from policies.registry import parse_serving_policy
+from policies.together import Policy
 from profiler.engines.drafts import Asked, Forced, LookedUp
 from profiler.engines.proposer import Proposer
-from profiler.engines.rounds import Policy
 from profiler.engines.setup import FORCED, VARIABLE, Setup, policy_from, setup_from
 from simulator.serving.run import lookahead_of
 from tests.own_policy import StopWhenUnsure, Told

@@ -1,8 +1,8 @@
-"""One loop, written three times for speed: every copy of it goes through the same rounds."""
+"""The loop for one sequence, for several, and over arrays: all go through the same rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import DraftPolicy, Load, speculate
+from policies.core import DraftPolicy, Load, Round, speculate
 from policies.registry import parse_policy, policy_names
+from policies.together import PerRequest
 from simulator.serving.arrivals import Job
-from simulator.serving.sequence import EngineState, ServedSequence
+from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.random_traces import recordings
 from tests.test_policies_checks import VARIANTS
 from traces.acceptance.synthetic import synthetic_trace
@@ -65,8 +66,17 @@ def served(trace: Trace, policy: DraftPolicy, lookahead: int = UNRESERVED) -> li
     for i, request in enumerate(trace.requests):
         job = Job(0.0, i, request.prompt_length, request.tokens)
         sequence = ServedSequence(trace, job, lookahead, EngineState())
-        found += [(i, *one) for one in sequence.rounds(mine.fresh())]
+        found += [(i, *one) for one in stepped(sequence, mine.fresh())]
     return found
+
+
+def stepped(sequence: ServedSequence, policy: DraftPolicy) -> Iterator[Round]:
+    """Rounds of a sequence that an engine decodes by itself."""
+    together, slot = PerRequest(policy, guarded=True), Slot(0, Job(0.0, 0, 1, 1), 0.0, sequence)
+    slot.policy = policy
+    sequence.declare(policy.reads)
+    while not sequence.ended:
+        yield from step(together, [slot])
 
 
 @pytest.mark.invariant(9)
@@ -108,7 +118,7 @@ def test_a_request_of_another_length_is_decoded_by_the_same_loop(
         own, job = own_policy(trace, policy), Job(0.0, request, prompt, output)
         return outcome(run, ServedSequence(trace, job, lookahead, engine), own.fresh())
 
-    rounds = decoded(ServedSequence.rounds)
+    rounds = decoded(stepped)
     assert rounds == decoded(speculate)
     if isinstance(rounds, list):
         assert 1 + sum(emitted for _, _, _, emitted, _, _ in rounds) == output
@@ -149,7 +159,7 @@ def test_a_draft_that_has_ended_is_asked_about_no_more(
     for i, request in enumerate(trace.requests):
         job = Job(0.0, i, request.prompt_length, request.tokens)
         sequence = ServedSequence(trace, job, UNRESERVED, EngineState())
-        rounds = outcome(sequence.rounds, Wavering(reads))
+        rounds = outcome(stepped, sequence, Wavering(reads))
         assert rounds == outcome(speculate, ReplayDecoder(trace, i, 1), Wavering(reads))
         assert max(drafted for _, drafted, *_ in rounds) == 2
 
@@ -163,7 +173,7 @@ def test_a_policy_is_told_the_same_load(trace: Trace) -> None:
         replayed, engine = Noting(), Noting()
         theirs = outcome(speculate, ReplayDecoder(trace, i, 1), replayed)
         sequence = ServedSequence(trace, job, UNRESERVED, EngineState())
-        assert outcome(sequence.rounds, engine) == theirs
+        assert outcome(stepped, sequence, engine) == theirs
         assert engine.loads == replayed.loads
         if trace.requests[i].tokens > 1:
             assert engine.loads[0].context == request.prompt_length + 1

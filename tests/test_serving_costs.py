@@ -5,18 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 
 from policies.core import Round
 from simulator.serving.cost.iteration import IterationCost
-from simulator.serving.cost.prompts import NO_PROMPTS
 from simulator.serving.cost.reader import Coverage
-from simulator.serving.cost.work import Works, work_of
+from tests.compiled import ALONG
 from tests.serving import CONSTANT, GRID
-from tests.spans import ALONG, TABLES
 from traces.errors import DraftsimError
-from traces.latency.table import LatencyTable
 from traces.replay.always import drafting_always
 
 LONG, SHORT = 90, 50
@@ -117,32 +113,6 @@ def test_a_drafter_that_runs_along_takes_that_pass_alone_unless_it_drafts_on(
         along = ALONG.seconds("draft", "along", batch=2, context=mean - 1)
         assert cost.draft_s == pytest.approx(float(along), rel=1e-12)
         assert cost.host_s == 7e-4
-
-
-@pytest.mark.parametrize(
-    "latency", [*TABLES.values(), drafting_always(ALONG, 1), drafting_always(ALONG, 2)]
-)
-@pytest.mark.parametrize("batch", [1, 2, 5])
-def test_iterations_priced_together_are_the_iterations_one_by_one(
-    latency: LatencyTable, batch: int
-) -> None:
-    rng = np.random.default_rng(batch)
-    works = []
-    for most in [0, 1, 1, 2, *[6] * 60]:  # too many to be read one by one
-        forwards = rng.integers(0, most + 1, batch)
-        drafted = rng.integers(0, forwards + 1)
-        accepted = rng.integers(0, drafted + 1)
-        slots: list[Any] = [SimpleNamespace(context=c) for c in rng.integers(9, 90, batch).tolist()]
-        counts = zip(*(a.tolist() for a in (drafted, accepted, forwards)), strict=True)
-        rounds = [Round(0, d, a, a + 1, f, int(rng.integers(1, 5))) for d, a, f in counts]
-        works.append(work_of(slots, rounds))
-    one_by_one, together = IterationCost(latency), IterationCost(latency)
-    priced = together.together.seconds(Works(*np.array(works, dtype=np.int64).T), batch)
-    assert priced is not None
-    expected = [one_by_one.beside(work, batch, NO_PROMPTS).total_s for work in works]
-    np.testing.assert_allclose(priced[0], expected, rtol=1e-12)
-    together.together.count(priced[1])
-    assert together.coverage == one_by_one.coverage
 
 
 def test_what_has_no_cells_is_named() -> None:

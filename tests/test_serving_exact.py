@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy
+from policies.core import DraftPolicy, speculate
 from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
@@ -133,15 +133,15 @@ def test_rounds_of_a_sequence_end_where_the_recording_does():
     short = synthetic_trace(0.3, requests=2, tokens=30, max_gamma=2, concentration=2.0, seed=3)
     sequence = ServedSequence(short, Job(0.0, 0, 10, 30), 9, EngineState())
     with pytest.raises(TailError, match="past the recorded tail"):
-        list(sequence.rounds(Fixed(9)))
+        list(speculate(sequence, Fixed(9)))
     columns = {**PLAIN.columns, "match": PLAIN.columns["match"].copy()}
     columns["match"][:] = -1
     unknown = Trace(columns, PLAIN.requests)
     sequence = ServedSequence(unknown, Job(0.0, 0, 10, 30), 9, EngineState())
     with pytest.raises(SignalError, match="not observed"):
-        list(sequence.rounds(Fixed(2)))
+        list(speculate(sequence, Fixed(2)))
     with pytest.raises(ValueError, match="run of accepted drafts"):
-        list(sequence.rounds(Oracle()))
+        list(speculate(sequence, Oracle()))
 
 
 # --- reading latencies ----------------------------------------------------------------------

@@ -31,8 +31,8 @@ from simulator.serving import (
 from simulator.serving.fleet.join import joined_runs
 from simulator.serving.fleet.routers import Router, describe_router, parse_router
 from simulator.serving.outcome.report import Run
+from tests.compiled import SIGNALLED, same
 from tests.serving import GRID, SMALL
-from tests.spans import SIGNALLED, same
 from tests.test_serving_theory import PER_TOKEN_S, SERVICE, exponential, one_token_jobs
 from traces.errors import DraftsimError
 
@@ -130,8 +130,8 @@ def test_replicas_on_one_clock_are_replicas_by_themselves(
 @pytest.mark.invariant(3)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(FLEETS)
-def test_spans_are_their_iterations_in_a_fleet(scenario: Scenario) -> None:
-    """Routers see the same loads, within a span too, and hence choose the same replicas."""
+def test_compiled_fleets_are_their_iterations(scenario: Scenario) -> None:
+    """Routers see the same loads, and hence choose the same replicas."""
     chosen = replace(scenario, mode="continuous" if scenario.mode in ("pearl", "dsi") else
                      scenario.mode)  # fmt: skip
     run = simulate(SMALL, GRID, Fixed(3), chosen)

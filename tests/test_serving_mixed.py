@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,8 +13,6 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
-from simulator.serving.cost.mixed import MixedPasses
-from simulator.serving.cost.prompts import PromptsEach
 from simulator.serving.cost.work import Chunk
 from tests.serving import bernoulli, table
 from traces.latency.table import LatencyTable
@@ -129,25 +126,6 @@ def test_pieces_of_prompts_are_passes_of_their_mean_width_and_context(
     found = IterationCost(COMPOSED, speculates=False)([], [], pieces).target_s
     batch = len(pieces)
     assert found == pytest.approx(0.01 + 1e-3 * batch * width + 1e-5 * batch * context)
-
-
-@pytest.mark.parametrize("latency", [COMPOSED, MEASURED])
-@pytest.mark.parametrize("count", [2, 5])
-def test_many_passes_with_prompts_are_the_passes_one_by_one(
-    latency: LatencyTable, count: int
-) -> None:
-    # The first two have cells of their own where such were measured.
-    decode_s, decoded = np.array([0.02, 0.03, 0.05, 0.04, 0.02]), np.array([3, 9, 40, 4, 5])
-    target_s = np.array([0.03, 0.02, 0.1, 0.001, 0.03])
-    tokens, cached = np.array([20, 64, 65, 8, 9]), np.array([0, 0, 0, 16, 1])
-    columns = [column[:count] for column in (decode_s, decoded, target_s, tokens, cached)]
-    together, alone = MixedPasses(latency), MixedPasses(latency)
-    prompts = PromptsEach(np.zeros(count), *columns[2:])
-    for _ in range(2):
-        found = together.each(columns[0], columns[1], prompts)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        np.testing.assert_allclose(found, [alone.seconds(*row) for row in rows], rtol=1e-12)
-        assert together.coverage == alone.coverage
 
 
 @pytest.mark.parametrize(("latency", "said"), [(COMPOSED, 1), (MEASURED, 0)])

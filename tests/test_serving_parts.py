@@ -23,9 +23,9 @@ from simulator.serving import (
     read_results,
     sweep,
 )
+from tests.compiled import same
 from tests.conftest import Serve
 from tests.serving import CONSTANT, PAIR, SMALL, arrival_file
-from tests.spans import same
 from traces.errors import DraftsimError
 
 POLICIES = {"autoregressive": Autoregressive(), "fixed": Fixed(3)}

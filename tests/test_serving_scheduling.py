@@ -14,13 +14,13 @@ from policies.core import DraftPolicy
 from policies.lengths.basic import Fixed, Oracle
 from policies.registry import parse_serving_policy, policy_names
 from policies.rules.base import VerifyRule
+from policies.together import StopAtMean
 from simulator.serving import ClosedLoop, Limits, Poisson, Scenario, serve, simulate
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.policy_cost import TableCost
 from simulator.serving.cost.reader import PassReader
 from simulator.serving.scheduler import Continuous
-from simulator.serving.sequence import EngineState, ServedSequence, Slot
-from simulator.serving.speculation import StopAtMean
+from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from tests.serving import CONSTANT, GRID, SMALL, bernoulli, table
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError
@@ -134,13 +134,13 @@ def test_who_has_no_room_left_has_no_vote():
         def keep_drafting(self, draft):
             return self.near and len(draft) < 3
 
-    engine, slots, speculation = EngineState(), [], StopAtMean(Near())
+    engine, slots, together = EngineState(), [], StopAtMean(Near(), guarded=True)
     for i, prompt in enumerate([10, 100]):
         job = Job(0.0, i, prompt, 40)
         slots.append(Slot(i, job, 0.0, ServedSequence(SMALL, job, 4, engine)))
-        speculation.join(slots[i])
+        together.join(slots[i])
     slots[0].decoder.commit(37)  # a token to go, none of which can be drafted
-    assert [outcome.drafted for outcome in speculation.step(slots)] == [0, 0]
+    assert [outcome.drafted for outcome in step(together, slots)] == [0, 0]
 
 
 def test_policy_prototypes_stay_untouched():

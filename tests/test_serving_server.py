@@ -52,14 +52,14 @@ def test_one_client_waits_for_the_server_at_every_request_and_iteration(policy: 
 @pytest.mark.parametrize("policy", ["autoregressive", "fixed:gamma=3"])
 @pytest.mark.parametrize("arrivals", [ClosedLoop(3), Poisson(6.0)])
 @pytest.mark.parametrize("more", [(), (("apart", 3, 1e-4),)])
-def test_iterations_by_themselves_and_in_spans_cost_the_same(
+def test_iterations_compiled_and_with_events_cost_the_same(
     arrivals: Arrivals, policy: str, more: tuple[tuple[str, int, float], ...]
 ) -> None:
     served = with_server(("request", 1, AROUND_S), ("iteration", 1, BESIDE_S), *more)
-    spans, single = (run(served, arrivals, policy, by_iteration=by) for by in (False, True))
+    compiled, single = (run(served, arrivals, policy, by_iteration=by) for by in (False, True))
     for column in ("arrival_s", "first_s", "finish_s", "rounds"):
-        np.testing.assert_allclose(spans.requests[column], single.requests[column])
-    assert spans.little_error < 1e-9
+        np.testing.assert_allclose(compiled.requests[column], single.requests[column])
+    assert compiled.little_error < 1e-9
 
 
 def test_open_arrivals_do_not_change_by_what_is_around_requests_alone() -> None:

@@ -15,13 +15,12 @@ from policies.registry import parse_policy, parse_serving_policy, policy_names
 from policies.rules.registry import parse_rule
 from simulator.pricing import price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
-from simulator.serving.spans import SpanEngine
 from simulator.tune import tune_vllm
 from simulator.whatif import Prices, Sweep
 from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
+from tests.compiled import ALONG, assert_same, ran
 from tests.serving import GRID, arrival_file
-from tests.spans import ALONG, assert_same, ran
 from tests.test_sources_eagle import OFFSETS, Case
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError, TailError
@@ -157,7 +156,7 @@ def test_one_stream_is_served_in_the_seconds_of_its_rounds(case: Any, text: str)
 @pytest.mark.invariant(3)
 @pytest.mark.parametrize("text", SOURCES)
 @pytest.mark.parametrize("mode", ["continuous", "static"])
-def test_spans_are_their_iterations(case: Any, text: str, mode: Any) -> None:
+def test_compiled_iterations_are_the_iterations(case: Any, text: str, mode: Any) -> None:
     source, trace = both(case, text)
     table = drafted_latency(TABLE, source, case.recordings, batch_free=True)
     longest = trace.max_gamma or 0
@@ -187,8 +186,8 @@ def test_batch_policies_draft_with_it_in_lockstep(case: Any) -> None:
         for name in ("batch-table", "confidence-freeze"):
             policy = parse_serving_policy(name, max_gamma=trace.max_gamma)
             scenario = Scenario(ClosedLoop(3), Limits(3), requests=9)
-            run, engine = ran(trace, table, policy, scenario)
-            assert isinstance(engine, SpanEngine) == (name == "batch-table")
+            run, compiled = ran(trace, table, policy, scenario)
+            assert compiled == (name == "batch-table")
             assert run.recorder.accepted > 0
             if name == "batch-table":
                 assert_same(trace, table, policy, scenario)

@@ -13,7 +13,6 @@ EXTRAS = {
     "smollm2": ("gguf", "accelerate"),
     "cluster": ("dask", "distributed"),
     "quality": ("sacrebleu",),
-    "fast": ("numba",),
 }
 """Packages that draftsim can do without, by the extra that installs them."""
 

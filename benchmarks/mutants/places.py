@@ -15,9 +15,9 @@ SCOPE = (
     "traces/acceptance/*.py", "traces/replay/*.py", "traces/sources/*.py", "traces/sources/*/*.py",
     "simulator/pricing.py", "simulator/calls.py", "simulator/passes.py", "simulator/host.py",
     "simulator/serving/scheduler.py", "simulator/serving/engine.py",
-    "simulator/serving/speculation.py", "simulator/serving/sequence.py",
-    "simulator/serving/kv.py", "simulator/serving/cost/*.py", "simulator/serving/spans/*.py",
-    "simulator/serving/compiled/*.py",
+    "simulator/serving/sequence.py",
+    "simulator/serving/kv.py", "simulator/serving/cost/*.py",
+    "simulator/serving/replays.py", "simulator/serving/compiled/*.py",
 )  # fmt: skip
 """Patterns of the files that are changed."""
 

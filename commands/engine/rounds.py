@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policies.core import DraftPolicy, Round
 from simulator.serving import Timeline, simulate
-from simulator.serving.spans.rounds import clock_free
+from simulator.serving.replays import clock_free
 from traces.acceptance.trace import Trace
 from traces.replay.run import replay
 

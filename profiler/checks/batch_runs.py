@@ -18,11 +18,11 @@ import pandas as pd
 import torch
 
 from policies.core import Round
+from policies.together import Policy, Synchronise, Together, together_of
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
-from profiler.decoding.batch_styles import Policy, Style, Synchronise, style_of
 from profiler.machine.repeats import Repeats, sweeps
 from profiler.machine.state import Machine
 from profiler.machine.stopwatch import Timing, timed
@@ -60,7 +60,7 @@ class MeasuredBatches:
     """How quiet the machine was (`traces.machine`)."""
 
 
-Attempt = tuple[Timing, tuple[Style, list[Stream], list[list[tuple[Stream, Round]]]]]
+Attempt = tuple[Timing, tuple[Together, list[Stream], list[list[tuple[Stream, Round]]]]]
 """A run's time; the style as it left it, its streams, and the rounds of each iteration."""
 
 
@@ -118,7 +118,7 @@ def run_batches(
         decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
         # Policies that learn across requests start each sweep anew.
         vocab = decoder.target.vocab_size
-        styles = [style_of(arm.policy, arm.synchronise, vocab) for arm in arms]
+        styles = [together_of(arm.policy, arm.synchronise, vocab) for arm in arms]
         groups = groups_of(count, batch)
         # What warms up does so on one group.
         for g, group in enumerate(groups if repeat >= 0 else groups[:1]):
@@ -128,7 +128,7 @@ def run_batches(
                 at = (k + g + repeat) % len(arms)
 
                 def attempt(
-                    group: range = group, learnt: Style = styles[at],
+                    group: range = group, learnt: Together = styles[at],
                     decoder: BatchedDecoder = decoder,
                 ) -> Attempt:  # fmt: skip
                     # Made again, a run begins with what was learnt before it.

@@ -1,7 +1,6 @@
 """Speculative decoding of several sequences at once with two real models, greedily.
 
-The loop; the passes are in `profiler.decoding.batch_passes`, the decisions in
-`profiler.decoding.batch_styles`.
+The passes are in `profiler.decoding.batch_passes`, the decisions in `policies.together`.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from policies.core import Round
-from policies.guard import UndeclaredSignal
+from policies.together import Policy, Synchronise, Together, together_of
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import Stream
-from profiler.decoding.batch_styles import Policy, Style, Synchronise, style_of
 from profiler.models.runner import Runner
 
 
 def speculate_batch(
-    decoder: BatchedDecoder, style: Style, waiting: Iterable[Stream] = ()
+    decoder: BatchedDecoder, together: Together, waiting: Iterable[Stream] = ()
 ) -> Iterator[list[tuple[Stream, Round]]]:
     """Decode until every sequence has ended; yields each iteration's rounds.
 
@@ -31,26 +29,30 @@ def speculate_batch(
     while decoder.streams or queue:
         if queue and len(decoder.streams) < decoder.size:
             room = min(len(queue), decoder.size - len(decoder.streams))
-            enter(decoder, style, [queue.popleft() for _ in range(room)])
+            enter(decoder, together, [queue.popleft() for _ in range(room)])
             continue
-        decoder.begin()
-        try:
-            style.draft(decoder)
-        except UndeclaredSignal as error:
-            raise error.by(style.policy) from None
+        streams = decoder.streams
+        together.draft(streams, lambda s: s.load(len(decoder.streams)), decoder.draft)
         verdicts = decoder.verify()
-        kept = style.keep(verdicts)
+        kept = together.keep([v.accepted for v in verdicts], [v.ends for v in verdicts])
         rounds = decoder.commit(verdicts, kept)
-        style.observe(decoder.streams, rounds)
-        yield list(zip(decoder.streams, rounds, strict=True))
-        decoder.retire()
+        together.observe(streams, rounds)
+        yield list(zip(streams, rounds, strict=True))
+        _retire(decoder, together)
 
 
-def enter(decoder: BatchedDecoder, style: Style, newcomers: Sequence[Stream]) -> None:
+def enter(decoder: BatchedDecoder, together: Together, newcomers: Sequence[Stream]) -> None:
     """Admit `newcomers`; one whose first token is its last leaves at once."""
     decoder.admit(newcomers)
     for stream in newcomers:
-        style.join(stream)
+        together.join(stream)
+    _retire(decoder, together)
+
+
+def _retire(decoder: BatchedDecoder, together: Together) -> None:
+    for stream in decoder.streams:
+        if stream.remaining <= 0:
+            together.leave(stream)
     decoder.retire()
 
 
@@ -88,7 +90,7 @@ def decode_batch(
     synchronise:
         ``ragged``: each sequence keeps what it had accepted; ``minimum``: all keep as many
         as the worst; ``mean``: all draft alike, until most would stop
-        (see `profiler.decoding.batch_styles`).
+        (see `policies.together`).
     continuous:
         Whether the next prompt takes the place of the first sequence to end; otherwise a
         batch runs until its slowest has ended.
@@ -101,7 +103,8 @@ def decode_batch(
         If a prompt is empty or does not fit, a model gives NaN, or the policy cannot be
         synchronised so.
     """
-    decoder, style = BatchedDecoder(target, draft), style_of(policy, synchronise, target.vocab_size)
+    decoder = BatchedDecoder(target, draft)
+    together = together_of(policy, synchronise, target.vocab_size)
     streams = [
         Stream(i, prompt, max_new_tokens, eos, run_lengths[i] if run_lengths else None)
         for i, prompt in enumerate(prompts)
@@ -111,7 +114,7 @@ def decode_batch(
     rounds: list[list[Round]] = [[] for _ in prompts]
     iterations = 0
     for group in groups:
-        for iteration in speculate_batch(decoder, style, group):
+        for iteration in speculate_batch(decoder, together, group):
             iterations += 1
             for stream, outcome in iteration:
                 rounds[stream.request].append(outcome)

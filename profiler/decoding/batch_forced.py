@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from policies.core import Load
-from policies.guard import Guarded
 from profiler.decoding.batch_stream import BatchToken, Stream
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
@@ -68,10 +67,9 @@ class ForcedStream(Stream):
         """As the recording has it, in this batch."""
         return self._script.load._replace(batch=batch)
 
-    def receive(self, token: BatchToken) -> None:
-        """Append the recorded token in place of the real one."""
-        forced = ForcedBatchToken(token, self._script.draft(self.draft))
-        self.draft.append(Guarded(forced, self.reads))
+    def proposed(self, token: BatchToken) -> ForcedBatchToken:
+        """Return the recorded token in place of the real one."""
+        return ForcedBatchToken(token, self._script.draft(self.draft))
 
     def judge(self, accepted: int) -> int:
         """The recording's verdict, whatever the models' is."""

@@ -9,7 +9,7 @@ what runs is therefore a rectangle, the sequences times the widest of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,10 +76,9 @@ class BatchedDecoder:
             raise DraftsimError(
                 f"{first + count} sequences do not fit a batch of {self.size}: decode fewer at once"
             )
-        seats = sorted(set(range(self.size)) - {s.seat for s in self.streams})
         for row, stream in enumerate(newcomers, first):
             check_prompt(stream.known, stream.max_new_tokens, self.target, self.draft_model)
-            stream.row, stream.seat = row, seats[row - first]
+            stream.row = row
             self._tokens[row, : stream.known] = stream.prompt
         spans = [(0, s.known) for s in newcomers]
         for model, name in ((self.draft_model, "draft"), (self.target, "target")):
@@ -94,8 +93,8 @@ class BatchedDecoder:
         self.streams += newcomers
 
     @torch.inference_mode()
-    def draft(self, active: Sequence[Stream]) -> list[Stream]:
-        """One draft pass: a token more for each of `active`; returns those that may go on.
+    def draft(self, active: Sequence[Stream]) -> list[Any]:
+        """One draft pass: return a token more for each of `active`.
 
         The whole batch runs.  A sequence's first pass of a round also feeds what its draft
         model has not seen yet (catch-up).
@@ -110,11 +109,11 @@ class BatchedDecoder:
         else:
             stops = self._spans[:, 1]  # of this pass; 0 where nothing was fed
             self._write(torch.where(stops > 0, stops, self._scratch), step.picks)
+        tokens = []
         for s in active:
             s.in_draft = s.known + len(s.draft)
-            s.forwards += 1
-            s.receive(BatchToken(step, s.row, s.eos if self.watch_eos else None))
-        return [s for s in active if len(s.draft) < s.remaining - 1 and not s.draft[-1].ends]
+            tokens.append(s.proposed(BatchToken(step, s.row, s.eos if self.watch_eos else None)))
+        return tokens
 
     @torch.inference_mode()
     def verify(self) -> list[Verdict]:
@@ -151,21 +150,15 @@ class BatchedDecoder:
             position = s.position
             s.emit(accepted, verdict.tokens)
             emitted = s.position - position
-            rounds.append(Round(position, len(s.draft), accepted, emitted, s.forwards, s.catch_up))
+            rounds.append(s.settled(position, accepted, emitted))
             s.in_draft = min(s.in_draft, s.known + accepted)
             s.known += accepted + 1
-            s.catch_up = s.known - s.in_draft
         if len(slots) == 1:
             self._tokens[0, slots[0]] = self._picks[0, columns[0]]
             return rounds
         places = _on_device([slots, columns], self._picks.device)  # (2, batch)
         self._write(places[0], self._picks.gather(1, places[1][:, None])[:, 0])
         return rounds
-
-    def begin(self) -> None:
-        """Forget the drafts of the iteration before."""
-        for s in self.streams:
-            s.draft, s.forwards = [], 0
 
     @torch.inference_mode()
     def retire(self) -> None:

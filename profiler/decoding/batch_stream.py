@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from policies.core import Load
-from policies.guard import Guarded
+from policies.together import Member
 from profiler.decoding.tokens import Fetched
 from profiler.models.signals import drafted, top10_log_prob
 from traces.acceptance.sampling import GREEDY
@@ -70,7 +70,7 @@ class BatchToken(Fetched):
         return bool(self._eos) and self.token_id in (self._eos or ())
 
 
-class Stream:
+class Stream(Member):
     """What the host knows of one sequence of a batch.
 
     Parameters
@@ -95,20 +95,16 @@ class Stream:
         eos: frozenset[int] = frozenset(),
         run_lengths: Sequence[int] | None = None,
     ) -> None:
+        super().__init__(request)
         self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
         self.eos, self.run_lengths = eos, run_lengths
-        self.row = self.seat = -1
-        """Row of the caches now, and place in the batch for as long as it decodes."""
+        self.row = -1
+        """Row of the caches now."""
         self.known = int(prompt.shape[0])
         """True tokens; once decoding, the target's cache holds all but the last."""
         self.in_draft = 0
         """Tokens that the draft model's cache holds."""
         self.output: list[int] = []
-        self.draft: list[Any] = []
-        self.forwards, self.catch_up = 0, 1
-        self.policy: Any = None
-        self.reads: tuple[str, ...] = ()
-        """Signals that the policy declares."""
 
     @property
     def position(self) -> int:
@@ -130,9 +126,9 @@ class Stream:
             run = min(runs[at], self.max_new_tokens - at - 1) if at < len(runs) else 0
         return Load(batch, int(self.prompt.shape[0]) + at, run)
 
-    def receive(self, token: BatchToken) -> None:
-        """Append a drafted token."""
-        self.draft.append(Guarded(token, self.reads))
+    def proposed(self, token: BatchToken) -> Any:
+        """Return what the loop drafts where the draft model proposes `token`."""
+        return token
 
     def judge(self, accepted: int) -> int:
         """How many drafted tokens are accepted, where the models agree on `accepted`."""

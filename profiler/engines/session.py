@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from policies.together import together_of
 from profiler.engines.drafts import Asked, caller_name
-from profiler.engines.rounds import Stream, rounds_of
+from profiler.engines.rounds import Stream, draft, settle
 from profiler.engines.server.lines import lines
 from profiler.engines.setup import Setup, setup_from, version
 
@@ -43,7 +44,9 @@ class Session:
         self.finished: dict[str, Stream] = {}
         """Streams that have ended, by the request's own name."""
         self._streams: dict[str, tuple[Stream, Asked]] = {}
-        self._rounds = rounds_of(setup.policy, longest, setup.source.vocab_size or vocabulary)
+        self._together = together_of(
+            setup.policy, vocab_size=setup.source.vocab_size or vocabulary, longest=longest
+        )
 
     @property
     def idle(self) -> bool:
@@ -71,7 +74,7 @@ class Session:
             settled.append((stream, emitting[name], len(verified.get(name, ()))))
         if settled:
             streams, emitted, seen = zip(*settled, strict=True)
-            self._rounds.settle(streams, emitted, seen)
+            settle(self._together, streams, emitted, seen)
         self._leave_ended(decoding)
         # As in the simulator: places are free when others take them, who came first before who
         # came later, whatever rows of its batch the engine gave them.
@@ -80,7 +83,7 @@ class Session:
             self._leave_ended([name])
         going_on = [name for name in emitting if name in self._streams]
         streams_on = [self._streams[n][0] for n in going_on]
-        drafts = self._rounds.draft(streams_on, len(sampled)) if going_on else []
+        drafts = draft(self._together, streams_on, len(sampled)) if going_on else []
         by_name = dict(zip(going_on, drafts, strict=True))
         return [by_name.get(name, []) for name in names[: len(sampled)]]
 
@@ -91,7 +94,7 @@ class Session:
         output = [*state.output_token_ids, *tokens]
         stream = Stream(asked.id, self.setup.source.open(asked, output), output)
         self._streams[name] = stream, asked
-        self._rounds.join(stream)
+        self._together.join(stream)
 
     def _leave_ended(self, names: Sequence[str]) -> None:
         for name in names:
@@ -100,7 +103,7 @@ class Session:
 
     def _leave(self, name: str) -> None:
         stream, asked = self._streams.pop(name)
-        self._rounds.leave(stream)
+        self._together.leave(stream)
         self.setup.source.close(asked, stream.output)
         if self.keep:
             self.finished.setdefault(asked.id, stream)

@@ -15,8 +15,8 @@ from policies.core import DraftPolicy
 from policies.from_file import Cut, bounded, is_file, load_file, said_cut
 from policies.json_text import parse_json
 from policies.registry import parse_serving_policy
+from policies.together import Policy
 from profiler.engines.drafts import DraftSource, EngineDrafts, Forced, LookedUp
-from profiler.engines.rounds import Policy
 from traces.errors import DraftsimError
 from traces.sources.lookups.sources import LookupSource
 from traces.sources.methods import exact_policy

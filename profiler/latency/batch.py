@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from policies.lengths.basic import Fixed
+from policies.together import PerRequest, Together
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_passes import BatchedDecoder
 from profiler.decoding.batch_stream import BatchToken, DraftStep, Stream
-from profiler.decoding.batch_styles import PerRequest
 from profiler.latency.host import HOST_GAMMAS
 from profiler.latency.passes import Pass, decoding_blocks, signal_block
 from profiler.latency.table import Block, Cell, Grid, Step, Stopwatch, rows_of
@@ -119,14 +119,12 @@ def measure_batch_host(
             for i, gamma in enumerate(HOST_GAMMAS):
 
                 def run(batch: int = batch, gamma: int = gamma) -> tuple[Timing, list[int]]:
-                    decoder, style = (
-                        BatchedDecoder(*idle, watch_eos=False),
-                        PerRequest(Fixed(gamma)),
-                    )
+                    decoder = BatchedDecoder(*idle, watch_eos=False)
+                    together = PerRequest(Fixed(gamma))
                     prompt = torch.zeros(4, dtype=torch.long, device=target.device)
-                    enter(decoder, style, [Stream(k, prompt, tokens) for k in range(batch)])
+                    enter(decoder, together, [Stream(k, prompt, tokens) for k in range(batch)])
                     log: list[int] = []
-                    return watch.measure(_run_into(log, decoder, style)), log
+                    return watch.measure(_run_into(log, decoder, together)), log
 
                 taken, log = again.best(run)
                 samples[i], counts[i] = taken.seconds, (len(log), sum(log))
@@ -134,9 +132,9 @@ def measure_batch_host(
     return rows_of(cells, fits.clip(min=0).reshape(repeats, -1))
 
 
-def _run_into(log: list[int], decoder: BatchedDecoder, style: PerRequest) -> Callable[[], object]:
+def _run_into(log: list[int], decoder: BatchedDecoder, together: Together) -> Callable[[], object]:
     """Appends each iteration's draft steps to `log`."""
     return lambda: log.extend(
         max(outcome.draft_forwards for _, outcome in iteration)
-        for iteration in speculate_batch(decoder, style)
+        for iteration in speculate_batch(decoder, together)
     )

@@ -63,7 +63,7 @@ class Bench:
         only = range(min(point.replicas, SAMPLED)) if scenario.splits else None
         run = simulate(
             self.trace, self.latency, self.policies[point.policy], scenario, name=point.policy,
-            rule=self.rule, replication=point.replication, only=only, of_many=True,
+            rule=self.rule, replication=point.replication, only=only,
         )  # fmt: skip
         row, recorder = run.row(), run.recorder
         kept = run.columns(measured=True)

@@ -34,7 +34,3 @@ class Clock(simpy.Environment):
         event._ok, event._value = True, None
         heappush(self._queue, (then, NORMAL, next(self._eid), event))
         return event
-
-    def move(self, then: float) -> None:
-        """Let time pass until `then`, which must be before the next event."""
-        self._now = then

@@ -13,6 +13,7 @@ import simpy
 
 from policies.core import Round
 from policies.rules.base import VerifyRule
+from policies.together import Together
 from simulator.serving.arrivals import Job
 from simulator.serving.clock import Clock
 from simulator.serving.cost.iteration import IterationCost, Seconds
@@ -22,9 +23,8 @@ from simulator.serving.outcome.metrics import Recorder
 from simulator.serving.outcome.timeline import Timeline
 from simulator.serving.replica import Replica
 from simulator.serving.scheduler import Iteration, Scheduler
-from simulator.serving.sequence import EngineState, Sequenced, ServedSequence, Slot
+from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from simulator.serving.source import Events, Source
-from simulator.serving.speculation import Speculation
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 
@@ -38,7 +38,7 @@ class Engine(Replica):
         trace: Trace,
         source: Source,
         scheduler: Scheduler,
-        speculation: Speculation,
+        together: Together,
         cost: IterationCost,
         recorder: Recorder,
         timeline: Timeline | None = None,
@@ -49,7 +49,7 @@ class Engine(Replica):
         self.trace = trace
         self.source = source
         self.scheduler = scheduler
-        self.speculation = speculation
+        self.together = together
         self.cost = cost
         self.recorder = recorder
         self.timeline = timeline
@@ -69,12 +69,10 @@ class Engine(Replica):
             return
         self.recorder.enter(now, 1)
         self.recorder.carried += job.prompt_tokens
-        self.scheduler.waiting.append(Slot(job.number, job, now, self.sequence(job)))
+        lookahead = self.scheduler.lookahead
+        sequence = ServedSequence(self.trace, job, lookahead, self.state, self.rule)
+        self.scheduler.waiting.append(Slot(job.number, job, now, sequence))
         self.wake()
-
-    def sequence(self, job: Job) -> Sequenced:
-        """What a request decodes."""
-        return ServedSequence(self.trace, job, self.scheduler.lookahead, self.state, self.rule)
 
     def wake(self) -> None:
         """Let an idle engine look at its queue again."""
@@ -98,8 +96,9 @@ class Engine(Replica):
             yield self.sleep()
             return True
         state.batch = len(decode) or 1
-        rounds = self.speculation.step(decode) if decode else []
-        self.runs(len(decode) + len(chunks))
+        rounds = step(self.together, decode) if decode else []
+        if self.scheduler.drafts_ahead:
+            state.scheduled = len(decode) + len(chunks)
         cost = self.cost(decode, rounds, chunks)
         start = env.now
         seconds = cost.total_s
@@ -112,17 +111,6 @@ class Engine(Replica):
         for chunk in chunks:
             self.prefilled(chunk)
         return True
-
-    def runs(self, requests: int) -> None:
-        """An iteration of so many requests, prompts counted, has drafted and runs."""
-        if self.scheduler.drafts_ahead:
-            self.state.scheduled = requests
-
-    def catch_up(self) -> None:
-        """Book what has happened by now, where that is done later."""
-
-    def settle(self) -> None:
-        """Bring every slot up to date, for whoever looks at them after a run."""
 
     @property
     def unfinished(self) -> list[Slot]:
@@ -214,13 +202,11 @@ class Engine(Replica):
         slot.tokens = 1
         slot.context += 1
         self.recorder.tokens += 1
-        self.join(slot)
+        self.together.join(slot)
+        slot.decoder.declare(self.together.reads)
         if slot.decoder.ended:
+            self.together.leave(slot)
             self.leave(slot)
-
-    def join(self, slot: Slot) -> None:
-        """A request begins to decode."""
-        self.speculation.join(slot)
 
     def leave(self, slot: Slot) -> None:
         """A request has emitted its last token."""

@@ -11,6 +11,7 @@ what they hold until they are taken, its last block first, and the request finds
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 from traces.errors import DraftsimError
 
@@ -39,8 +40,8 @@ class BlockPool:
         # block is anybody's.
         self._free: list[tuple[Hashable | None, int]] = []
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a request of this many tokens fits into the empty pool."""
+    def fits(self, tokens: Any) -> Any:
+        """Return True if a request of this many tokens fits into the empty pool; or an array."""
         return self.blocks is None or -(-tokens // self.block_size) <= self.blocks
 
     def grow(self, owner: Hashable, tokens: int) -> int:
@@ -61,24 +62,6 @@ class BlockPool:
     def has(self, tokens: int) -> bool:
         """Return True if there are free blocks for this many tokens."""
         return self.blocks is None or self.used - (-tokens // self.block_size) <= self.blocks
-
-    def held(self, owner: Hashable) -> int:
-        """Blocks that `owner` holds."""
-        return self._held.get(owner, 0)
-
-    def growth(self, owner: Hashable, tokens: int) -> int:
-        """Blocks that `owner` lacks for `tokens` tokens."""
-        return max(-(-tokens // self.block_size) - self.held(owner), 0)
-
-    def room_for(self, owner: Hashable, blocks: int, more: int) -> bool:
-        """Whether `owner` could hold `blocks` blocks, and others `more` than now."""
-        return self.blocks is None or self.used + blocks - self.held(owner) + more <= self.blocks
-
-    def hold(self, owner: Hashable, blocks: int) -> None:
-        """Let `owner` hold `blocks` blocks, more or fewer than now; there must be room."""
-        self.used += blocks - self._held.pop(owner, 0)
-        if blocks:
-            self._held[owner] = blocks
 
     def release(self, owner: Hashable) -> None:
         """Take back every block of `owner`."""

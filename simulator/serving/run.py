@@ -55,7 +55,6 @@ def simulate(
     advance: Callable[[int], None] = lambda _: None,
     by_iteration: bool = False,
     only: Sequence[int] | None = None,
-    of_many: bool = False,
 ) -> Run:
     """One replication of `scenario` under `policy`.
 
@@ -63,11 +62,10 @@ def simulate(
     all requests of an engine, as in `traces.replay.run.replay`; overlapped modes take none.
     `timeline` is of the first replica.  `audit` is called with every engine at the end of a run
     of continuous or static batches, `advance` with the number of requests that have just left.
-    `by_iteration` gives every iteration an event of its own even where the iterations of a span
-    could be priced together: slower, and the same to rounding.  `only` runs some of the replicas,
+    `by_iteration`, `timeline` and `audit` give every iteration an event of its own even where the
+    compiled loop would serve: slower, and the same to rounding.  `only` runs some of the replicas,
     where they know nothing of each other (`Scenario.splits`):
-    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.  `of_many` says that
-    hundreds of runs follow each other, which are worth loading a compiler for where one is not.
+    `simulator.serving.fleet.join.joined_runs` puts the runs of all together.
 
     Raises
     ------
@@ -88,11 +86,11 @@ def simulate(
     if expected is None or hasattr(scenario.arrivals, "rows"):
         listed = list(jobs)
         expected, jobs = len(listed), iter(listed)
-    jobs = (job._replace(number=i) for i, job in enumerate(jobs))
+    jobs = (Job(*job[:4], i) for i, job in enumerate(jobs))
     station = Station(
         trace, latency, policy, scenario, name=name, expected=expected, rule=rule,
         lookahead=_longest_draft(policy, trace, scenario), by_iteration=by_iteration,
-        advance=advance, audit=audit, of_many=of_many,
+        advance=advance, audit=audit,
     )  # fmt: skip
     replicas = range(scenario.replicas) if only is None else only
     if not scenario.splits:

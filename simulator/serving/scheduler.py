@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from simulator.serving.cost.work import Chunk
 from simulator.serving.kv import BlockPool
@@ -106,14 +106,11 @@ class Scheduler(ABC):
         self.running: list[Slot] = []
         self._held_back = False
 
-    def admissible(self, prompt_tokens: int, output_tokens: int) -> bool:
-        """Whether the request could finish if it were alone."""
-        if (
-            not self.limits.chunked_prefill
-            and prompt_tokens + output_tokens > self.limits.token_budget
-        ):
-            return False
-        return self.pool.fits(prompt_tokens + output_tokens + self.lookahead)
+    def admissible(self, prompt_tokens: Any, output_tokens: Any) -> Any:
+        """Return True if a request could finish if it were alone; both may be arrays."""
+        total = prompt_tokens + output_tokens
+        whole = self.limits.chunked_prefill or total <= self.limits.token_budget
+        return whole & self.pool.fits(total + self.lookahead)
 
     @abstractmethod
     def next(self, more_to_come: bool) -> Iteration:

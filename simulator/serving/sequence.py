@@ -1,38 +1,18 @@
-"""A recorded sequence decoded inside an engine, and the slot a running request occupies.
-
-`ServedSequence.rounds` is `policies.core.speculate` written again, the inner loop of every engine:
-it reads rows of the recording as one slice, where the loop asks a decoder for each token through
-`draft` and `remaining`, and it makes rounds without the function that their constructor is.  It
-knows nothing that the loop does not.  ``benchmarks/bench_replay.py`` measures what that saves, and
-`tests/test_one_loop.py` holds the two together, policy by policy.
-"""
+"""A recorded sequence decoded inside an engine, and the slot a running request occupies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
-from policies.core import DraftPolicy, Load, Round, speculate
+from policies.core import Load, Round
 from policies.guard import UndeclaredSignal
 from policies.rules.base import VerifyRule
+from policies.together import Member, Together
 from simulator.serving.arrivals import Job
-from traces.acceptance.tape import BLANK, END, RecordedToken
 from traces.acceptance.trace import Trace
 from traces.replay.decoder import ReplayDecoder
 from traces.replay.scores import score_tape
-
-
-class Sequenced(Protocol):
-    """What an engine asks of the sequence that a request decodes."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether every token of the request has been emitted."""
-        ...
-
-    def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
-        """Its rounds from here on."""
-        ...
 
 
 class EngineState:
@@ -115,85 +95,6 @@ class ServedSequence(ReplayDecoder):
         """Tokens the request still emits before it ends or its recording begins again."""
         return min(self.length, self._seam) - self.position
 
-    def rounds(self, policy: DraftPolicy) -> Iterator[Round]:
-        """What `policies.core.speculate` yields, read off the recording without detours."""
-        if self._rule is not None:
-            return speculate(self, policy)
-        return self._rounds(policy)
-
-    def _rounds(self, policy: DraftPolicy) -> Iterator[Round]:
-        keep_drafting, observe = policy.keep_drafting, policy.observe
-        kind = type(policy)
-        begin_round = (
-            policy.begin_round if kind.begin_round is not DraftPolicy.begin_round else None
-        )
-        submit = policy.submit if kind.submit is not DraftPolicy.submit else None
-        silent = kind.observe is DraftPolicy.observe
-        self.declare(policy.reads)
-        signals, rows, runs = self._signals, self._rows, self._runs
-        tokens, make = self._tokens.known, self._tokens.make
-        row_limit, open_ended = self._row_limit, self._tape.open_ended
-        most, length, new = self._cap - 1, self.length, tuple.__new__
-        anew = self.takes_verified
-        catch_up = 1
-        while (position := self.position) < length:
-            if begin_round is not None:
-                begin_round(self.load)
-            at = self._start + position
-            run = runs[at]
-            left = self._limit - position - 1
-            longest = left if left < most else most
-            draft: list[RecordedToken] = []
-            append = draft.append
-            if signals:
-                first, last = rows[at], row_limit[at]
-                stop = first + longest
-                for known in tokens[first : stop if stop < last else last]:
-                    if not keep_drafting(draft):
-                        break
-                    token = known or make(first + len(draft))
-                    append(token)
-                    if token.ends:
-                        break
-                else:
-                    if last < stop and keep_drafting(draft):
-                        self.draft(draft)  # raises past the recorded tail, unless none follows
-            else:
-                end = self._eos_at - position
-                for forwards in range(longest):
-                    if not keep_drafting(draft):
-                        break
-                    if forwards == end < run:
-                        append(END)  # the drafted end of the output
-                        break
-                    append(BLANK)
-            drafted = forwards = len(draft)
-            if submit is not None:
-                del draft[submit(draft) :]
-                drafted = len(draft)
-            accepted = drafted
-            if run < drafted:
-                accepted = run
-                if at in open_ended:
-                    raise self._unobserved(run)
-            after = position + accepted + 1
-            if after < self._seam and after < length:
-                self.position = after
-            else:
-                self._advance(accepted)
-                after = self.position
-            # As Round(...), without the Python function that its constructor is.
-            outcome = new(
-                Round, (position, drafted, accepted, after - position, forwards, catch_up)
-            )
-            if not silent:
-                observe(outcome, draft)
-            yield outcome
-            if forwards:
-                catch_up = 1 + accepted if anew else 1 if accepted < forwards else 2
-            else:
-                catch_up += 1
-
     def judge(self, draft: Sequence[Any]) -> int:
         """How many of `draft` verification accepts, without moving on.
 
@@ -245,44 +146,21 @@ class ServedSequence(ReplayDecoder):
             self._eos_at += self._recorded
 
 
-class Slot:
+class Slot(Member):
     """A request inside the engine: what it still has to do and what it has cost."""
 
-    __slots__ = (
-        "accepted",
-        "arrival_s",
-        "capacity",
-        "catch_up",
-        "context",
-        "decoder",
-        "draft_forwards",
-        "drafted",
-        "first_s",
-        "index",
-        "job",
-        "last_s",
-        "policy",
-        "preemptions",
-        "prefill_left",
-        "prefilled",
-        "rounds",
-        "steps",
-        "tokens",
-    )  # fmt: skip
-
     def __init__(self, index: int, job: Job, arrival_s: float, decoder: Any) -> None:
+        super().__init__(index)
         self.index = index
         self.job = job
         self.arrival_s = arrival_s
         self.decoder = decoder
-        self.rounds: Iterator[Round] = iter(())
-        self.policy: Any = None
+        self.takes_verified = getattr(decoder, "takes_verified", False)
         self.prefill_left = job.prompt_tokens
         self.prefilled = 0
         self.context = job.prompt_tokens
         """Prompt and output tokens so far; the cache holds one fewer once decoding began."""
         self.capacity = 0
-        self.catch_up = 1
         self.first_s = -1.0
         self.last_s = -1.0
         self.tokens = 0
@@ -291,3 +169,28 @@ class Slot:
         self.accepted = 0
         self.draft_forwards = 0
         self.preemptions = 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to the limit, at most one more than slots are reserved for."""
+        return int(self.decoder.remaining)
+
+
+def step(together: Together, slots: Sequence[Slot]) -> list[Round]:
+    """Decode one iteration of `slots`: a round of each, in order, and no seconds."""
+    together.draft(
+        slots, lambda slot: slot.decoder.load,
+        lambda active: [slot.decoder.draft(slot.draft) for slot in active],
+    )  # fmt: skip
+    accepted = [slot.decoder.judge(slot.draft) for slot in slots]
+    ends = [slot.decoder.ends_after(a) for slot, a in zip(slots, accepted, strict=True)]
+    rounds = []
+    for slot, kept in zip(slots, together.keep(accepted, ends), strict=True):
+        position = slot.decoder.position
+        slot.decoder.commit(kept)
+        rounds.append(slot.settled(position, kept, slot.decoder.position - position))
+    together.observe(slots, rounds)
+    for slot in slots:
+        if slot.decoder.ended:
+            together.leave(slot)
+    return rounds

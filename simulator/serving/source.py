@@ -92,23 +92,19 @@ class Source:
         self._server.wake()
 
     def _think(self, wait_s: float) -> Events:
+        # Counted at once: a server that plans before this process begins must know.
         self._thinking += 1
+        return self._thought(wait_s)
+
+    def _thought(self, wait_s: float) -> Events:
         yield self.env.timeout(wait_s)
         self._thinking -= 1
         self._submit_next()
 
-    def take(self) -> Job | None:
-        """The next request, for a server that knows before the clock does when it will come.
-
-        None once there is no other.
-        """
-        job = next(self._jobs, None)
-        self.exhausted = job is None
-        return job
-
     def _submit_next(self) -> None:
-        job = self.take()
+        job = next(self._jobs, None)
         if job is None:
+            self.exhausted = True
             self._server.wake()
         else:
             self._server.submit(job)

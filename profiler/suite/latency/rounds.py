@@ -16,10 +16,10 @@ from scipy.optimize import nnls
 
 from policies.core import DraftPolicy, Round, speculate
 from policies.lengths.basic import Fixed
+from policies.together import PerRequest
 from profiler.decoding.batch import enter, speculate_batch
 from profiler.decoding.batch_forced import ForcedStream
 from profiler.decoding.batch_passes import BatchedDecoder
-from profiler.decoding.batch_styles import PerRequest
 from profiler.decoding.forced import ForcedDecoder
 from profiler.latency.host import HOST_GAMMAS
 from profiler.machine.stopwatch import timed
@@ -71,11 +71,11 @@ def run_group(
 ) -> tuple[float, list[list[Round]]]:
     """Seconds after prefill of requests decoded together, and each iteration's rounds."""
     decoder = BatchedDecoder(target, draft, watch_eos=False)
-    style = PerRequest(policy)
+    together = PerRequest(policy.for_run())
     streams = [ForcedStream(trace, i, target.vocab_size, target.device) for i in group]
-    enter(decoder, style, streams)
+    enter(decoder, together, streams)
     with timed(target.device) as seconds:
-        log = [[outcome for _, outcome in it] for it in speculate_batch(decoder, style)]
+        log = [[outcome for _, outcome in it] for it in speculate_batch(decoder, together)]
     return seconds(), log
 
 

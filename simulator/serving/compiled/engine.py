@@ -1,145 +1,401 @@
-"""The compiled engine as one of a station's: requests in, a record out."""
+"""The compiled loop as a run: requests in, records out."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from threading import Timer
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from policies.batch.base import BatchPolicy, Planned, planned_of
+from policies.core import DraftPolicy, speculate
+from policies.lanes.base import plan_of
+from policies.rules.base import VerifyRule
 from simulator.serving.arrivals import Job
-from simulator.serving.compiled import loop, state
-from simulator.serving.compiled.pack import (
-    limits_of,
-    phases_of,
-    prices_of,
-    requests_of,
-    rounds_of,
-)
-from simulator.serving.compiled.prices import READERS, SEEN, Records
+from simulator.serving.compiled import arrays
+from simulator.serving.cost.host import HostCost
+from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.mixed import COMPOSED
 from simulator.serving.cost.reader import ORIGINS, Coverage, Span
-from simulator.serving.engine import Engine
-from simulator.serving.source import Events
-from simulator.serving.spans.rounds import Replays
+from simulator.serving.fleet.routers import Idle
+from simulator.serving.outcome.metrics import Recorder
+from simulator.serving.outcome.statistics import Series
+from simulator.serving.replays import NO_ROUNDS, Replays, clock_free, replays_of
+from simulator.serving.scenario import Scenario
+from simulator.serving.scheduler import Continuous, StaticBatches
+from simulator.serving.sequence import EngineState, ServedSequence
+from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
 
-LOGGED = 1 << 16
-"""Iterations between two looks at the outside."""
+LISTED = 4096
+"""Requests of a bounded run that are listed first; each time as many more as there are already."""
+COUNTERS = (
+    "arrived", "rejected", "in_system", "carried", "peak_batch", "iterations", "length_changes",
+    "busy_s", "area_s", "tokens", "drafted", "accepted", "draft_forwards",
+)  # fmt: skip
+"""Fields that a replica's state shares with `Recorder`."""
+PATIENCE_S = 1.5
+"""Seconds after which a run says that it compiles: loading what is compiled takes less."""
 
 
-class CompiledEngine(Engine):
-    """One model replica whose requests arrive by themselves and whose rounds are known beforehand.
+class Served(NamedTuple):
+    """What the replicas of a run did."""
 
-    `replays` holds the rounds.  `marks` are the times of a fleet's window (`Station.run`); by
-    default the window is of its own requests.
+    recorders: list[Recorder]
+    coverage: list[Coverage]
+    unpriced: list[str]
+    now_s: float
+    residual_s: float
+    """Seconds in the system of the requests that a bound cut off."""
+    cut: bool
+    """True if the bound of time ended the run."""
+
+
+class PlannedLength(DraftPolicy):
+    """Drafts as long as `planned` says."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned = planned
+
+    def keep_drafting(self, draft: Sequence[Any]) -> bool:
+        return len(draft) < self.planned.passes
+
+    def submit(self, draft: Sequence[Any]) -> int:
+        return min(len(draft), self.planned.verified)
+
+
+def lengths_of(
+    policy: DraftPolicy | BatchPolicy, rule: VerifyRule | None, most: int
+) -> list[Planned] | None:
+    """Return the draft lengths of `policy` by the number of requests, from 0 to `most`.
+
+    None if anything else than that number decides.
+    """
+    if rule is not None:
+        return None
+    if isinstance(policy, BatchPolicy):
+        planned = [planned_of(policy, n) for n in (1, *range(1, most + 1))]
+        told = [p for p in planned if p is not None]
+        return told if len(told) == len(planned) else None
+    plan = plan_of(policy) if clock_free(policy, None) else None
+    if plan is None or plan.stop or plan.state or plan.watch:
+        return None
+    return [Planned(plan.cap, plan.cap)] * (most + 1)
+
+
+@dataclass(frozen=True)
+class CompiledServing:
+    """Serves a scenario under one policy whose rounds need no clock.
+
+    Parameters
+    ----------
+    trace, latency, policy, scenario, rule:
+        The arguments of `simulator.serving.run.simulate`.
+    lookahead:
+        Draft slots reserved per request.
+    skip, expected:
+        Requests that statistics leave out, and all that will arrive at all replicas.
+    advance:
+        Called with the number of requests that have just left.
     """
 
-    def __init__(self, *args: Any, replays: Replays, marks: Mapping[int, float]) -> None:
-        super().__init__(*args)
-        self._replays = replays
-        self._marks = dict(marks)
-        self._emitted_at: dict[float, int] = {}
-        self._coverage: list[Coverage] = []
+    trace: Trace
+    latency: LatencyTable
+    policy: DraftPolicy | BatchPolicy
+    scenario: Scenario
+    rule: VerifyRule | None
+    lookahead: int
+    skip: int
+    expected: int
+    advance: Callable[[int], None]
 
     @property
-    def emitted(self) -> int:
-        """Tokens emitted by now: at the ends of the window, or after the run."""
-        return self._emitted_at.get(self.env.now, self.recorder.tokens)
+    def most(self) -> int:
+        """Requests that may run at a time."""
+        own = self.scenario.limits.max_batch
+        return max(min(own, self.expected, self.scenario.arrivals.concurrency or own), 1)
+
+    @cached_property
+    def lengths(self) -> list[Planned] | None:
+        """Draft lengths by the number of requests, where that decides (`lengths_of`)."""
+        return lengths_of(self.policy, self.rule, self.most)
 
     @property
-    def coverage(self) -> list[Coverage]:
-        """As of every engine."""
-        return self._coverage
+    def serves(self) -> bool:
+        """True if the loop can serve the scenario: nothing but requests and totals decides.
 
-    def run(self) -> Events:
-        """All of it at once, and then the time that it took."""
-        jobs = list(iter(self.source.take, None))
-        ended_s = [self._serve(jobs)] if jobs else []
-        yield self.env.at(max([*ended_s, *self._marks.values()]))
-
-    def _serve(self, jobs: list[Job]) -> float:
-        recorder, scheduler = self.recorder, self.scheduler
-        if not self._marks:
-            ends = recorder.skip, recorder.expected - 1
-            self._marks = {job.number: job.arrival_s for job in jobs if job.number in ends}
-        requests = requests_of(scheduler, jobs, recorder.skip)
-        engine = state.Arrays(
-            limits_of(scheduler), prices_of(self.cost, scheduler.limits.max_batch),
-            rounds_of(self._replays, jobs, requests), requests, _zeros(state.QUEUE, len(jobs)),
-            _zeros(state.FREE, 2 * len(jobs) + 4), _zeros(state.SEAT, scheduler.limits.max_batch),
-            _zeros(state.STATE)[0], _zeros(state.MARK, len(self._marks)), _nothing_seen(),
-            np.zeros(state.BINS, np.int64), _zeros(state.ITERATION, LOGGED),
+        Policies that look at the load or learn, modes that synchronise or overlap, and costs of
+        single sequences need events (`simulator.serving.engine`).
+        """
+        scenario = self.scenario
+        return (
+            scenario.mode in ("continuous", "static")
+            and scenario.passes == "ragged" and scenario.draft_batch == "padded"
+            and (
+                self.lengths is not None
+                or (isinstance(self.policy, DraftPolicy) and clock_free(self.policy, self.rule))
+            )
         )  # fmt: skip
-        engine.marks.at_s = sorted(self._marks.values())
-        why, told = loop.MORE, 0
-        while why == loop.MORE:
-            why, logged = loop.run(engine)
-            log = engine.log[:logged].copy()
-            if logged:
-                recorder.batch.add_each(log.start_s, log.end_s, log.running)
-                recorder.kv_blocks.add_each(log.start_s, log.end_s, log.kv_blocks)
-            self.source.advance(int(engine.state.finished) - told)
-            told = int(engine.state.finished)
+
+    def run(
+        self, jobs: Iterator[Job], replicas: Sequence[int], rng: np.random.Generator,
+        marks: Mapping[int, float],
+    ) -> Served:  # fmt: skip
+        """Serve `jobs` by these replicas; the rest is as in `simulator.serving.station.Station`.
+
+        Raises
+        ------
+        DraftsimError
+            If a draft leaves the recording, sizes are read that were never varied, or no request
+            can run.
+        """
+        return _Running(self, jobs, replicas, rng, marks).run()
+
+
+class _Running:
+    """A run under way."""
+
+    def __init__(
+        self, serving: CompiledServing, jobs: Iterator[Job], replicas: Sequence[int],
+        rng: np.random.Generator, marks: Mapping[int, float],
+    ) -> None:  # fmt: skip
+        scenario = serving.scenario
+        kind = Continuous if scenario.mode == "continuous" else StaticBatches
+        self._of, self._more, self._replicas, self._rng = serving, jobs, replicas, rng
+        self._scheduler = kind(scenario.limits, serving.lookahead)
+        self._cost = IterationCost(
+            serving.latency, bool(serving.policy.reads),
+            serving.lookahead > 0 or scenario.drafter_loaded,
+        )  # fmt: skip
+        self._jobs: list[Job] = []
+        self._advanced = 0
+        self._lengths = serving.lengths
+        self._replays: Replays | None = None
+        if self._lengths is None:
+            assert isinstance(serving.policy, DraftPolicy)
+            self._replays = replays_of(
+                serving.trace, serving.policy, serving.rule, serving.lookahead
+            )
+        self._marks = _marks(marks, serving.skip, serving.expected)
+        self._engine = self._arrays(max(marks.values(), default=0.0))
+        self._list()
+
+    def run(self) -> Served:
+        """Run the loop, and answer it where it asks."""
+        from simulator.serving.compiled import loop  # loads the compiler
+
+        engine, clock, latency = self._engine, self._engine.clock[0], self._of.latency
+        while True:
+            why, about = _patiently(loop.run, engine)
+            self._of.advance(int(clock.gone) - self._advanced)
+            self._advanced = int(clock.gone)
+            if why == loop.MORE:
+                self._list()
+                engine = self._engine
+            elif why == loop.ROUTE:
+                engine.requests.replica[about] = self._chosen(int(engine.requests.number[about]))
+            elif why != loop.PAUSE:
+                break
+        seen = engine.seen
+        for place, model in ((arrays.LATER, "draft"), (arrays.TARGET, "target")):
+            own = seen[:, place]
+            if own.passes.any():
+                for end, of in (("least", np.min), ("most", np.max)):
+                    latency.check_sizes(
+                        model, "forward", of(own[f"{end}_batch"]), of(own[f"{end}_width"])
+                    )
+        if why == loop.LOST:
+            self._raise_lost(about)
         if why == loop.STUCK:
             raise DraftsimError("the scheduler found nothing to run with requests waiting")
-        self._record(engine)
-        return max(float(engine.state.now), jobs[-1].arrival_s)
+        return self._served(float(clock.now), why == loop.CUT)
 
-    def _record(self, engine: state.Arrays) -> None:
-        recorder, done = self.recorder, engine.state
-        left = engine.requests[engine.queue.left[: done.finished]]
-        recorder.arrived = len(engine.requests)
-        recorder.rejected = recorder.arrived - len(left)
-        self.source.advance(recorder.rejected)
-        recorder.iterations, recorder.peak_batch = int(done.iterations), int(done.peak_batch)
-        recorder.tokens, recorder.carried = int(done.tokens), -int(left.tokens.sum())
-        recorder.busy_s, recorder.area_s = float(done.busy_s), float(done.area_s)
-        recorder.enter(float(done.changed_s), 0)
-        bins = engine.gaps.nonzero()[0]
-        counts = zip((bins + state.FINEST).tolist(), engine.gaps[bins].tolist(), strict=True)
-        recorder.itl.add_bins(dict(counts), float(done.gaps_s))
-        gained = {}
-        for name in ("drafted", "accepted", "forwards"):
-            sums = np.concatenate([[0], np.cumsum(engine.rounds[name])])
-            gained[name] = sums[left.first_round + left.rounds] - sums[left.first_round]
-        recorder.drafted, recorder.accepted, recorder.draft_forwards = (
-            int(column.sum()) for column in gained.values()
+    # --- in ----------------------------------------------------------------------------
+
+    def _arrays(self, open_until_s: float) -> arrays.Arrays:
+        serving, zeros = self._of, arrays.zeros
+        scenario, most, count = serving.scenario, serving.most, len(self._replicas)
+        limits, arrivals = scenario.limits, scenario.arrivals
+        clients = arrivals.concurrency
+        clock = zeros(arrays.CLOCK, 1)
+        clock.comes_s = arrays.NOBODY if clients is None else np.inf
+        clock.active, clock.alive, clock.order = arrays.NOBODY, count, count
+        thinking = zeros(arrays.THINK, clients or 1)
+        apart_s = HostCost(serving.latency, reads=False).apart_s(clients or 1)
+        if clients is not None:
+            later = clients - 1 if apart_s > 0 else 0
+            clock.wanted = clients - later
+            thinking.at_s[:later] = apart_s * np.arange(1, later + 1)
+            thinking.order[:later] = np.arange(count + 1, count + later + 1)
+            thinking.counts[:later] = True
+            clock.think_count = clock.thinking = later
+            clock.order += later
+        states = zeros(arrays.REPLICA, count)
+        states.idle, states.order, states.verified = True, np.arange(count), -1
+        states.head = states.tail = arrays.NOBODY
+        for name in ("batch", "kv_blocks"):
+            states[name]["interval_s"] = Series().interval_s
+        planned = self._lengths is not None
+        return arrays.Arrays(
+            arrays.Limits(
+                limits.max_batch, limits.token_budget, limits.kv_blocks or 0, limits.block_size,
+                limits.chunked_prefill, limits.prefix_caching, limits.whole_prompts,
+                serving.lookahead, scenario.mode == "static", clients is not None,
+                float(arrivals.think_s),
+                np.inf if scenario.max_time_s is None else float(scenario.max_time_s),
+                np.iinfo(np.int64).max if scenario.max_tokens is None else scenario.max_tokens,
+                float(open_until_s), serving.trace.takes_verified, planned,
+            ),
+            arrays.prices_of(self._cost, most),
+            np.array(self._lengths or [], arrays.LENGTH).view(np.recarray),
+            arrays.starts_of(serving.trace) if planned else zeros(arrays.START, 0),
+            NO_ROUNDS, zeros(arrays.REQUEST, 0), np.empty(0, np.int64), thinking, clock,
+            self._marks, np.zeros((len(self._marks), count), np.int64), states,
+            zeros(arrays.SEAT, count, most),
+            zeros(arrays.FREE, count, (limits.kv_blocks or 0) + 4),
+            np.zeros((count, 2, arrays.POINTS)), arrays.nothing_seen(count),
+            np.zeros((count, arrays.BINS), np.int64),
+        )  # fmt: skip
+
+    def _list(self) -> None:
+        """List more requests: all of them, or of a bounded run as many as may be needed soon."""
+        serving, engine = self._of, self._engine
+        scenario = serving.scenario
+        bounded = scenario.max_time_s is not None or scenario.max_tokens is not None
+        size = max(len(self._jobs), LISTED) if bounded else None
+        new = list(islice(self._more, size))
+        engine.clock.listed = size is None or len(new) < size
+        self._jobs += new
+        router, count = scenario.router, len(self._replicas)
+        chosen: Any = 0
+        if count > 1:
+            chosen = -1
+            if not router.reads_load and new:
+                unseen = [Idle()] * count
+                chosen = [router.choose(job.number, unseen, self._rng) for job in new]
+        requests = arrays.requests_of(self._scheduler, serving.trace, new, serving.skip, chosen)
+        if len(engine.requests):
+            requests = np.concatenate([engine.requests, requests]).view(np.recarray)
+        rounds = engine.rounds
+        if self._replays is not None:
+            rounds, requests["first"] = self._replays.flat(self._jobs)
+        else:
+            requests["first"] = np.asarray(serving.trace.request_starts)[requests.sequence]
+        left = np.zeros(len(requests), np.int64)
+        left[: len(engine.left)] = engine.left
+        self._engine = engine._replace(requests=requests, rounds=rounds, left=left)
+
+    def _chosen(self, number: int) -> int:
+        states = self._engine.replicas
+        loads = zip(
+            states.in_system.tolist(), (states.carried + states.tokens).tolist(), strict=True
         )
+        router = self._of.scenario.router
+        return router.choose(number, [Idle(*load) for load in loads], self._rng)
+
+    # --- out ---------------------------------------------------------------------------
+
+    def _raise_lost(self, slot: int) -> None:
+        """Let the replay say why it cannot go on."""
+        engine, serving = self._engine, self._of
+        request, job = engine.requests[slot], self._jobs[slot]
+        state = engine.replicas[request.replica]
+        assert self._lengths is not None
+        served = ServedSequence(serving.trace, job, serving.lookahead, EngineState())
+        while served.position < request.tokens:
+            served.commit(int(request.tokens) - served.position - 1)
+        next(speculate(served, PlannedLength(self._lengths[state.asked])))
+
+    def _served(self, now_s: float, cut: bool) -> Served:
+        engine = self._engine
+        requests = engine.requests
+        finished = requests[engine.left[: int(engine.clock[0].finished)]]
+        recorders = [
+            self._recorder(place, number, finished[finished.replica == place], now_s)
+            for place, number in enumerate(self._replicas)
+        ]
+        coverage = [entry for seen in engine.seen for entry in self._coverage(seen)]
+        inside = requests[requests.entered & ~requests.left]
+        residual_s = float((now_s - inside.arrival_s).sum())
+        return Served(recorders, coverage, self._cost.unpriced, now_s, residual_s, cut)
+
+    def _recorder(self, place: int, number: int, left: Any, now_s: float) -> Recorder:
+        engine = self._engine
+        state, gaps = engine.replicas[place], engine.gaps[place]
+        sums = engine.sums[place]
+        recorder = Recorder(
+            self._of.skip, self._of.expected, number, _changed_s=float(state.changed_s),
+            batch=Series.of(sums[0], *state.batch.tolist()),
+            kv_blocks=Series.of(sums[1], *state.kv_blocks.tolist()),
+            **{name: state[name].item() for name in COUNTERS},
+        )  # fmt: skip
         columns = {
             "index": left.number, "sequence": left.sequence, "prompt_tokens": left.prompt,
             "tokens": left.tokens, "arrival_s": left.arrival_s,
             "first_s": left.first_s + left.around_s, "finish_s": left.last_s + left.around_s,
-            "rounds": left.steps, "drafted": gained["drafted"], "accepted": gained["accepted"],
-            "draft_forwards": gained["forwards"], "preemptions": left.preemptions,
-            "replica": np.full(len(left), recorder.replica),
+            "rounds": left.steps, "drafted": left.drafted, "accepted": left.accepted,
+            "draft_forwards": left.forwards, "preemptions": left.preemptions,
+            "replica": np.full(len(left), number),
         }  # fmt: skip
         for name, values in columns.items():
-            recorder.requests[name].extend(values.tolist())
-        engine.marks.tokens[done.marked :] = done.tokens
-        ends = sorted(self._marks.items(), key=lambda mark: mark[1])
-        for (index, at_s), tokens in zip(ends, engine.marks.tokens.tolist(), strict=True):
-            self._emitted_at[at_s] = tokens
-            recorder.mark(index, at_s, tokens)
-        *readers, composed = engine.seen
-        for phases, seen in zip(phases_of(self.cost), readers, strict=True):
-            for origin, sizes in zip(ORIGINS, seen, strict=True):
-                self._cover(phases, origin, sizes)
-        self._cover(("target", "mixed"), COMPOSED, composed[0])
+            recorder.requests[name].frombytes(values.tobytes())
+        bins = gaps.nonzero()[0]
+        counts = zip((bins + arrays.FINEST).tolist(), gaps[bins].tolist(), strict=True)
+        recorder.itl.add_bins(dict(counts), float(state.gaps_s))
+        recorder.enter(now_s, 0)
+        for mark, tokens in zip(self._marks, engine.marked[:, place].tolist(), strict=True):
+            if mark.passed:
+                recorder.mark(int(mark.index), float(mark.at_s), tokens)
+        return recorder
 
-    def _cover(self, phases: tuple[str, str] | None, origin: str, seen: Records) -> None:
-        """Say what was read, in the order of `IterationCost.coverage`."""
-        passes, *ends = seen.tolist()
-        if passes and phases is not None:
-            spans = [Span(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
-            self._coverage.append(Coverage(*phases, origin, passes, *spans))
-
-
-def _zeros(of: np.dtype[Any], count: int = 1) -> Records:
-    return np.zeros(count, of).view(np.recarray)
+    def _coverage(self, seen: Any) -> Iterator[Coverage]:
+        """Yield what was read, in the order of `IterationCost.coverage`."""
+        *readers, composed = seen
+        for phases, by_origin in zip(arrays.phases_of(self._cost), readers, strict=True):
+            for origin, sizes in zip(ORIGINS, by_origin, strict=True):
+                if phases is not None and sizes.passes:
+                    yield _covered(phases, origin, sizes)
+        if composed[0].passes:
+            yield _covered(("target", "mixed"), COMPOSED, composed[0])
 
 
-def _nothing_seen() -> Records:
-    nothing = np.array((0, *[math.inf, -math.inf] * 3), SEEN)
-    return np.full((len(READERS) + 1, len(ORIGINS)), nothing).view(np.recarray)
+def _covered(phases: tuple[str, str], origin: str, sizes: Any) -> Coverage:
+    passes, *ends = sizes.tolist()
+    spans = [Span(low, high) for low, high in zip(ends[::2], ends[1::2], strict=True)]
+    return Coverage(*phases, origin, passes, *spans)
+
+
+def _marks(marks: Mapping[int, float], skip: int, expected: int) -> Any:
+    """The ends of the measured window: at given times, or where a request arrives."""
+    timed = sorted(marks.items(), key=lambda mark: mark[1])
+    if timed:
+        rows = [(arrays.NOBODY, index, at_s, False) for index, at_s in timed]
+    else:
+        rows = [(index, index, 0.0, False) for index in sorted({skip, expected - 1})]
+    return np.array(rows, arrays.MARK).view(np.recarray)
+
+
+def _patiently(run: Callable[..., Any], engine: arrays.Arrays) -> Any:
+    """Run the loop; say so where its first call has to compile it."""
+    if getattr(run, "signatures", ()):
+        return run(engine)
+    said = Timer(PATIENCE_S, _say)
+    said.daemon = True
+    said.start()
+    try:
+        return run(engine)
+    finally:
+        said.cancel()
+
+
+def _say() -> None:
+    print(
+        "draftsim compiles its serving loop, once after every installation: some 20 s",
+        file=sys.stderr,
+    )

@@ -1,27 +1,266 @@
-"""Iterations of one engine over requests that arrive by themselves, in numbers alone.
+"""The serving loop in machine code: requests, iterations and their seconds, over arrays.
 
-`run` does what `simulator.serving.engine.Engine.iterate` does, `plan` what
-`simulator.serving.scheduler.Continuous.next` does, and in their order: see there for the why.
+`run` does what `simulator.serving.engine.Engine`, `simulator.serving.source.Source` and
+`simulator.serving.scheduler` do with SimPy's events, in their order; `iteration_s` does what
+`simulator.serving.cost` does.  Those say why; the tests hold the two together to 1e-9.  All
+functions stand in one file because numba's cache on disk notices changes of this file alone.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
-from simulator.serving.compiled.jit import jit
-from simulator.serving.compiled.prices import Prompts, iteration_s
-from simulator.serving.compiled.state import BINS, FINEST, NOBODY, WIDTH, Arrays
+import numba
+
+from simulator.serving.compiled.arrays import (
+    ALONG,
+    BESIDE,
+    BINS,
+    DRAFT_PREFILL,
+    FINEST,
+    FIRST,
+    LATER,
+    MIXED,
+    NOBODY,
+    NOWHERE,
+    POINTS,
+    TARGET,
+    TARGET_PREFILL,
+    WIDTH,
+    Arrays,
+    Floats,
+    Prices,
+    Records,
+)
 from simulator.serving.cost.work import Work
+from traces.latency.interpolate import EXTRAPOLATED, INTERPOLATED, MEASURED
+from traces.replay.always import MOST_BEHIND
 
-DONE, MORE, STUCK = range(3)
-"""Why `run` came back: every request has left, its log is full, nobody can run."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+DONE, CUT, PAUSE, MORE, ROUTE, LOST, STUCK = range(7)
+"""Why `run` returns: no request is left; the time is up; it has done `STEPS` events; it needs more
+requests; a router has to choose; a draft leaves the recording; nobody can run."""
+STEPS = 1 << 16
+"""Events between two looks at the outside."""
+BEGUN, SLEEPS, OVER = -3, -2, -1
+"""What `begin` returns, or else the request whose draft leaves the recording, or `BLOCKED`."""
+BLOCKED = -4
+
+
+class Prompts(NamedTuple):
+    """The prompt chunks of an iteration, added up."""
+
+    number: int
+    tokens: int
+    cached: int
+    whole: bool
+    """True if every one of them ends in this iteration."""
+
+
+def jit(function: Function) -> Function:
+    """Compile `function` when it is first called; the machine code is kept on disk.
+
+    Nothing here allocates.  Without numba's runtime (``_nrt``) no reference to an array is counted,
+    which would take as long again as the loop itself.
+    """
+    how: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+    try:
+        return cast("Function", numba.njit(cache=True, **how)(function))
+    except RuntimeError:  # neither next to the file nor in the user's cache can anything be written
+        return cast("Function", numba.njit(**how)(function))
+
+
+# --- seconds ---------------------------------------------------------------------------------
 
 
 @jit
-def append(engine: Arrays, whose: int, blocks: int) -> None:
-    """Free blocks behind all others; two neighbours that are nobody's are one entry."""
-    state, free = engine.state, engine.free
+def below(points: Floats, first: int, last: int, x: float) -> int:
+    """Return the last of ``points[first:last]``, ascending, that is not above `x`; or the first."""
+    while last - first > 1:
+        middle = (first + last) // 2
+        if points[middle] <= x:
+            first = middle
+        else:
+            last = middle
+    return first
+
+
+@jit
+def growth(
+    fit: Any, batch: float, width: float, context: float,
+    from_batch: float, from_width: float, from_context: float,
+) -> float:  # fmt: skip
+    """`simulator.serving.cost.surface.Roofline.growth`."""
+    cached = from_context * (fit.cache + from_width * fit.attention)
+    base = fit.launch + from_batch * (fit.sequence + from_width * fit.token + cached)
+    if base <= 0:
+        return 1.0
+    cached = context * (fit.cache + width * fit.attention)
+    grown: float = (fit.launch + batch * (fit.sequence + width * fit.token + cached)) / base
+    return grown
+
+
+@jit
+def read(
+    prices: Prices, seen: Records, place: int, batch: float, width: float, context: float
+) -> float:
+    """Return the seconds of one pass, and count it in `seen`, (readers, origins)."""
+    sizes, first, reader = prices.sizes, prices.first, prices.readers[place]
+    origin, total = MEASURED, 0.0
+    if reader.constant:
+        begin = first[reader.first]
+        wide = below(sizes, begin, first[reader.first + 1], math.ceil(width))
+        total = prices.seconds[first[wide]]
+    else:
+        asked = reader.only_batch if reader.only_batch > 0 else batch
+        near = min(max(asked, sizes[reader.first]), sizes[reader.last - 1])
+        low = below(sizes, reader.first, reader.last, near)
+        share = 0.0
+        if sizes[low] != near:
+            share = (near - sizes[low]) / (sizes[low + 1] - sizes[low])
+            origin = INTERPOLATED
+        for side in range(low, low + (2 if share > 0 else 1)):
+            begin, end = first[side], first[side + 1]
+            narrow = min(max(width, sizes[begin]), sizes[end - 1])
+            at = below(sizes, begin, end, narrow)
+            part = 0.0
+            if sizes[at] != narrow:
+                part = (narrow - sizes[at]) / (sizes[at + 1] - sizes[at])
+                origin = max(origin, INTERPOLATED)
+            value = 0.0
+            for line in range(at, at + (2 if part > 0 else 1)):
+                begin, end = first[line], first[line + 1]
+                edge = min(max(context, sizes[begin]), sizes[end - 1])
+                cut = below(sizes, begin, end, edge)
+                seconds = prices.seconds[cut]
+                if sizes[cut] != edge:
+                    step = (edge - sizes[cut]) / (sizes[cut + 1] - sizes[cut])
+                    seconds += step * (prices.seconds[cut + 1] - seconds)
+                    origin = max(origin, INTERPOLATED)
+                if edge != context:
+                    own = sizes[side], sizes[line]
+                    seconds *= growth(reader, *own, context, *own, edge)
+                    origin = EXTRAPOLATED
+                value += seconds * (1.0 - part if line == at else part)
+            if narrow != width:
+                value *= growth(reader, sizes[side], width, context, sizes[side], narrow, context)
+                origin = EXTRAPOLATED
+            total += value * (1.0 - share if side == low else share)
+        if near != asked:
+            total *= growth(reader, batch, width, context, near, width, context)
+            origin = EXTRAPOLATED
+    count(seen[place, origin], batch, width, context)
+    return total
+
+
+@jit
+def count(seen: Any, batch: float, width: float, context: float) -> None:
+    """Count one pass."""
+    seen.passes += 1
+    seen.least_batch = min(seen.least_batch, batch)
+    seen.most_batch = max(seen.most_batch, batch)
+    seen.least_width = min(seen.least_width, width)
+    seen.most_width = max(seen.most_width, width)
+    seen.least_context = min(seen.least_context, context)
+    seen.most_context = max(seen.most_context, context)
+
+
+@jit
+def decoding_s(
+    prices: Prices, seen: Records, work: Work, batch: int, target: int
+) -> tuple[float, float]:
+    """Return the seconds of the target's pass over what decodes, and of all else."""
+    context, drafted, longest, drafting, catch_up, draft_context, rejected, unread = work
+    if prices.always:
+        catch_up = min(catch_up, MOST_BEHIND * drafting) + batch - drafting
+        longest, drafting, draft_context = max(longest, prices.always), batch, context
+        unread = unread or prices.always > 1
+    host, size = prices.hosts[batch], float(batch)
+    seconds = host.round_s
+    if rejected:
+        seconds += host.target_rollback_s
+    if unread:
+        seconds += host.draft_rollback_s
+    width, cached = drafted / size + 1.0, context / size - 1.0
+    along = prices.readers[ALONG].read
+    if along != NOWHERE and not drafted and prices.always < 2:
+        seconds += read(prices, seen, ALONG, size, 1.0, cached)
+    elif longest:
+        seconds += longest * host.draft_s
+        mean = draft_context / drafting
+        first, before = width, cached
+        if along == NOWHERE:
+            first = catch_up / drafting
+            before = max(mean - first, 0.0)
+        seconds += read(prices, seen, prices.readers[FIRST].read, size, first, before)
+        seconds += prices.settled[batch, min(longest, prices.settled.shape[1]) - 1]
+        for step in range(longest - 1):
+            seconds += read(prices, seen, LATER, size, 1.0, mean + step)
+    return read(prices, seen, target, size, width, cached), seconds
+
+
+@jit
+def prompts_s(
+    prices: Prices, seen: Records, prefill: int, forward: int, prompts: Prompts, seats: Records
+) -> float:
+    """Return the seconds of a model's pass over prompts alone, the first ``chunk`` of `seats`."""
+    if prices.readers[prefill].read == NOWHERE or prices.readers[forward].read == NOWHERE:
+        return 0.0
+    number, mean = float(prompts.number), prompts.tokens / prompts.number
+    if prompts.cached or not prompts.whole:
+        return read(prices, seen, forward, number, mean, prompts.cached / number)
+    if prompts.number == 1:
+        return read(prices, seen, prefill, 1.0, mean, 0.0)
+    alike = min(mean, prices.readers[prefill].most)
+    together = read(prices, seen, prefill, number, alike, 0.0)
+    same = True
+    for i in range(prompts.number):
+        same = same and seats[i].chunk == alike
+    if same or not together:
+        return together
+    alone = 0.0
+    for i in range(prompts.number):
+        alone += read(prices, seen, prefill, 1.0, float(seats[i].chunk), 0.0)
+    return together * alone / (number * read(prices, seen, prefill, 1.0, alike, 0.0))
+
+
+@jit
+def iteration_s(
+    prices: Prices, seen: Records, work: Work, batch: int, prompts: Prompts, seats: Records
+) -> float:
+    """Return the seconds of an iteration; mixed passes put together are counted last."""
+    draft_s = prompt_s = 0.0
+    if prompts.number:
+        draft_s = prompts_s(prices, seen, DRAFT_PREFILL, LATER, prompts, seats)
+        prompt_s = prompts_s(prices, seen, TARGET_PREFILL, TARGET, prompts, seats)
+    if not batch:
+        around_s: float = prices.hosts[prompts.number].iteration_s
+        return draft_s + prompt_s + around_s
+    mixes = prompts.number > 0 and prices.readers[TARGET_PREFILL].read != NOWHERE
+    target = prices.readers[BESIDE].read if mixes else TARGET
+    target_s, beside_s = decoding_s(prices, seen, work, batch, target)
+    if mixes:
+        sizes = float(batch + work.drafted), float(prompts.tokens), float(prompts.cached)
+        mixed = prices.readers[MIXED]
+        if mixed.read != NOWHERE and not prompts.cached and sizes[1] <= mixed.most:
+            target_s += read(prices, seen, MIXED, *sizes)
+        else:
+            count(seen[len(prices.readers), 0], *sizes)
+            both_s = target_s + prompt_s - prices.launch_s
+            target_s = max(target_s, prompt_s, both_s)
+    return beside_s + draft_s + target_s
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@jit
+def append(engine: Arrays, r: int, whose: int, blocks: int) -> None:
+    """Free blocks after all others; two neighbours that are nobody's are one entry."""
+    state, free = engine.replicas[r], engine.free[r]
     if state.free and whose == NOBODY == free[state.free - 1].whose:
         free[state.free - 1].blocks += blocks
     elif blocks:
@@ -30,9 +269,9 @@ def append(engine: Arrays, whose: int, blocks: int) -> None:
 
 
 @jit
-def take(engine: Arrays, blocks: int) -> None:
-    """`BlockPool._take`, and entries that have become alike joined."""
-    state, free = engine.state, engine.free
+def take_blocks(engine: Arrays, r: int, blocks: int) -> None:
+    """`BlockPool._take`, and join entries that have become alike."""
+    state, free = engine.replicas[r], engine.free[r]
     kept, anybodys = 0, False
     for i in range(state.free):
         whose, there = free[i].whose, free[i].blocks
@@ -51,24 +290,24 @@ def take(engine: Arrays, blocks: int) -> None:
 
 
 @jit
-def found_again(engine: Arrays, slot: int) -> int:
+def found_again(engine: Arrays, r: int, slot: int) -> int:
     """`Scheduler._found`."""
-    state, request = engine.state, engine.requests[slot]
+    state, request = engine.replicas[r], engine.requests[slot]
     kept = 0
     if request.preemptions:
         for i in range(state.free):
-            if engine.free[i].whose == slot:
-                kept += engine.free[i].blocks
+            if engine.free[r, i].whose == slot:
+                kept += engine.free[r, i].blocks
     size = engine.limits.block_size
     return int(min(kept, (request.prefill_left - 1) // size) * size) if kept else 0
 
 
 @jit
-def find(engine: Arrays, slot: int, blocks: int) -> None:
+def find(engine: Arrays, r: int, slot: int, blocks: int) -> None:
     """`BlockPool.find`."""
-    state, left = engine.state, blocks
+    state, left = engine.replicas[r], blocks
     for i in range(state.free):
-        entry = engine.free[i]
+        entry = engine.free[r, i]
         if entry.whose == slot:
             own = min(left, entry.blocks)
             left -= own
@@ -76,19 +315,19 @@ def find(engine: Arrays, slot: int, blocks: int) -> None:
             entry.whose = NOBODY
     state.used += blocks
     engine.requests[slot].blocks = blocks
-    take(engine, 0)
+    take_blocks(engine, r, 0)
 
 
 @jit
-def grown(engine: Arrays, slot: int, tokens: int) -> bool:
+def grown(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
     """`BlockPool.grow`."""
-    limits, state, request = engine.limits, engine.state, engine.requests[slot]
+    limits, state, request = engine.limits, engine.replicas[r], engine.requests[slot]
     wanted = max(request.blocks, -(-tokens // limits.block_size))
     more = wanted - request.blocks
     if limits.kv_blocks and state.used + more > limits.kv_blocks:
         return False
     if state.free and more:
-        take(engine, more)
+        take_blocks(engine, r, more)
     state.used += more
     request.blocks = wanted
     request.capacity = wanted * limits.block_size
@@ -96,48 +335,65 @@ def grown(engine: Arrays, slot: int, tokens: int) -> bool:
 
 
 @jit
-def room(engine: Arrays, slot: int, tokens: int) -> bool:
+def room(engine: Arrays, r: int, slot: int, tokens: int) -> bool:
     """`Scheduler._room`: the youngest go until there is room, perhaps `slot` itself."""
-    state = engine.state
-    while not grown(engine, slot, tokens):
+    state = engine.replicas[r]
+    while not grown(engine, r, slot, tokens):
         state.running -= 1
-        number = engine.seats[state.running].running
+        number = engine.seats[r, state.running].running
         victim = engine.requests[number]
         computed = victim.prefilled if victim.prefill_left else victim.context - 1
         full = computed // engine.limits.block_size if engine.limits.prefix_caching else 0
         if full and not state.free:
-            append(engine, NOBODY, engine.limits.kv_blocks - state.used)
+            append(engine, r, NOBODY, engine.limits.kv_blocks - state.used)
         state.used -= victim.blocks
         if full:
-            append(engine, NOBODY, victim.blocks - full)
-            append(engine, number, full)
+            append(engine, r, NOBODY, victim.blocks - full)
+            append(engine, r, number, full)
         elif state.free:
-            append(engine, NOBODY, victim.blocks)
+            append(engine, r, NOBODY, victim.blocks)
         victim.blocks = victim.capacity = victim.prefilled = 0
         victim.prefill_left = victim.context - (1 if victim.tokens else 0)
         victim.preemptions += 1
-        # It came from there, so that there is a place before the head.
-        state.head -= 1
-        engine.queue[state.head].waits = number
+        victim.next = state.head
+        if state.head == NOBODY:
+            state.tail = number
+        state.head = number
+        state.waiting += 1
         if number == slot:
             return False
     return True
 
 
+# --- who runs --------------------------------------------------------------------------------
+
+
 @jit
-def reads(engine: Arrays, slot: int, tokens: int) -> None:
-    """The next iteration reads so much of a prompt."""
-    seat = engine.seats[engine.state.reads]
+def admit(engine: Arrays, r: int) -> None:
+    """The first of the queue runs from now on."""
+    state = engine.replicas[r]
+    slot = state.head
+    state.head = engine.requests[slot].next
+    state.waiting -= 1
+    engine.seats[r, state.running].running = slot
+    state.running += 1
+
+
+@jit
+def reads(engine: Arrays, r: int, slot: int, tokens: int) -> None:
+    """The next iteration reads this many tokens of a prompt."""
+    state = engine.replicas[r]
+    seat = engine.seats[r, state.reads]
     seat.reads, seat.chunk = slot, tokens
-    engine.state.reads += 1
+    state.reads += 1
 
 
 @jit
-def plan(engine: Arrays) -> None:
-    """Who decodes and whose prompts are read next."""
-    limits, state, seats, requests = engine.limits, engine.state, engine.seats, engine.requests
+def plan(engine: Arrays, r: int) -> None:
+    """`Continuous.next`: who decodes and whose prompts are read next."""
+    limits, state, requests = engine.limits, engine.replicas[r], engine.requests
+    seats = engine.seats[r]
     budget, queued, held_back, at = limits.token_budget, state.head, False, 0
-    state.decodes = state.reads = 0
     while at < state.running:
         slot = seats[at].running
         request = requests[slot]
@@ -145,15 +401,15 @@ def plan(engine: Arrays) -> None:
         if request.prefill_left:
             tokens = min(request.prefill_left, budget)
             wanted = request.prefilled + tokens
-            if tokens > 0 and (wanted <= request.capacity or room(engine, slot, wanted)):
-                reads(engine, slot, tokens)
+            if tokens > 0 and (wanted <= request.capacity or room(engine, r, slot, wanted)):
+                reads(engine, r, slot, tokens)
                 budget -= tokens
             continue
         if budget < limits.lookahead + 1:
             held_back = True
             break
         peak = request.context + limits.lookahead
-        if peak > request.capacity and not room(engine, slot, peak):
+        if peak > request.capacity and not room(engine, r, slot, peak):
             break
         budget -= limits.lookahead + 1
         seats[state.decodes].decodes = slot
@@ -161,10 +417,10 @@ def plan(engine: Arrays) -> None:
     # Nobody new while one that was admitted has to wait, or lost its place.
     if held_back or state.head != queued:
         return
-    while state.head < state.tail and state.running < limits.max_batch and budget > 0:
-        slot = engine.queue[state.head].waits
+    while state.head != NOBODY and state.running < limits.max_batch and budget > 0:
+        slot = state.head
         request = requests[slot]
-        found = found_again(engine, slot)
+        found = found_again(engine, r, slot)
         left = request.prefill_left - found
         tokens = min(left, budget) if limits.chunked_prefill else left
         needed = request.prefill_left if limits.whole_prompts else found + tokens
@@ -172,15 +428,149 @@ def plan(engine: Arrays) -> None:
         if tokens > budget or (limits.kv_blocks and state.used + blocks > limits.kv_blocks):
             return
         if request.preemptions and state.free:
-            find(engine, slot, found // limits.block_size)
+            find(engine, r, slot, found // limits.block_size)
         request.prefilled += found
         request.prefill_left = left
-        grown(engine, slot, request.prefilled + tokens)
-        state.head += 1
-        seats[state.running].running = slot
-        state.running += 1
-        reads(engine, slot, tokens)
+        grown(engine, r, slot, request.prefilled + tokens)
+        admit(engine, r)
+        reads(engine, r, slot, tokens)
         budget -= tokens
+
+
+@jit
+def plan_static(engine: Arrays, r: int) -> None:
+    """`StaticBatches.next`."""
+    limits, state, requests = engine.limits, engine.replicas[r], engine.requests
+    seats = engine.seats[r]
+    if state.running:
+        for i in range(state.running):
+            seats[i].decodes = seats[i].running
+        state.decodes = state.running
+        return
+    if not state.waiting or (more_to_come(engine) and state.waiting < limits.max_batch):
+        return
+    while state.waiting and state.running < limits.max_batch:
+        request = requests[state.head]
+        peak = request.prompt + request.output + limits.lookahead
+        if not grown(engine, r, state.head, peak):
+            break
+        reads(engine, r, state.head, request.prefill_left)
+        admit(engine, r)
+
+
+@jit
+def decide(engine: Arrays, r: int, n: int, seat: Any, slot: int) -> bool:
+    """The round of a request where `n` requests decide; False if a draft leaves the recording."""
+    request = engine.requests[slot]
+    if not engine.limits.planned:
+        known = engine.rounds[request.first + request.steps]
+        seat.drafted, seat.accepted, seat.emitted = known[1], known[2], known[3]
+        seat.forwards, seat.catch_up = known[4], known[5]
+    else:
+        length = engine.lengths[n]
+        start = engine.starts[request.first + request.tokens % request.recorded]
+        most = min(start.most, engine.limits.lookahead)
+        if request.output > request.recorded:
+            most = min(most, start.left - 1)
+        seat.forwards = min(most, length.passes)
+        seat.drafted = min(seat.forwards, length.verified)
+        seat.accepted = min(seat.drafted, start.runs)
+        seat.emitted = min(seat.accepted + 1, start.left)
+        seat.catch_up = request.catch_up
+        if seat.forwards > start.recorded or (start.open_ended and seat.drafted > start.runs):
+            return False
+        if not seat.forwards:
+            request.catch_up += 1
+        elif engine.limits.takes_verified:
+            request.catch_up = seat.accepted + 1
+        else:
+            request.catch_up = 1 + seat.accepted - min(seat.accepted, seat.forwards - 1)
+    seat.emitted = min(seat.emitted, request.output - request.tokens)
+    return True
+
+
+@jit
+def begin(engine: Arrays, r: int, order: int) -> int:
+    """Plan the next iteration and find when it ends."""
+    limits, state, clock = engine.limits, engine.replicas[r], engine.clock[0]
+    seats = engine.seats[r]
+    state.decodes = state.reads = 0
+    state.at_s = math.inf
+    if limits.static:
+        plan_static(engine, r)
+    else:
+        plan(engine, r)
+    batch = state.decodes
+    if not batch and not state.reads:
+        if clock.exhausted and state.head == NOBODY:
+            return OVER
+        last = clock.exhausted and not more_to_come(engine)
+        if state.running or (state.head != NOBODY and last):
+            return BLOCKED
+        return SLEEPS
+    n = state.asked = state.scheduled if state.scheduled else batch
+    if batch and limits.planned:
+        verified = engine.lengths[n].verified
+        state.length_changes += state.verified >= 0 and verified != state.verified
+        state.verified = verified
+    if not limits.static:
+        state.scheduled = batch + state.reads
+    context = drafted = longest = drafting = catch_up = draft_context = 0
+    rejected = unread = False
+    for i in range(batch):
+        seat, slot = seats[i], seats[i].decodes
+        request = engine.requests[slot]
+        if not decide(engine, r, n, seat, slot):
+            return int(slot)
+        context += request.context
+        drafted += seat.drafted
+        rejected = rejected or seat.accepted < seat.drafted
+        if seat.forwards:
+            drafting += 1
+            catch_up += seat.catch_up
+            draft_context += request.context
+            longest = max(longest, seat.forwards)
+            unread = unread or seat.accepted < seat.forwards - 1
+    tokens, cached, whole = 0, 0, True
+    for i in range(state.reads):
+        request = engine.requests[seats[i].reads]
+        tokens += seats[i].chunk
+        cached += request.prefilled
+        whole = whole and request.prefill_left == seats[i].chunk
+    seconds = iteration_s(
+        engine.prices, engine.seen[r],
+        Work(context, drafted, longest, drafting, catch_up, draft_context, rejected, unread),
+        batch, Prompts(state.reads, tokens, cached, whole), seats,
+    )  # fmt: skip
+    state.started_s = clock.now
+    state.at_s, state.order = clock.now + seconds, order
+    return BEGUN
+
+
+# --- what happens ----------------------------------------------------------------------------
+
+
+@jit
+def ordered(engine: Arrays) -> int:
+    """Return a number for an event: among those of one time, lower ones go first."""
+    clock = engine.clock[0]
+    clock.order += 1
+    return int(clock.order)
+
+
+@jit
+def more_to_come(engine: Arrays) -> bool:
+    """`Source.more_to_come`."""
+    clock = engine.clock[0]
+    return bool(clock.thinking > 0 if engine.limits.closed else not clock.exhausted)
+
+
+@jit
+def wake(engine: Arrays, r: int) -> None:
+    """`Engine.wake`."""
+    state = engine.replicas[r]
+    if state.idle and not state.ended and state.at_s == math.inf:
+        state.at_s, state.order = engine.clock[0].now, ordered(engine)
 
 
 @jit
@@ -192,19 +582,112 @@ def enter(state: Any, now: float, change: int) -> None:
 
 
 @jit
-def arrive(engine: Arrays, until: float) -> None:
-    """Requests come, and ends of the window pass, up to `until`."""
-    state, requests, marks = engine.state, engine.requests, engine.marks
-    while state.marked < len(marks) and marks[state.marked].at_s <= until:
-        marks[state.marked].tokens = state.tokens
-        state.marked += 1
-    while state.arrived < len(requests) and requests[state.arrived].arrival_s <= until:
-        request = requests[state.arrived]
-        if request.admissible:
-            enter(state, request.arrival_s, 1)
-            engine.queue[state.tail].waits = state.arrived
-            state.tail += 1
-        state.arrived += 1
+def think(engine: Arrays, wait_s: float) -> None:
+    """A client sends its next request after `wait_s`."""
+    clock, ring = engine.clock[0], engine.thinking
+    size, at_s = len(ring), clock.now + wait_s
+    at = clock.think_count
+    while at and ring[(clock.think_head + at - 1) % size].at_s > at_s:
+        ring[(clock.think_head + at) % size] = ring[(clock.think_head + at - 1) % size]
+        at -= 1
+    entry = ring[(clock.think_head + at) % size]
+    entry.at_s, entry.order, entry.counts = at_s, ordered(engine), wait_s > 0
+    clock.thinking += entry.counts
+    clock.think_count += 1
+
+
+@jit
+def mark(engine: Arrays, k: int, now: float) -> None:
+    """An end of the measured window has come."""
+    engine.marks[k].at_s, engine.marks[k].passed = now, True
+    for r in range(len(engine.replicas)):
+        engine.marked[k, r] = engine.replicas[r].tokens
+
+
+@jit
+def submit(engine: Arrays) -> None:
+    """`Source._submit_next` and `Engine.submit`: a request comes now, if there is another."""
+    clock, limits = engine.clock[0], engine.limits
+    clock.wanted -= 1
+    if clock.arrived == len(engine.requests):
+        exhaust(engine)
+        return
+    slot, now = clock.arrived, clock.now
+    request = engine.requests[slot]
+    state = engine.replicas[request.replica]
+    clock.arrived += 1
+    if limits.closed:
+        request.arrival_s = now
+    for k in range(len(engine.marks)):
+        if engine.marks[k].number == request.number:
+            mark(engine, k, now)
+    state.arrived += 1
+    if not request.admissible:
+        state.rejected += 1
+        clock.gone += 1
+        if limits.closed:
+            think(engine, limits.think_s)
+        return
+    enter(state, now, 1)
+    request.entered = True
+    state.carried += request.prompt
+    if state.head == NOBODY:
+        state.head = slot
+    else:
+        engine.requests[state.tail].next = slot
+    state.tail = slot
+    state.waiting += 1
+    wake(engine, request.replica)
+
+
+@jit
+def exhaust(engine: Arrays) -> None:
+    """No request will come any more."""
+    clock = engine.clock[0]
+    clock.exhausted = True
+    clock.comes_s = math.inf
+    for r in range(len(engine.replicas)):
+        wake(engine, r)
+
+
+@jit
+def arrivals(engine: Arrays) -> bool:
+    """Requests of an open system, or a client's next, come now; False if more must be known."""
+    clock, requests = engine.clock[0], engine.requests
+    if engine.limits.closed:
+        entry = engine.thinking[clock.think_head]
+        clock.now = entry.at_s
+        clock.thinking -= entry.counts
+        clock.think_head = (clock.think_head + 1) % len(engine.thinking)
+        clock.think_count -= 1
+        clock.wanted += 1
+        return True
+    last = clock.arrived
+    while last < len(requests) and requests[last].arrival_s <= clock.comes_s:
+        last += 1
+    if last == len(requests) and not clock.listed:
+        return False
+    clock.now = clock.comes_s
+    clock.wanted = last - clock.arrived
+    if clock.wanted:
+        clock.comes_s = NOBODY  # to be found once they have come
+    else:
+        exhaust(engine)
+    return True
+
+
+@jit
+def next_arrival(engine: Arrays) -> None:
+    """`Source._open`: when the next request of an open system comes."""
+    clock, requests = engine.clock[0], engine.requests
+    if clock.arrived < len(requests):
+        clock.comes_s = max(requests[clock.arrived].arrival_s, clock.now)
+    elif engine.limits.open_until_s > clock.now:
+        clock.comes_s = engine.limits.open_until_s
+    else:
+        exhaust(engine)
+        return
+    clock.comes_order = ordered(engine)
 
 
 @jit
@@ -214,13 +697,31 @@ def bin_of(seconds: float) -> int:
 
 
 @jit
-def leave(engine: Arrays, slot: int) -> None:
+def spread(series: Any, sums: Floats, start: float, end: float, value: float) -> None:
+    """`Series.add`."""
+    series.integral += value * (end - start)
+    while end > series.interval_s * POINTS:
+        for i in range(POINTS // 2):
+            sums[i] = sums[2 * i] + sums[2 * i + 1]
+        sums[POINTS // 2 :] = 0.0
+        series.interval_s *= 2
+    at = min(int(start / series.interval_s), POINTS - 1)
+    while at < POINTS - 1 and end > (at + 1) * series.interval_s:
+        edge = (at + 1) * series.interval_s
+        sums[at] += value * max(edge - start, 0.0)
+        start, at = max(edge, start), at + 1
+    sums[at] += value * (end - start)
+
+
+@jit
+def leave(engine: Arrays, r: int, slot: int) -> None:
     """`Engine.leave`."""
-    state, seats, request = engine.state, engine.seats, engine.requests[slot]
+    state, seats, clock = engine.replicas[r], engine.seats[r], engine.clock[0]
+    request = engine.requests[slot]
     request.around_s = engine.prices.hosts[state.running].request_s
     state.used -= request.blocks
     if state.free:
-        append(engine, NOBODY, request.blocks)
+        append(engine, r, NOBODY, request.blocks)
     request.blocks = 0
     at = 0
     while seats[at].running != slot:
@@ -228,121 +729,174 @@ def leave(engine: Arrays, slot: int) -> None:
     state.running -= 1
     for later in range(at, state.running):
         seats[later].running = seats[later + 1].running
-    enter(state, state.now, -1)
+    enter(state, clock.now, -1)
     state.area_s += request.around_s
-    engine.queue[state.finished].left = slot
-    state.finished += 1
+    state.carried -= request.prompt + request.tokens
+    request.left = True
+    engine.left[clock.finished] = slot
+    clock.finished += 1
+    clock.gone += 1
+    if engine.limits.closed:
+        wait_s = engine.limits.think_s + request.around_s
+        if wait_s > 0:
+            think(engine, wait_s)
+        else:
+            clock.wanted += 1
 
 
 @jit
-def work_of(engine: Arrays) -> Work:
-    """What the next rounds of those who decode add up to."""
-    context = drafted = longest = drafting = catch_up = draft_context = 0
-    rejected = unread = False
-    for i in range(engine.state.decodes):
-        request = engine.requests[engine.seats[i].decodes]
-        outcome = engine.rounds[request.first_round + request.steps]
-        context += request.context
-        drafted += outcome.drafted
-        rejected = rejected or outcome.accepted < outcome.drafted
-        if outcome.forwards:
-            drafting += 1
-            catch_up += outcome.catch_up
-            draft_context += request.context
-            longest = max(longest, outcome.forwards)
-            unread = unread or outcome.accepted < outcome.forwards - 1
-    return Work(context, drafted, longest, drafting, catch_up, draft_context, rejected, unread)
-
-
-@jit
-def prompts_of(engine: Arrays) -> Prompts:
-    """The prompts that the next iteration reads."""
-    tokens, cached, whole = 0, 0, True
-    for i in range(engine.state.reads):
-        request = engine.requests[engine.seats[i].reads]
-        tokens += engine.seats[i].chunk
-        cached += request.prefilled
-        whole = whole and request.prefill_left == engine.seats[i].chunk
-    return Prompts(engine.state.reads, tokens, cached, whole)
-
-
-@jit
-def decoded(engine: Arrays, start: float) -> None:
-    """`Engine._decoded`: the rounds have ended."""
-    state, seats = engine.state, engine.seats
-    on_time = ended = 0
+def decoded(engine: Arrays, r: int) -> None:
+    """`Engine._account` and `Engine._decoded`: the rounds have ended."""
+    state, seats, now = engine.replicas[r], engine.seats[r], engine.clock[0].now
+    start = state.started_s
+    state.iterations += 1
+    state.busy_s += now - start
+    state.peak_batch = max(state.peak_batch, state.running)
+    spread(state.batch, engine.sums[r, 0], start, now, state.running)
+    spread(state.kv_blocks, engine.sums[r, 1], start, now, state.used)
+    on_time = 0
+    state.leaving = state.cursor = 0
     for i in range(state.decodes):
-        slot = seats[i].decodes
-        request = engine.requests[slot]
-        emitted = engine.rounds[request.first_round + request.steps].emitted
+        seat = seats[i]
+        request = engine.requests[seat.decodes]
         request.steps += 1
-        if request.steps == request.rounds:
-            emitted -= request.over
-            seats[ended].decodes = slot  # those up to here have been gone through
-            ended += 1
-        request.context += emitted
-        request.tokens += emitted
-        state.tokens += emitted
+        request.context += seat.emitted
+        request.tokens += seat.emitted
+        request.drafted += seat.drafted
+        request.accepted += seat.accepted
+        request.forwards += seat.forwards
+        state.tokens += seat.emitted
+        state.drafted += seat.drafted
+        state.accepted += seat.accepted
+        state.draft_forwards += seat.forwards
+        if request.tokens >= request.output:
+            seats[state.leaving].leaves = seat.decodes
+            state.leaving += 1
         if request.counted:
-            gap_s = state.now - request.last_s
-            state.gaps_s += gap_s
             if request.last_s != start:
-                engine.gaps[bin_of(gap_s)] += 1
+                state.gaps_s += now - request.last_s
+                engine.gaps[r, bin_of(now - request.last_s)] += 1
             else:
                 on_time += 1
-        request.last_s = state.now
+        request.last_s = now
     if on_time:
-        engine.gaps[bin_of(state.now - start)] += on_time
-    for i in range(ended):
-        leave(engine, seats[i].decodes)
+        state.gaps_s += on_time * (now - start)
+        engine.gaps[r, bin_of(now - start)] += on_time
 
 
 @jit
-def prefilled(engine: Arrays) -> None:
+def all_left(engine: Arrays, r: int) -> bool:
+    """Requests leave, then prompts have been read; False as soon as another one is due."""
+    state, seats, clock = engine.replicas[r], engine.seats[r], engine.clock[0]
+    while state.cursor < state.leaving + state.reads:
+        at = state.cursor
+        state.cursor += 1
+        if at < state.leaving:
+            leave(engine, r, seats[at].leaves)
+        else:
+            prefilled(engine, r, at - state.leaving)
+        if clock.wanted:
+            return False
+    return True
+
+
+@jit
+def prefilled(engine: Arrays, r: int, at: int) -> None:
     """`Engine.prefilled`: prompt tokens were read."""
-    state = engine.state
-    for i in range(state.reads):
-        slot = engine.seats[i].reads
-        request = engine.requests[slot]
-        request.prefilled += engine.seats[i].chunk
-        request.prefill_left -= engine.seats[i].chunk
-        if request.prefill_left or request.tokens:
-            continue
-        request.first_s = request.last_s = state.now
-        request.tokens = 1
-        request.context += 1
-        state.tokens += 1
-        if not request.rounds:
-            leave(engine, slot)
+    state, now = engine.replicas[r], engine.clock[0].now
+    slot, chunk = engine.seats[r, at].reads, engine.seats[r, at].chunk
+    request = engine.requests[slot]
+    request.prefilled += chunk
+    request.prefill_left -= chunk
+    if request.prefill_left or request.tokens:
+        return
+    request.first_s = request.last_s = now
+    request.tokens = 1
+    request.context += 1
+    state.tokens += 1
+    if request.output <= 1:
+        leave(engine, r, slot)
+
+
+@jit
+def end(engine: Arrays, r: int) -> None:
+    """A replica serves nobody any more."""
+    state = engine.replicas[r]
+    state.ended, state.at_s = True, math.inf
+    engine.clock[0].alive -= 1
 
 
 @jit
 def run(engine: Arrays) -> tuple[int, int]:
-    """Iterations until the log is full or all requests have left: why, and how many."""
-    state, log = engine.state, engine.log
-    logged = 0
-    while logged < len(log):
-        plan(engine)
-        if not state.decodes and not state.reads:
-            if state.arrived == len(engine.requests) or state.running:
-                idle = not state.running and state.head == state.tail
-                return (DONE if idle else STUCK), logged
-            state.now = engine.requests[state.arrived].arrival_s
-            arrive(engine, state.now)
+    """Let time pass: why it stopped, and the request that it is about."""
+    clock, limits, replicas = engine.clock[0], engine.limits, engine.replicas
+    for _ in range(STEPS):
+        if clock.wanted:
+            if clock.arrived == len(engine.requests):
+                if not clock.listed:
+                    return MORE, NOBODY
+            elif engine.requests[clock.arrived].replica < 0:
+                return ROUTE, int(clock.arrived)
+            submit(engine)
             continue
-        start = state.now
-        state.now += iteration_s(
-            engine.prices, engine.seen, work_of(engine), state.decodes, prompts_of(engine),
-            engine.seats,
-        )  # fmt: skip
-        arrive(engine, state.now)
-        state.iterations += 1
-        state.busy_s += state.now - start
-        state.peak_batch = max(state.peak_batch, state.running)
-        entry = log[logged]
-        entry.start_s, entry.end_s = start, state.now
-        entry.running, entry.kv_blocks = state.running, state.used
-        logged += 1
-        decoded(engine, start)
-        prefilled(engine)
-    return MORE, logged
+        r = clock.active
+        if r != NOBODY:
+            if not replicas[r].idle and not all_left(engine, r):
+                continue
+            clock.active = NOBODY
+            state = replicas[r]
+            if not state.idle and state.tokens >= limits.max_tokens:
+                end(engine, r)
+                continue
+            state.idle = False
+            why = begin(engine, r, state.order)
+            if why == BLOCKED:
+                return STUCK, NOBODY
+            if why >= 0:
+                return LOST, why
+            if why == OVER:
+                end(engine, r)
+            state.idle = why == SLEEPS
+            continue
+        if not clock.alive:
+            return DONE, NOBODY
+        if not limits.closed and clock.comes_s < 0:
+            if clock.arrived == len(engine.requests) and not clock.listed:
+                return MORE, NOBODY
+            next_arrival(engine)
+        # The next event: the end of an iteration, or an arrival.
+        at_s, order, next_r = math.inf, 0, NOBODY
+        for i in range(len(replicas)):
+            own = replicas[i]
+            if own.at_s < at_s or (own.at_s == at_s and own.order < order):
+                at_s, order, next_r = own.at_s, own.order, i
+        comes_s, comes_order = clock.comes_s, clock.comes_order
+        if limits.closed and clock.think_count:
+            entry = engine.thinking[clock.think_head]
+            comes_s, comes_order = entry.at_s, entry.order
+        comes = comes_s < at_s or (comes_s == at_s and comes_order < order)
+        if comes:
+            at_s = comes_s
+        marks = False
+        for k in range(len(engine.marks)):
+            own_mark = engine.marks[k]
+            if own_mark.number == NOBODY and not own_mark.passed and own_mark.at_s <= at_s:
+                clock.now = own_mark.at_s
+                mark(engine, k, clock.now)
+                marks = True
+        if marks:
+            continue
+        if at_s > limits.max_time_s:
+            clock.now = limits.max_time_s
+            return CUT, NOBODY
+        if at_s == math.inf:
+            return STUCK, NOBODY
+        if comes:
+            if not arrivals(engine):
+                return MORE, NOBODY
+            continue
+        clock.now, clock.active = at_s, next_r
+        replicas[next_r].order = ordered(engine)
+        if not replicas[next_r].idle:
+            decoded(engine, next_r)
+    return PAUSE, NOBODY

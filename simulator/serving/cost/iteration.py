@@ -18,7 +18,6 @@ from simulator.serving.cost.host import HostCost
 from simulator.serving.cost.mixed import MixedPasses
 from simulator.serving.cost.prompts import NO_PROMPTS, PromptCost, Prompts
 from simulator.serving.cost.reader import Coverage, PassReader
-from simulator.serving.cost.together import TogetherCost
 from simulator.serving.cost.work import Chunk, Work, drafting_always, work_of
 from simulator.serving.sequence import Slot
 from traces.errors import DraftsimError
@@ -73,11 +72,6 @@ class IterationCost:
     Beside them sequences decode with another kernel, where the table has its cells (``beside``).
     A table of an engine that always drafts (`traces.replay.always`) has its passes in every
     iteration that decodes.
-
-    Attributes
-    ----------
-    together:
-        Prices many iterations at once, where `by_totals`.
     """
 
     def __init__(
@@ -105,9 +99,6 @@ class IterationCost:
         self._drafts = DraftCost(latency, speculates, self.always, draft_batch, passes)
         self._hosts = HostCost(latency, reads)
         self._prompts = PromptCost(latency, MODELS if speculates else MODELS[:1])
-        self.together = TogetherCost(
-            self._target, self._drafts, self._hosts, self._mixed, self.always, self._beside
-        )
 
     def __call__(
         self, slots: Sequence[Slot], rounds: Sequence[Round], chunks: Sequence[Chunk]
@@ -116,38 +107,36 @@ class IterationCost:
 
         Slots must still show their context from before the rounds.
         """
-        if not rounds:
-            return self.prompts_alone(self.prompts(chunks), len(chunks))
-        if self.always and not self.by_totals:
-            rounds = [r._replace(draft_forwards=max(r.draft_forwards, self.always)) for r in rounds]
-        work, batch = work_of(slots, rounds), len(rounds)
-        if self.by_totals:
-            return self.of_work(work, batch, chunks)
         prompts = self.prompts(chunks)
+        if not rounds:
+            around_s = self._hosts.around_iteration_s(len(chunks))
+            return Seconds(prompts.draft_s, prompts.target_s, around_s)
+        work, batch = work_of(slots, rounds), len(rounds)
+        if self.always:
+            if self.by_totals:
+                work = drafting_always(work, batch, self.always)
+            else:
+                least = self.always
+                rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
+                work = work_of(slots, rounds)
         host_s = self._host_seconds(work, batch)
+        draft_s = prompts.draft_s
         if self._drafts.idle(work):
-            draft_s = self._drafts.idle_s(work, batch)
-        else:
-            draft_s = self._drafts.by_sequence(work, slots, rounds) if work.longest else 0.0
-        draft_s += prompts.draft_s
+            draft_s += self._drafts.idle_s(work, batch)
+        elif work.longest and self.by_totals:
+            draft_s += self._drafts.of_work(work, batch)
+        elif work.longest:
+            draft_s += self._drafts.by_sequence(work, slots, rounds)
         if self.passes == "padded" and not prompts.tokens:
             target_s = self._rectangle(slots, rounds)
         else:
             target_s = self._target_pass(work, batch, prompts)
         return tuple.__new__(Seconds, (draft_s, target_s, host_s))  # as in `work_of`
 
-    def prompts_alone(self, prompts: Prompts, count: int) -> Seconds:
-        """Seconds of an iteration over nothing but `count` prompts."""
-        return Seconds(prompts.draft_s, prompts.target_s, self._hosts.around_iteration_s(count))
-
     @property
     def by_totals(self) -> bool:
         """Whether the work of an iteration says all, whatever single sequences do."""
         return self.passes == "ragged" and self.draft_batch == "padded"
-
-    def of_work(self, work: Work, batch: int, chunks: Sequence[Chunk]) -> Seconds:
-        """Seconds of an iteration of `batch` rounds with this work, where `by_totals`."""
-        return self.beside(work, batch, self.prompts(chunks))
 
     def prompts(self, chunks: Sequence[Chunk]) -> Prompts:
         """What `chunks` take; to be asked before they have been."""
@@ -160,19 +149,6 @@ class IterationCost:
             draft_s, self._prompts.seconds("target", self._target, chunks),
             sum([c.tokens for c in chunks]), sum([c.slot.prefilled for c in chunks]),
         )  # fmt: skip
-
-    def beside(self, work: Work, batch: int, prompts: Prompts) -> Seconds:
-        """As `of_work`, with `prompts` priced already."""
-        if self.always:
-            work = drafting_always(work, batch, self.always)
-        host_s = self._host_seconds(work, batch)
-        if self._drafts.idle(work):
-            draft_s = self._drafts.idle_s(work, batch)
-        else:
-            draft_s = self._drafts.of_work(work, batch) if work.longest else 0.0
-        draft_s += prompts.draft_s
-        target_s = self._target_pass(work, batch, prompts)
-        return tuple.__new__(Seconds, (draft_s, target_s, host_s))
 
     def around_request_s(self, batch: int) -> float:
         """What a server puts around a request that ends with `batch` running, itself among them."""
@@ -188,7 +164,6 @@ class IterationCost:
     @property
     def coverage(self) -> list[Coverage]:
         """How many passes were measured, interpolated and extrapolated, per model and phase."""
-        self.together.count_all()
         besides = [] if self._beside is self._target else [self._beside]
         readers = [self._target, *self._drafts.readers, *self._prompts.readers, *besides]
         return [row for reader in readers for row in reader.coverage] + self._mixed.coverage

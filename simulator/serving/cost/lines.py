@@ -13,11 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from simulator.serving.cost.slab import Floats, Slab
 from simulator.serving.cost.surface import Line, Roofline, Surface
-from traces.latency.interpolate import EXTRAPOLATED, MEASURED, Grid, Origins
+from traces.latency.interpolate import EXTRAPOLATED, MEASURED, Grid
 from traces.latency.table import LatencyTable
 
 BLENDS = 1 << 15
@@ -95,7 +92,7 @@ class Blend:
 
 
 class Lines:
-    """Measured lines by batch and width, and the blends and slabs made of them so far."""
+    """Measured lines by batch and width, and the blends made of them so far."""
 
     def __init__(self, grid: Grid) -> None:
         self.flat = grid.flat
@@ -109,7 +106,6 @@ class Lines:
         }
         self._surfaces: dict[tuple[tuple[float, float], ...], Surface] = {}
         self._blends: dict[tuple[float, float], Blend] = {}
-        self._slabs: dict[float, Slab] = {}
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -141,35 +137,6 @@ class Lines:
             found = self._constant(width) if self.flat else self._blended(batch, width)
             self._blends[batch, width] = found
         return found
-
-    def constant(self, widths: Floats) -> Floats:
-        """Seconds of many passes of a table that knows neither batch nor context."""
-        by_width = self._rows[self._batches[0]]
-        known = sorted(by_width)
-        seconds = np.array([by_width[w].seconds[0] for w in known])
-        at = np.array(known).searchsorted(np.ceil(widths), side="right") - 1
-        found: Floats = seconds[np.maximum(at, 0)]
-        return found
-
-    def slab(self, batch: float, widths: Floats, contexts: Floats) -> Slab | None:
-        """The grid at one batch, if it holds all these readings; else None."""
-        slab = self._slabs.get(batch)
-        if slab is None:
-            inside, near = _around(self._batches, self.only_batch or batch)
-            if not inside:
-                return None
-            slab = self._slabs[batch] = Slab([(weight, self._rows[b]) for weight, b in near])
-        if slab.holds(widths, contexts):
-            return slab
-        if slab.endless:
-            return None
-        # The fit is asked for only where a reading leaves the contexts measured.
-        slab = self._slabs[batch] = Slab(slab.sides, self.roofline)
-        return slab if slab.holds(widths, contexts) else None
-
-    def beyond(self, batch: float, widths: Floats, contexts: Floats) -> tuple[Floats, Origins]:
-        """Seconds and origins of many passes at one batch, wherever they lie."""
-        return self._grid.read(np.full(len(widths), float(batch)), widths, contexts)
 
     def outside(self, blend: Blend, batch: float, width: float, context: float) -> float:
         """A width outside the measured ones: the nearest reading, carried on along the fit."""

@@ -12,13 +12,8 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from simulator.serving.cost.lines import lines_of
-from simulator.serving.cost.prompts import PromptsEach
 from simulator.serving.cost.reader import Coverage, PassReader, Span
-from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.work import Ints
 from traces.latency.table import LatencyTable
 
 COMPOSED = "composed"
@@ -57,27 +52,6 @@ class MixedPasses:
             new_tokens=_wider(old.new_tokens, tokens), context=_wider(old.context, cached),
         )  # fmt: skip
         return max(decode_s, prompt_s, decode_s + prompt_s - self._launch_s)
-
-    def each(self, decode_s: Floats, decoded: Ints, prompts: PromptsEach) -> Floats:
-        """`seconds` of many passes."""
-        found = np.empty(len(decode_s))
-        own = (prompts.cached == 0) & (prompts.tokens <= self._most)
-        if self._added is not None and own.any():
-            sizes = zip(decoded[own].tolist(), prompts.tokens[own].tolist(), strict=True)
-            found[own] = decode_s[own] + [self._added(d, tokens, 0.0) for d, tokens in sizes]
-        if own.all():
-            return found
-        rest = ~own
-        old, decode_s, prompt_s = self._composed, decode_s[rest], prompts.target_s[rest]
-        sizes_of = decoded[rest], prompts.tokens[rest], prompts.cached[rest]
-        spans = [
-            Span(min(span.low, int(sizes.min())), max(span.high, int(sizes.max())))
-            for span, sizes in zip(old[4:], sizes_of, strict=True)
-        ]
-        self._composed = Coverage(*old[:3], old.passes + len(prompt_s), *spans)
-        together_s = decode_s + prompt_s - self._launch_s
-        found[rest] = np.maximum(np.maximum(decode_s, prompt_s), together_s)
-        return found
 
 
 def _wider(span: Span, value: float) -> Span:

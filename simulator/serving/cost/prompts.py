@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from simulator.serving.cost.lines import lines_of
 from simulator.serving.cost.reader import PassReader
-from simulator.serving.cost.slab import Floats
-from simulator.serving.cost.work import Chunk, Ints
+from simulator.serving.cost.work import Chunk
 from traces.latency.table import LatencyTable
 
 
@@ -21,15 +20,6 @@ class Prompts(NamedTuple):
     """Zero where the target's prompts have no price."""
     cached: int
     """Tokens of the same prompts that were processed before."""
-
-
-class PromptsEach(NamedTuple):
-    """The fields of `Prompts` over many iterations, (n,) each."""
-
-    draft_s: Floats
-    target_s: Floats
-    tokens: Ints
-    cached: Ints
 
 
 NO_PROMPTS = Prompts(0.0, 0.0, 0, 0)

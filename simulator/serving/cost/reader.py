@@ -11,21 +11,14 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from simulator.serving.cost.lines import Blend, Segment, lines_of
-from simulator.serving.cost.slab import Floats
 from simulator.serving.cost.surface import Surface
 from traces.errors import DraftsimError
-from traces.latency.interpolate import MEASURED
 from traces.latency.table import LatencyTable
 
 ORIGINS = ("measured", "interpolated", "extrapolated")
 PLANS = 1 << 14
 """Readings kept: one per batch and width that occurred, for passes differ in little else."""
-
-FEW = 24
-"""Readings at batches or widths beyond the measured ones that are quicker one by one."""
 
 
 class Span(NamedTuple):
@@ -45,10 +38,6 @@ class Coverage(NamedTuple):
     batch: Span
     new_tokens: Span
     context: Span
-
-
-Tally = list[tuple[int, int, float, float, float, float, float]]
-"""Passes by origin: how many, their batch, their least and largest width and context."""
 
 
 class _Plan:
@@ -136,58 +125,6 @@ class PassReader:
             tally[2] = last if last > high else high
         return count * (plan.base + plan.slope * (0.5 * (context + last) - plan.cut))
 
-    def many(self, batch: float, widths: Floats, contexts: Floats) -> Floats | None:
-        """Seconds of passes over `batch` sequences, one per width and context, not yet counted.
-
-        As reading them in turn, to rounding.  None where that is quicker: of few, if any has a
-        batch or a width beyond the measured ones.
-        """
-        if self._lines.flat:
-            return self._lines.constant(widths)
-        slab = self._lines.slab(batch, widths, contexts)
-        if slab is not None:
-            return slab.read(widths, contexts)
-        if len(widths) < FEW:
-            return None
-        self._check(batch, float(widths.max()))
-        return self._lines.beyond(batch, widths, contexts)[0]
-
-    def count(self, batch: float, widths: Floats, contexts: Floats) -> None:
-        """Count passes that `many` read."""
-        self.add(self.tally(batch, widths, contexts))
-
-    def tally(self, batch: float, widths: Floats, contexts: Floats) -> Tally:
-        """What to `add` to count passes that `many` read."""
-        if not len(widths):
-            return []
-        if self._lines.flat:
-            origins = np.full(len(widths), MEASURED, np.int8)
-        elif (slab := self._lines.slab(batch, widths, contexts)) is not None:
-            origins = slab.origins(widths, contexts)
-        else:
-            _, origins = self._lines.beyond(batch, widths, contexts)
-        found: Tally = []
-        for origin in np.bincount(origins).nonzero()[0].tolist():
-            of = origins == origin
-            own, at = widths[of], contexts[of]
-            found.append((
-                origin, len(own), float(batch), float(own.min()), float(own.max()),
-                float(at.min()), float(at.max()),
-            ))  # fmt: skip
-        return found
-
-    def add(self, counted: Tally) -> None:
-        """Count what was tallied."""
-        for origin, passes, batch, narrow, wide, low, high in counted:
-            # Comparing is quicker than `min` and `max`, and every span of a request ends up here.
-            n, batch0, batch1, width0, width1, context0, context1 = self._seen[origin]
-            self._seen[origin] = [
-                n + passes,
-                batch if batch < batch0 else batch0, batch if batch > batch1 else batch1,
-                narrow if narrow < width0 else width0, wide if wide > width1 else width1,
-                low if low < context0 else context0, high if high > context1 else context1,
-            ]  # fmt: skip
-
     @property
     def coverage(self) -> list[Coverage]:
         """One entry per origin that occurred."""
@@ -216,5 +153,9 @@ class PassReader:
             for origin, tally in enumerate(plan.tallies):
                 if not tally[0]:
                     continue
-                self.add([(origin, int(tally[0]), batch, width, width, tally[1], tally[2])])
+                n, batch0, batch1, width0, width1, context0, context1 = self._seen[origin]
+                self._seen[origin] = [
+                    n + tally[0], min(batch, batch0), max(batch, batch1), min(width, width0),
+                    max(width, width1), min(tally[1], context0), max(tally[2], context1),
+                ]  # fmt: skip
                 tally[:] = [0, inf, -inf]

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from policies.core import Round
 from simulator.serving.sequence import Slot
 from traces.replay.always import MOST_BEHIND
-
-Ints = npt.NDArray[np.int64]
 
 
 class Chunk(NamedTuple):
@@ -39,19 +34,6 @@ class Work(NamedTuple):
     """Whether any token that the draft model has read leaves its cache."""
 
 
-class Works(NamedTuple):
-    """The fields of `Work` over many iterations, (n,) each; flags as counts of sequences."""
-
-    context: Ints
-    drafted: Ints
-    longest: Ints
-    drafting: Ints
-    catch_up: Ints
-    draft_context: Ints
-    rejected: Ints
-    unread: Ints
-
-
 def drafting_always(work: Work, batch: int, passes: int) -> Work:
     """`work` where every sequence of the batch runs at least `passes` draft passes.
 
@@ -61,16 +43,6 @@ def drafting_always(work: Work, batch: int, passes: int) -> Work:
     return work._replace(
         longest=max(work.longest, passes), drafting=batch, catch_up=behind,
         draft_context=work.context, unread=work.unread or passes > 1,
-    )  # fmt: skip
-
-
-def drafting_always_each(works: Works, batch: int, passes: int) -> Works:
-    """`drafting_always` of many iterations."""
-    every = np.full_like(works.drafting, batch)
-    behind = np.minimum(works.catch_up, MOST_BEHIND * works.drafting) + batch - works.drafting
-    return works._replace(
-        longest=np.maximum(works.longest, passes), drafting=every, catch_up=behind,
-        draft_context=works.context, unread=every if passes > 1 else works.unread,
     )  # fmt: skip
 
 

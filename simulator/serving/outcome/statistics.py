@@ -35,8 +35,6 @@ class Histogram:
         self.count = 0
         self.total = 0.0
         self._bins: dict[int, int] = {}
-        self._waiting: dict[int, list[Floats]] = {}
-        self._held = 0
 
     def add(self, value: float, times: int = 1) -> None:
         """Count `value` `times` times; values below a nanosecond share one bin."""
@@ -45,14 +43,6 @@ class Histogram:
         at = math.floor(math.log(value if value > 1e-9 else 1e-9) / self.WIDTH)
         self._bins[at] = self._bins.get(at, 0) + times
 
-    def add_all(self, values: Floats, times: int) -> None:
-        """Count each of `values` `times` times."""
-        self.count += times * len(values)
-        self._waiting.setdefault(times, []).append(values)
-        self._held += len(values)
-        if self._held > HELD:
-            self._fold()
-
     def add_bins(self, bins: Mapping[int, int], total: float) -> None:
         """Count values by bin, floor(log(value) / `WIDTH`), which add up to `total`."""
         self.count += sum(bins.values())
@@ -60,23 +50,11 @@ class Histogram:
         for at, times in bins.items():
             self._bins[at] = self._bins.get(at, 0) + times
 
-    def _fold(self) -> None:
-        bins = self._bins
-        for times, parts in self._waiting.items():
-            values = np.concatenate(parts)
-            self.total += float(values.sum()) * times
-            at = np.floor(np.log(np.maximum(values, 1e-9)) / self.WIDTH).astype(int)
-            for place, count in zip(*np.unique(at, return_counts=True), strict=True):
-                bins[int(place)] = bins.get(int(place), 0) + int(count) * times
-        self._waiting.clear()
-        self._held = 0
-
     @classmethod
     def joined(cls, parts: Sequence[Histogram]) -> Histogram:
         """What `parts` counted, counted by one."""
         whole = cls()
         for part in parts:
-            part._fold()
             whole.add_bins(part._bins, part.total)
         return whole
 
@@ -85,7 +63,6 @@ class Histogram:
         """As `summary`, of everything counted."""
         if not self.count:
             return dict(NOTHING)
-        self._fold()
         bins = sorted(self._bins.items())
         below = np.cumsum([n for _, n in bins])
         result = {"mean": self.total / self.count}
@@ -108,10 +85,15 @@ class Series:
         self._sums = np.zeros(points)
         # The value that the quantity last had, and since and until when.
         self._value, self._since_s, self._until_s = 0.0, 0.0, 0.0
-        # What is not in the sums yet: single stretches, and many one after another.
+        # Stretches that are not in the sums yet.
         self._stretches: list[tuple[float, float, float]] = []
-        self._waiting: list[tuple[Floats, Floats, Floats]] = []
-        self._held = 0
+
+    @classmethod
+    def of(cls, sums: Floats, interval_s: float, integral: float) -> Series:
+        """A series with these integrals over its intervals, which are as long, and over all."""
+        series = cls(len(sums))
+        series._sums, series.interval_s, series._integral = sums, interval_s, integral
+        return series
 
     def add(self, start_s: float, end_s: float, value: float) -> None:
         """The quantity had this value from `start_s` to `end_s`."""
@@ -120,17 +102,6 @@ class Series:
             return
         self._close()
         self._value, self._since_s, self._until_s = value, start_s, end_s
-
-    def add_all(self, start_s: float, ends_s: Floats, values: npt.NDArray[np.int64]) -> None:
-        """The quantity had each of `values` until its end, the first from `start_s` on."""
-        self.add_each(np.concatenate(([start_s], ends_s[:-1])), ends_s, values.astype(float))
-
-    def add_each(self, starts_s: Floats, ends_s: Floats, values: Floats) -> None:
-        """The quantity had each of `values` from its start until its end."""
-        self._waiting.append((starts_s, ends_s, values))
-        self._held += len(ends_s)
-        if self._held > HELD:
-            self._fold()
 
     @property
     def integral(self) -> float:
@@ -142,21 +113,14 @@ class Series:
     def _close(self) -> None:
         if self._value and self._until_s > self._since_s:
             self._stretches.append((self._since_s, self._until_s, self._value))
-            self._held += 1
-            if self._held > HELD:
+            if len(self._stretches) > HELD:
                 self._fold()
         self._since_s = self._until_s
 
     def _fold(self) -> None:
-        parts = self._waiting
-        if self._stretches:
-            singles = np.array(self._stretches).T
-            parts = [*parts, (singles[0], singles[1], singles[2])]
-        if not parts:
+        if not self._stretches:
             return
-        starts, ends, values = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = starts.argsort(kind="stable")
-        starts, ends, values = starts[order], ends[order], values[order]
+        starts, ends, values = np.array(self._stretches).T
         areas = values * (ends - starts)
         self._integral += float(areas.sum())
         while ends[-1] > self.interval_s * self.points:
@@ -171,7 +135,7 @@ class Series:
         edges = np.arange(first, last + 2) * self.interval_s
         edges[-1] = max(edges[-1], ends[-1])
         self._sums[first : last + 1] += np.diff(np.interp(edges, until, area))
-        self._waiting, self._stretches, self._held = [], [], 0
+        self._stretches = []
 
     @classmethod
     def joined(cls, parts: Sequence[Series]) -> Series:

@@ -1,0 +1,332 @@
+"""The arrays that the compiled loop reads and writes, and how they are filled.
+
+Every array is made of plain numbers, so that the loop knows no object of Python.  Seconds carry
+the suffix ``_s``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.serving.arrivals import Job
+from simulator.serving.cost.iteration import IterationCost
+from simulator.serving.cost.lines import lines_of
+from simulator.serving.cost.reader import ORIGINS
+from simulator.serving.outcome.statistics import Histogram, Series
+from simulator.serving.scheduler import Scheduler
+from traces.acceptance.trace import Trace
+from traces.latency.settling import settling_sums
+from traces.latency.table import LatencyTable
+from traces.replay.layout import layout_of
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Records = Any
+"""An array of records."""
+
+READERS = cast("tuple[int, ...]", tuple(np.arange(8)))
+TARGET, LATER, FIRST, ALONG, TARGET_PREFILL, DRAFT_PREFILL, BESIDE, MIXED = READERS
+"""Phases that are read.  A draft's later and first passes may be the same cells.  NumPy scalars on
+purpose: with literal ints numba would compile `loop.read` once per reader."""
+NOWHERE = -1
+FIT = ("launch", "sequence", "token", "cache", "attention")
+"""Weights of the roofline that readings beyond the cells follow
+(`simulator.serving.cost.surface.Roofline`)."""
+READER = np.dtype([
+    ("read", "i8"), ("first", "i8"), ("last", "i8"), ("constant", "?"), ("only_batch", "f8"),
+    ("most", "f8"), *((name, "f8") for name in FIT),
+])  # fmt: skip
+"""The reader whose cells are read (its own mostly) or `NOWHERE`; the measured batches, from `first`
+to `last`; True for a constant table; the batch that every other is read at, 0 where sizes are told
+apart; the prompt tokens up to which cells hold; and the weights of the fit."""
+HOST = np.dtype([
+    ("round_s", "f8"), ("draft_s", "f8"), ("target_rollback_s", "f8"), ("draft_rollback_s", "f8"),
+    ("iteration_s", "f8"), ("request_s", "f8"),
+])  # fmt: skip
+"""The host's seconds (`simulator.serving.cost.host.Host`), and a server's around an iteration and
+around a request."""
+SEEN = np.dtype([
+    ("passes", "i8"), ("least_batch", "f8"), ("most_batch", "f8"), ("least_width", "f8"),
+    ("most_width", "f8"), ("least_context", "f8"), ("most_context", "f8"),
+])  # fmt: skip
+"""`simulator.serving.cost.reader.Coverage` of one origin."""
+WIDTH = Histogram.WIDTH
+FINEST = math.floor(math.log(1e-9) / WIDTH)
+"""The lowest bin of seconds between tokens (`Histogram`)."""
+BINS = 10_000
+"""Bins of gaps; the last holds those of a thousand million seconds."""
+POINTS = Series().points
+
+
+class Prices(NamedTuple):
+    """The content of a latency table.
+
+    ``sizes`` has the batches measured by all readers, then the widths at each of these batches,
+    then the contexts at each width.  What belongs to ``sizes[i]`` begins at ``first[i]`` and ends
+    before ``first[i + 1]``; contexts have ``seconds``.
+    """
+
+    readers: Records
+    sizes: Floats
+    first: Ints
+    seconds: Floats
+    settled: Floats
+    """(batches, passes): what a draft's first 0, 1, ... later passes take beyond others."""
+    hosts: Records
+    """(batches,)"""
+    launch_s: float
+    always: int
+    """Draft passes in every iteration (`traces.replay.always`)."""
+
+
+class Limits(NamedTuple):
+    """An engine's configuration (`simulator.serving.scheduler.Limits`) and the run's bounds."""
+
+    max_batch: int
+    token_budget: int
+    kv_blocks: int
+    """0: blocks never run out."""
+    block_size: int
+    chunked_prefill: bool
+    prefix_caching: bool
+    whole_prompts: bool
+    lookahead: int
+    static: bool
+    """True for static batches."""
+    closed: bool
+    """True if an answer brings the next request."""
+    think_s: float
+    max_time_s: float
+    max_tokens: int
+    open_until_s: float
+    """Time before which open arrivals do not count as exhausted."""
+    takes_verified: bool
+    planned: bool
+    """True if ``lengths`` decide the drafts, False if ``rounds`` hold them."""
+
+
+LENGTH = np.dtype([("passes", "i8"), ("verified", "i8")])
+"""`policies.batch.base.Planned`, by the number of requests."""
+START = np.dtype([
+    ("most", "i8"), ("runs", "i8"), ("left", "i8"), ("recorded", "i8"), ("open_ended", "?"),
+])  # fmt: skip
+"""A place of the recording where a round may begin (`traces.replay.layout.Places`); `left` counts
+the recorded tokens from there on."""
+REQUEST = np.dtype([
+    ("arrival_s", "f8"), ("prompt", "i8"), ("output", "i8"), ("number", "i8"), ("sequence", "i8"),
+    ("replica", "i8"), ("first", "i8"), ("recorded", "i8"), ("admissible", "?"), ("counted", "?"),
+    ("prefill_left", "i8"), ("prefilled", "i8"), ("context", "i8"), ("blocks", "i8"),
+    ("capacity", "i8"), ("tokens", "i8"), ("steps", "i8"), ("preemptions", "i8"),
+    ("drafted", "i8"), ("accepted", "i8"), ("forwards", "i8"), ("catch_up", "i8"), ("next", "i8"),
+    ("entered", "?"), ("left", "?"),
+    ("first_s", "f8"), ("last_s", "f8"), ("around_s", "f8"),
+])  # fmt: skip
+"""A request.  ``first`` is the first of its ``rounds`` or of its sequence's ``starts``; ``next``
+the request that waits after it; ``last_s`` the time of its last tokens."""
+SEAT = np.dtype([
+    ("running", "i8"), ("decodes", "i8"), ("reads", "i8"), ("chunk", "i8"), ("leaves", "i8"),
+    ("drafted", "i8"), ("accepted", "i8"), ("emitted", "i8"), ("forwards", "i8"),
+    ("catch_up", "i8"),
+])  # fmt: skip
+"""Columns of requests: those that run, in order of admission; and of an iteration those that
+decode, with their rounds, those whose prompts are read, with how many tokens, and those that it
+ends."""
+SERIES = [("interval_s", "f8"), ("integral", "f8")]
+REPLICA = np.dtype([
+    ("at_s", "f8"), ("order", "i8"), ("idle", "?"), ("ended", "?"), ("started_s", "f8"),
+    ("busy_s", "f8"), ("area_s", "f8"), ("changed_s", "f8"), ("gaps_s", "f8"),
+    ("in_system", "i8"), ("carried", "i8"), ("arrived", "i8"), ("rejected", "i8"),
+    ("iterations", "i8"), ("peak_batch", "i8"), ("tokens", "i8"), ("waiting", "i8"),
+    ("head", "i8"), ("tail", "i8"), ("running", "i8"), ("used", "i8"), ("decodes", "i8"),
+    ("reads", "i8"), ("leaving", "i8"), ("cursor", "i8"), ("free", "i8"), ("scheduled", "i8"),
+    ("asked", "i8"), ("verified", "i8"), ("length_changes", "i8"), ("drafted", "i8"),
+    ("accepted", "i8"), ("draft_forwards", "i8"), ("batch", SERIES), ("kv_blocks", SERIES),
+])  # fmt: skip
+"""A replica: when its iteration ends, or it wakes (``idle``); counters of its `Recorder`, under the
+names that they have there; and how far queue, batch, pool and its free list are filled."""
+CLOCK = np.dtype([
+    ("now", "f8"), ("order", "i8"), ("comes_s", "f8"), ("comes_order", "i8"), ("arrived", "i8"),
+    ("wanted", "i8"), ("listed", "?"), ("exhausted", "?"), ("active", "i8"), ("alive", "i8"),
+    ("gone", "i8"), ("finished", "i8"), ("thinking", "i8"), ("think_head", "i8"),
+    ("think_count", "i8"),
+])  # fmt: skip
+"""What replicas share.  ``wanted`` counts requests that are due now, ``listed`` says that
+``requests`` are all there are, ``active`` is the replica whose iteration has just ended."""
+THINK = np.dtype([("at_s", "f8"), ("order", "i8"), ("counts", "?")])
+"""When clients of a closed loop send their next request."""
+FREE = np.dtype([("whose", "i8"), ("blocks", "i8")])
+"""Free blocks in the order in which they are taken, and the request that may find them again, or
+`NOBODY` (`simulator.serving.kv.BlockPool`)."""
+NOBODY = -1
+MARK = np.dtype([("number", "i8"), ("index", "i8"), ("at_s", "f8"), ("passed", "?")])
+"""An end of the measured window: the request that arrives then, or `NOBODY` where time decides; and
+the request whose arrival it is, here or elsewhere."""
+
+
+class Arrays(NamedTuple):
+    """All that `simulator.serving.compiled.loop.run` reads and writes."""
+
+    limits: Limits
+    prices: Prices
+    lengths: Records
+    starts: Records
+    rounds: Ints
+    """(rounds, fields of `policies.core.Round`)"""
+    requests: Records
+    left: Ints
+    """Requests in the order in which they left."""
+    thinking: Records
+    """A ring of clients, by time."""
+    clock: Records
+    """(1,)"""
+    marks: Records
+    marked: Ints
+    """(marks, replicas) tokens emitted by then."""
+    replicas: Records
+    seats: Records
+    """(replicas, batch)"""
+    free: Records
+    """(replicas, entries)"""
+    sums: Floats
+    """(replicas, 2, points) of batch and blocks over time (`Series`)."""
+    seen: Records
+    """(replicas, readers + 1, origins); mixed passes put together are counted last."""
+    gaps: Ints
+    """(replicas, bins) of seconds between tokens."""
+
+
+def zeros(of: Any, *shape: int) -> Records:
+    """An array of records of this type."""
+    return np.zeros(shape, of).view(np.recarray)
+
+
+def phases_of(cost: IterationCost) -> list[tuple[str, str] | None]:
+    """(model, phase) that each of the readers reads, or None where the engine has no such."""
+    latency = cost.latency
+    phases: list[tuple[str, str] | None] = [None for _ in READERS]
+    first = latency.first_draft_phase("draft")
+    phases[TARGET] = "target", "forward"
+    if cost.speculates:
+        phases[LATER] = "draft", "forward"
+        phases[FIRST] = ("draft", first) if first != "forward" else None
+        phases[ALONG] = ("draft", "along") if latency.has("draft", "along") else None
+        phases[DRAFT_PREFILL] = ("draft", "prefill") if latency.has("draft", "prefill") else None
+    for reader, phase in ((TARGET_PREFILL, "prefill"), (BESIDE, "beside"), (MIXED, "mixed")):
+        phases[reader] = ("target", phase) if latency.has("target", phase) else None
+    return phases
+
+
+def prices_of(cost: IterationCost, most: int) -> Prices:
+    """The prices of an engine of up to `most` requests, made once per table."""
+    known = _prices.setdefault(cost.latency, {})
+    key = cost.reads, cost.speculates
+    found = known.get(key)
+    if found is None or len(found.hosts) <= most:
+        # Sizes double, so that a study of ever larger batches does not begin again each time.
+        found = known[key] = _priced(cost, max(most, 2 * len(found.hosts) if found else 0))
+    return found
+
+
+_prices: WeakKeyDictionary[LatencyTable, dict[tuple[bool, bool], Prices]] = WeakKeyDictionary()
+
+
+def _priced(cost: IterationCost, most: int) -> Prices:
+    latency = cost.latency
+    readers = zeros(READER, len(READERS))
+    batches: list[float] = []
+    by_batch: list[dict[float, tuple[Floats, Floats]]] = []
+    for place, own in enumerate(phases_of(cost)):
+        reader = readers[place]
+        reader.read, reader.most = NOWHERE if own is None else place, np.inf
+        reader.first = len(batches)
+        if own is not None:
+            grid = latency.grid(*own)
+            batches += grid.batches
+            by_batch += [grid.lines[batch] for batch in grid.batches]
+            reader.constant, reader.only_batch = grid.flat, grid.only_batch or 0.0
+            if not grid.flat:
+                for name, weight in zip(FIT, grid.fit, strict=True):
+                    reader[name] = weight
+        reader.last = len(batches)
+    for place, other in ((FIRST, LATER), (BESIDE, TARGET)):
+        if readers[place].read == NOWHERE:
+            readers[place].read = readers[other].read
+    for place in (TARGET_PREFILL, DRAFT_PREFILL):
+        if readers[place].read != NOWHERE:
+            model = "target" if place == TARGET_PREFILL else "draft"
+            readers[place].most = lines_of(latency, model, "prefill").widest_together
+    if readers[MIXED].read != NOWHERE:
+        readers[MIXED].most = lines_of(latency, "target", "mixed").widest
+    widths = [width for lines in by_batch for width in sorted(lines)]
+    lines = [lines[width] for lines in by_batch for width in sorted(lines)]
+    contexts, seconds = (np.concatenate(parts) for parts in zip(*lines, strict=True))
+    above = len(batches) + len(widths)
+    children = [*map(len, by_batch), *(len(own) for own, _ in lines)]
+    sums = [settling_sums(latency, "draft", batch) for batch in range(most + 1)]
+    longest = max(map(len, sums))
+    return Prices(
+        readers, np.concatenate([batches, widths, contexts]),
+        np.cumsum([len(batches), *children]), np.concatenate([np.zeros(above), seconds]),
+        np.array([np.pad(own, (0, longest - len(own)), "edge") for own in sums]),
+        np.array([cost.hosts_at(batch) for batch in range(most + 1)], HOST).view(np.recarray),
+        lines_of(latency, "target", "forward").quickest_s, cost.always,
+    )  # fmt: skip
+
+
+def starts_of(trace: Trace) -> Records:
+    """Every place of `trace` where a round may begin."""
+    found = _starts.get(trace)
+    if found is None:
+        layout = layout_of(trace)
+        left = layout.ends - np.arange(len(layout.ends))
+        found = _starts[trace] = np.rec.fromarrays(
+            [layout.most, layout.runs, left, layout.recorded, layout.open_ended], START
+        )
+    return found
+
+
+_starts: WeakKeyDictionary[Trace, Records] = WeakKeyDictionary()
+
+
+def requests_of(
+    scheduler: Scheduler, trace: Trace, jobs: Sequence[Job], skip: int, replica: int
+) -> Records:
+    """Requests that have not arrived yet.
+
+    Statistics leave out those whose number is below `skip`.  `replica` serves them; negative
+    where a router has yet to choose.
+    """
+    requests = zeros(REQUEST, len(jobs))
+    if not len(jobs):
+        return requests
+    arrival_s, sequence, prompt, output, number = (
+        np.array(column) for column in zip(*jobs, strict=True)
+    )
+    requests.arrival_s, requests.sequence, requests.number = arrival_s, sequence, number
+    requests.prompt = requests.prefill_left = requests.context = prompt
+    requests.output, requests.replica = output, replica
+    requests.recorded = _recorded(trace)[sequence]
+    requests.counted = number >= skip
+    requests.admissible = scheduler.admissible(prompt, output)
+    requests.catch_up, requests.next = 1, NOBODY
+    requests.first_s = requests.last_s = -1.0
+    return requests
+
+
+def _recorded(trace: Trace) -> Ints:
+    found: Ints = np.diff(np.asarray(trace.request_starts, np.int64)).astype(np.int64)
+    return found
+
+
+def nothing_seen(replicas: int) -> Records:
+    """No pass was read."""
+    seen = zeros(SEEN, replicas, len(READERS) + 1, len(ORIGINS))
+    for size in ("batch", "width", "context"):
+        seen[f"least_{size}"], seen[f"most_{size}"] = math.inf, -math.inf
+    return seen
