@@ -25,6 +25,7 @@ a wide interval; a cost that the runs say nothing about keeps its prior, and is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -392,7 +393,7 @@ class Server:
     def _away(self, batch: int, verified: float) -> float:
         """Doublings between a pass's tokens and the nearest that were measured."""
         tokens = batch * (verified + 1)
-        return min(abs(np.log2(tokens / (r.batch * (r.verified + 1)))) for r in self.runs)
+        return min(abs(math.log2(tokens / (r.batch * (r.verified + 1)))) for r in self.runs)
 
 
 def calibrate(
