@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def stranger() -> str:
-    """What is wrong with the first package that is not ours, or nothing; none is imported."""
+    """Return what is wrong with the first package that is not ours, or nothing; import none."""
     here = Path(__file__).resolve().parent
     for name in PACKAGES:
         try:

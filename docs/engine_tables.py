@@ -1,4 +1,4 @@
-"""Tables of what engines measured and predicted, from the JSON kept beside recordings."""
+"""Tables of what engines measured and predicted, from the JSON kept with recordings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SERVED = (
 
 
 def engine_checks(name: str) -> str:
-    """What ``validate --engine`` measured and predicted, as kept beside a recording."""
+    """Return what ``validate --engine`` measured and predicted, as kept with a recording."""
     return _table(name, "engine-*.json", STEPPED)
 
 
@@ -61,7 +61,7 @@ def server_checks(name: str) -> str:
 
 
 def checks(name: str, files: str) -> list[Row]:
-    """Rows of these files beside a recording, loads in order; KeyError where there are none."""
+    """Return the rows of these files of a recording, loads in order; KeyError if there are none."""
     found = sorted((RECORDED / name).glob(files))
     rows = [row for path in found for row in json.loads(path.read_text())["results"]]
     if not rows:
@@ -77,6 +77,30 @@ def _table(name: str, files: str, shown: tuple[tuple[str, Callable[[Row], str]],
     return table(tuple(head for head, _ in shown), rows)
 
 
+def stepped(name: str) -> str:
+    """Return how far off the predictions of a recording's engine checks are, in one sentence."""
+    return stepped_in_words(checks(name, "engine-*.json"))
+
+
+def over_http(name: str) -> str:
+    """Return what a server added in a recording's checks, as one sentence."""
+    words = served_in_words(checks(name, "http-*.json"))
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def speedups(name: str, loads: Sequence[int], policies: Sequence[str]) -> str:
+    """Return predicted and measured speedups, a row per load and a column per policy."""
+    found = {(r["load"], r["policy"]): r for r in checks(name, "engine-*.json")}
+    rows = [
+        (str(n), *(
+            f"{row['speedup_predicted']:.2f} | {row['speedup']:.2f}"
+            for row in (found[f"closed:{n}", policy] for policy in policies)
+        ))
+        for n in loads
+    ]  # fmt: skip
+    return table(("requests", *policies), rows)
+
+
 def stepped_in_words(rows: Sequence[Row]) -> str:
     """How far off predictions of an engine stepped by hand are, plain decoding left out."""
     speedups = [r["speedup_predicted"] / r["speedup"] - 1 for r in rows if r["speedup"] != 1]
@@ -89,7 +113,7 @@ def stepped_in_words(rows: Sequence[Row]) -> str:
 
 
 def served_in_words(rows: Sequence[Row]) -> str:
-    """What a server adds to its engine, measured and predicted."""
+    """Return what a server adds to its engine, measured and predicted."""
     ends = {
         name: " to ".join(f"{scale * end(r[name] for r in rows):.0f}" for end in (min, max))
         for name, scale in (

@@ -1,4 +1,4 @@
-"""What MkDocs calls: lines like ``{{ columns trace }}`` become what `docs.made` makes of the code.
+"""Hooks of MkDocs: lines like ``{{ columns trace }}`` become what `docs.made` makes of the code.
 
 ``{{ readme NAME }}`` is the part of README.md between the comments ``<!-- NAME -->`` and
 ``<!-- end of NAME -->``, so that what both say is written once.
@@ -21,11 +21,11 @@ from docs.made import MAKERS  # noqa: E402
 
 LINE = re.compile(r"^\{\{ (\w+)(?: (\S+))? \}\}$", re.MULTILINE)
 PICTURES = {"img/validation.png": "traces/recorded/bundled/demo-validation.png"}
-"""Pictures of the pages that are kept elsewhere, beside what they show."""
+"""Pictures of the pages that are kept with the recordings that they show."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Take in the pictures kept beside recordings."""
+    """Add the pictures kept with recordings."""
     for name, path in PICTURES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files

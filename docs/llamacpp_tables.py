@@ -1,4 +1,4 @@
-"""What llama.cpp's server counted, beside the replay of the recording that it was asked again."""
+"""Counts of llama.cpp's server, and the replay of the recording that it was asked again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def asked(given: list[dict[str, Any]]) -> Trace:
 
 
 def same_text(given: list[dict[str, Any]], trace: Trace) -> list[bool]:
-    """Whether an answer's tokens are those recorded."""
+    """Return, per answer, whether its tokens are those recorded."""
     on_path = trace.columns["offset"] == 0
     found, request = trace.columns["token"][on_path], trace.columns["request"][on_path]
     return [a["tokens"] == found[request == i].tolist() for i, a in enumerate(given)]

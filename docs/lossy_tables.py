@@ -1,4 +1,4 @@
-"""What lossy rules bought when texts were really decoded under them."""
+"""Speedups and quality of texts that were decoded under lossy rules."""
 
 from __future__ import annotations
 

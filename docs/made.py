@@ -18,9 +18,10 @@ from typing import Any
 import typer.main
 
 from commands import app, catalogue
-from docs.engine_tables import engine_checks, server_checks
+from docs.engine_tables import engine_checks, over_http, server_checks, stepped
 from docs.llamacpp_tables import llamacpp_counts
 from docs.lossy_tables import lossy_rules
+from docs.outputs import output
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
@@ -117,7 +118,7 @@ def signals() -> str:
 
 
 def row_columns(where: str) -> str:
-    """The columns in a tuple ``module:NAME``, and what the string behind it says of them."""
+    """Return the columns in a tuple ``module:NAME``, and what the string after it says of them."""
     module, _, name = where.partition(":")
     names = getattr(importlib.import_module(module), name)
     return ", ".join(map(code, names)) + ".\n\n" + string_behind(module, name)
@@ -137,13 +138,13 @@ def served() -> str:
 
 
 def string(where: str) -> str:
-    """The string behind ``module:NAME``."""
+    """Return the string after ``module:NAME``."""
     module, _, name = where.partition(":")
     return string_behind(module, name)
 
 
 def docstring(where: str) -> str:
-    """The docstring of ``module:Name.attribute``, or of ``module:``, behind its first paragraph."""
+    """Return the docstring of ``module:Name.attribute``; of ``module:`` without its head."""
     module, _, path = where.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split(".") if path else ():
@@ -153,7 +154,7 @@ def docstring(where: str) -> str:
 
 
 def catalogued(kind: str) -> str:
-    """What `draftsim list` shows: policies, rules, sources or formats."""
+    """Return what `draftsim list` shows: policies, rules, sources or formats."""
     if kind == "formats":
         return table(
             ("format", "what writes it", "options"),
@@ -205,7 +206,7 @@ def methods() -> str:
 
 
 def commands() -> str:
-    """What ``--help`` says of every command."""
+    """Return what ``--help`` says of every command."""
     found: Mapping[str, Any] = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
     return "\n\n".join(f"## {name}\n\n```text\n{usage(found[name])}\n```" for name in found)
 
@@ -218,7 +219,7 @@ def usage(command: Any) -> str:
 
 
 def modules(package: str) -> str:
-    """Every module of a folder, sub-folders behind it, with its docstring's first line."""
+    """Return every module of a folder, then of its sub-folders, with its docstring's first line."""
     folders = [ROOT / package, *sorted(p.parent for p in (ROOT / package).glob("*/__init__.py"))]
     parts = []
     for folder in folders:
@@ -243,7 +244,7 @@ def rooms(package: str) -> str:
 def readme(part: str) -> str:
     """The part of README.md between ``<!-- part -->`` and ``<!-- end of part -->``.
 
-    Its links to pages are those of a page beside them.
+    Its links to pages are those of a page in the same folder.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- {part} -->\n(.*?)<!-- end of {part} -->", text, re.DOTALL)
@@ -253,7 +254,7 @@ def readme(part: str) -> str:
 
 
 def api(where: str) -> str:
-    """What a package exports, or ``module:Name,Name``, for mkdocstrings to describe."""
+    """Return what a package exports, or ``module:Name,Name``, for mkdocstrings to describe."""
     module, _, names = where.partition(":")
     exported = names.split(",") if names else _exported(module)
     return "\n\n".join(f"::: {module}.{name}" for name in exported)
@@ -297,7 +298,9 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
+    "output": output, "over_http": over_http,
     "phases": phases, "questions": questions,
     "readme": readme, "rooms": rooms, "routers": routers, "row_columns": row_columns,
-    "served": served, "server_checks": server_checks, "signals": signals, "string": string,
+    "served": served, "server_checks": server_checks, "signals": signals,
+    "stepped": stepped, "string": string,
 }  # fmt: skip

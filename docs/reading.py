@@ -1,4 +1,4 @@
-"""How `docs.made` reads the code: docstrings, the strings behind assignments, Markdown tables."""
+"""How `docs.made` reads the code: docstrings, the strings after assignments, Markdown tables."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def first_line(path: Path) -> str:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The strings behind the fields of a class."""
+    """Return the strings after the fields of a class."""
     (body,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     return strings_behind(body.body)
 
 
 def string_behind(module: str, name: str) -> str:
-    """The string behind an assignment of a module."""
+    """Return the string after an assignment of a module."""
     found = importlib.import_module(module)
     return strings_behind(ast.parse(inspect.getsource(found)).body)[name]
 

@@ -139,10 +139,10 @@ def test_what_a_study_is_of_changes_with_the_file(tmp_path: Path) -> None:
     assert identity(plain) == plain
 
 
-def test_the_policy_of_readme_takes_its_parameters(
+def test_the_policy_of_the_tutorial_takes_its_parameters(
     synthetic_run: Path, tmp_path: Path, run: Run
 ) -> None:
-    shown = (ROOT / "README.md").read_text(encoding="utf-8").split(">>> class ", 1)[1]
+    shown = (ROOT / "docs/policy.md").read_text(encoding="utf-8").split(">>> class ", 1)[1]
     lines = [line[4:] for line in shown.splitlines() if line.startswith("... ")]
     file = tmp_path / "mine.py"
     head = f"from policies import DraftPolicy\n\nclass {shown.splitlines()[0]}\n"
