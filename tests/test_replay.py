@@ -167,7 +167,8 @@ def test_fidelity_says_how_the_log_relates_to_decoding() -> None:
     def fidelity(**meta: object) -> str:
         return replay(Trace(trace.columns, trace.requests, 4, meta), Fixed(1)).fidelity
 
-    assert fidelity() == "exact"
+    assert fidelity() == fidelity(dtype="float32") == "exact"
+    assert fidelity(dtype="bfloat16") == "exact up to near-ties"
     assert fidelity(sampling={"temperature": 0.7}) == "exact in distribution"
     assert fidelity(imputed={}) == "approximate"
     assert fidelity(fidelity="approximate") == "approximate"

@@ -24,7 +24,7 @@ def shown(rows: Sequence[Row]) -> list[dict[str, Any]]:
     changing = any(row["length_changes"] for row in rows)
     fleets = any(row["replicas"] > 1 for row in rows)
     several = any(row["replications"] > 1 for row in rows)
-    plain = {"complete", "exact"}
+    plain = {"complete", "exact", "exact up to near-ties"}
     told = [k for k in ("status", "fidelity") if not {row[k] for row in rows} <= plain]
     counted = [k for k in ("rejected", "preemptions") if any(row[k] for row in rows)]
     table = []

@@ -14,7 +14,7 @@ from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
 from traces.replay.calls import LAYER, Call, pack_calls
 from traces.replay.rounds import Fidelity, RoundLog
-from traces.replay.run import own_policy
+from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
 from traces.sources.at_once import Walked, rounds_at_once
 from traces.sources.base import Recordings, Source, SourceReplay
@@ -95,9 +95,8 @@ def check_rule(rule: VerifyRule | None, source: Source, trace: Trace) -> str:
 
 
 def fidelity_of(source: Source, trace: Trace) -> Fidelity:
-    """The source's own fidelity, which along sampled outputs holds in distribution."""
-    sampled = trace.temperature > 0 and source.fidelity == "exact"
-    return "exact in distribution" if sampled else source.fidelity
+    """Return that of the recorded text where the source is exact, else the source's own."""
+    return text_fidelity(trace) if source.fidelity == "exact" else source.fidelity
 
 
 def check_signals(
