@@ -117,7 +117,7 @@ def eagle3_runs() -> list[ServerRun]:
 
 
 class Result(NamedTuple):
-    """What was predicted of runs that were not given."""
+    """Predictions of runs that were not given."""
 
     missed: list[Missed]
     signs: list[bool]

@@ -34,7 +34,7 @@ class UndeclaredSignal(DraftsimError):
     """
 
     def __init__(self, signal: str, reader: str | None = None, declared_in: str = "reads") -> None:
-        # All are kept as arguments: a simulated process raises an error anew from them.
+        # All are kept as arguments: a simulated process raises an error again from them.
         super().__init__(signal, reader, declared_in)
         self.signal, self.reader, self.declared_in = signal, reader, declared_in
 

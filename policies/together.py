@@ -62,7 +62,7 @@ class Member:
 
 M = TypeVar("M", bound=Member)
 Draft = Callable[[Sequence[M]], Sequence[Any]]
-"""Drafts one token more for each of these members; None where there is none to propose."""
+"""Drafts one token more for each of these members; None without a proposal."""
 
 
 class Together(ABC):
@@ -73,7 +73,7 @@ class Together(ABC):
     policy:
         The run's own copy.
     guarded:
-        True if the tokens refuse signals that a policy does not declare; else each is shown behind
+        True if the tokens refuse signals that a policy does not declare; else each is shown through
         a guard.
     longest:
         Tokens that a draft may have at most, where the engine bounds it.
@@ -145,7 +145,7 @@ class Together(ABC):
 
     @abstractmethod
     def _begin(self, members: Sequence[M], load: Callable[[M], Load]) -> Sequence[int | None]:
-        """Begin an iteration; return the cap of each draft, None where there is none."""
+        """Begin an iteration; return the cap of each draft, None without one."""
 
     @abstractmethod
     def _willing(

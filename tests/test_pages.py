@@ -133,7 +133,7 @@ def test_the_site_asks_for_nothing_from_outside(site: Path) -> None:
 
 def test_the_site_is_searched_without_a_server(site: Path) -> None:
     with Browser() as browser:
-        browser.open(site / "index.html")
+        browser.open(site / "tour.html")
         assert browser.run("return document.querySelector('article img').naturalWidth") > 100
         browser.run("document.querySelector('.md-search__input').focus()")
         browser.press(*"tail")

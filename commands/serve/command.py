@@ -123,7 +123,7 @@ def serve(
         typer.Option(metavar="TIME", help="The target tpot of --slo: time per output token."),
     ] = None,
     max_time: Annotated[
-        float | None, typer.Option(help="Stop every run after so many simulated seconds.")
+        float | None, typer.Option(help="Stop every run after this many simulated seconds.")
     ] = None,
     interference: Annotated[
         float | None, typer.Option(help="pearl and dsi: slowdown from sharing one device.")

@@ -1,4 +1,4 @@
-"""What ``draftsim sweep`` says beside its table: break-even, and what is only estimated."""
+"""Remarks of ``draftsim sweep`` on its table: break-even, and what is only estimated."""
 
 from __future__ import annotations
 

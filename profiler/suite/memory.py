@@ -1,4 +1,4 @@
-"""What fits into a device's memory beside the weights."""
+"""Batches that fit into a device's memory next to the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def fitting_contexts(
 ) -> tuple[list[int], list[str]]:
     """The contexts that the memory holds, up to the model's own, and why it does not the others.
 
-    ``width``: tokens per sequence of the widest pass behind them.
+    ``width``: tokens per sequence of the widest pass after them.
     """
     room = place.free_bytes()
     kept: list[int] = []

@@ -1,4 +1,4 @@
-"""What a pair is trained on: the Python sources of this machine, as tokens, and prompts."""
+"""Training data of a pair: the Python sources of this machine, as tokens, and prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What whole rounds take beyond their passes: waiting, launching, accepting, reading signals.
+"""Time of whole rounds beyond their passes: waiting, launching, accepting, reading signals.
 
 On a device that runs behind the host these do not add up from parts.  They are therefore
 measured where they occur: the real loop runs fixed draft lengths with dictated verdicts, and

@@ -1,1 +1,1 @@
-"""The suite's runs: pairs recorded, dictated and decoded for real, arm beside arm."""
+"""The suite's runs: pairs recorded, dictated and decoded for real, in turns."""

@@ -17,7 +17,7 @@ from traces.replay.rounds import RoundLog
 from traces.replay.run import replay
 
 Open = Callable[[Arm, int], Any]
-"""Makes a decoder (`policies.core.Decoder`) for an arm's run of a request, behind its prefill."""
+"""Makes a decoder (`policies.core.Decoder`) for an arm's run of a request, after its prefill."""
 
 
 def compared_runs(
@@ -44,7 +44,7 @@ def compared_runs(
 
     def one(arm: Arm, i: int) -> tuple[float, int]:
         decoder = opened(arm, i)
-        if i == 0:  # every sweep begins with the first request, and what it learns anew
+        if i == 0:  # every sweep begins with the first request, and what it learns again
             runs[arm.name] = arm.policy.for_run()
         policy = runs[arm.name].fresh()
         with timed(place.device) as spent:
