@@ -143,6 +143,9 @@ def main() -> None:
             # So typer calls the end of a file, at a terminal Ctrl-D; nothing is asked there.
             raise error.__cause__ or error from None
         except Exception as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                # Cleaning up after the stop failed, as an archive that was being written does.
+                _fail(STOPPED, stop.code)
             said = _said(error)
             if said is None:
                 raise

@@ -9,7 +9,7 @@ import typer
 
 from commands.common.acceptance import FORMS, LONGEST, load_positions
 from commands.common.bounds import MOST_CONTEXT, MOST_LENGTH
-from commands.common.devices import AlwaysOption, GpuOption, WeightsOption
+from commands.common.devices import AlwaysOption, GpuOption, WeightsOption, latencies
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     SERVED_TRACE,
@@ -17,7 +17,6 @@ from commands.common.inputs import (
     LatencyOption,
     TraceOption,
     batch_sizes,
-    load_latency,
 )
 from commands.common.output import JsonOption, OutOption, emit, note, placed
 from commands.common.printed import print_table
@@ -157,7 +156,8 @@ def _priced(
 
     if acceptance is not None and latency is not None and not (source or gpu or weights):
         # No recording is needed: acceptance and costs are both given.
-        table, own, name = load_latency(latency, trace, batch_free), None, latency
+        [table] = latencies([latency], trace, False, batch_free).values()
+        own, name = None, latency
     else:
         recording = load_recording(
             trace, latency, source, chooses="breakeven", gpu=gpu, weights=weights,

@@ -139,8 +139,8 @@ class DraftPolicy(ABC):
         """Return the most tokens that a draft may have; None if the policy sets no bound.
 
         The default is the first of the attributes ``longest``, ``gamma_max``, the largest of
-        ``gammas``, and ``gamma`` that is set.  Engines reserve cache for this many tokens, and cut a
-        policy without a bound.
+        ``gammas``, and ``gamma`` that is set.  Engines reserve cache for this many tokens, and
+        cut a policy without a bound.
         """
         return bound_of(self)
 

@@ -108,6 +108,11 @@ def written(folder: Path, content: Any, name: str = "log") -> Path:
 
 VIDUR = "time_stats.all_reduce.median,time_stats.all_reduce.min,num_workers,size,devices_per_node\n"
 VIDUR += "0.043,0.010,2,2048,2\n"
+PROFILE = {
+    "schema_version": "1.0", "measured": True, "method": "eagle3", "num_speculative_tokens": 2,
+    "marginal_accept_rates": [0.8, 0.6], "conditional_accept_rates": [0.8, 0.75],
+    "mean_accept_length": 2.4, "acceptance_length_histogram": {"1": 2, "2": 2, "3": 6},
+}  # fmt: skip
 DENSE = "layer,tokens,time_us\nqkv_proj,1,54.9\n"
 
 
@@ -118,4 +123,5 @@ def example(name: str) -> Any:
         "prometheus": SCRAPE.format(10, 20, 9, 6, 3), "llamacpp": LLAMACPP, "rounds": ROUNDS,
         "by-start": BY_START, "tensorrt-llm": [ITERATION], "aiperf": AIPERF, "latency": LATENCY,
         "llama-bench": bench_record(n_gen=128), "vidur": VIDUR, "llmservingsim": DENSE,
+        "speculation-profile": PROFILE,
     }[name]  # fmt: skip

@@ -17,8 +17,8 @@ from simulator.pricing import autoregressive, price
 from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
 from simulator.whatif.cost import LatencyCost
+from tests.compiled import ALONG
 from tests.conftest import Run
-from tests.spans import ALONG
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

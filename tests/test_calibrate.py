@@ -94,9 +94,9 @@ def test_public_servers_are_predicted_from_other_loads_of_theirs(shared_tables: 
         if name != "A100, EAGLE-3, from concurrency 1, 8":
             continue
         results = [left_out(part, []) for part in parts]
-        errors = [abs(one.error) for found, _ in results for one in found]
-        held = [one.held for found, _ in results for one in found]
-        signs = [sign for _, found in results for sign in found]
+        errors = [abs(one.error) for found, *_ in results for one in found]
+        held = [one.held for found, *_ in results for one in found]
+        signs = [sign for _, found, _ in results for sign in found]
         assert np.median(errors) < 0.06
         # Runs of one server miss together, so fewer count than there are.
         assert np.mean(held) > 0.8 - 4 * np.sqrt(0.8 * 0.2 / len(parts))

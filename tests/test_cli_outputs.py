@@ -32,7 +32,6 @@ DIFFER = {
     "sampled",  # a run's own outputs, or those of several runs
     "engine",  # one whose settings are written, or one that is run
     "run",  # a folder, or for a report also a bundled recording's name
-    "kv_blocks",  # a number, or also auto
     "rate",  # those of several loads, or the one that a fleet has to carry
 }
 

@@ -166,10 +166,12 @@ def test_both_named_the_first_line_says_whose(run: Run, calibrated: Path) -> Non
     first = ran.err.splitlines()[0]
     assert first.startswith(f"acceptance of {ONE} (smollm2 135M + draft model 15.5M) at the costs")
     assert "bundled (2.81M + 0.638M: the target and draft differ)" in first
-    # Nothing is said of latencies of the same pair, or of any that name no model.
-    for latency in (ONE, DRAFT, calibrated):
+    # Nothing is said of latencies of the same pair.
+    for latency in (ONE, DRAFT):
         ran = run("simulate", "--trace", DRAFT, "--latency", latency, *QUICK)
         assert "acceptance of" not in ran.err
+    ran = run("simulate", "--trace", DRAFT, "--latency", calibrated, *QUICK)
+    assert "which does not say whose they are" in ran.err.splitlines()[0]
 
 
 def test_models_are_compared_by_weights_then_shapes_then_names() -> None:

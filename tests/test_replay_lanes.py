@@ -41,6 +41,7 @@ LOOPED = (
     "confidence:roc_update=in_call", "hf-heuristic:roc_update=next_call", "cm-asd:window=lagged",
     "cm-asd:window=literal", "disable-by-batch-size", "goodput", "turbospec",
     "confidence-freeze", "adaptive-verification", "batch-table-hysteresis",
+    "confidence-scheduled", "sglang-throughput", "graph-aware", "tensorrt-llm",
     "rate-optimal:recalibrate=0.1",
 )  # fmt: skip
 """Texts that no plan is told of."""

@@ -21,6 +21,7 @@ from profiler.engines.loads import Job
 from profiler.engines.start import FIXED, EngineOptions
 from profiler.recording.run import model_path
 from traces.errors import DraftsimError
+from traces.store.text import read_object
 
 TAIL = 12
 """Lines of a failed engine's output that are shown."""
@@ -124,7 +125,7 @@ def run_apart(
             raise DraftsimError(
                 f"the engine apart ended with code {ran.returncode}: its last lines say why"
             )
-        found = json.loads(told.read_text())
+        found = read_object(told, "run it again")
     return Apart({load: Speed(*own) for load, own in found["speeds"].items()}, found["settings"])
 
 
@@ -161,7 +162,7 @@ def main(asked: Path, told: Path) -> None:
     """Run the loads of the file `asked` in vLLM and write their speeds to `told`."""
     import os
 
-    given = json.loads(asked.read_text())
+    given = read_object(asked, "run it again")
     os.environ["OMP_NUM_THREADS"] = str(given["threads"])
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     from vllm import LLM, SamplingParams

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import expit
 
 from simulator.aggregate.posterior import Prior, draws_near
 from traces.errors import DraftsimError
@@ -44,7 +45,7 @@ def survival(values: Floats, longest: int) -> Floats:
 
     ``values``: (draws, 3) in the order of `HAZARD`.
     """
-    return np.asarray(np.cumprod(1 / (1 + np.exp(-_logits(values, longest))), axis=1))
+    return np.asarray(np.cumprod(expit(_logits(values, longest)), axis=1))
 
 
 def _logits(values: Floats, longest: int) -> Floats:

@@ -103,15 +103,15 @@ def launch_line(
 def proposed_graphs(document: Mapping[str, Any] | None) -> CUDAGraphs | None:
     """CUDA graphs for the rounds of a vLLM setting: their sizes are multiples of K + 1.
 
-    None without a setting.
+    None without a setting, and for a table by sequence length.
 
     >>> table = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 1]]}
     >>> proposed_graphs(table).sizes
     (1, 2, 4, 6, 8)
     """
-    if document is None:
+    rows = (document or {}).get("num_speculative_tokens_per_batch_size")
+    if not rows:
         return None
-    rows = document["num_speculative_tokens_per_batch_size"]
     return CUDAGraphs.for_lengths([(row[0], row[1], row[-1]) for row in rows])
 
 

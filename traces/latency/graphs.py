@@ -24,7 +24,7 @@ WIDEST = 64
 PHASES = ("forward", "beside", "catch_up", "pass")
 """Steps of decoding whose passes replay graphs."""
 FINEST = 16
-"""Batch sizes up to which `CUDAGraphs.for_lengths` captures every one."""
+"""Batch sizes and widths up to which every one counts by itself."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ class CUDAGraphs:
             few = own[(own["batch"] <= largest) & (own["new_tokens"] <= WIDEST)]
             most = int(min(largest, grid.batches[-1]))
             contexts = np.unique(few["context"])
-            widths = np.unique(few["new_tokens"])
+            # Between two measured widths the padding jumps: every width has cells of its own.
+            between = np.arange(1, min(int(few["new_tokens"].max()), FINEST) + 1)
+            widths = np.union1d(few["new_tokens"], between)
             b, n, c = (
                 v.ravel().astype(float)
                 for v in np.meshgrid(np.arange(1, most + 1), widths, contexts, indexing="ij")

@@ -16,8 +16,12 @@ from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Request
 
 Fidelity = Literal[
-    "exact", "exact up to near-ties", "exact in distribution", "exact within the round",
-    "approximate", "lower bound",
+    "exact",
+    "exact up to near-ties",
+    "exact in distribution",
+    "exact within the round",
+    "approximate",
+    "lower bound",
 ]
 """How a replayed round log relates to really decoding the same requests."""
 

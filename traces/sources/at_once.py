@@ -84,7 +84,7 @@ def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
     if isinstance(decoder, HeadsReplay):
         parts.append(Counted(False, HEADS, each, ones, np.minimum(forwards, 1)))
     elif isinstance(decoder, ParallelReplay):
-        width = log.rounds["catch_up"].astype(np.int64) + decoder.width - 1
+        width = _read(log, np.flatnonzero(forwards)) + decoder.width - 1
         parts.append(Counted(False, ONE_PASS, each, width, np.minimum(forwards, 1)))
     elif isinstance(decoder, SpaceReplay):
         parts.append(Counted(True, PASS, each, (drafted + 1) * (decoder.width + 1), ones))
@@ -93,3 +93,17 @@ def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
         parts.append(Counted(False, LAYER, each, ones, forwards * layers))
         parts.append(Counted(False, HEAD, each, ones, forwards))
     return pack_counted(parts)
+
+
+def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Tokens that a pass over what was verified since the one before reads, (rounds,).
+
+    ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
+    """
+    position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
+    before = np.append(0, position[ran][:-1])
+    before[np.diff(request[ran], prepend=-1) > 0] = 0
+    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request[ran]]
+    read = np.zeros(len(position), dtype=np.int64)
+    read[ran] = np.minimum(position[ran] - before, prompt + position[ran] - 1)
+    return read

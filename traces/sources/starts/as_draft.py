@@ -138,7 +138,12 @@ def drafted_latency(
         table = in_the_drafts_place(latency, name)
     elif isinstance(source, Parallel):
         width = recording.offsets if source.k is None else source.k
-        table = _standing_in(latency, latency.cells, _one_pass(latency, name, width), name)
+        table = _standing_in(
+            latency,
+            _behind_no_passes(latency.cells),
+            _one_pass(latency, _measured(source, recordings), width),
+            name,
+        )
     elif isinstance(source, LayerSkip):
         own = _skipping(latency, int(recording.meta["layers"]))
         table = _standing_in(latency, latency.cells, own, name)
@@ -187,6 +192,13 @@ def _standing_in(
 
 def _model(source: Source, recordings: Recordings) -> str:
     """The model of the latency table that its passes are of."""
+    model = _measured(source, recordings)
+    # Rounds of the draft model's name are priced as its own, one pass per drafted token.
+    return source.name if model == "draft" else model
+
+
+def _measured(source: Source, recordings: Recordings) -> str:
+    """The model of the latency table that its passes were measured of."""
     drafter = source.drafter(recordings)
     return source.name if drafter is None else drafter.model
 
