@@ -125,7 +125,10 @@ PLACED = dict.fromkeys(
 def imported(log: str) -> Reader:
     """What an import of one of `LOGS` prints and writes."""
     form = log.partition(" ")[0]
-    counts = form in ("sglang", "tensorrt-llm", "llamacpp", "prometheus", "eagle") or log != form
+    counts = (
+        form in ("sglang", "tensorrt-llm", "llamacpp", "prometheus", "eagle", "speculation-profile")
+        or log != form
+    )
     out = f"imported.{'json' if counts else 'parquet'}"
 
     def answer(place: Path) -> Any:
