@@ -189,7 +189,6 @@ def load_recording(
     stream = load_source(source) if one_stream and source is not None else None
     if acceptance is not None:
         drafter, recordings = None, Recordings()
-        models = {"target": model_in(outputs.meta, "target"), "draft": {}}
     elif stream is None:
         drafter, recordings = _drafter(name, outputs, tables, source, bool(given))
     else:
@@ -199,7 +198,9 @@ def load_recording(
     for chosen in (drafter, stream):
         if chosen is not None:
             recordings = chosen.completed(outputs, recordings)
-    if acceptance is None:
+    if acceptance is not None:
+        models = {"target": model_in(outputs.meta, "target"), "draft": {}}
+    else:
         models = models_of(name, outputs)
     if given:
         _check_models(name, models, tables, drafter)

@@ -237,9 +237,9 @@ def _survivals(
     chances: Sequence[Sequence[float]],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return the chance that each draft and all before it are accepted, and whose it is."""
-    parts = [np.cumprod(one) for one in chances]
+    parts = [np.cumprod(np.asarray(one, dtype=np.float64)) for one in chances]
     owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
-    return np.concatenate([*parts, np.zeros(0)]), owners
+    return np.concatenate([*parts, np.zeros(0)], dtype=np.float64), owners
 
 
 CONTEXT_BUCKET = 256

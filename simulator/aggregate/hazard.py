@@ -18,7 +18,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import expit
 
 from simulator.aggregate.posterior import Prior, draws_near
 from traces.errors import DraftsimError
@@ -45,7 +44,9 @@ def survival(values: Floats, longest: int) -> Floats:
 
     ``values``: (draws, 3) in the order of `HAZARD`.
     """
-    return np.asarray(np.cumprod(expit(_logits(values, longest)), axis=1))
+    # The logistic function, by way of tanh: exp would overflow far from zero.
+    chances = 0.5 * (1 + np.tanh(0.5 * _logits(values, longest)))
+    return np.asarray(np.cumprod(chances, axis=1))
 
 
 def _logits(values: Floats, longest: int) -> Floats:
