@@ -74,12 +74,12 @@ class DraftToken(Protocol):
 
     @property
     def ends(self) -> bool:
-        """Whether drafting must end after this token (the draft proposed EOS)."""
+        """Return True if drafting must end after this token (the draft proposed EOS)."""
         ...
 
 
 class Load(NamedTuple):
-    """What a policy may know about the engine's state when a round begins."""
+    """The engine's state when a round begins, as far as a policy may know it."""
 
     batch: int
     """Sequences decoded together in this iteration."""
@@ -150,7 +150,7 @@ class DraftPolicy(ABC):
 
     @abstractmethod
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        """Whether to draft one more token after `draft`, the tokens drafted this round.
+        """Return True if one more token is to be drafted after `draft`, the tokens of this round.
 
         Asked before every token, the first included (`draft` is then empty).
         """
@@ -211,10 +211,10 @@ def own_copy(policy: P, vocab_size: int | None) -> P:
 class Decoder(Protocol):
     """A sequence being decoded: where drafted tokens and verdicts come from.
 
-    The loop shows a policy each token behind a guard that refuses the signals it does not
-    declare.  A decoder with a method ``declare(reads)``, called before the first round, has the
-    guard within its tokens.  One whose drafter takes in all that was verified (features of the
-    target in the place of its own) says so by ``takes_verified = True``.
+    The loop wraps each token that it shows a policy; the wrapper refuses signals that the policy
+    does not declare.  A decoder with a method ``declare(reads)``, called before the first round,
+    checks this in its own tokens.  A decoder sets ``takes_verified = True`` if its drafter reads
+    all verified tokens again (the target's features instead of its own).
     """
 
     @property

@@ -95,7 +95,7 @@ def _evaluated(cls: type, annotation: Any) -> Any:
 
 
 def choice(word: str, options: Iterable[str]) -> str:
-    """What to do about a word that is none of `options`."""
+    """Return the hint of an error message about a word that `options` does not hold."""
     options = list(options)
     if not options:
         return ": it takes none"
@@ -129,7 +129,7 @@ def _declared(parameter: inspect.Parameter) -> Any:
 
 
 def _value(where: str, annotation: Any, text: str) -> Any:
-    """`text` as a value of the declared type; `where` begins the message if it is none."""
+    """Return `text` as a value of the declared type; an error message begins with `where`."""
     union = get_origin(annotation) in (Union, UnionType)
     kinds = get_args(annotation) if union else (annotation,)
     if NoneType in kinds and text.lower() == "none":

@@ -68,7 +68,7 @@ def test_the_page_of_llama_bench(tmp_path: Path) -> None:
     assert found.cells["median_s"].tolist() == pytest.approx([512 / 7340.20, 1 / 120.6, 1 / 116.71])
     assert found.cells["spread_s"][1] == pytest.approx(NORMAL_IQR * 0.59 / 120.6**2)
     assert found.meta["left_out"] == [
-        f"{tmp_path / 'log'} line 5: 512 tokens behind 512 are neither a prompt nor a verification"
+        f"{tmp_path / 'log'} line 5: 512 tokens at depth 512 are neither prompt nor verification"
     ]
     found = table(CSV, tmp_path)
     assert found.cells["median_s"].tolist() == pytest.approx([0.07028566, 1.0674316 / 128])

@@ -205,8 +205,8 @@ def test_responses_of_tensorrt_llm(tmp_path: Path) -> None:
     assert totals.per_position == [24, 24, 12]
     stats = RESPONSE["choices"][0]["speculative_decoding"]
     for changed, message in (
-        ({"num_spec_steps": 19}, "30 tokens in 20 rounds, beside it stand 30 in 19"),
-        ({"total_accepted_draft_tokens": 29}, "beside it stand 29 in 20"),
+        ({"num_spec_steps": 19}, "30 tokens in 20 rounds, but the counts say 30 in 19"),
+        ({"total_accepted_draft_tokens": 29}, "but the counts say 29 in 20"),
         ({"total_draft_tokens": 29}, "30 tokens accepted of 29 drafted"),
         ({"acceptance_histogram": {"0": 20}}, "no list of whole numbers"),
         ({"num_spec_steps": None}, "rounds is None"),
@@ -248,5 +248,5 @@ def test_aiperf_without_steps_is_counts(tmp_path: Path) -> None:
     assert totals.rounds == 2
     with pytest.raises(FileError, match=r"name profile_export\.jsonl"):
         counts("aiperf", written(tmp_path, {"metrics": {}}))
-    with pytest.raises(FileError, match="beside it stand 4 in 3"):
+    with pytest.raises(FileError, match="but the counts say 4 in 3"):
         counts("aiperf", written(tmp_path, record(num_spec_steps=3, per_step_accepted=None)))

@@ -117,7 +117,7 @@ def test_rounds_meet_the_limits_of_equations_3_to_5(right: bool, gamma: int) -> 
     trace = trace_of([output], tokens)
     source = EarlyExit(tau=0.5, omega=0, depth=depth)
     if not right and gamma > 1:
-        with pytest.raises(TailError, match="past what was recorded behind its wrong exit"):
+        with pytest.raises(TailError, match="past what was recorded after its wrong exit"):
             replay_source(trace, source, Fixed(gamma), recordings=Recordings(exits=record))
         # Behind each wrong token the trie holds nodes that exit at the same layer.
         record = with_tails(record, gamma - 1)

@@ -193,7 +193,7 @@ def test_what_goes_without_the_loop_asks_no_token(monkeypatch: pytest.MonkeyPatc
 
 def test_a_draft_that_leaves_the_recording_is_refused_where_it_does() -> None:
     trace = random_outputs(3)
-    with pytest.raises(TailError, match="past what was recorded behind its wrong exit"):
+    with pytest.raises(TailError, match="past what was recorded after its wrong exit"):
         replay_source(
             trace, EarlyExit(0.0, 0.0, 1.0), Fixed(9), recordings=random_recordings(trace, 3, 2)
         )

@@ -42,17 +42,21 @@ OF_PAGES = {
 OPENINGS = re.compile(r"(?:Of|What|Whether|So|Those|Who)\b")
 """Words that no docstring begins with: a verb in the imperative or a noun does."""
 
+CODE = re.compile(r"`[^`\n]+`|^ +\w+(?:, \w+)*:$", re.M)
+"""Code in a string: an expression in backticks, or the parameters that a paragraph is about."""
+
 FOLDERS = ("policies", "traces", "profiler", "simulator", "commands", "docs", "benchmarks", "tests")
 LEFT = {
-    "policies": 51, "traces": 256, "profiler": 295, "simulator": 293, "commands": 143,
+    "profiler": 295, "simulator": 293, "commands": 143,
     "benchmarks": 20, "tests": 225,
 }  # fmt: skip
 """Folders that are not clean yet: words and openings left. A number may only fall."""
 
 
 def pattern(words: dict[str, str]) -> re.Pattern[str]:
-    """Match these words, capitalised or not; ``is None`` is no word."""
-    return re.compile(rf"\b(?:{'|'.join(f'[{w[0].upper()}{w[0]}]{w[1:]}' for w in words)})\b")
+    """Match these words, capitalised or not; ``is None`` and "there is none" are neither."""
+    either = "|".join(f"[{w[0].upper()}{w[0]}]{w[1:]}" for w in words)
+    return re.compile(rf"(?<!\b[Tt]here )\b(?:{either})\b")
 
 
 IN_CODE, IN_PAGES = pattern(RULED_OUT), pattern({**RULED_OUT, **OF_PAGES})
@@ -66,9 +70,10 @@ def of_python(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = " " not in node.value  # a column, a phase
-            for word in () if names else IN_CODE.finditer(node.value):
+            prose = CODE.sub(lambda m: "_" * len(m[0]), node.value)
+            for word in () if names else IN_CODE.finditer(prose):
                 line = node.lineno + (
-                    node.value[: word.start()].count("\n") if id(node) not in formatted else 0
+                    prose[: word.start()].count("\n") if id(node) not in formatted else 0
                 )
                 yield f"{path.relative_to(ROOT)}:{line}: {word[0]}"
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -59,7 +59,7 @@ def slowdown(before: State | None, after: State | None) -> float | None:
 
 
 def differ(before: State | None, after: State | None) -> bool:
-    """Whether the reference work took longer or shorter by more than its spread."""
+    """Return True if the time of the reference work changed by more than its spread."""
     change = slowdown(before, after)
     if change is None:
         return False

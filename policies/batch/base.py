@@ -35,7 +35,7 @@ B = TypeVar("B", bound="BatchPolicy")
 class IterationCost(Protocol):
     """Seconds of one iteration, for policies that weigh gain against cost.
 
-    A policy sees no clock; whoever builds it hands it the profiled cost.
+    A policy sees no clock: the profiled cost is passed to its constructor.
     """
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
@@ -97,10 +97,11 @@ class BatchPolicy(ABC):
         return None
 
     def planned_at(self, scheduled: int) -> Planned | None:
-        """What is drafted after every iteration of `scheduled` requests (`policies.core.Load`).
+        """Return the draft lengths after every iteration of `scheduled` requests
+        (`policies.core.Load`).
 
-        None, whatever their number, where anything else decides: then an engine asks at every
-        step, by the methods below.  `planned_of` asks.
+        Return None, for every number of requests, if they depend on anything else: an engine then
+        asks the methods below at every step.  `planned_of` asks this one.
         """
         del scheduled
         return None
@@ -118,7 +119,8 @@ class BatchPolicy(ABC):
         return [self.plan(loads)] * len(loads)
 
     def keep_drafting(self, drafts: Sequence[Sequence[Any]]) -> bool:
-        """Whether to run one more batched draft step, asked before each, the first included.
+        """Return True if one more batched draft step is to run; asked before each, the first
+        included.
 
         ``drafts[i]`` holds the tokens sequence i drafted this iteration; one that reached
         its cap, its limit or EOS no longer grows.
@@ -141,7 +143,7 @@ class BatchPolicy(ABC):
 
 
 def planned_of(policy: BatchPolicy, scheduled: int) -> Planned | None:
-    """What `policy` plans at so many requests where its own class tells; else None."""
+    """Return what `policy` plans at that many requests if its own class says so; else None."""
     planned: Planned | None = own_word(policy, "planned_at", scheduled)
     return planned
 

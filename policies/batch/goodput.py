@@ -53,7 +53,7 @@ class Goodput(KeptInStep, _CostByLength):
     warmup:
         Iterations before anything measured counts, 10 there.
     acceptance:
-        The configured r_i, for i = 1 ... gamma_max at least; a number a stands for a ** i.
+        The configured r_i, for i = 1 ... gamma_max at least; a number a means r_i = a ** i.
         vLLM has no default; 0.7 is ours.
     cost:
         Seconds of an iteration (`policies.batch.base.IterationCost`), the ITL above.

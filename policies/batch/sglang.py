@@ -44,7 +44,7 @@ class SGLangAdaptive(KeptInStep):
         As SGLang's configuration file: ``{"batch size": {"candidate_steps": [...], ...}}``,
         each slot serving batches from its size on; settings (``ema_alpha``,
         ``update_interval``, ``warmup_batches``, ``up_hysteresis``, ``down_hysteresis``,
-        ``ceiling_coeff``) per slot or beside the slots for all.  None: SGLang's default.
+        ``ceiling_coeff``) per slot, or next to the slots for all.  None: SGLang's default.
     initial_steps:
         Where a slot starts if this is one of its candidates; else at the middle one.
     graph_batches:

@@ -158,7 +158,7 @@ class SwitchedOff(KeptInStep):
         self._off: set[Hashable] = set()
 
     def resting(self, queue: int) -> bool:
-        """Whether nothing is drafted this step, whatever `plan` would say, at so many requests."""
+        """Return True if nothing is drafted at this many requests, whatever `plan` says."""
         del queue
         return False
 

@@ -18,7 +18,7 @@ from policies.lanes.base import Bools, Floats, Ints, LaneState
 
 @dataclass
 class _Arms(LaneState):
-    """What the bandits share: the arms' lengths, how many they are, and the last one pulled.
+    """The part that all bandits share: the arms' lengths, their number and the last arm pulled.
 
     Here and below, an array of numbers by arm is a list of one run, and (lanes, most arms) of many.
     """
@@ -60,10 +60,10 @@ class _Arms(LaneState):
 
 @dataclass
 class Bounds(_Arms):
-    """Of upper confidence bounds.
+    """Bandits that play the arm with the highest upper confidence bound.
 
-    ``seconds`` divides the tokens of a round by its draft's length; for so many rounds first
-    (``rotation``, 0: no such) arms take turns, and then the mean alone decides.
+    ``seconds`` divides the tokens of a round by its draft's length.  In the first ``rotation``
+    rounds the arms take turns, and afterwards the mean alone decides; 0: no such rounds.
     """
 
     pulls: Ints
@@ -94,7 +94,7 @@ class Bounds(_Arms):
 
 @dataclass
 class Weights(_Arms):
-    """Of exponential weights; ``draws`` are those of a run, from 0 to 1."""
+    """Bandits with exponential weights; ``draws`` are a run's random numbers from 0 to 1."""
 
     losses: Floats
     chances: Floats
@@ -122,14 +122,14 @@ class Weights(_Arms):
 
 
 class Draws:
-    """What a generator draws from here on; it stays where it is."""
+    """The coming draws of a generator, which itself does not move on."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = deepcopy(random)
         self._known: list[float] = []
 
     def at(self, place: int) -> float:
-        """The draw after so many others."""
+        """Return the draw number `place`, counted from 0."""
         while place >= len(self._known):
             self._known += self._random.random(AT_ONCE).tolist()
         return self._known[place]

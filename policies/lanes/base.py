@@ -77,7 +77,7 @@ class Lengths(NamedTuple):
 
 
 class Stop(Protocol):
-    """What ends a draft by its signals alone; equal ones are asked once."""
+    """A rule that ends a draft by its signals alone; equal rules are asked once."""
 
     def __hash__(self) -> int: ...
 
@@ -98,7 +98,7 @@ class Watch(Protocol):
 
 @dataclass
 class LaneState(ABC):
-    """What a policy remembers from round to round: its fields, numbers that `observe` moves.
+    """The numbers that a policy remembers from round to round; `observe` updates them.
 
     A policy gives them as scalars; `stacked` makes arrays of shape (lanes,) of many policies',
     on which the methods work elementwise.
@@ -113,7 +113,7 @@ class LaneState(ABC):
         return None
 
     def thresholds(self) -> Floats:
-        """What the plan's `watch` must not fall below for a draft to go on."""
+        """Return the values of the plan's `watch` below which a draft ends."""
         raise NotImplementedError(f"{type(self).__name__} watches nothing")
 
     @abstractmethod
@@ -154,9 +154,9 @@ class LanePlan(NamedTuple):
 
 
 def own_word(policy: Any, method: str, *args: Any) -> Any:
-    """What a method says of `policy`, where the policy's own class defines it; else None.
+    """Return the result of a method that `policy`'s own class defines; else None.
 
-    What a subclass changes, an inherited method would not know of.
+    An inherited method would not know what a subclass changes.
     """
     own = vars(type(policy)).get(method)
     return None if own is None else own(policy, *args)

@@ -23,8 +23,11 @@ class Read(Protocol):
 
 
 def tells_many(estimator: Any) -> bool:
-    """Whether an estimator also takes many tokens at once, by a method ``chances(read, offset)``:
-    elementwise what it says of one (`policies.estimators.AcceptanceEstimator`)."""
+    """Return True if an estimator has a method ``chances(read, offset)``.
+
+    It gives for many tokens at once what the estimator gives for one
+    (`policies.estimators.AcceptanceEstimator`).
+    """
     return estimator is None or hasattr(estimator, "chances")
 
 
@@ -68,7 +71,7 @@ class Doubted:
 
 
 class Prices(NamedTuple):
-    """What n drafts, and verifying n of them, cost in tokens foregone, (contexts, lengths)."""
+    """Costs of drafting n tokens and of verifying n, in tokens foregone, (contexts, lengths)."""
 
     drafting: Floats
     verifying: Floats
@@ -111,7 +114,7 @@ class WorthDrafting:
         return Lengths(forwards, _best_prefix(forwards, survival, prices.verifying, own))
 
     def _worth(self, price: Floats, own: Ints, n: int, chance: Floats, ahead: Floats) -> Bools:
-        """Whether some number of further tokens pays together."""
+        """Return where drafting some number of further tokens gains more than it costs."""
         if n >= self.gamma_max:
             return np.zeros(len(own), dtype=bool)
         # The next token is worth most: no number pays where it earns less than the cheapest.

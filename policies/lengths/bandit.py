@@ -108,7 +108,7 @@ class UCBSpec(_Bandit):
         self._rewards[self._arm] += reward
 
     def _spread(self) -> float:
-        """What a round can give at most: the L of the index, in the reward's unit."""
+        """Return the largest reward of a round: the L of the index."""
         if self.variant != "ucb_cost":
             return float(max(self.gammas))
         return max((g + 1) / self._cost(1, g, g + 1, self._context) for g in self.gammas)

@@ -79,7 +79,7 @@ class BiLDFallback(DraftPolicy):
 
 @dataclass
 class _TargetAlone(LaneState):
-    """Whether the next step of many runs is the target's alone."""
+    """The state of many runs: whether the target decodes the next step alone."""
 
     alone: Bools
     longest: Ints

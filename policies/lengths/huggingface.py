@@ -45,7 +45,7 @@ def roc_threshold(probs: Sequence[float], matches: Sequence[int]) -> float | Non
 
 
 class _RocHistory:
-    """What one generate() call has seen: draft probabilities and whether they matched."""
+    """The draft probabilities that one generate() call has seen, and which tokens matched."""
 
     def __init__(self) -> None:
         self._probs: list[float] = []
@@ -144,7 +144,7 @@ class HFHeuristic(Confidence):
     full_accept_means:
         ``sent``: all candidates actually sent matched, so a draft cut by confidence or
         EOS and fully accepted, or an empty one, counts as a hit (>= 4.49); ``budget``:
-        N candidates matched, so a cut draft is a miss (<= 4.46, the versions behind
+        N candidates matched, so a cut draft is a miss (<= 4.46, the versions used in
         papers of 2024).
     confidence_threshold, roc_update:
         As in `Confidence`; 0 and ``off`` here.

@@ -1,4 +1,4 @@
-"""llama.cpp's drafting: at most so many tokens, none below a probability, none if too few."""
+"""llama.cpp's drafting: a largest length, a least probability, and a least number of tokens."""
 
 from __future__ import annotations
 

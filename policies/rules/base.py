@@ -22,7 +22,7 @@ R = TypeVar("R", bound="VerifyRule")
 
 
 class TargetScore(Protocol):
-    """What the target says at a drafted position, given the tokens drafted before it.
+    """The target's scores at a drafted position, given the tokens drafted before it.
 
     Logits are raw: no temperature, no processing.
     """
@@ -31,8 +31,8 @@ class TargetScore(Protocol):
     def match(self) -> bool:
         """The lossless verdict on the drafted token.
 
-        Greedy: whether it is the target's argmax.  Sampling: the outcome of rejection
-        sampling's coin, drawn by whoever provides the score.
+        Greedy: True if it is the target's argmax.  Sampling: the outcome of rejection sampling's
+        coin, drawn by the provider of the score.
         """
         ...
 
@@ -132,7 +132,7 @@ class TokenRule(VerifyRule):
 
     @abstractmethod
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether this drafted token stands, given that all before it did."""
+        """Return True if this drafted token is kept, given that all before it were."""
 
     def accept(self, draft: Sequence[Any], scores: Sequence[Any]) -> int:
         """Leading tokens that `accepts` lets stand."""
@@ -148,7 +148,7 @@ class ExactMatch(TokenRule):
     lossless = True
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the token is the target's argmax."""
+        """Return True if the token is the target's argmax."""
         return bool(score.match)
 
 
@@ -163,7 +163,7 @@ class RejectionSampling(TokenRule):
     lossless = True
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the coin fell for the token."""
+        """Return True if the coin fell for the token."""
         return bool(score.match)
 
 

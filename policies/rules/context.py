@@ -101,7 +101,7 @@ class CSD(TokenRule):
         return CSD(**{name: getattr(self, name) for name in names}, memory=memory)
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the token matches, or its mismatch is rescued; counts what it must."""
+        """Return True if the token matches or its mismatch is rescued; update the counts."""
         if score.match:
             return True
         plausible = not self.use_gate or score.draft_logit - score.top1 >= math.log(self.tau)

@@ -61,7 +61,7 @@ class Lenience(TokenRule):
             )
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the discounted veto spares the token."""
+        """Return True if the discounted veto spares the token."""
         if score.match:
             return True
         if self.mode == "greedy":
@@ -126,7 +126,7 @@ class Ensemble(TokenRule):
             )
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the mixture lets the token stand."""
+        """Return True if the mixture accepts the token."""
         if score.match:
             return True
         w = self.weight

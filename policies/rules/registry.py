@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "csd-ocm": {"use_gate": False},
     "csd-scg": {"use_memory": False},
 }
-"""Names that stand for a class with some parameters fixed."""
+"""Names of a class with some parameters fixed."""
 
 
 def rule_names() -> list[str]:

@@ -178,7 +178,7 @@ class GlobalThreshold(TokenRule):
         self.tau = tau
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the probability ratio to the target's best token reaches `tau`."""
+        """Return True if the probability ratio to the target's best token reaches `tau`."""
         return bool(score.draft_logit - score.top1 >= math.log(self.tau))
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools:
@@ -217,7 +217,7 @@ class TypicalAcceptance(TokenRule):
         self.needs = ("match",) if temperature == 0 else type(self).needs
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the token is probable enough for how uncertain the target is."""
+        """Return True if the token is probable enough, given the target's uncertainty."""
         if self.temperature == 0:
             return bool(score.match)
         prob = math.exp(score.draft_logit - score.logsumexp)
@@ -247,7 +247,7 @@ class BiLDRollback(TokenRule):
         self.threshold = threshold
 
     def accepts(self, token: Any, score: Any) -> bool:
-        """Whether the target's surprise stays within the threshold."""
+        """Return True if the target's surprise stays within the threshold."""
         return bool(score.match or score.logsumexp - score.draft_logit <= self.threshold)
 
     def accepts_each(self, tokens: Any, scores: Any) -> Bools:

@@ -1,1 +1,1 @@
-"""What a draft would propose at every position of an output: the trace, checked and drawn."""
+"""The acceptance trace: what a draft proposes at every output position, checked and drawn."""

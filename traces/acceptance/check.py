@@ -1,4 +1,4 @@
-"""What must hold between the arrays of a trace, checked whenever one is made."""
+"""Checks that the arrays of a trace fit together, run whenever a trace is made."""
 
 from __future__ import annotations
 

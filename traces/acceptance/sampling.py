@@ -14,7 +14,7 @@ HOTTEST = 1000
 
 @dataclass(frozen=True)
 class Sampling:
-    """What makes a next-token distribution of raw logits.
+    """The settings that turn raw logits into a next-token distribution.
 
     Parameters
     ----------
@@ -49,14 +49,14 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Return True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def plain(self) -> bool:
-        """Whether a drawn token's probability is that of the softmax as it is: T = 1, no cut.
+        """Return True if a drawn token has its softmax probability: T = 1, and no cut.
 
-        So it is where nothing is drawn, too.
+        Greedy decoding draws nothing and counts, too.
         """
         return self.temperature in (0, 1) and self.top_p == 1
 
@@ -69,7 +69,7 @@ class Sampling:
 
     @property
     def options(self) -> str:
-        """What `draftsim profile` records it with; nothing for greedy outputs."""
+        """Return the options of `draftsim profile` that record it; nothing for greedy outputs."""
         if self.greedy:
             return ""
         cut = f" --top-p {self.top_p:g}" if self.top_p < 1 else ""
@@ -83,7 +83,7 @@ class Sampling:
 
     @classmethod
     def of(cls, meta: Mapping[str, Any] | None) -> Sampling:
-        """What `meta` was written from; fields it lacks stand for greedy, uncut output.
+        """Return the settings that `meta` names; without its fields, greedy and uncut.
 
         Raises DraftsimError if a field is no number or impossible.
         """

@@ -1,4 +1,4 @@
-"""What a trace is made of: the columns of its long table and of its request table."""
+"""The columns of a trace's long table and of its request table."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ def survival(
     Raises
     ------
     DraftsimError
-        If no outcome was recorded, or the draft lengths behind an imported log are
-        not known: then censoring hides rejections, and the estimate means nothing.
+        If no outcome was recorded, or the draft lengths of an imported log are not known: then
+        censoring hides rejections, and the estimate means nothing.
     """
     if not 0 < confidence < 1:
         raise DraftsimError(f"confidence is {confidence}, expected between 0 and 1")

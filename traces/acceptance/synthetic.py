@@ -32,7 +32,7 @@ class MatchProcess(Protocol):
 
 @dataclass(frozen=True)
 class Iid:
-    """The same chance everywhere: the assumption behind the textbook formulas."""
+    """The same chance everywhere: the assumption of the textbook formulas."""
 
     alpha: float = 0.7
 
@@ -115,7 +115,7 @@ def synthetic_trace(
     Parameters
     ----------
     process:
-        A `MatchProcess`; a number stands for `Iid`, a sequence for `PerPosition`.
+        A `MatchProcess`; a number means `Iid`, a sequence `PerPosition`.
     requests, tokens:
         How many, and the token limit of each.
     concentration:

@@ -106,7 +106,7 @@ class Tape:
         self._columns: dict[str, Sequence[Any]] = {}
         self._trace = ref(trace)
         if not self.signals:
-            # Nothing to tell one draft from another: two tokens stand for all of them.
+            # Nothing tells one draft from another: two tokens serve for all of them.
             return
         self.rows = trace.on_path.tolist()
         self._columns["ends"] = ends_drafts(trace).tolist()
@@ -134,7 +134,7 @@ class Tape:
         kind = guarded(RecordedToken, reads)
         tokens = Rows(kind, ("ends", *(s for s in SIGNALS if s in reads)), len(ends), self._column)
         if not reads:
-            # Nothing can be read of them, so two tokens stand for all.
+            # Nothing can be read of them, so two tokens serve for all.
             tokens.known = [END if at_end else BLANK for at_end in ends]
         return tokens
 
@@ -167,7 +167,7 @@ _tapes: WeakKeyDictionary[Trace, Tape] = WeakKeyDictionary()
 
 def tape_of(trace: Trace) -> Tape:
     """The tape of a trace, laid out once."""
-    # Derived data cached beside an immutable trace: every policy replays the same tape.
+    # Derived data cached for an immutable trace: every policy replays the same tape.
     if (tape := _tapes.get(trace)) is None:
         tape = _tapes[trace] = Tape(trace)
     return tape

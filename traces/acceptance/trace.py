@@ -7,8 +7,8 @@ One row per drafted token in a long table sorted by (request, position, offset):
 * ``offset k > 0``, present only where the on-path proposal was wrong: the k-th further
   token the draft would have proposed after that wrong token (*off-path tail*).
 
-Where drafts depend on where their round began (`Trace.by_start`), the rows behind every on-path
-row are those of its own draft, right or wrong, and ``accepted`` says how many of it are right.
+Where drafts depend on where their round began (`Trace.by_start`), the rows after every on-path row
+are those of its own draft, right or wrong, and ``accepted`` says how many of it are right.
 
 Why one recording replays every length policy exactly: under lossless verification the
 output is fixed; an on-path signal depends on the true prefix alone; an off-path one on
@@ -110,10 +110,10 @@ class Trace:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether every end that was not seen was taken as a rejection (see `impute`).
+        """Return True if every unseen end was taken as a rejection (see `impute`).
 
-        What is predicted is then a lower bound, less so for the policy behind the log: other
-        policies meet its round ends as rejections.  Nothing can be ranked across it.
+        Predictions are then lower bounds, looser for policies other than the log's own: these meet
+        its round ends as rejections.  Policies cannot be ranked on such a trace.
         """
         return (self.meta.get("imputed") or {}).get("method") == "rejected"
 
@@ -177,12 +177,12 @@ class Trace:
 
     @property
     def by_start(self) -> bool:
-        """Whether acceptance was recorded for every start of a round."""
+        """Return True if acceptance was recorded for every start of a round."""
         return "accepted" in self.columns
 
     @property
     def source(self) -> str:
-        """What drafted: the draft model, or the source that stands in its place."""
+        """The name of the drafter: the draft model, or the source that replaces it."""
         return str(self.meta.get("drafts", "draft-model"))
 
     @property
@@ -192,18 +192,20 @@ class Trace:
 
     @property
     def takes_verified(self) -> bool:
-        """Whether the drafter's first pass of a round takes in all that was verified since its
-        last (features of the target in the place of its own)."""
+        """Return True if a round's first draft pass reads all tokens verified since the last.
+
+        Such a drafter reads the target's features instead of its own.
+        """
         return bool(self.meta.get("takes_verified"))
 
     @property
     def drafts_end(self) -> bool:
-        """Whether no draft can be longer than was recorded: heads are used up."""
+        """Return True if no draft can be longer than was recorded: heads are used up."""
         return bool(self.meta.get("drafts_end"))
 
     @cached_property
     def open_ended(self) -> Array:
-        """Whether the run from an on-path position may be longer than `run_lengths` says."""
+        """For each on-path position, True if its run may be longer than `run_lengths` says."""
         starts, ends = self.request_starts, np.arange(len(self.on_path)) + self.run_lengths
         inside = ends < np.repeat(starts[1:], np.diff(starts))
         if self.by_start:
@@ -271,7 +273,7 @@ class Trace:
         ------
         DraftsimError
             If nothing was recorded to estimate the hazard from, or the draft lengths
-            behind an imported log are not known.
+            of an imported log are not known.
         """
         from traces.acceptance.survival import impute_matches
 

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What a person can say about a log; each importer names those it takes."""
+    """The facts about a log that a user can give; each importer names those it takes."""
 
     baseline: Path | None = None
     """The log of plain decoding of the same requests."""
@@ -41,12 +41,12 @@ class Importer(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call the format."""
+        """Return the format's usual name."""
         ...
 
     @property
     def summary(self) -> str:
-        """What writes such files, in a line."""
+        """Return one line that names the programs that write such files."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Importer(Protocol):
         ...
 
     def sniff(self, text: str) -> bool:
-        """Whether the beginning of a file looks like this format."""
+        """Return True if the beginning of a file looks like this format."""
         ...
 
     def read(self, files: Sequence[Path], options: Options) -> Imported:

@@ -59,7 +59,7 @@ def digits(where: str, name: str, text: str | None, least: int = 0, most: int = 
 
 
 def decimal(text: Any) -> float:
-    """Return the number that `text` writes, or is; NaN if it is none."""
+    """Return the number that `text` writes, or is; NaN for other text."""
     try:
         return math.nan if isinstance(text, bool) or "_" in str(text) else float(text)
     except (TypeError, ValueError):
@@ -67,7 +67,7 @@ def decimal(text: Any) -> float:
 
 
 def label(where: str, name: str, value: Any, default: str = "") -> str:
-    """Return an id or category as text, `default` where there is none; FileError for others."""
+    """Return an id or category as text, `default` if it is missing; FileError for others."""
     if value is None:
         return default
     if type(value) not in (str, int):

@@ -30,7 +30,7 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
     Raises
     ------
     FileError
-        If a count is none, or a histogram contradicts the counts beside it.
+        If a count is missing, or a histogram contradicts the counts that come with it.
     """
     for at, histogram, rounds, drafted, accepted, longest in summaries:
         for name, value in (("rounds", rounds), ("drafted", drafted), ("accepted", accepted)):
@@ -47,8 +47,8 @@ def pooled(summaries: Sequence[Summary], meta: dict[str, Any]) -> Totals:
         sums = sum(histogram), sum(k * n for k, n in enumerate(histogram))
         if sums != (rounds, accepted):
             raise FileError(
-                f"{at}: the histogram counts {sums[1]} tokens in {sums[0]} rounds, beside it stand "
-                f"{accepted} in {rounds}: they do not belong together"
+                f"{at}: the histogram counts {sums[1]} tokens in {sums[0]} rounds, but the counts "
+                f"say {accepted} in {rounds}: they do not belong together"
             )
     rounds, drafted, accepted = (
         sum(column) for column in zip(*[s[2:5] for s in summaries], strict=True)

@@ -6,7 +6,7 @@ one more, so there were ``predicted_n - draft_n_accepted`` of them, of which the
 the prompt's own token; rounds without a draft are among them.  The server ends a round at an end
 of the text that it finds in a draft, and counts that token as the target's own; only where it is
 the draft's last is it counted as accepted, and no token follows: such a request had one round more
-than this says (up to a draft's length more in versions that go on behind the end).
+than this says (up to a draft's length more in versions that draft on past the end).
 Source of the format: ggml-org/llama.cpp, ``tools/server``.
 """
 

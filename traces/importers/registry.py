@@ -31,7 +31,7 @@ _ALL: tuple[Importer, ...] = (
 )  # fmt: skip
 IMPORTERS: Mapping[str, Importer] = {importer.name: importer for importer in _ALL}
 AUTO = "auto"
-"""Stands for the format that the file looks like."""
+"""The name that selects the format by the file's looks."""
 
 
 def find_importer(name: str, files: Sequence[Path]) -> Importer:
@@ -60,7 +60,7 @@ def looks_like(file: Path) -> list[str]:
 
 
 def import_log(name: str, files: Sequence[Path], options: Options) -> Imported:
-    """What the files tell, read by the importer called `name`.
+    """Return the contents of the files, read by the importer called `name`.
 
     Raises
     ------

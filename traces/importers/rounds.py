@@ -1,8 +1,8 @@
 """Reading plain rounds: a CSV with the columns ``drafted`` and ``accepted``.
 
-One row a round, in order; ``request`` and ``category`` may stand beside them.  Decoding is
-taken to begin behind the prompt's own token, as engines do it, or at the first token where the
-column ``first`` says 0.  A format of ours, for programs that nobody has written an importer for.
+One row a round, in order; ``request`` and ``category`` are optional columns.  Decoding is taken to
+begin after the prompt's own token, as in engines, or at the first token if the column ``first``
+says 0.  A format of ours, for programs that have no importer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Rounds:
     """Rounds as CSV."""
 
     name = "rounds"
-    summary = "CSV with drafted,accepted a round; request, category and first may stand beside"
+    summary = "CSV with drafted,accepted a round; request, category and first are optional"
     takes: tuple[str, ...] = ()
 
     def sniff(self, text: str) -> bool:

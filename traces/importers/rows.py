@@ -1,4 +1,4 @@
-"""What the rounds of a finished run tell about each output position."""
+"""The rows of a trace that the rounds of a finished run imply."""
 
 from __future__ import annotations
 

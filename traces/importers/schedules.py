@@ -54,7 +54,7 @@ def reading(text: str) -> Reading:
     Raises
     ------
     DraftsimError
-        If `text` is none of these.
+        If `text` is not one of these.
     """
     name, _, body = text.partition(":")
     try:
@@ -76,7 +76,7 @@ def reading(text: str) -> Reading:
 
 
 def is_known(text: str) -> bool:
-    """Whether a reading tells the length of every draft."""
+    """Return True if a reading tells the length of every draft."""
     return not text.startswith(("none", "at-least"))
 
 
@@ -119,7 +119,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Inference:
-    """What was found out about the draft lengths of a log."""
+    """The result of inferring the draft lengths of a log."""
 
     tried: int
     """Schedules that were run over the log."""
@@ -150,7 +150,7 @@ class Inference:
 def infer(
     turns: Sequence[LoggedTurn], first: int, progress: Progress = lambda *_: None
 ) -> Inference:
-    """The schedule behind `turns`, if exactly one of the known ones fits them.
+    """Return the schedule that made `turns`, if exactly one of the known ones fits them.
 
     A schedule fits if no round accepted more than it drafts, if rounds did accept all that it
     drafts too often for chance (`CHANCE`: each would otherwise have been rejected just there,

@@ -53,7 +53,7 @@ class _Turn(NamedTuple):
     """Accepted + 1 of each round."""
 
     def logged(self, max_new_tokens: int) -> LoggedTurn:
-        """What schedules are run over."""
+        """Return the turn as schedules read it."""
         accepted = [value - 1 for value in self.lengths]
         limit = max(max_new_tokens, self.tokens)
         return LoggedTurn(self.where, self.tokens, limit, accepted, self.wall_s)
@@ -83,7 +83,7 @@ def import_specbench(
         What is known of the length of each draft: see `traces.importers.schedules.reading`.
         With ``infer`` the one known schedule that fits the log is taken, and ``none`` where
         none or several fit; ``meta["draft_lengths_found"]`` says which.  Turns are separate
-        calls: a schedule begins anew in each unless its policy learns across requests.
+        calls: a schedule starts again in each unless its policy learns across requests.
 
         A log that accepted more than was drafted contradicts a schedule.  With ``none`` and
         ``at-least`` the ends of longer runs are hidden, so survival estimates and imputation
@@ -99,7 +99,7 @@ def import_specbench(
         If a file is damaged or contradicts itself or `draft_lengths`, naming row, question,
         turn and round; if it is a log of plain decoding, or of a method that drafts trees.
     DraftsimError
-        If `draft_lengths` is none of the above.
+        If `draft_lengths` is not one of the above.
 
     Notes
     -----
@@ -252,8 +252,8 @@ def _read(file: str | os.PathLike[str]) -> _Log:
             name = f"{at}, turn {i + 1}"
             mine = lengths[begin : begin + count]
             begin += count
-            # Spec-Bench writes this in place of the text where generation failed, beside the
-            # numbers of the turn before.
+            # Where generation failed, Spec-Bench writes this instead of the text, with the numbers
+            # of the turn before.
             failed = isinstance(texts, list) and i < len(texts) and texts[i] == "ERROR"
             if failed or not (count and tokens[i]):
                 left_out.append(f"{name}: {'failed' if failed else 'no tokens'}")

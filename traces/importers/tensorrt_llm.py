@@ -92,7 +92,7 @@ def _iterations(
 
 
 def _copied(row: Mapping[str, Any]) -> bool:
-    """Whether another rank's row holds the same iteration."""
+    """Return True if another rank's row holds the same iteration."""
     return bool(row.get("attentionDpRank") or row.get("rank"))
 
 

@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def read_frame(file: Path) -> pd.DataFrame:
-    """The rows of a CSV file, gzipped or not; FileError if it is none."""
+    """Return the rows of a CSV file, gzipped or not; FileError for other files."""
     try:
         frame = pd.read_csv(io.StringIO(read_text(file)), skipinitialspace=True)
     except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:

@@ -1,4 +1,4 @@
-"""What counts alone tell about acceptance: a survival curve, or an interval of them.
+"""The acceptance that counts alone imply: a survival curve, or an interval of them.
 
 Servers count rounds, drafted and accepted tokens.  With the accepted tokens of each draft
 position (or a histogram of accepted lengths) the survival curve P(accepted >= k) follows up
@@ -34,7 +34,7 @@ class Totals:
     Parameters
     ----------
     rounds, drafted, accepted:
-        Verifications, drafted tokens and accepted ones; a bonus token is none of these.
+        Verifications, drafted tokens and accepted ones; none of them counts bonus tokens.
         ``drafted`` is None where the program does not say.  ``rounds`` is None where it tells
         means of an unknown number of rounds: the others are then per round.
     longest:
@@ -44,7 +44,7 @@ class Totals:
         Rounds that accepted at least 1, 2, ... tokens, where this is known (chances where
         ``rounds`` is None); with it the survival curve is one, without it an interval.
     requests:
-        Requests behind the counts, where known.
+        Requests that were counted, where known.
     tree:
         Whether several branches were verified at once: no chain has such a survival curve.
     meta:
@@ -133,7 +133,7 @@ class Totals:
 
     @property
     def fixed_length(self) -> bool:
-        """Whether every draft had `reach` tokens, but for the last ones of a request.
+        """Return True if every draft had `reach` tokens, except the last ones of a request.
 
         Near its token limit a request drafts what remains, so that real runs count somewhat less
         than rounds x `reach`.

@@ -28,7 +28,7 @@ from traces.importers.totals import Totals
 STEPS = ("per_step_drafted", "per_step_accepted")
 """Drafted and accepted tokens of each verification."""
 OTHERS = ("spec_decode_acceptance", "total_accepted_draft_tokens")
-"""What stands beside the same names in AIPerf's and TensorRT-LLM's files."""
+"""Fields found with the same names in AIPerf's and TensorRT-LLM's files."""
 
 
 def import_vllm(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:

@@ -1,1 +1,1 @@
-"""What every step of decoding took, and how it is read between the measured points."""
+"""The time of every step of decoding, and its interpolation between the measured points."""

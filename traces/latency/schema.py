@@ -31,8 +31,8 @@ PHASES: dict[str, str] = {
     "pass": "the same where no passes of a draft model or of layers precede it in its round",
     "catch_up": "a round's first draft pass, after the target's (new_tokens = tokens caught up on)",
     "along": "a drafter's pass over what was verified, in an engine's iteration without drafts",
-    "settling": "a draft pass soon behind a round's first, while the processor's caches still turn "
-    "from the target's weights to the draft's (new_tokens = its place behind the first)",
+    "settling": "one of a round's next draft passes, while the processor's caches still turn "
+    "from the target's weights to the draft's (new_tokens = its place after the first)",
     "tree": "a pass over nodes of a draft tree, choosing them included: a drafter's that expands "
     "them, or the target's that verifies them (new_tokens = nodes, the target's root included)",
     "layer": "one transformer layer of that pass",

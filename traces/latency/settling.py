@@ -1,8 +1,8 @@
-"""What a round's draft passes take while the processor's caches turn to the draft's weights.
+"""The time of a round's draft passes while the caches fill with the draft's weights.
 
 The target's pass leaves the caches full of its own weights.  A round's first draft pass has cells
-of its own (``catch_up``); those soon behind it are dearer than later ones, too, the less the
-further behind.
+of its own (``catch_up``).  The next passes also take longer than later ones, and less so from pass
+to pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def settling_s(latency: LatencyTable, model: str, batch: int, passes: npt.ArrayLike) -> Floats:
-    """Seconds that rounds' draft passes behind the first take beyond ``forward``, together.
+    """Return the extra seconds, over ``forward``, of rounds' draft passes after the first.
 
     ``passes`` counts them, of any shape.  Zeros for a table without ``settling`` cells.
     """
@@ -27,7 +27,7 @@ def settling_s(latency: LatencyTable, model: str, batch: int, passes: npt.ArrayL
 
 
 def settling_sums(latency: LatencyTable, model: str, batch: int) -> Floats:
-    """The same of the first 0, 1, ... passes behind the first, as many as were told apart.
+    """Return the same sum for the first 0, 1, ... passes after the first, as far as measured.
 
     Read at the nearest batch measured, as a mean over contexts: what comes back into the caches
     are weights.

@@ -85,16 +85,16 @@ class LatencyTable:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the cells stand for every batch, width and context."""
+        """Return True if the cells hold for every batch, width and context."""
         return self.meta.get("kind") == "constant"
 
     @property
     def batch_free(self) -> bool:
-        """Whether passes are taken to cost the same at every batch, because somebody said so."""
+        """Return True if passes are assumed to cost the same at every batch."""
         return bool(self.meta.get(BATCH_FREE))
 
     def said_batch_free(self, batch: int) -> str:
-        """What figures at `batch` take to cost nothing on somebody's word; empty for no such.
+        """Return the assumption that figures at `batch` make; empty if they make none.
 
         A textbook model (`constant`) is batch-free by definition, and needs no word.
         """
@@ -113,7 +113,7 @@ class LatencyTable:
 
     @property
     def knows_batches(self) -> bool:
-        """Whether the target's passes were measured at several batch sizes."""
+        """Return True if the target's passes were measured at several batch sizes."""
         grid = self._grids.get(("target", "forward"))
         return grid is not None and not self.is_constant and len(grid.batches) > 1
 
@@ -151,7 +151,7 @@ class LatencyTable:
                 )
 
     def has(self, model: str, phase: str) -> bool:
-        """Whether the table holds any cell of this model and phase."""
+        """Return True if the table holds any cell of this model and phase."""
         return (model, phase) in self._grids
 
     def grid(self, model: str, phase: str) -> Grid:

@@ -2,7 +2,7 @@
 
 Two kernels do it.  Where every sequence has one new token, its cache is shared among
 multiprocessors and read at nearly the memory's bandwidth (*split*).  Where some sequence has more,
-in a verification or beside a prompt, each multiprocessor walks the whole cache of one sequence for
+in a verification or next to a prompt, each multiprocessor walks the whole cache of one sequence for
 one head and up to 64 of its tokens (*unsplit*).  Hopper's kernels split either way.
 
     split    = launch + sequences x heads_kv x each + bytes of the cache / (share x bandwidth)
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 MEASURED, OWN_LAW, LAW = "measured", "by bytes, fitted on this GPU", "by bytes, fitted on others"
 PROMPT = 1024
-"""Tokens of the prompt that sequences are taken to decode beside."""
+"""Tokens of the prompt in the steps that time sequences decoding with a prompt."""
 TILE = 64
 """Tokens of a sequence that an unsplit block takes."""
 SPLIT = (11.7e-6, 0.0187e-6, 0.897)
@@ -102,7 +102,7 @@ class Timed(NamedTuple):
     chunk: Plane
     """By tokens of a prompt's chunk."""
     unsplit: Plane
-    """By sequences that decode beside a chunk of a few tokens."""
+    """By sequences that decode in a step with a chunk of a few tokens."""
     beside: Plane
     """Time that decoding sequences add to a prompt of `PROMPT` tokens in the same step."""
 
@@ -138,7 +138,7 @@ class AttentionOperators:
         return np.maximum(found, least)
 
     def unsplit_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:
-        """The same with `width` new tokens a sequence, or beside a prompt."""
+        """Return the same with `width` new tokens a sequence, or in a step with a prompt."""
         tiles = np.ceil(width / TILE)
         law = self._unsplit_law(heads, batch, width, context)
         timed = self._timed.get(heads)
@@ -148,7 +148,7 @@ class AttentionOperators:
         several = timed.unsplit.at(batch, context)
         grown = alone * law / self._unsplit_law(heads, np.ones(len(batch)), width, context)
         few = np.where(batch > 1, several, alone)
-        # A sequence is never cheaper beside others than alone.
+        # A sequence is never cheaper with others than alone.
         return np.maximum(np.where(tiles > 1, grown, few), alone)
 
     def beside_s(self, heads: Heads, batch: Floats, width: Floats, context: Floats) -> Floats:

@@ -136,7 +136,7 @@ class Composer:
     def layer_s(
         self, placed: Placed, batch: Floats, width: Floats, context: Floats, beside: bool = False
     ) -> Floats:
-        """Seconds of one layer of a pass; with `beside`, of decoding sequences beside a prompt."""
+        """Return the seconds of one layer; with `beside`, of sequences in a step with a prompt."""
         attended_s = self._attended_s(placed, batch, width, context, beside)
         parts = Parts(self._dense_layer_s(placed, batch * width), attended_s)
         return self.factors._replace(host_s=0.0).of(parts)

@@ -1,4 +1,4 @@
-"""Cache blocks that fit beside a model's weights, as an engine counts them at its start."""
+"""Cache blocks that fit into memory with a model's weights, as an engine counts them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kv_blocks(
     """The blocks of one GPU of an engine with these models (architecture, GPUs that share it).
 
     ``(memory x utilisation - weights - overhead) / (block size x cached bytes of a token)``, with
-    the weights and the cache of the draft counted beside the target's.
+    the weights and the cache of the draft counted with the target's.
 
     Raises
     ------

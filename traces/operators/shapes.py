@@ -111,7 +111,7 @@ def find_architecture(name: str) -> Architecture:
 
     Sizes that differ may follow: ``NAME:field=value,...`` with fields of `Architecture`.
 
-    Raises DraftsimError with the nearest name, or if a field is none of a model or impossible.
+    Raises DraftsimError with the nearest name, or if a field is unknown or impossible.
 
     >>> find_architecture("meta-llama/Llama-2-7b-hf").name
     'llama-2-7b'

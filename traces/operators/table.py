@@ -42,17 +42,17 @@ OPERATORS: dict[str, str] = {
     "attention": "attention over the cache: a prompt's chunk and sequences that decode, together",
     "attention_unsplit": "the same in the kernel for several tokens a sequence, which does not "
     "share a sequence's cache among multiprocessors",
-    "o": "the product behind attention",
+    "o": "the product after attention",
     "gate_up": "the MLP's first product; `gate` and `up` where apart",
     "gate": "the MLP's gate",
-    "up": "the MLP's first product beside its gate",
+    "up": "the MLP's first product without its gate",
     "act": "the MLP's activation",
     "down": "the MLP's last product",
     "add": "adding the residual",
     "router": "choosing experts",
     "expert_gate_up": "one expert's first product",
     "expert_gate": "one expert's gate",
-    "expert_up": "one expert's first product beside its gate",
+    "expert_up": "one expert's first product without its gate",
     "expert_act": "one expert's activation",
     "expert_down": "one expert's last product",
     "moe": "a whole MoE block: routing and experts",
@@ -61,7 +61,7 @@ OPERATORS: dict[str, str] = {
     "sampler": "choosing tokens from logits (tokens = rows)",
     "all_reduce": "summing over GPUs",
     "step": "a whole step of the engine",
-    "step_saved": "what its CUDA graph saves beside launching kernel by kernel",
+    "step_saved": "what its CUDA graph saves compared with launching kernel by kernel",
 }
 
 KEY = [name for name in OPERATOR_COLUMNS if name not in ("seconds", "measured", "source")]

@@ -1,1 +1,1 @@
-"""A recording in the place of two models: the rounds that a policy takes along it."""
+"""Replay: a recording takes the place of the two models, and a policy makes its rounds along it."""

@@ -69,9 +69,9 @@ def passes_always(latency: LatencyTable) -> int:
 def always_drafted(log: RoundLog, passes: int) -> RoundLog:
     """The rounds of `log` in an engine that runs `passes` draft passes in each, or more if drafted.
 
-    What is verified and accepted stays.  The drafter, called every time, never falls behind, so
-    that its first pass reads one token, or two where all that it had read was accepted.  Sources
-    whose drafts are no model's passes, and plain decoding, stay as they are.
+    Verified and accepted tokens stay the same.  The drafter, called every time, is always up to
+    date, so its first pass reads one token, or two if all that it had read was accepted.  Sources
+    that draft without model passes, and plain decoding, are returned unchanged.
     """
     if not passes or log.source == "none" or log.policy == PLAIN or log.calls is not None:
         return log

@@ -1,4 +1,4 @@
-"""What a round ran besides the passes of a draft model, counted by kind and width.
+"""The work of a round other than draft-model passes, counted by kind and width.
 
 A round of early exit runs single layers over changing numbers of tokens, a lookup searches
 text, heads run once: such work is a list of *calls*, each a cell of the latency table.  The
@@ -34,8 +34,9 @@ CALL_KINDS: tuple[tuple[str, str], ...] = (
     ("ngram-simple", "forward"),
     ("drafter", "catch_up"),
 )
-"""(model, phase) of the latency table that a call's time is read from; ``drafter`` stands for
-the log's own (`traces.replay.rounds.RoundLog.drafter`)."""
+"""(model, phase) of the latency table that a call's time is read from; ``drafter`` means the log's
+own (`traces.replay.rounds.RoundLog.drafter`).
+"""
 
 CALL_DTYPE = np.dtype(
     [
@@ -87,7 +88,7 @@ class CallCounter:
 
     @property
     def open(self) -> Mapping[CallKey, int]:
-        """What was counted since the last round ended."""
+        """Return the calls counted since the last round ended."""
         return dict(self._open)
 
     def end_round(self) -> None:
@@ -121,7 +122,7 @@ class Counted(NamedTuple):
 
 
 def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
-    """What `pack_calls` makes of the same calls, counted one by one."""
+    """Return what `pack_calls` makes of the same calls, counted one by one."""
     slots = sorted({part[:2] for part in parts})
     if not slots:
         return np.empty(0, dtype=CALL_DTYPE)

@@ -32,7 +32,7 @@ def rejected_pairs(trace: Trace, log: RoundLog) -> list[tuple[int, int]]:
 
 
 def rejected_gaps(trace: Trace, log: RoundLog) -> npt.NDArray[np.float64]:
-    """What CSD's gate reads at every rejection in `log`: z(draft) - z(target), in nats, <= 0.
+    """Return CSD's gate input at every rejection in `log`: z(draft) - z(target), in nats, <= 0.
 
     Shape (rejections,), in the order of `rejected_pairs`, which says what `log` is and what is
     raised.

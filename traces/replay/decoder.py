@@ -1,4 +1,4 @@
-"""A recorded trace in the place of two models.
+"""A decoder that reads a recorded trace instead of running two models.
 
 `ReplayDecoder` keeps the contract of `policies.core.Decoder`, so `speculate` runs over
 a recording as it runs over real models.

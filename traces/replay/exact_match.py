@@ -19,7 +19,7 @@ _ALONE = re.compile(rf"\A\s*\$?{_NUMBER}\s*[%$]?\s*\.?\s*\Z")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number behind the last ``####`` if there is one, else the last number of `text`.
+    """Return the number after the last ``####`` if there is one, else the last number of `text`.
 
     Thousands separators, a trailing dot, $ and % do not belong to it; None without a number.
 
@@ -31,7 +31,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def reference_number(text: str) -> str | None:
-    """The number that a reference answer asks for, in digits: behind ``####``, or alone.
+    """Return the number that a reference answer gives, in digits: after ``####``, or alone.
 
     None for any other text: whether an answer says the same could not be told from numbers.
     """
@@ -40,7 +40,7 @@ def reference_number(text: str) -> str | None:
 
 
 def solved(text: str, reference: str) -> bool:
-    """Whether the final numbers of an answer and of its `reference` are equal as numbers."""
+    """Return True if an answer and its `reference` have the same final number."""
     number = final_number(text)
     return number is not None and number == final_number(reference)
 

@@ -66,7 +66,7 @@ def replay_many(
 
 
 class _Kind(NamedTuple):
-    """What plans that advance together have in common."""
+    """The properties that plans share which advance together."""
 
     state: type | None
     watches: bool

@@ -80,7 +80,7 @@ class Layout(Places):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
-        # Not the trace itself: what is kept beside it must not keep it.
+        # Not the trace itself: data cached for a trace must not keep it alive.
         self._trace = ref(trace)
         count = len(self.position)
         left = self.left

@@ -1,4 +1,4 @@
-"""Quality beside speed: how far the output of a lossy rule is from the target's own."""
+"""Output quality: how far the output of a lossy rule is from the target's own."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def own_policy(trace: Trace, policy: P) -> P:
 
 
 def can_replay(trace: Trace, policy: DraftPolicy) -> bool:
-    """Whether the recording holds what `policy` reads, and the vocabulary that it may need."""
+    """Return True if the recording has the signals, and the vocabulary, that `policy` needs."""
     if not set(policy.reads) <= trace.signals:
         return False
     try:

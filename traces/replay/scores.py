@@ -1,4 +1,4 @@
-"""What a verification rule reads, served from the target columns of a recording."""
+"""The scores that a verification rule reads, served from the target columns of a recording."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Lengths32 = npt.NDArray[np.int32]
 
 
 class Tried(NamedTuple):
-    """Drafts by setting and start, flat; the last start of each setting stands for its end."""
+    """Drafts by setting and start, flat; the last start of each setting marks its end."""
 
     visited: Bools
     """Whether a round began there, shape (settings * (starts + 1),)."""
@@ -39,7 +39,7 @@ class Walk:
     first:
         Output position decoding begins at.
     anew:
-        Whether the drafter takes in all that was verified (`traces.acceptance.trace.Trace`).
+        Whether the drafter reads all verified tokens again (`traces.acceptance.trace.Trace`).
     """
 
     def __init__(self, layout: Places, first: int, anew: bool) -> None:
@@ -81,9 +81,10 @@ class Walk:
     def begun(
         self, emitted: npt.NDArray[np.integer], requests: Sequence[int] | None = None
     ) -> Ints:
-        """The starts where rounds begin that emit so many tokens each, (starts + 1,).
+        """Return the start of the next round after each start, for rounds that emit `emitted`
+        tokens.
 
-        Those of some requests, None: of all.
+        Shape (starts + 1,); for some requests, or for all if None.
         """
         after = np.where(emitted < self.room, np.arange(self.width) + emitted, self.starts)
         entries = self.entries
@@ -92,7 +93,9 @@ class Walk:
         return np.flatnonzero(self.visited(after, entries)[:-1])
 
     def visited(self, after: Ints, at: Ints) -> Bools:
-        """Where rounds begin that begin at `at`, and behind each round where `after` says."""
+        """Return where rounds begin if they begin at `at` and, after each round, where `after`
+        says.
+        """
         visited = np.zeros(len(after), dtype=bool)
         going = np.tile(np.arange(self.width) < self.starts, len(after) // self.width)
         while len(at):
@@ -232,7 +235,7 @@ def caught_up(
 def carried(
     begins: Bools, forwards: Lengths32 | Ints, left: Lengths32 | Ints, first: int
 ) -> npt.NDArray[np.integer]:
-    """What waits as each round begins for the next to draft: what the one before it `left`.
+    """Return the tokens that wait for the next draft pass as each round begins: what was `left`.
 
     A request begins with `first`, and every round without a draft adds one.
     """

@@ -1,4 +1,4 @@
-"""What a draft source is, and the replay that all sources share."""
+"""The interface of a draft source, and the replay that all sources share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAFTER_SIGNALS = frozenset(SIGNALS) - {"top10_prob"}
 
 @dataclass(frozen=True, eq=False)
 class Recordings:
-    """What was recorded of a target besides its trace: one entry per kind of source."""
+    """The recordings made of a target along its trace: one entry per kind of source."""
 
     exits: ExitRecording | None = None
     starts: dict[str, StartRecording] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Source(ABC):
         return None
 
     def held(self, recordings: Recordings) -> frozenset[str]:
-        """Those of `signals` that the tokens of these recordings carry."""
+        """Return the signals among `signals` that the tokens of these recordings carry."""
         del recordings
         return self.signals
 
@@ -207,7 +207,7 @@ def true_tokens(trace: Trace, *, sampled: bool = False) -> list[int]:
             "this trace was sampled, and sources other than a draft model, early exit and drafters "
             "on features are replayed along greedy output: record with --temperature 0"
         )
-    # Kept beside the immutable trace: every request of every replay asks for them.
+    # Cached for the immutable trace: every request of every replay asks for them.
     if (tokens := _outputs.get(trace)) is None:
         tokens = _outputs[trace] = np.asarray(trace.columns["token"])[trace.on_path].tolist()
     return tokens

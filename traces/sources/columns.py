@@ -1,4 +1,4 @@
-"""What policies read of recorded drafts, for all of a recording at once."""
+"""The columns of recorded drafts that policies read, for all of a recording at once."""
 
 from __future__ import annotations
 

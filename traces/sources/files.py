@@ -165,7 +165,7 @@ def write_recordings(recordings: Recordings, folder: Path) -> None:
 
 
 def read_recordings(folder: Path, *, sampled: bool = False) -> Recordings:
-    """What `write_recordings` left in `folder`, as far as it is there.
+    """Read the files in `folder` that `write_recordings` wrote, as far as they exist.
 
     ``sampled``: what follows sampled outputs instead: early exits, and drafters on features.
     """
@@ -245,7 +245,7 @@ def _drawn_lists(recording: ExitRecording | StartRecording) -> dict[str, pa.Arra
 def _drawn(
     path: PathLike, table: pa.Table, shape: tuple[int, int]
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """What `_drawn_lists` made."""
+    """Return the arrays that `_drawn_lists` made."""
     return {n: _matrix(path, table, n, shape, "float32") for n in DRAWN if n in table.column_names}
 
 

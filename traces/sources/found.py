@@ -1,4 +1,4 @@
-"""What was recorded of sources beside a trace, found by the trace's name."""
+"""The recordings of sources that belong to a trace, found by the trace's name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stamp_of(trace: Trace) -> str:
 
 
 def find_recordings(name: str, trace: Trace) -> Recordings:
-    """What was recorded of sources beside `trace`, which goes by this name, folder or file.
+    """Return the recordings of sources along `trace`, found by its name, folder or file.
 
     Raises DraftsimError if it belongs to other outputs than the trace now holds.
     """
@@ -57,12 +57,12 @@ def own_source(latency: LatencyTable, trace: Trace, recordings: Recordings) -> S
     """Return the source that drafted while `latency` was measured; None for the trace's own drafts.
 
     An engine's passes with an EAGLE head cost what that head costs.  So a recording of such an
-    engine drafts with the head, whose drafts lie beside the trace (``recordings``).
+    engine drafts with the head, whose drafts are recorded along the trace (``recordings``).
 
     Raises
     ------
     DraftsimError
-        If the trace was recorded with a draft model, and no drafts of the head lie beside it.
+        If the trace was recorded with a draft model, and has no drafts of the head.
     """
     head = engine_head(latency.meta)
     if head is None:
@@ -90,8 +90,8 @@ def find_drafted(name: str, source: str | None = None) -> tuple[Trace, LatencyTa
     >>> find_drafted("smollm2-vllm-draft-cpu")[0].source
     'draft-model'
 
-    Raises DraftsimError where there is no such recording, or the source is none that can stand for
-    a draft model (`traces.sources.starts.as_draft`).
+    Raises DraftsimError if there is no such recording, or the source cannot replace a draft model
+    (`traces.sources.starts.as_draft`).
     """
     trace, latency = find_trace(name), find_latency(name)
     if source is None and engine_head(latency.meta) is None:

@@ -124,7 +124,7 @@ def method(name: str) -> Method:
 
 
 def method_of(text: str) -> Method | None:
-    """Return the method that `text` names beside a policy; None for a policy, or an unknown name.
+    """Return the method that `text` names; None for a policy, or an unknown name.
 
     That is a name in `METHODS`, or ``POLICY+RULE``.  A name that is a policy's, too, such as
     ``cm-asd``, is the policy: its whole method is ``cm-asd+cm-asd``.
@@ -132,7 +132,7 @@ def method_of(text: str) -> Method | None:
     Raises
     ------
     DraftsimError
-        Where a method's name has parameters, or the rule behind a plus is unknown.
+        If a method's name has parameters, or the rule after a plus is unknown.
 
     >>> method_of("csd").rule, method_of("gammatune:gamma=3+csd:tau=0.1").policy
     ('csd', 'gammatune:gamma=3')

@@ -64,7 +64,7 @@ SYSTEMS: Mapping[str, System] = {
     "kangaroo-head": System(
         "early-exit:tau=0,omega=0,depth=1,bonus=true",
         "confidence:gamma=6,confidence_threshold=0.6",
-        "Kangaroo with a low-rank head in the place of its adapter",
+        "Kangaroo with a low-rank head instead of its adapter",
     ),
     "draft-and-verify-skip": System(
         "layer-skip", "draft-and-verify",

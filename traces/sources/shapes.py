@@ -1,4 +1,4 @@
-"""Whether the arrays of a recording fit together."""
+"""Checks that the arrays of a recording fit together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from traces.errors import DraftsimError
 def check_shapes(
     recording: str, arrays: Mapping[str, tuple[npt.NDArray[Any] | None, tuple[int, ...]]]
 ) -> None:
-    """DraftsimError unless each of the arrays that are there has the shape named beside it.
+    """Raise DraftsimError unless each array that exists has the shape given with it.
 
-    ``recording`` says what they are of.
+    ``recording`` names the recording in the message.
     """
     for name, (values, expected) in arrays.items():
         if values is not None and values.shape != expected:

@@ -67,7 +67,7 @@ def read_trace(path: PathLike) -> Trace:
 
 
 def _check_ids(path: PathLike, trace: Trace) -> None:
-    """FileError if a token is none of the vocabulary, as far as its size is known."""
+    """Raise FileError if a token is outside the vocabulary, as far as its size is known."""
     size, draft = trace.vocab_size, trace.meta.get("draft")
     if size is None:
         return
@@ -238,7 +238,7 @@ def _call_lists(calls: npt.NDArray[np.void], rounds: int) -> dict[str, Any]:
 
 
 def _calls(path: PathLike, table: pa.Table) -> npt.NDArray[np.void] | None:
-    """What `_call_lists` laid out; None where the rounds are those of a draft model."""
+    """Return what `_call_lists` laid out; None where the rounds are those of a draft model."""
     # `traces.sources` reads its own files through this module.
     from traces.replay.calls import CALL_DTYPE, CALL_KINDS
 
@@ -299,7 +299,7 @@ def _columns(
 
 @contextmanager
 def _named(path: PathLike) -> Iterator[None]:
-    """What an object says of its own contents becomes an error of the file."""
+    """Turn an error about an object's contents into an error of its file."""
     try:
         yield
     except DraftsimError as error:

@@ -1,7 +1,7 @@
 """Fields of a recording's header and of its rows, checked by type and bound.
 
 The checksum of a file says that it is as it was written.  These checks say that what was written
-can be a recording, whoever wrote it.
+can be a recording, whichever program wrote it.
 """
 
 from __future__ import annotations

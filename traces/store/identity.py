@@ -23,7 +23,7 @@ ROLES = ("target", "draft")
 
 
 def identity(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recording's provenance says of its run: as far as known, by name."""
+    """Return what a recording's provenance says of its run, by name, as far as known."""
     found = {RUN_ID: meta.get(RUN_ID), "dtype": meta.get("dtype")}
     for role in ROLES:
         about = meta.get(role)
@@ -111,7 +111,7 @@ def check_together(metas: Mapping[str, Mapping[str, Any]]) -> None:
 def check_folder(folder: Path, rounds: Sequence[Path] = ()) -> None:
     """FileError unless trace, latencies and `rounds` of a run folder belong together.
 
-    Only provenance is read; a file that is damaged is left to whoever reads it.
+    Only provenance is read; damage is reported when the file itself is read.
     """
     metas: dict[str, Mapping[str, Any]] = {}
     for name in ("trace", "latency"):

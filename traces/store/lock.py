@@ -43,8 +43,8 @@ def only_writer(path: str | os.PathLike[str]) -> Iterator[None]:
 def locked(lock: Path, what: Path, remedy: str) -> Iterator[None]:
     """Hold `lock`, a file that is made for it, while `what` is written.
 
-    The operating system lets go of the lock when its holder ends, however that comes about,
-    so one that was left behind holds nobody up.
+    The operating system releases the lock when its holder ends, in whatever way, so a file that was
+    left over blocks nobody.
 
     Raises
     ------

@@ -183,7 +183,7 @@ def _composed(
     file: str, device: str, models: str, by_steps: bool | None, graphs: CUDAGraphs, largest: int,
     written: int,
 ) -> LatencyTable:  # fmt: skip
-    del written  # a file written anew is read anew
+    del written  # a file that was written again is read again
     table = read_operators(file) if file else bundled_operators(device)
     if not device:
         if len(table.devices) != 1:
@@ -218,7 +218,7 @@ def operators_alone(latency: LatencyTable) -> LatencyTable | None:
 def in_graphs(latency: LatencyTable, graphs: CUDAGraphs | None, largest: int) -> LatencyTable:
     """The latencies of up to `largest` sequences in an engine with these CUDA graphs.
 
-    None stands for vLLM's for a composed table, and for those that any other was measured in.
+    None means vLLM's graphs for a composed table, and the measured ones for any other.
     Every batch size has cells of its own in the table returned.
 
     Raises DraftsimError if a table does not say what it takes in other graphs.

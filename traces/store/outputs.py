@@ -1,4 +1,4 @@
-"""What a run under a verify rule really emitted, kept beside its round log.
+"""The real outputs of a run under a verification rule, kept with its round log.
 
 A run folder holds them as ``rounds/<name>.parquet`` (the rounds, see
 `traces.store.files.write_rounds`) and ``rounds/<name>.json`` (the outputs, in the order the
@@ -200,7 +200,7 @@ def write_run(run: RealRun, folder: str | os.PathLike[str]) -> Path:
 
 
 def write_outputs(run: RealRun, path: Path) -> None:
-    """Write the outputs of `run` beside its rounds, which are in the file `path`."""
+    """Write the outputs of `run` next to its rounds, which are in the file `path`."""
     document = {
         "schema": SCHEMA,
         "meta": dict(run.meta),
@@ -273,7 +273,7 @@ _NEEDED = {"id", "tokens", "text", "reference", "log_likelihood"}
 
 
 def find_runs(path: str | os.PathLike[str]) -> list[Path]:
-    """The round files that `path` stands for: itself, or those of a run folder."""
+    """Return the round files that `path` means: itself, or those of a run folder."""
     path = Path(path)
     if not path.is_dir():
         return [path]

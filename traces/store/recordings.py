@@ -26,7 +26,7 @@ A recording may hold sampled outputs alone, ``<name>/sampled.parquet``; they are
 """
 SAMPLED = "sampled.parquet"
 ELSEWHERE = "elsewhere.json"
-"""Of a recording whose trace another one holds: ``{"trace": NAME}``, the folder beside it."""
+"""The file that names the folder of another recording's trace: ``{"trace": NAME}``."""
 KINDS = ("trace", "latency")
 """What makes a folder a recording: one of these."""
 
@@ -60,7 +60,7 @@ def trace_folder(folder: Path) -> Path:
     Raises
     ------
     FileError
-        If `ELSEWHERE` is damaged, or names no folder beside this one.
+        If `ELSEWHERE` is damaged, or names no folder next to this one.
     """
     path = folder / ELSEWHERE
     if not path.is_file():
@@ -70,8 +70,8 @@ def trace_folder(folder: Path) -> Path:
         raise FileError(f"{path}: names no trace: unpack the recording again")
     if not (folder.parent / name).is_dir():
         raise FileError(
-            f"{path}: the trace is in {name!r}, which is no folder beside this one: unpack the "
-            "recording again"
+            f"{path}: the trace is in {name!r}, but there is no such folder next to this one: "
+            "unpack the recording again"
         )
     return folder.parent / name
 
@@ -183,7 +183,7 @@ def parse_latency(text: str) -> LatencyTable:
             raise DraftsimError(f"{problem}: {form}") from None
     if missing := [name for name in ("target", "draft") if name not in given]:
         raise DraftsimError(f"latency {text!r} lacks {' and '.join(missing)}: {form}")
-    # One pass each tells nothing of batches: whoever takes them to be free says so.
+    # One pass each tells nothing of batches: a caller that takes them to be free says so.
     return LatencyTable.constant(**given, batch_free=False)
 
 

@@ -15,7 +15,7 @@ from traces.errors import FileError
 
 try:
     import fcntl
-except ImportError:  # Windows: files left behind by a killed process stay
+except ImportError:  # Windows: files of a killed process stay
     fcntl = None  # type: ignore[assignment]
 
 PART = ".part"
@@ -103,7 +103,7 @@ class AtomicFile:
         return file
 
     def _made(self, mode: int) -> BinaryIO:
-        """A new file beside the target, locked as long as it is open."""
+        """Create a file next to the target, locked as long as it is open."""
         while True:
             name = f"{_prefix(self._target)}{secrets.token_hex(4)}{PART}"
             self._part = self._target.with_name(name)

@@ -1,8 +1,8 @@
 """Reading latencies as CSV: a row a cell, as any program or person can write them.
 
-Columns ``model`` (target, draft), ``phase`` (`traces.latency.schema.PHASES`; forward where it is
-left out), ``batch`` (1), ``new_tokens``, ``context`` and ``seconds``; ``spread_s`` and ``repeats``
-may stand beside.  A format of ours.
+Columns ``model`` (target, draft), ``phase`` (`traces.latency.schema.PHASES`; default forward),
+``batch`` (1), ``new_tokens``, ``context`` and ``seconds``; ``spread_s`` and ``repeats`` are
+optional.  A format of ours.
 """
 
 from __future__ import annotations

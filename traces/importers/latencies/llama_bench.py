@@ -1,10 +1,10 @@
 """Reading ``llama-bench``: passes of one sequence, timed by prompt, generation and depth.
 
-A prompt test of P tokens at depth D is a pass over P tokens behind D in the cache: a prefill where
-D is 0, and a verification as wide where P is small.  A generation test of N tokens at depth D is N
-passes over one token, D to D + N - 1 in the cache, and stands at the mean of these.  Neither
-includes tokenizing, sampling or anything around the passes.  Of two models in a file the larger is
-the target.  Every form is read: md, csv, json, jsonl (sql is not).  Source of the format:
+A prompt test of P tokens at depth D is a pass over P tokens with D in the cache: a prefill where D
+is 0, and a verification as wide where P is small.  A generation test of N tokens at depth D is N
+passes over one token, with D to D + N - 1 in the cache, and gives their mean.  Neither includes
+tokenizing, sampling or anything around the passes.  Of two models in a file the larger is the
+target.  Every form is read: md, csv, json, jsonl (sql is not).  Source of the format:
 ggml-org/llama.cpp, ``tools/llama-bench``.
 """
 
@@ -24,7 +24,7 @@ from traces.latency.table import LatencyTable
 from traces.store.text import read_text
 
 WIDEST = 64
-"""Tokens of a prompt test up to which it stands for a verification.
+"""Tokens of a prompt test up to which it is read as a verification.
 
 Between the widths of drafts and a prompt of hundreds a straight line would be a guess.
 """
@@ -100,7 +100,7 @@ def _cells(role: str, test: Test) -> list[tuple[Any, ...]]:
 def _why_left_out(test: Test) -> str:
     if test.prompt and test.generated:
         return "a prompt and its generation together are no pass"
-    return f"{test.prompt} tokens behind {test.depth} are neither a prompt nor a verification"
+    return f"{test.prompt} tokens at depth {test.depth} are neither prompt nor verification"
 
 
 def _check_one_setting(model: str, tests: Sequence[Test]) -> None:

@@ -30,7 +30,7 @@ _SIZES = {"B": 0, "KiB": 1, "MiB": 2, "GiB": 3, "TiB": 4}
 
 
 class Test(NamedTuple):
-    """One test: so many prompt tokens, then so many generated ones, behind a depth."""
+    """One test: its numbers of prompt tokens and of generated tokens, and its depth."""
 
     where: str
     model: str
@@ -50,12 +50,12 @@ class Test(NamedTuple):
 
 
 def read_tests(file: Path, text: str) -> list[Test]:
-    """The tests of a file, of json, jsonl, csv or md.
+    """Return the tests of a file in json, jsonl, csv or md.
 
     Raises
     ------
     FileError
-        If it is none of these, or a row does not hold what its form has.
+        If it has another form, or a row does not hold what its form has.
     """
     start = text.lstrip()
     if start.startswith(("[", "{")):

@@ -1,7 +1,7 @@
 """Counters that vLLM named and llama.cpp's server took over: drafts, their tokens, positions.
 
 ``spec_decode_num_drafts``, ``…_num_draft_tokens``, ``…_num_accepted_tokens`` and
-``…_num_accepted_tokens_per_pos`` with the label ``position``, each with ``_total`` behind it.
+``…_num_accepted_tokens_per_pos`` with the label ``position``, each with the suffix ``_total``.
 Sources of the format: vllm-project/vllm, ``v1/spec_decode/metrics.py``; ggml-org/llama.cpp,
 ``tools/server`` (``/metrics``, 2026).
 """

@@ -18,7 +18,7 @@ from traces.store.text import read_text
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$", re.ASCII)
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:\\.|[^"\\])*)"', re.ASCII)
 TOTAL = "_total"
-"""What the format puts behind a counter's name."""
+"""The format's suffix of a counter's name."""
 
 Counts = Mapping[tuple[str, int], int]
 """Counts by name and position; position 0 of a counter that has none."""

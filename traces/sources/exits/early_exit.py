@@ -83,7 +83,9 @@ class EarlyExit(Source):
         return self.signals - {"raw_prob"} if lacks else self.signals
 
     def setting(self, gamma_max: int) -> ExitSetting:
-        """What a recording must have followed for drafts of up to `gamma_max` tokens."""
+        """Return the setting that a recording must have followed for drafts of up to `gamma_max`
+        tokens.
+        """
         layers = None if self.layers is None else tuple(self.layers)
         return ExitSetting(self.tau, self.omega, self.depth, layers, gamma_max)
 
@@ -97,7 +99,7 @@ class EarlyExit(Source):
                 f"no early-exit recording: make one with `draftsim profile {options}`"
             )
         if first < 1:
-            raise DraftsimError("early exit is recorded behind the prefill: replay with first=1")
+            raise DraftsimError("early exit is recorded after the prefill: replay with first=1")
         tape = ExitTape(trace, recordings.exits, self)
         return lambda request: self.decoder(trace, request, tape, first)
 
@@ -107,7 +109,7 @@ class EarlyExit(Source):
 
 
 class ExitStep(NamedTuple):
-    """What the source does at a node."""
+    """The source's step at a node."""
 
     token: SourceToken | None
     heads: int
@@ -152,7 +154,9 @@ class ExitTape:
         return step
 
     def calls(self, depths: list[int], positions: int) -> Mapping[CallKey, int]:
-        """Calls of a round that drafted down to these layers and verified so many positions."""
+        """Return the calls of a round that drafted down to these layers and verified this many
+        positions.
+        """
         key = positions, *depths
         # There are few layers to exit at: most rounds are like one before.
         if (found := self._calls.get(key)) is None:
@@ -227,10 +231,10 @@ class EarlyExitReplay(SourceReplay):
         self._on_path = False
 
     def _unrecorded(self, drafted: int) -> int:
-        """The node to go on from where none was recorded behind a wrong exit."""
+        """Return the node to go on from if none was recorded after a wrong exit."""
         raise TailError(
             f"early exit drafted {drafted + 1} tokens at position {self.position} of request "
-            f"{self.info.id!r}, past what was recorded behind its wrong exit: draft fewer, or "
+            f"{self.info.id!r}, past what was recorded after its wrong exit: draft fewer, or "
             "record this setting with a larger gamma_max"
         )
 
@@ -243,10 +247,10 @@ class EarlyExitReplay(SourceReplay):
 
 
 class StandInExit(EarlyExit):
-    """Early exit whose steps behind an unrecorded wrong exit are those of the true text there.
+    """Early exit that, after an unrecorded wrong exit, goes on with the steps of the true text.
 
-    What is accepted does not depend on them, only what drafting on in vain costs: this replay
-    is for settings that no recording followed.
+    Accepted tokens do not depend on them; only the cost of useless drafts does.  This replay is for
+    settings that no recording followed.
     """
 
     fidelity: ClassVar[Fidelity] = "approximate"

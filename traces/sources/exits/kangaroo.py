@@ -1,4 +1,4 @@
-"""Drafting behind one shallow exit with a trained adapter: Kangaroo."""
+"""Kangaroo: drafting from one shallow exit with a trained adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traces.sources.exits.early_exit import EarlyExit, EarlyExitReplay, ExitTape
 
 
 class Kangaroo(EarlyExit):
-    """Kangaroo (arXiv:2404.18911): a fixed shallow exit, and an attention block behind it.
+    """Kangaroo (arXiv:2404.18911): a fixed shallow exit, and an attention block after it.
 
     The adapter keeps keys and values of its own over the exit's states, which are exact; so a
     draft depends on the fed tokens alone.  A draft of n tokens takes n + 1 shallow passes and
@@ -23,7 +23,7 @@ class Kangaroo(EarlyExit):
     """
 
     name = "kangaroo"
-    what = "Kangaroo's adapter behind a shallow exit of the target; exact"
+    what = "Kangaroo's adapter after a shallow exit of the target; exact"
 
     def __init__(self) -> None:
         super().__init__(tau=0, omega=0, depth=1, bonus=True)
@@ -37,7 +37,7 @@ class Kangaroo(EarlyExit):
                 "no recording of Kangaroo's adapter: make one with `draftsim profile --exit-layers`"
             )
         if first < 1:
-            raise DraftsimError("the adapter is recorded behind the prefill: replay with first=1")
+            raise DraftsimError("the adapter is recorded after the prefill: replay with first=1")
         tape = ExitTape(trace, recordings.adapter, self)
         return lambda request: KangarooReplay(trace, request, tape, first)
 
@@ -50,7 +50,7 @@ class KangarooReplay(EarlyExitReplay):
         self._pending = 0  # positions whose exit states the adapter has not taken in
 
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:
-        """The adapter's proposal behind the last token."""
+        """Return the adapter's proposal after the last token."""
         step = self._step(so_far)
         self._depths.append(step.deepest)
         self.calls.add(ADAPTER, self._pending + 1)

@@ -1,11 +1,11 @@
-"""What every exit head of a target says, along its output and behind its wrong exits.
+"""Recorded predictions of a target's exit heads, along its output and after wrong exits.
 
 Along a sampled output an exit's token is a draw, coupled to the output as rejection sampling
 couples a draft model's (see `profiler.recording.trace`): it is the emitted token x with probability
 min(1, head(x) / target(x)), and otherwise a draw from the normalised positive part of head -
 target, never x.  So a token is right where it is the emitted one, as along greedy output.
 
-One node per prefix.  The nodes of the true path come first; behind a wrong exit token the
+One node per prefix.  The nodes of the true path come first; after a wrong exit token the
 text depends on which layer exited, so continuations form a trie: a node is found from its
 parent and the token fed.  All distinct wrong tokens of the path have a node; deeper ones
 exist for the recorded `settings` alone.
@@ -43,7 +43,7 @@ OMEGAS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0)
 
 
 class ExitSetting(NamedTuple):
-    """One way to choose exits, behind whose wrong tokens the recording goes on."""
+    """One way to choose exits; the recording goes on after the wrong tokens that it gives."""
 
     tau: float
     omega: float
@@ -65,7 +65,7 @@ def depth_layers(depth: float, layers: int) -> int:
 
 
 def log_threshold(tau: float) -> float:
-    """What a log confidence must reach to exit; tau = 0 exits always."""
+    """Return the log confidence needed to exit; tau = 0 exits always."""
     return math.log(tau) if tau > 0 else -math.inf
 
 
@@ -181,7 +181,9 @@ class ExitRecording:
     def behind(
         self, nodes: npt.NDArray[np.integer], tokens: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int64]:
-        """The nodes behind wrong `tokens` fed at `nodes`, equally many; -1 where there is none."""
+        """Return the nodes after wrong `tokens` fed at `nodes`, equally many; -1 where there is
+        none.
+        """
         keys, children = self.branches
         if not len(keys):
             return np.full(len(nodes), -1)

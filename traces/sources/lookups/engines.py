@@ -126,11 +126,11 @@ class Suffix(LookupSource):
 
 
 class _Proposals:
-    """What suffix decoding drafts along a trace, found where it is asked for.
+    """The drafts of suffix decoding along a trace, found when they are asked for.
 
-    A draft depends on the true tokens alone, so every policy meets the same.  The trees grow with
-    the first one that is replayed, and nothing is looked up between its rounds; from the first
-    question that goes back behind where they stand, at every position.
+    A draft depends on the true tokens alone, so every policy gets the same.  The trees grow with
+    the first policy that is replayed, and nothing is looked up between its rounds.  After the first
+    question about an earlier position, the trees are read at every position.
     """
 
     def __init__(self, source: Suffix, trace: Trace) -> None:
@@ -144,7 +144,7 @@ class _Proposals:
         self._rewind()
 
     def at(self, request: int, position: int) -> list[Proposal]:
-        """The draft after so many output tokens of a request."""
+        """Return the draft after the first `position` output tokens of a request."""
         place = request, position
         if place not in self._known:
             if place < (self._request, self._position):
@@ -185,7 +185,7 @@ class _Proposals:
 
 
 class _Known(Lookup):
-    """What was found for a request, as a lookup says it."""
+    """A lookup that returns what was found for a request."""
 
     def __init__(self, proposals: _Proposals, request: int) -> None:
         self._proposals, self._request, self._position = proposals, request, -1

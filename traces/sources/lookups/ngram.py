@@ -14,8 +14,8 @@ class NGramLookup(Lookup):
     As vLLM's ``NgramProposer`` (``v1/spec_decode/ngram_proposer.py``): of the n-grams at the
     end, n from ``max_n`` down to ``min_n``, the longest that ends earlier too wins, among its
     occurrences the leftmost; up to ``k`` tokens that follow are proposed.  Unlike transformers'
-    prompt lookup it does not fall below ``min_n``, and copies end-of-sequence tokens, behind
-    which the sequence would be over.
+    prompt lookup it does not fall below ``min_n``, and copies end-of-sequence tokens, after which
+    the sequence would be over.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class NGramLookup(Lookup):
     min_n, max_n:
         vLLM's ``prompt_lookup_min`` and ``prompt_lookup_max``.
     eos:
-        Ids behind which nothing is proposed.
+        Ids after which nothing is proposed.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NGramLookup(Lookup):
         self._seen.extend(tokens)
 
     def propose(self) -> list[Proposal]:
-        """What followed; empty where no n-gram recurs."""
+        """Return the tokens that followed; empty if no n-gram recurs."""
         return until_eos(self._seen.following(self.k), self.eos)
 
 
@@ -52,14 +52,14 @@ class NGramSimpleLookup(Lookup):
     alone, of which the last one and one at the very beginning of the sequence do not count; up to
     `size_m` tokens that follow, the sequence's last one excepted, and none if they are fewer than
     `size_n`; none at all in a sequence of at most ``size_n + size_m + 2`` tokens.  The server
-    copies on behind an end of the text, behind which nothing could be accepted.
+    copies on past an end of the text, after which nothing could be accepted.
 
     Parameters
     ----------
     size_n, size_m:
         ``--spec-ngram-simple-size-n`` and ``-size-m``, with the server's defaults.
     eos:
-        Ids behind which nothing is proposed.
+        Ids after which nothing is proposed.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class NGramSimpleLookup(Lookup):
         self._indexed = max(len(self._ids) - 2, self._indexed)
 
     def propose(self) -> list[Proposal]:
-        """What followed; empty where the n-gram does not recur, or too little followed."""
+        """Return the tokens that followed; empty if the n-gram does not recur or if they are too
+        few.
+        """
         ids = self._ids
         start = self._after.get(tuple(ids[-self.size_n :]))
         if start is None or len(ids) <= self.size_n + self.size_m + 2:

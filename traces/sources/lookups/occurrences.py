@@ -12,7 +12,7 @@ from traces.acceptance.trace import Trace
 from traces.sources.base import prompt_tokens, true_tokens
 
 BETWEEN = -1
-"""Stands in a text before, between and behind its sequences, and behind what is proposed."""
+"""The id before, between and after the sequences of a text, and after what is proposed."""
 
 
 class Text(NamedTuple):
@@ -26,7 +26,7 @@ class Text(NamedTuple):
 
 
 def text_of(trace: Trace, before: Sequence[int] = (BETWEEN,)) -> Text:
-    """The text of `trace` behind another; DraftsimError where tokens were not recorded."""
+    """Return the text of `trace` after another; DraftsimError if tokens were not recorded."""
     output, starts = true_tokens(trace), trace.request_starts
     text, begins, first = list(before), [], []
     for i in range(len(trace.requests)):
@@ -94,7 +94,7 @@ def _ranked(numbers: Ints) -> Ints:
 
 
 def copied(ids: Ints, behind: Ints, last: Ints, most: int) -> Ints:
-    """What follows index `behind`, up to index `last`, (places, `most`); nothing behind BETWEEN."""
+    """Return the ids after index `behind` up to index `last`, (places, `most`), else BETWEEN."""
     at = behind[:, None] + np.arange(1, most + 1)
     there = (behind[:, None] >= 0) & (at <= last[:, None])
     return np.where(there, ids.take(at, mode="clip"), BETWEEN)

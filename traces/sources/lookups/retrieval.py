@@ -1,4 +1,4 @@
-"""What `traces.sources.lookups.text.Retrieval` drafts at many places of a text at once."""
+"""The drafts of `traces.sources.lookups.text.Retrieval` at many places of a text at once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def retrieved(
     text: Ints, places: Ints, until: Ints, num_tokens: int, max_suffix: int, min_suffix: int,
     eos: Sequence[int],
 ) -> Ints:  # fmt: skip
-    """The heaviest chains behind some places of a text, (places, num_tokens); -1 where they end.
+    """Return the heaviest chains after some places of a text, (places, num_tokens).
 
-    ``places`` are indices of the last tokens known; what stands before ``until`` is searched,
-    (places,) each.
+    -1 where they end.  ``places`` are indices of the last tokens known; the text before ``until``
+    is searched, (places,) each.
     """
     chosen = np.full((len(places), num_tokens), BETWEEN)
     for which, low, high, order in _matches(text, places, until, max_suffix, min_suffix):
-        # Places of one sequence that end alike are behind the same occurrences.
+        # Places of one sequence that end alike follow the same occurrences.
         found, of = np.unique(low * (len(text) + 1) + high, return_inverse=True)
         bounds = np.divmod(found, len(text) + 1)
         chosen[which] = _chains(text, *bounds, order, num_tokens, eos)[of]
@@ -31,7 +31,7 @@ def retrieved(
 def _chains(
     text: Ints, low: Ints, high: Ints, order: Ints, num_tokens: int, eos: Sequence[int]
 ) -> Ints:
-    """The heaviest chain behind each range of the places in `order`, (ranges, num_tokens)."""
+    """Return the heaviest chain after each range of the places in `order`, (ranges, num_tokens)."""
     chosen = np.full((len(low), num_tokens), BETWEEN)
     width = int(text.max(initial=0)) + 1
     for which, behind in _parts(low, high, order):
@@ -94,7 +94,7 @@ def _matches(
 
 
 def _parts(low: Ints, high: Ints, order: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Ranges by number, and the index behind each of theirs; about `HELD` at a time."""
+    """Yield ranges by number, and the index after each place of theirs; about `HELD` at a time."""
     many = high - low
     total = np.cumsum(many)
     begin = 0

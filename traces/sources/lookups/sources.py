@@ -139,8 +139,8 @@ class LookupSource(Source):
     def drafted(self, trace: Trace) -> Ints | None:
         """Tokens proposed at every output position, where all can be found at once.
 
-        Shape (positions of all requests, tokens); `BETWEEN` behind the last that is proposed.
-        None asks the lookup wherever a round begins.  Of a subclass, its own method alone counts.
+        Shape (positions of all requests, tokens); `BETWEEN` after the last that is proposed.  None:
+        the lookup is asked wherever a round begins.  A subclass needs its own method.
         """
         del trace
         return None
@@ -262,7 +262,7 @@ class Lookahead(LookupSource):
         return NGramPool(self.ngram, self.guesses, eos)
 
     def drafted(self, trace: Trace) -> Ints:
-        """Behind the last token's newest occurrence that a whole n-gram begins with."""
+        """Return what follows the last token's newest occurrence that begins a whole n-gram."""
         text = text_of(trace)
         found = last_end(text.ids, text, text.begins, text.places + 1 - self.ngram)
         tokens = copied(text.ids, found, text.places, self.ngram - 1)

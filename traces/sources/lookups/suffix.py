@@ -3,7 +3,7 @@
 As the ``SuffixDecodingCache`` of arctic-inference 0.1.1, which vLLM's method ``suffix`` calls
 (Oliaro et al., arXiv:2411.04975): a tree of the request's own tokens, and one of the outputs
 of all requests served, this one's included.  Both keep what occurred once as a place in the
-text alone; which strings its nodes stand for, and their counts and order, are the same.
+text alone; the strings of its nodes, their counts and order are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BETWEEN = -1
 
 
 class Node:
-    """What sequences hold behind one string: how often it occurs, and what follows.
+    """The number of times that one string occurs in the sequences, and what follows it.
 
     Most strings of a text occur once: a child is then no node, but the place in the text that
     its one occurrence goes on at.
@@ -38,8 +38,8 @@ class Node:
         """Move a child of `count`, about to count one more, past those it then exceeds.
 
         Not the first, which has none before it.  Ties decide drafts, so they fall as they do
-        there: a child that only joins those of the next count goes before them, one that leaves
-        equals behind goes after.
+        there: a child that only joins those of the next count goes before them, one that leaves its
+        equals goes after.
         """
         order, children = self.order, self.children
         at = order.index(token)
@@ -109,7 +109,7 @@ class SuffixTree:
         return node
 
     def after(self, place: int, length: int) -> int | None:
-        """What follows the one occurrence of a string of `length`, if anything does."""
+        """Return what follows the one occurrence of a string of `length`; None if nothing does."""
         if length >= self.depth or place >= len(self._text) or self._text[place] == BETWEEN:
             return None
         return self._text[place]
@@ -117,7 +117,7 @@ class SuffixTree:
     def matches(self, context: Sequence[int]) -> Iterator[tuple[int, Node | int]]:
         """Ever longer ends of a context, short of all of it, that something follows.
 
-        Each with its length and the node behind it, or the place where its one occurrence goes on.
+        Each with its length and its node, or the place where its one occurrence goes on.
         """
         text, ends = self._text, self._ends
         same, most = 0, len(context) - 1
@@ -138,7 +138,7 @@ class SuffixTree:
             yield matched, node
 
     def next(self, at: Node | int, length: int) -> int | None:
-        """The token most frequent behind a string of `length`; None where nothing follows."""
+        """Return the token most frequent after a string of `length`; None where nothing follows."""
         if isinstance(at, int):
             return self.after(at, length)
         return at.order[0] if at.order else None
@@ -172,9 +172,9 @@ def speculate(
 ) -> Draft:  # fmt: skip
     """The best-scored draft over all lengths of the context's end, the longest among equals.
 
-    A match of n tokens allows ``n factor`` drafted ones; each is the most frequent behind those
-    before, as long as the product of their shares is at least `least`.  In float32, as there.
-    ``best``: what another tree gave, which stands unless it is outscored.
+    A match of n tokens allows ``n factor`` drafted ones; each is the most frequent after those
+    before it, as long as the product of their shares is at least `least`.  In float32, as there.
+    ``best``: another tree's draft, which is kept unless it is outscored.
     """
     # Sums, products and quotients of float32 are rounded alike by way of double: it is as exact.
     single = array("f", (factor, least))
@@ -224,7 +224,7 @@ class SuffixLookup(Lookup):
         vLLM's ``num_speculative_tokens``, ``suffix_decoding_max_tree_depth``,
         ``suffix_decoding_max_spec_factor`` and ``suffix_decoding_min_token_prob``.
     eos:
-        Ids behind which nothing is proposed.
+        Ids after which nothing is proposed.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from policies.parameters import whole
 
 
 class Proposal(NamedTuple):
-    """A proposed token; the distribution behind it where the lookup has one."""
+    """A proposed token, with its distribution where the lookup has one."""
 
     token_id: int
     prob: float | None = None
@@ -59,7 +59,7 @@ class FirstOccurrences:
         self._indexed = max(len(self.ids) - 1, 0)
 
     def following(self, count: int) -> list[int]:
-        """Up to `count` ids behind the first occurrence of the longest n-gram at the end.
+        """Return up to `count` ids after the first occurrence of the longest n-gram at the end.
 
         Empty where none occurs earlier.
         """
@@ -100,7 +100,7 @@ class PromptLookup(Lookup):
         self._seen.extend(tokens)
 
     def propose(self) -> list[Proposal]:
-        """What followed; empty where no n-gram recurs or EOS followed."""
+        """Return the tokens that followed; empty if no n-gram recurs or EOS followed."""
         following = self._seen.following(self.num_tokens)
         return [Proposal(t) for t in takewhile(lambda t: t not in self.eos, following)]
 
@@ -211,7 +211,7 @@ class NGramPool(Lookup):
     """Drafts the n-gram that most recently followed the last token.
 
     Lookahead decoding (arXiv:2402.02057) keeps such a pool, keyed by first token, of n-grams
-    from its Jacobi iterations beside those of prompt and output, and verifies up to
+    from its Jacobi iterations in addition to those of prompt and output, and verifies up to
     ``guesses`` of them at once.  Jacobi iterations need the model, so this pool holds the
     n-grams of prompt and output alone, and the newest is drafted as a chain.
 
@@ -246,7 +246,7 @@ class NGramPool(Lookup):
         self._indexed = max(len(self._ids) - self.ngram + 1, 0)
 
     def propose(self) -> list[Proposal]:
-        """The newest n-gram behind the last token."""
+        """Return the newest n-gram after the last token."""
         kept = self._pool.get(self._ids[-1]) if self._ids else None
         chosen: list[Proposal] = []
         for token in next(reversed(kept)) if kept else ():

@@ -1,7 +1,7 @@
-"""A source recorded by start in the place of a draft model: as a trace, and as its latencies.
+"""A source recorded by start, used like a draft model: as a trace, and as its latencies.
 
-What a source drafts from every start is a trace whose starts have drafts of their own
-(`Trace.by_start`), and what a drafted token costs is a cell of a latency table.  So whatever
+The drafts of a source from every start are a trace whose starts have drafts of their own
+(`Trace.by_start`), and a drafted token's cost is a cell of a latency table.  So everything that
 replays a draft model (batches in simulated time, what-if grids, searches of settings) replays such
 a source as well, exactly: round by round as `traces.sources.replay.replay_source`.
 """
@@ -37,7 +37,7 @@ ANY = 1 << 20
 
 
 def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
-    """The recording of `source`; DraftsimError saying why it cannot stand for a draft model."""
+    """Return the recording of `source`; DraftsimError if it cannot replace a draft model."""
     why = None
     if isinstance(source, Eagle2):
         why = WIDER
@@ -52,7 +52,7 @@ def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
         why = WIDER
     if why is not None:
         raise DraftsimError(
-            f"{source.name!r} is not replayed in the place of a draft model: {why}; `draftsim "
+            f"{source.name!r} cannot be replayed like a draft model: {why}; `draftsim "
             "simulate --source` prices one stream of it"
         )
     assert isinstance(source, StartSource)
@@ -60,13 +60,13 @@ def check_drafts(source: Source, recordings: Recordings) -> StartRecording:
 
 
 def drafted_trace(trace: Trace, source: Source, recordings: Recordings) -> Trace:
-    """The outputs of `trace` with what `source` drafts from every start.
+    """Return the outputs of `trace` with what `source` drafts from every start.
 
-    The first output token comes with the prompt, and nothing drafts it: where a recording begins
-    again (arrivals longer than it), the drafts of its second token stand there.
+    The first output token comes with the prompt, and nothing drafts it.  Where a recording begins
+    again (arrivals longer than it), the drafts of its second token are used there.
 
-    Raises DraftsimError if the source was not recorded along this trace, or is none that takes
-    the place of a draft model (`check_drafts`).
+    Raises DraftsimError if the source was not recorded along this trace, or cannot replace a draft
+    model (`check_drafts`).
     """
     check_drafts(source, recordings)
     assert isinstance(source, StartSource)
@@ -123,7 +123,7 @@ def chained_trace(trace: Trace, source: StartSource, recordings: Recordings) -> 
 def drafted_latency(
     latency: LatencyTable, source: Source, recordings: Recordings, batch_free: bool = False
 ) -> LatencyTable:
-    """`latency` with the passes of `source` in the place of the draft model's.
+    """Return `latency` with the passes of `source` instead of the draft model's.
 
     Timed at one batch size, they are refused at others, unless ``batch_free`` takes them to cost
     the same.
@@ -153,7 +153,7 @@ def drafted_latency(
 
 
 def in_the_drafts_place(latency: LatencyTable, drafter: str) -> LatencyTable:
-    """`latency` with the passes of its model `drafter` in the place of the draft model's.
+    """Return `latency` with the passes of its model `drafter` instead of the draft model's.
 
     Raises DraftsimError if it has none.
     """
@@ -249,7 +249,7 @@ def _one_pass(latency: LatencyTable, name: str, width: int) -> pd.DataFrame:
 
 
 def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
-    """A pass through so many layers and the head per drafted token, the first like the others."""
+    """Return the cells of a pass through `layers` layers and the head per drafted token."""
     model = "exit" if latency.has("exit", "layer") else "target"
     if not latency.has(model, "layer"):
         raise DraftsimError(
@@ -269,7 +269,7 @@ def _skipping(latency: LatencyTable, layers: int) -> pd.DataFrame:
 
 
 def _behind_no_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """Verifications of one stream cost the target's pass behind no passes, where it was timed."""
+    """Price verifications of one stream as target passes with no pass before, where timed."""
     alone = (cells["model"] == "target") & (cells["batch"] == 1) & (cells["new_tokens"] > 1)
     measured = cells[alone & (cells["phase"] == "pass")].assign(phase="forward")
     if not len(measured):

@@ -34,7 +34,7 @@ class OnFeatures(Source):
 
     @abstractmethod
     def found(self, recordings: Recordings) -> Mapping[str, ByStart]:
-        """What was recorded of such sources, by name."""
+        """Return the recordings of such sources, by name."""
 
     @property
     def key(self) -> str:
@@ -43,7 +43,7 @@ class OnFeatures(Source):
 
     @abstractmethod
     def recording(self, recordings: Recordings) -> ByStart:
-        """The one that ``model`` names; DraftsimError if there is none, or more than one."""
+        """Return the recording that ``model`` names; DraftsimError unless there is exactly one."""
 
     def recorded(self, recordings: Recordings) -> str:
         """Name of the recording that ``model`` names; DraftsimError if none or several fit."""
@@ -80,10 +80,10 @@ class OnFeatures(Source):
 class Eagle(OnFeatures, StartSource):
     """A drafter that continues the target's features (arXiv:2401.15077, 2503.01840, 2412.19437).
 
-    Its keys and values of this round's tokens come from its own outputs in the place of
-    features, so a draft depends on where its round began.  The first pass of a round takes in
-    what was verified since the one before; the others one token each, or, with several MTP
-    modules, which run in turn, the same tokens over again.
+    Its keys and values of this round's tokens come from its own outputs instead of features, so a
+    draft depends on where its round began.  The first pass of a round reads the tokens verified
+    since the one before; the others one token each, or, with several MTP modules, which run in
+    turn, the same tokens again.
     """
 
     name = "eagle"
@@ -131,7 +131,7 @@ class EagleReplay(StartReplay):
 
     @property
     def by_passes(self) -> bool:
-        """Whether a drafted token is a pass (`traces.sources.base.Drafter`)."""
+        """Return True if every drafted token is a pass (`traces.sources.base.Drafter`)."""
         return self._turns == 1
 
     def draft(self, so_far: Sequence[Any]) -> SourceToken | None:

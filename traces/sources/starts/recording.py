@@ -1,8 +1,8 @@
 """Drafts that depend on where the round began: recorded for every start.
 
-Parallel heads see the state behind the last verified token alone; a layer-skipping drafter
-attends to its own inexact states of this round's tokens.  Either way the draft from one
-start is one chain, whatever the length policy, so (start, offset) holds everything.
+Parallel heads see the state after the last verified token alone; a layer-skipping drafter attends
+to its own inexact states of this round's tokens.  Either way the draft from one start is one chain,
+whatever the length policy, so (start, offset) holds everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_SIGNALS = ("top1", "top2", "logsumexp", "entropy")
 
 @dataclass(frozen=True, eq=False)
 class StartRecording:
-    """What a source drafts from every start of every request of one trace.
+    """The drafts of a source from every start of every request of one trace.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class StartRecording:
         `START_SIGNALS`, (starts, offsets) float32 each: of the drafter's logits at T = 1.
     rank:
         (starts, offsets) int32: rank of the true token under the drafter's logits, 0 = top,
-        -1 where there is none; for trees of candidates.
+        -1 if it is not ranked; for trees of candidates.
     request_starts:
         First row of each request, and the number of rows at the end.
     meta:
@@ -144,7 +144,7 @@ class ByStart(Protocol):
 def check_follows(key: str, recording: ByStart, trace: Trace, first: int) -> None:
     """Raise DraftsimError unless the recording named `key` can be replayed along `trace`."""
     if first < 1:
-        raise DraftsimError(f"{key} is recorded behind the prefill: replay with first=1")
+        raise DraftsimError(f"{key} is recorded after the prefill: replay with first=1")
     if np.diff(recording.request_starts).tolist() != [r.tokens for r in trace.requests]:
         raise DraftsimError(
             f"the recording of {key!r} drafts is of other requests than the trace: record both "

@@ -72,7 +72,7 @@ class SpecDec(Heads):
 
 
 class Space(StartSource):
-    """SPACE: mask tokens behind every candidate draft while it is verified (arXiv:2402.11809).
+    """SPACE: mask tokens after every candidate draft while it is verified (arXiv:2402.11809).
 
     The paper tunes the target for it; here the target is frozen and the mask tokens'
     embeddings alone are trained.  ``k`` is the number of masks used (None: all recorded).
@@ -100,7 +100,7 @@ class SpaceReplay(StartReplay):
         return self.token(len(so_far)) if len(so_far) < self.width else None
 
     def charge(self, submitted: int) -> int:
-        """One pass over the last token, the draft, and the masks behind each of them."""
+        """Price one pass over the last token, the draft, and the masks after each of them."""
         width = (submitted + 1) * (self.width + 1)
         self.calls.add(PASS, width, verify=True)
         return submitted + 1

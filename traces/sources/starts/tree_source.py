@@ -26,7 +26,7 @@ RECORD_TREES = "`draftsim profile --source eagle2:model=DIR`"
 class Eagle2(OnFeatures):
     """EAGLE-2's tree (arXiv:2406.16858, sec. 4), verified greedily in one pass of the target.
 
-    The first layer are the `topk` likeliest tokens behind what was verified.  In every layer the
+    The first layer are the `topk` likeliest tokens after the verified ones.  In every layer the
     `topk` nodes with the largest product of probabilities along their path are expanded, in one
     pass of the drafter, into `topk` children each.  Of all nodes the `budget` with the largest
     products are verified; of equal ones the one of the upper layer comes first, and within a layer
@@ -38,7 +38,7 @@ class Eagle2(OnFeatures):
     the signals are those of a layer's first node (`traces.sources.starts.trees.layer_columns`).
 
     In the authors' code (SafeAILab/EAGLE, ``eagle/model/cnets.py``) ``depth`` counts the passes
-    behind the first, here and in the paper the layers, one more; ``total_token`` counts the root
+    after the first, here and in the paper the layers, one more; ``total_token`` counts the root
     (the target's own last token) too, ``budget`` does not.  Its 60 and depth 5 (EAGLE-2) are
     budget 59 and 6 layers.  There, the tree always has as many nodes; here, fewer where a
     shallow one has none left.
@@ -83,7 +83,7 @@ class Eagle2(OnFeatures):
     def recording(self, recordings: Recordings) -> TreeRecording:
         """The one that ``model`` names.
 
-        Raises DraftsimError if there is none, or more than one, or it is of other trees.
+        Raises DraftsimError unless there is exactly one, of such trees.
         """
         key = self.recorded(recordings)
         found = recordings.trees[key]
@@ -173,7 +173,7 @@ class TreeReplay(SourceReplay):
         return accepted
 
     def charge(self, submitted: int) -> int:
-        """A pass over the nodes that are kept of so many layers, and the last token."""
+        """Price a pass over the last token and the nodes that are kept of `submitted` layers."""
         nodes = min(self.budget, candidates(self.recording.topk, submitted))
         self.calls.add(TREE, nodes + 1, verify=True)
         return submitted + 1

@@ -26,14 +26,14 @@ TREE_SIGNALS = ("score", "log_top", "log_second", "entropy")
 
 @dataclass(frozen=True, eq=False)
 class TreeRecording:
-    """The draft trees behind every start of every request of one trace, greedily decoded.
+    """The draft trees of every start of every request of one trace, greedily decoded.
 
     Parameters
     ----------
     rank:
         (starts, layers, layers) int32; one row per output position, requests in turn.
         ``[s, j, d]`` is the place, 0 = first, of the true token of layer j + 1 among the candidates
-        of the first d + 1 layers; -1 where it is none of them.
+        of the first d + 1 layers; -1 where it is not among them.
     signals:
         `TREE_SIGNALS`, (starts, layers) float32 each, of the first candidate of every layer: the
         sum of the log-probabilities along its path, and of the distribution that it was taken from
@@ -77,7 +77,9 @@ class TreeRecording:
         return Sampling.of(self.meta.get("sampling"))
 
     def accepted(self, row: int, layers: int, budget: int) -> int:
-        """True tokens in the tree of a row, cut to so many layers and `budget` nodes."""
+        """Return the number of true tokens in a row's tree, cut to `layers` layers and `budget`
+        nodes.
+        """
         if not layers:
             return 0
         rank = self.rank[row, :layers, layers - 1]
@@ -91,7 +93,7 @@ class TreeRecording:
 
 
 def candidates(topk: int, layers: int) -> int:
-    """Nodes that a tree of so many layers is cut from.
+    """Return the number of nodes that a tree of `layers` layers is cut from.
 
     >>> candidates(10, 1), candidates(10, 6)
     (10, 510)
