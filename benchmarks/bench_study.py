@@ -5,7 +5,7 @@ ratios at next to no cost: `test_ratios` replays the same two acceptance rates a
 ratio and at a hundred.  `test_lanes` replays 1,000 settings of each kind of policy at once
 (`traces.replay.lanes`); the aim is 20 million recorded tokens/s on one core.
 Run with ``make bench``, or ``pytest benchmarks/bench_study.py``; ``python -m
-benchmarks.bench_study`` prints the recorded tokens/s of 1,000 settings beside the loop's.
+benchmarks.bench_study`` prints the recorded tokens/s of 1,000 settings, and the loop's.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def one_by_one(many: Mapping[str, DraftPolicy]) -> int:
 
 
 def tokens_per_s(run: Callable[[], int], tokens: int, times: int = 3) -> float:
-    """Of the fastest of some runs, in processor time: others may want the machine too."""
+    """Return tokens/s of the fastest of some runs, in processor time: the machine may be shared."""
     best = float("inf")
     for _ in range(times):
         began = time.process_time()

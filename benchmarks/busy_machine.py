@@ -2,8 +2,8 @@
 
     python -m benchmarks.busy_machine --load core [--profiled none] [--remeasure]
 
-Starts the load, measures the latencies of the bundled pair beside it, decodes some of its prompts
-for real under a handful of policies beside it, and prints predicted against measured seconds and
+Starts the load, measures the latencies of the bundled pair under it, decodes some of its prompts
+for real under a handful of policies and the load, and prints predicted against measured seconds and
 speedups, and how quiet the machine was.  ``--profiled none`` measures the latencies before the load
 starts; ``--remeasure`` measures them between the real runs.
 
@@ -72,8 +72,8 @@ def load(name: str) -> Iterator[None]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--load", choices=LOADS, default="core", help="beside the real runs")
-    parser.add_argument("--profiled", choices=LOADS, help="beside the profile (default: --load)")
+    parser.add_argument("--load", choices=LOADS, default="core", help="during the real runs")
+    parser.add_argument("--profiled", choices=LOADS, help="during the profile (default: --load)")
     parser.add_argument("--remeasure", action="store_true", help="as in `validate`")
     parser.add_argument("--policy", action="append", help="instead of the handful; repeatable")
     parser.add_argument("--limit", type=int, default=10, help="prompts")

@@ -1,4 +1,4 @@
-"""What a log without draft lengths costs in truth: predictions from it against the full recording.
+"""The error of a log without draft lengths: predictions from it against the full recording.
 
     python -m benchmarks.import_errors
 

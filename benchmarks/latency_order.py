@@ -2,10 +2,10 @@
 
     python -m benchmarks.latency_order [--width 9] [--repeats 60] [--drafts]
 
-Times one and the same pass of the bundled target in three company: round after round behind
-width - 1 draft passes, as decoding runs it; by itself; and both mixed at random, as a sweep over
-single cells would.  Prints the quartiles.  With ``--drafts`` the draft passes of rounds instead, by
-their place, in processor time, which other work on the machine touches least.
+Times one pass of the bundled target in three settings: after width - 1 draft passes, as decoding
+runs it; by itself; and both mixed at random, as a sweep over single cells would.  Prints the
+quartiles.  With ``--drafts`` the draft passes of rounds instead, by their place, in processor time,
+which other work on the machine touches least.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         by_place(lambda: draft.forward(ids[:1], CONTEXT, keep=1), verify, given)
         return
     watch = Stopwatch(pair.device)
-    kinds: dict[str, Callable[[], None]] = {"behind drafts": drafts, "by itself": lambda: None}
+    kinds: dict[str, Callable[[], None]] = {"after drafts": drafts, "by itself": lambda: None}
     # Blocks take turns, so that a slow minute falls on all kinds.
     seconds: dict[str, list[float]] = {}
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What recording an acceptance trace costs, as a multiple of plain decoding of the same outputs.
+"""The cost of recording an acceptance trace, as a multiple of plain decoding of the same outputs.
 
 python -m benchmarks.recording_cost [--prompts 14] [--tokens 128] [--repeats 5]
 """

@@ -44,7 +44,7 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True)
 class Settings:
-    """What to record: limits, sampling and the latency grid."""
+    """The settings of a recording: limits, sampling and the latency grid."""
 
     max_new_tokens: int = 128
     max_gamma: int = 24
@@ -130,12 +130,12 @@ def profile_latency(
 
 
 def latency_options(pair: Pair, settings: Settings) -> dict[str, Any]:
-    """What a latency table is measured under."""
+    """Return the conditions that a latency table is measured under."""
     return {"grid": asdict(settings.grid), "meta": pair.meta}
 
 
 def trace_options(pair: Pair, prompts: Sequence[Prompt], settings: Settings) -> dict[str, Any]:
-    """What a trace is recorded under."""
+    """Return the conditions that a trace is recorded under."""
     recorded = {k: v for k, v in asdict(settings).items() if k != "grid"}
     if settings.together == 1:
         del recorded["together"]  # recordings made before it existed stay finished

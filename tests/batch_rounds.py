@@ -1,4 +1,4 @@
-"""What an engine tells a batch policy: loads, drafts, and how rounds came out."""
+"""The input of a batch policy from an engine: loads, drafts, and how rounds ended."""
 
 from __future__ import annotations
 

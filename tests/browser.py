@@ -98,7 +98,7 @@ class Browser:
         return str(self.run("return document.querySelector(arguments[0]).textContent", css))
 
     def console(self) -> list[dict[str, Any]]:
-        """What the console said since the last call."""
+        """Return the console's lines since the last call."""
         return list(self._call("POST", "/se/log", {"type": "browser"}))
 
     def screenshot(self, path: Path) -> None:

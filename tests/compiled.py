@@ -68,7 +68,7 @@ PROMPTED = {
         for model in ("target", "draft") for b in (1, 8) for n in (1, 9)
     ]),
 }  # fmt: skip
-"""Prompts beside decoding with cells of their own too, and prompts without a price."""
+"""Cells of their own for prompts in steps that decode, and prompts without a price."""
 LENGTHS = [
     BatchTable([[1, 1, 5], [2, 3, 2], [4, 9, 0]]),
     BatchTable([[1, 2, 0], [3, 4, 4], [5, 9, 1]], in_step=False),

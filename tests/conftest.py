@@ -102,9 +102,9 @@ def _settled() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the files imported is never collected: collections need not walk through it.
+    """Keep what the files imported out of garbage collection.
 
-    Nor is it done again and again while a test builds what lives as long as itself.
+    Collections then skip it, also while a test builds objects that live as long as itself.
     """
     _settled()
     gc.set_threshold(20_000, 20, 100)
@@ -112,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file leaves is collected when it ends, and what it imported is kept."""
+    """Collect a file's garbage when the file ends, and keep what it imported."""
     if nextitem is None or nextitem.path != item.path:
         _settled()
 
@@ -179,10 +179,10 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def beside(name: str, what: str) -> Path:
-    """A folder kept beside the checkout; the test that needs it skips where it is absent."""
+    """Return a folder next to the checkout; the test that needs it skips where it is absent."""
     path = Path(os.environ.get("DRAFTSIM_SHARED", ROOT.parent / "shared")) / name
     if not path.is_dir():
-        pytest.skip(f"needs {what} in ../shared/{name} beside the checkout")
+        pytest.skip(f"needs {what} in ../shared/{name}, next to the checkout")
     return path
 
 

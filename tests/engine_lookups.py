@@ -1,5 +1,8 @@
-"""What the engines' own lookups draft: vLLM's n-grams, and arctic-inference's suffix trees, which
-vLLM takes for its own suffix decoding. Runs in the engine's environment (`tests.engine_runs`)."""
+"""Drafts of the engines' own lookups: vLLM's n-grams, and arctic-inference's suffix trees.
+
+vLLM uses the latter for its own suffix decoding. Runs in the engine's environment
+(`tests.engine_runs`).
+"""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 def own(folder: Path) -> dict[str, Any]:
-    """Rounds dictated behind a drafter of vLLM's own, and rounds of its own tokens."""
+    """Return rounds dictated to an engine with vLLM's own drafter, and rounds of its own tokens."""
     engine = Engine(
         EngineOptions(
             str(miniature(folder / "miniature")), str(miniature(folder / "draft", layers=1)),

@@ -154,7 +154,7 @@ def sweep_of(folder: Path) -> Any:
 
 
 def profile_of(folder: Path) -> Any:
-    """What a profile recorded, to the bit, and the cells that it timed."""
+    """Return a profile's recording, to the bit, and the cells that it timed."""
     trace, latency = (
         read_trace(folder / "run/trace.parquet"),
         read_latency(folder / "run/latency.parquet"),
@@ -170,7 +170,7 @@ def check_of(folder: Path) -> Any:
 
 
 def demo_of(folder: Path) -> Any:
-    """What a demo recorded and decoded, but for the policy that the measured seconds chose."""
+    """Return a demo's recordings and runs, without the policy that the measured seconds chose."""
     times = read_measured(folder / "run/measured.parquet").times
     usual = times.loc[times["policy"].isin(ARMS), ["policy", "repeat", "request", "rounds"]]
     return profile_of(folder), sorted(usual.itertuples(index=False))
@@ -397,7 +397,7 @@ class Count:
 def _called(
     arguments: list[str], folder: Path, stop: Stop | None, whole: Run | None, writes: Any
 ) -> int:
-    """Run the command in `folder` and return its exit code; what it says goes beside the folder."""
+    """Run the command in `folder` and return its exit code; its output goes next to the folder."""
     arguments = [*arguments, "--jobs", "1"] if arguments[0] in JOBS else arguments
     few = few_cells() if arguments[0] in ("profile", "validate", "demo") else nullcontext()
     said = folder.with_suffix(".said").open("w")
@@ -468,7 +468,7 @@ def started_run(arguments: list[str], folder: Path, stop: Stop | None, whole: Ru
 
 
 def session(pid: int) -> list[int]:
-    """Processes of a session, by /proc; a process that ended and waits to be noticed is none."""
+    """Return the processes of a session, by /proc, except those that have ended."""
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -481,7 +481,7 @@ def session(pid: int) -> list[int]:
 
 
 def left_behind(pid: int) -> list[str]:
-    """What a stopped process leaves: processes of its session, and what they share in memory."""
+    """Return what a stopped process leaves: processes of its session, and shared memory."""
     until_s = time.monotonic() + 10
     while (found := session(pid)) and time.monotonic() < until_s:
         time.sleep(0.05)

@@ -28,7 +28,7 @@ def random_trace(kind: Kind, seed: int, max_gamma: int, first: int = 1) -> Trace
     )  # fmt: skip
     columns: dict[str, Any] = dict(made.columns)
     if kind == "tails":
-        # Drafts that end with an EOS of the drafter's own, on the path and behind a mismatch.
+        # Drafts that end with an EOS of the drafter's own, on the path and after a mismatch.
         wrong = (columns["match"] != MATCH) & (rng.random(len(made)) < 0.1)
         columns["draft_token"] = np.where(wrong, EOS, columns["draft_token"])
     if kind == "unobserved":

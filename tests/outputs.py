@@ -66,7 +66,7 @@ def drawn_trace(
     while growing:
         texts = [[*prompts[i], *outputs[i]] for i in growing]
         longest = max(map(len, texts))
-        with torch.inference_mode():  # no token sees the padding behind it
+        with torch.inference_mode():  # no token sees the padding after it
             rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
             logits = model(input_ids=rows).logits
         ends = logits[range(len(texts)), [len(text) - 1 for text in texts]]

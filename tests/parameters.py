@@ -1,9 +1,9 @@
-"""What every number and flag of a policy, rule or source is by default, and may be."""
+"""The default and the bounds of every number and flag of a policy, rule or source."""
 
 from __future__ import annotations
 
 TINY = 1e-12
-"""Stands for the least of a range that leaves out 0."""
+"""The least value tried of a range that leaves out 0."""
 Limits = tuple[float | None, float, float | None]
 """Default, least, and most that is allowed; None: no value, or no upper bound."""
 

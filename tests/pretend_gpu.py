@@ -37,11 +37,11 @@ class Wait(NamedTuple):
 
 
 class PretendedError(RuntimeError):
-    """What CUDA refuses."""
+    """An operation that CUDA refuses."""
 
 
 class PretendedGPU:
-    """What lies on the pretended device, and what the host has waited for."""
+    """The pretended device: the tensors on it, and what the host has waited for."""
 
     def __init__(self) -> None:
         self._here: dict[int, StorageWeakRef] = {}
@@ -64,16 +64,18 @@ class PretendedGPU:
         """Whether a tensor is just moved, which says itself what it is."""
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on the device."""
+        """Return True if a tensor lies on the device."""
         return _listed(tensor, self._here)
 
     def places(self, tensors: Iterable[torch.Tensor]) -> list[bool]:
-        """Whether each lies on the device: asked for every operation, so without further calls."""
+        """Return True for each that lies on the device; asked for every operation, so it calls
+        nothing.
+        """
         table, strided = self._here, torch.strided
         return [t.layout == strided and t.untyped_storage()._cdata in table for t in tensors]
 
     def touched(self, branches: Iterable[Any]) -> bool:
-        """Whether any tensor in nested lists, tuples and mappings lies on the device."""
+        """Return True if any tensor in nested lists, tuples and mappings lies on the device."""
         # Asked at every call: it stops at the first.
         for branch in branches:
             if isinstance(branch, torch.Tensor):
@@ -87,7 +89,7 @@ class PretendedGPU:
         return False
 
     def makes_here(self, touched: bool) -> bool:
-        """Whether what an operation makes lies on the device; `touched`: one of its operands."""
+        """Return True if an operation's result lies on the device; `touched`: an operand does."""
         makes = self.makes[-1] if self.makes else None
         if touched:
             return makes is not False
@@ -106,7 +108,7 @@ class PretendedGPU:
         return tensors
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor lies in pinned memory."""
+        """Return True if a host tensor lies in pinned memory."""
         return _listed(tensor, self._pinned)
 
     def wait(self, what: str) -> None:

@@ -17,7 +17,7 @@ from tests.pretend_gpu import PretendedError, PretendedGPU, tensors_of
 
 
 class Event:
-    """An event of a device that is never behind its host."""
+    """An event of a device that never lags its host."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._timing, self._at = enable_timing, 0.0
@@ -116,7 +116,7 @@ class CUDAGraph:
         self.spoil()
 
     def spoil(self) -> None:
-        """Fill every tensor made inside with nonsense, where it is none already."""
+        """Fill every tensor made inside with nonsense, unless that was done already."""
         if not self._holds:
             return
         self._holds = False
@@ -171,7 +171,7 @@ def _grouped(gpu: PretendedGPU) -> Any:
 
 @contextmanager
 def installed(gpu: PretendedGPU, generator: Any) -> Iterator[None]:
-    """Put the pretended device in the place of ``torch.cuda``, name by existing name."""
+    """Replace ``torch.cuda`` by the pretended device, name by existing name."""
     graphs = Graphs(gpu)
     bound = type("CUDAGraph", (CUDAGraph,), {"owner": graphs})
     properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)

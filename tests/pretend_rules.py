@@ -1,4 +1,4 @@
-"""What torch's calls and operations do on a pretended GPU (see `tests.pretend_gpu`)."""
+"""Rules for torch's calls and operations on a pretended GPU (see `tests.pretend_gpu`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INDEXING = {ATEN.index.Tensor, ATEN.index_put_.default, ATEN.index_put.default,
             ATEN._index_put_impl_.default}  # fmt: skip
 SCALARS = {ATEN.where.self, ATEN.masked_fill.Tensor, ATEN.masked_fill_.Tensor, ATEN.fill_.Tensor,
            ATEN.fill.Tensor}  # fmt: skip
-"""Beside pointwise operations, those that take a number in a CPU tensor."""
+"""In addition to pointwise operations, those that take a number in a CPU tensor."""
 BETWEEN = {ATEN.copy_.default, ATEN._has_compatible_shallow_copy_type.default}
 """Operations that are there to bring devices together."""
 WHOLE = {ATEN.linear.default, ATEN.matmul.default}
@@ -47,7 +47,7 @@ WHOLE = {ATEN.linear.default, ATEN.matmul.default}
 
 
 class Kind:
-    """What the rules ask of an operation, at every call of it."""
+    """The facts about an operation that the rules ask for at every call of it."""
 
     def __init__(self, func: Any) -> None:
         self.whole = func in WHOLE

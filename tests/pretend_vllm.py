@@ -1,4 +1,4 @@
-"""What vLLM's model runner does around a proposer, without a model: texts are given."""
+"""vLLM's model runner around a proposer, without a model: texts are given."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def config(longest: int, vocabulary: int = 97) -> Any:
 class PretendRunner:
     """Decodes `texts` greedily, `batch` requests at a time, with the proposer's drafts.
 
-    Requests are called SEQUENCE/0 with a number of the engine's own behind; prompts are
-    processed in an iteration of their own kind, `chunks` of them for every prompt.
+    Requests are called SEQUENCE/0 followed by a number of the engine's own; prompts are processed
+    in an iteration of their own kind, `chunks` of them for every prompt.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def _signals(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]
 def random_exits(
     trace: Trace, seed: int, exits: tuple[int, ...], gamma_max: int, missing: float
 ) -> ExitRecording:
-    """What exits say along the outputs, and behind wrong ones, but for a share that is missing."""
+    """Return exits' predictions along the outputs and after wrong exits; some are missing."""
     rng = np.random.default_rng(seed)
     right = float(rng.random())
     true = np.asarray(trace.columns["token"])
@@ -116,7 +116,7 @@ def random_trees(trace: Trace, seed: int) -> TreeRecording:
 def random_recordings(
     trace: Trace, seed: int, gamma_max: int = 5, missing: float = 0.02, *, exits: bool = True
 ) -> Recordings:
-    """Of all sources that are recorded, or but for those that leave early."""
+    """Return recordings of all sources that are recorded, or of all but early exit."""
     heads = {n: random_starts(trace, seed + i, {}) for i, n in enumerate(("medusa", "space"))}
     skipping = random_starts(trace, seed + 2, {"layers": 4, "skip": [2]})
     drafter = {"kind": "eagle", "modules": 1, "model": "eagle"}

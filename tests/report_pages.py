@@ -103,7 +103,7 @@ _tilted = cache(tilted)
 def tilted_once(
     trace: Trace, latency: LatencyTable, own: OwnRatios, stops: list[float], gammas: list[int]
 ) -> dict[str, Any] | None:
-    """What `tilted` gives of a recording, computed once."""
+    """Return the result of `tilted` for a recording, computed once."""
     return _tilted(trace, latency, own, tuple(stops), tuple(gammas))
 
 

@@ -38,7 +38,7 @@ KINDS = (*BART_LIKE, "t5")
 
 
 def build(kind: str, layers: int) -> Any:
-    """A model with random weights and so many layers on either side."""
+    """Return a model with random weights and `layers` layers on either side."""
     shared: dict[str, Any] = {
         "vocab_size": VOCABULARY, "d_model": 32, "pad_token_id": 1, "eos_token_id": 2,
         "decoder_start_token_id": 2, "tie_word_embeddings": False, "attn_implementation": "sdpa",

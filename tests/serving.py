@@ -1,4 +1,4 @@
-"""What the tests of serving serve: a recording of coins, latency tables, files of arrivals."""
+"""Inputs of the serving tests: a recording of coins, latency tables, files of arrivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all workers of one run of the tests share: folders that the first to ask for fills."""
+"""Folders shared by all workers of one test run, each filled by the first that asks for it."""
 
 from __future__ import annotations
 

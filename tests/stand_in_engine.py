@@ -48,7 +48,7 @@ class Clock:
 
 
 class Control:
-    """In the place of `profiler.engines.bench.Control`."""
+    """A replacement of `profiler.engines.bench.Control`."""
 
     def __init__(self, device: str = "cpu") -> None:
         del device
@@ -58,7 +58,7 @@ class Control:
 
 
 class StandIn:
-    """In the place of `profiler.engines.engine.Engine`, whose texts follow from the prompts."""
+    """A replacement of `profiler.engines.engine.Engine`, whose texts follow from the prompts."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options, self.vocabulary = options, 97
@@ -145,7 +145,7 @@ class StandIn:
         return outputs
 
     def _rows(self, found: list[tuple[str, list[int]]]) -> list[tuple[str, list[int]]]:
-        """What came of an iteration, in the order of the engine's rows."""
+        """Return the results of an iteration, in the order of the engine's rows."""
         return found
 
     def _sampled(self, request: Any, draft: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What stages of the GPU suite leave, made up: a few requests, constant latencies."""
+"""Made-up results of the GPU suite's stages: a few requests, constant latencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rate or totals say of draft lengths: intervals that cover bursty acceptance."""
+"""Draft lengths from a rate or totals: intervals that cover bursty acceptance."""
 
 from __future__ import annotations
 

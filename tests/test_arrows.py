@@ -1,4 +1,4 @@
-"""Who may import whom: policies <- traces <- {profiler, simulator} <- commands; no clock below."""
+"""The import rules: policies <- traces <- {profiler, simulator} <- commands; no clock below."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class Lenient:
 
 
 def driven(search: Any) -> Any:
-    """What a search finds whose points are judged by `Lenient`."""
+    """Return the result of a search whose points are judged by `Lenient`."""
     try:
         point = next(search)
         while True:

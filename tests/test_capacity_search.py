@@ -12,7 +12,7 @@ from simulator.capacity.search import fewest, highest
 
 
 def answered(search: Any, answer: Any) -> tuple[Any, list[Any]]:
-    """What a search found, and what it asked."""
+    """Return the result of a search, and the points that it asked for."""
     asked = []
     value = next(search)
     while True:

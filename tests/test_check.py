@@ -82,7 +82,7 @@ def test_pearl_walk_by_hand() -> None:
 def test_dsi_walk_by_hand() -> None:
     # Accept 2 of a block of 2, then 0 of the next: 2 blocks drafted, one target pass.
     assert dsi_latency([2, 1, 0, 0], 2, 0.1, 1.0) == pytest.approx((0.2 + 0.1 + 1.0) + 1.0)
-    # Nothing accepted: plain decoding beside it is never slower.
+    # Nothing accepted: plain decoding in parallel is never slower.
     assert dsi_latency([0, 0, 0], 4, 0.5, 1.0) == pytest.approx(3.0)
 
 

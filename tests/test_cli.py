@@ -67,7 +67,7 @@ def test_simulate_writes_the_contracted_rows(run: Run, recorded: Path) -> None:
 def test_simulate_without_a_policy_runs_them_all(run: Run, recorded: Path) -> None:
     found = run("simulate", "--trace", recorded, "--json", "-").rows
     names = [r["policy"].partition(":")[0] for r in found]
-    # A fixed length always says which one it is, and the best of them stands beside it.
+    # A fixed length always says which one it is, and the best of them is listed with it.
     fixed = {r["policy"]: r for r in found if r["policy"].startswith("fixed")}
     assert "fixed:gamma=5" in fixed
     [best] = [r for r in fixed.values() if r["note"] == "best fixed"]

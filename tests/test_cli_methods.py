@@ -18,7 +18,7 @@ from traces.sources.registry import SYSTEMS
 
 
 def test_every_named_method_is_a_policy_of_simulate(run: Run) -> None:
-    """Those of one list share a table; what was not recorded says in one line what would."""
+    """Methods of one list share a table; a missing recording is named in one line."""
     asked = []
     for name in METHODS:
         if name in SYSTEMS and SYSTEMS[name].source.startswith(("eagle", "ngram", "suffix")):
@@ -123,7 +123,7 @@ def test_names_fall_into_their_parts() -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What each plot was given to draw, by its name."""
+    """Return what each plot was given to draw, by its name."""
     given: dict[str, Any] = {}
 
     def taking(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What can be named on the command line, and that names stay text wherever they come from."""
+"""Names on the command line: all that can be given, and all stay text wherever they come from."""
 
 from __future__ import annotations
 

@@ -170,5 +170,5 @@ def test_tables_name_what_they_are_of(command: str, run: Run) -> None:
     policy = () if command == "tune" else ("--policy", "fixed:gamma=1")
     latency = "const:target=0.001,draft=0.0001"
     ran = run(command, *SERVED[command], *policy, "--latency", latency, "--assume-batch-free")
-    table = ran.err if command == "tune" else ran.out  # beside its setting
+    table = ran.err if command == "tune" else ran.out  # printed with its setting
     assert f"bundled, at the costs of {latency}" in " ".join(table.split()), ran.err

@@ -1,4 +1,4 @@
-"""Who drafts, whose acceptance and whose costs: the same in every command, never mixed unsaid."""
+"""Drafter, acceptance and costs: the same in every command, and never mixed without a word."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_recording_is_tuned_with_the_drafter_it_was_measured_with(run: Run) ->
     assert [row["decode_gain"] for row in ran.rows] == pytest.approx([1.449, 0.987], abs=5e-4)
     assert ran.err.splitlines()[0].startswith(f"drafting with {HEAD}")
     assert ran.rows == run(*TUNE, "--trace", EAGLE3, "--source", HEAD, "--json", "-").rows
-    # The latencies decide: they hold passes of the head, whose drafts lie beside the same outputs.
+    # The latencies decide: they hold passes of the head, whose drafts belong to the same outputs.
     assert ran.rows == run(*TUNE, "--trace", ONE, "--latency", EAGLE3, "--json", "-").rows
 
 

@@ -1,4 +1,4 @@
-"""What ``draftsim serve`` leaves behind: results, timelines, plots, rows of a stopped run."""
+"""The files of ``draftsim serve``: results, timelines, plots, rows of a stopped run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``draftsim serve`` refuses in one line: impossible options, bad arrival files."""
+"""One-line refusals of ``draftsim serve``: impossible options, bad arrival files."""
 
 from __future__ import annotations
 

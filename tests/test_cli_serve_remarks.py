@@ -1,4 +1,4 @@
-"""What ``draftsim serve`` remarks: overload, sizes not measured, an early stop; and its table."""
+"""Remarks of ``draftsim serve``: overload, sizes not measured, an early stop; and its table."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_source_replaces_the_draft_model(run: Run, plain: Path) -> None:
     assert {r["source"] for r in rows} == {"none", "pld"}
     log = replay_source(tokens_alone(), PLD(num_tokens=4), Fixed(2))
     assert rows[1]["rounds"] == len(log)
-    # Searching text costs nothing beside constant latencies, and every round is a target pass.
+    # Searching text costs nothing with constant latencies, and every round is a target pass.
     assert rows[1]["wall_s"] == pytest.approx(len(log) * 0.0143)
 
 

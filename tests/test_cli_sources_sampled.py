@@ -1,4 +1,4 @@
-"""Sampled outputs on the command line: recorded, found beside the trace, refused."""
+"""Sampled outputs on the command line: recorded, found with the trace, refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_top_p_is_recorded_and_found_beside_the_trace(run: Run, small_run: Path)
     listed = {r.name: r.summary for r in recordings(small_run.parent)}
     assert "sampled at T=1, top-p 0.9" in listed["cut"]
     assert "sampled" not in listed["run"]
-    # Another pair's, or a damaged one, beside the trace is no reason to fail; asked for, it is.
+    # Another pair's, or a damaged one, next to the trace is no reason to fail; asked for, it is.
     other = read_trace(cut / "sampled.parquet")
     alien = Trace(
         other.columns, other.requests, other.max_gamma, {**other.meta, "target": {}},

@@ -34,7 +34,7 @@ def test_a_signal_stops_as_ctrl_c_does(
             time.sleep(0.1)
             cleaned.append(True)
 
-    # What starts the tests may have had it ignored, as a shell does for what runs behind it.
+    # The program that starts the tests may have had it ignored, as a shell does in the background.
     first = signal.signal(
         number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     )

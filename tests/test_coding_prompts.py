@@ -17,7 +17,7 @@ TESTED = [row for row in ROWS if "entry" in row]
 
 
 def passes(code: str, tests: str) -> bool:
-    """Whether the code, which is our own, passes the tests."""
+    """Return True if the code, which is our own, passes the tests."""
     try:
         exec(f"{code}\n{tests}", {"__name__": "answer"})
     except Exception:

@@ -1,7 +1,7 @@
 """Damaged files: every reader refuses them in one line, or gives an answer that the file allows.
 
 A file is damaged in its bytes, or in what it says: a field, a cell, a row, a column; Parquet is
-sealed with a checksum again, so that what lies behind it is tested.  Nothing may end in another
+sealed with a checksum again, so that the checks after it are tested.  Nothing may end in another
 error than `DraftsimError`.  Where a checksum, a type or a bound can tell the damage, the file is
 refused or the answer is the undamaged file's.
 
@@ -99,7 +99,7 @@ class Reader(NamedTuple):
 
 
 def said(*arguments: object) -> Callable[[Path], Any]:
-    """What a command prints as JSON; ``{}`` in an argument is the workspace."""
+    """Return what a command prints as JSON; ``{}`` in an argument is the workspace."""
 
     def answer(place: Path) -> Any:
         out, err = io.StringIO(), io.StringIO()
@@ -123,7 +123,7 @@ PLACED = dict.fromkeys(
 
 
 def imported(log: str) -> Reader:
-    """What an import of one of `LOGS` prints and writes."""
+    """Return what an import of one of `LOGS` prints and writes."""
     form = log.partition(" ")[0]
     counts = (
         form in ("sglang", "tensorrt-llm", "llamacpp", "prometheus", "eagle", "speculation-profile")
@@ -385,7 +385,7 @@ class Raw(NamedTuple):
 HUGE = Raw("9" * 5000)
 NESTED = Raw("[" * 100_000 + "]" * 100_000)
 NUMBERS = (-7, -0.5, 10**11, 1e308, math.inf, math.nan, HUGE)
-"""Numbers that nothing here can be, in the place of one that is 0 or more."""
+"""Impossible numbers, put where one of 0 or more belongs."""
 OTHERS: Mapping[type, tuple[Any, ...]] = {
     bool: ("x", 3, [], {}), int: (*NUMBERS, True, "x", "", [], {}), list: ("x", 0, 1.5, {}),
     float: (-7, *NUMBERS[3:], True, "x", "", [], {}), str: (True, 0, -1, 1e30, [], {}),
@@ -640,7 +640,7 @@ def bounded() -> Iterator[None]:
 
 
 def tried(reader: Reader, place: Path, right: str, one: Damaged) -> str:
-    """What is wrong with how a reader takes a damaged file; empty for nothing."""
+    """Return a reader's mistake with a damaged file; empty for none."""
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
     try:
         answer = repr(reader.answer(place))
@@ -658,7 +658,7 @@ def tried(reader: Reader, place: Path, right: str, one: Damaged) -> str:
 
 
 def wrong(reader: Reader, place: Path, name: str) -> list[str]:
-    """What is wrong with how a reader takes many damaged files, from `SEED`."""
+    """Return a reader's mistakes with many damaged files, from `SEED`."""
     path = place / reader.file
     whole, found = path.read_bytes(), []
     with bounded():

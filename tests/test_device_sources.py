@@ -84,7 +84,7 @@ def case(gpu: PretendedGPU, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def whole(gpu: PretendedGPU, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Of the bundled pair, which the bundled heads were trained for."""
+    """The case of the bundled pair, which the bundled heads were trained for."""
     return Case(BUNDLED, tmp_path_factory.mktemp("whole"))
 
 

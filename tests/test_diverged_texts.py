@@ -146,7 +146,7 @@ def test_a_source_s_text_that_diverged_is_not_a_round_that_differs(
     own = interleaved.run_interleaved
 
     def diverged(*given: Any, **named: Any) -> Runs:
-        """What came of real runs, but of another text and other rounds from a position on."""
+        """Return real runs, with another text and other rounds from a position on."""
         runs = own(*given, **named)
         ran = runs.first["pld"][REQUEST]
         ran.output[POSITION] += 1

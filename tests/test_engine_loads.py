@@ -105,6 +105,6 @@ def test_the_control_load_runs_all_along_and_takes_none_of_the_requests_time(
     iterations = 40 if concurrency else 20
     assert run.requests["finish_s"].max() == pytest.approx(iterations * STEP_S)
     assert run.busy_s == pytest.approx(iterations * STEP_S)
-    # Before and behind, and every fifth iteration: the first beyond half a second.
+    # Before and after, and every fifth iteration: the first beyond half a second.
     assert len(engine.controls) == 2 + iterations // 5
     assert run.control_s == np.median(engine.controls)

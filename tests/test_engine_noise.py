@@ -1,4 +1,4 @@
-"""What repeats say of errors, held to runs whose scatter is known."""
+"""Errors judged by repeats, for runs whose scatter is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check of an engine that was stopped, or is to have more repeats, goes on behind its runs."""
+"""A check of an engine that was stopped, or is to have more repeats, goes on after its runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine really ran: an "x" an arm of a load."""
+    """Return what the engine really ran: an "x" per policy and load."""
     found: list[str] = []
     result = loads.Load.result
 
@@ -81,7 +81,7 @@ def is_run(kept: Checkpoint) -> bool:
 
 
 def stop_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupt what is checked once so many runs are kept; those of a repeat are at its end."""
+    """Interrupt a check once `count` runs are kept; those of a repeat are kept at its end."""
     put, runs = Checkpoint.put, [0]
 
     def interrupted(self: Checkpoint, name: str, arrays: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_finished_check_is_extended_by_more_repeats(
     assert len(ran) == 2 * PAIR
     assert f"goes on with {PAIR} of {3 * PAIR} runs done" in said(more)
     assert more.rows == check(other, 3).rows
-    # With no more repeats than there are, everything is measured anew.
+    # With no more repeats than there are, everything is measured again.
     ran.clear()
     again = check(folder, 3)
     assert len(ran) == 3 * PAIR
@@ -200,7 +200,7 @@ def test_a_policy_of_ones_own_that_changed_begins_anew(
         stop_after(PAIR, patch)
         checked(2)
     ran.clear()
-    assert "begins anew" in said(checked(3))
+    assert "starts from nothing" in said(checked(3))
     assert len(ran) == 2 * PAIR
     ran.clear()
     assert f"goes on with {PAIR} of {2 * PAIR} runs done" in said(checked(2))
@@ -236,7 +236,7 @@ def test_a_run_that_could_not_be_written_is_not_there(
 def test_what_was_added_on_a_slower_machine_is_predicted_from_both_hours(
     folder: Path, check: Checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each repeat has as many sweeps beside it, and none is left out for being of a slow hour."""
+    """Each repeat has as many sweeps, and none is left out for being of a slow hour."""
     advanced: list[float] = []
     block = bench.Bench.block
 

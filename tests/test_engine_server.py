@@ -83,7 +83,7 @@ def test_what_is_around_a_request_and_its_iterations_adds_up(one_request: Any) -
     assert one_request.reader.engine["blocks"] == 10
     assert run.load.rounds == {"0/0": [Round(1, 0, 0, 1, 0, 1)]}
     assert run.around_request_s == pytest.approx([0.002 + 0.001 + 0.003])
-    # 3 ms of messages in the first, and 1 ms to the next; behind the last the engine is idle.
+    # 3 ms of messages in the first, and 1 ms to the next; after the last the engine is idle.
     assert run.around_step_s == pytest.approx([0.003 + 0.001, 0.002])
     assert [s.seconds for s in run.load.steps] == pytest.approx([0.021, 0.010])
     [request] = run.load.requests.to_dict("records")
@@ -160,7 +160,7 @@ def test_an_engine_slower_than_its_table_is_priced_as_its_control_loops_ran() ->
         assert priced_s(decoding, cost) == pytest.approx(expected, rel=0.02)
     alone = Step(0.0, 0.0, {}, [], [Prompt("0/0", 40, 0, 40)], {}, [])
     assert priced_s(alone, cost) == pytest.approx(1.2 * priced_s(alone, before), rel=0.03)
-    # What the server adds was measured beside that very engine.
+    # The server's share was measured together with that very engine.
     served = with_server(now, controls)
     around = {"batch": 8, "new_tokens": 1, "context": 0}
     assert served.seconds("server", "iteration", **around) == pytest.approx(2e-3)

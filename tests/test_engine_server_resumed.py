@@ -1,4 +1,4 @@
-"""A check over HTTP that was stopped, or is to have more repeats, goes on behind its runs."""
+"""A check over HTTP that was stopped, or is to have more repeats, goes on after its runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StandInClients(Clients):
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What was sent to a server in whose place a stand-in is; control loads have 8 requests."""
+    """Return the loads sent to a server (a stand-in); control loads have 8 requests."""
 
     @contextmanager
     def server(options: Any, folder: Path) -> Iterator[Any]:
@@ -82,14 +82,14 @@ def test_a_server_s_check_goes_on_and_is_extended(
     expected = check(other, 2, "--http")
     assert expected.code == 0, expected.err
     controls = [load for load in sent if load[1] == CONTROL]
-    assert len(controls) == LOADS * 3  # before either repeat, and behind the last
+    assert len(controls) == LOADS * 3  # before either repeat, and after the last
     with monkeypatch.context() as patch:
         stop_after(PAIR + 1, patch)
         assert check(folder, 2, "--http").code == 130
     sent.clear()
     resumed = check(folder, 2, "--http")
     assert resumed.rows == expected.rows
-    # One to read the recording; the loads left, and the control behind them.
+    # One to read the recording; the loads left, and the control after them.
     assert len(sent) == 1 + (PAIR - 1) + LOADS
     sent.clear()
     assert {row["repeats"] for row in check(folder, 3, "--http").rows} == {3}

@@ -153,7 +153,7 @@ def test_cells_are_measured_all_along(engine: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_table_of_the_runs_own_time_leaves_out_no_sample(engine: Any) -> None:
-    """Not even where the control load was disturbed: what ran beside it was as often."""
+    """Not even where the control load was disturbed: the runs were disturbed as often."""
     between = BetweenTable(engine, GRID)
     between.advance(1)
     usual = between.table()

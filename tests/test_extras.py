@@ -1,4 +1,4 @@
-"""What needs a package that is not installed says in one line which extra brings it."""
+"""A missing package ends in one line that names the extra that brings it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_eagle3_files_are_named_as_published(
 def test_other_repositories_names_are_understood(
     made: dict[str, FeatureDrafter], target: Any, tmp_path: Path
 ) -> None:
-    """What is renamed, in a pickle, or among a target's weights reads as the same drafter."""
+    """A drafter reads the same if renamed, in a pickle, or among a target's weights."""
     write_drafter(made["eagle-bias"], tmp_path / "a", dtype=torch.float32)
     config, weights = _files(tmp_path / "a")
     old = tmp_path / "old"

@@ -75,7 +75,7 @@ def _mlp(x: Tensor, mlp: Any) -> Tensor:
 
 
 def _by_hand(drafter: Any, e: Tensor, f: Tensor, kind: str) -> Tensor:
-    """What the head reads, by the papers' formulas; e, f (entries, ...)."""
+    """Return the head's input, by the papers' formulas; e, f (entries, ...)."""
     if kind.startswith("eagle3"):
         layer = drafter.midlayer
         if drafter.input_norm is not None:

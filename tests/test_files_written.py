@@ -66,7 +66,7 @@ def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path) -> None:
 
 
 def through(path: Path, write: threading.Thread) -> bytes:
-    """What comes out of the FIFO at `path` while `write` runs."""
+    """Return the bytes from the FIFO at `path` while `write` runs."""
     write.start()
     content = path.read_bytes()
     write.join()

@@ -132,7 +132,7 @@ def test_passes_that_do_not_fit_are_refused() -> None:
 
 
 def test_prompts_and_lone_tokens_need_no_mask() -> None:
-    """What a GPU runs: transformers is asked for no mask where a pass is causal without one."""
+    """As on a GPU: transformers is asked for no mask where a pass is causal without one."""
     plain, bare = Runner(model(2, 1), SLOTS), Runner(model(2, 1), SLOTS)
     bare._maskless = True
     for tokens, start in ((ids(30), 0), (ids(1), 30), (ids(3), 31)):

@@ -116,7 +116,7 @@ def test_bytes_alone_would_be_further_off_where_unpacking_shows() -> None:
 
 
 def test_wide_passes_cost_more_and_a_tile_less_than_eight_alone() -> None:
-    """What the RTX 3090 shows with a 27B model is predicted from an 8B's kernels."""
+    """A 27B model's times on the RTX 3090 are predicted from an 8B's kernels."""
     how = unpacking(FORMATS["q4_k_m"], "graph")
     assert how.tokens == 8
     ops = how.operations(np.arange(1, 17))
@@ -135,14 +135,14 @@ def test_reading_and_arithmetic_add_up() -> None:
         shape = SHAPES[row.run.model]
         one = float(model.seconds(shape, 1, 1, row.run.context))
         arithmetic = 2 * shape.weights * row.run.new_tokens / model.device.flops
-        # Were the shorter of the two hidden behind the longer, every pass would be too fast.
+        # Were the shorter of the two hidden by the longer, every pass would be too fast.
         hidden = max(one, arithmetic / model.compute_share) / row.run.seconds - 1
         assert hidden < -0.09
         assert abs(row.error) < -hidden
 
 
 def test_a_library_s_kernels_are_known_from_its_other_models_alone() -> None:
-    """Whoever knows the library errs less, without having seen the model."""
+    """A known library gives smaller errors, without any sight of the model."""
     rows = by_library()
     assert {r.study.name for r in rows} == {s.name for s in STUDIES if s.libraries}
     blind = {(r.study.name, r.run): r for mode in ("eager", "graph") for r in predictions(mode)}

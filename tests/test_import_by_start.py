@@ -160,7 +160,7 @@ def test_contradictions_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(DraftsimError, match=message):
             Trace({**columns, **change}, requests, gamma)
-    # A start's own draft stands behind it, and its acceptance with its first token alone.
+    # A start's own draft follows it, and its acceptance is kept with its first token alone.
     own = {**columns, "position": np.array([0, 0, 1]), "offset": np.array([0, 1, 0])}
     shorter = [Request("0", "all", 1, 2, 2, "length")]
     assert Trace({**own, "accepted": np.array([2, 0, 1])}, shorter, 2).run_lengths.tolist() == [

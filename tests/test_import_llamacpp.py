@@ -1,4 +1,4 @@
-"""What llama.cpp's server really answered: it is read, and replay predicts what it drafted."""
+"""Real answers of llama.cpp's server: they are read, and replay predicts its drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_answers_and_metrics_tell_the_same(run: str) -> None:
 
 @pytest.mark.parametrize("run", SURE)
 def test_the_server_drafts_and_accepts_as_replayed(run: str) -> None:
-    """Request by request; its draft goes on behind an end of the text, which ends ours."""
+    """Request by request; its draft goes on past an end of the text, which ends ours."""
     given, setting = answers(run), settings()[run]
     trace = asked(given)
     assert all(same_text(given, trace))
@@ -115,7 +115,7 @@ def test_under_a_threshold_it_drafts_and_accepts_as_replayed(run: str) -> None:
 
 @pytest.mark.parametrize("run", sorted(lookups()))
 def test_its_lookup_drafts_and_accepts_as_replayed(run: str) -> None:
-    """Request by request; what it copies behind an end of the text is not drafted here."""
+    """Request by request; what it copies past an end of the text is not drafted here."""
     given, source = answers(run), lookups()[run]
     trace = asked(given)
     assert all(same_text(given, trace))

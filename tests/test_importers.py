@@ -48,7 +48,7 @@ OPERATORS = ("vidur", "llmservingsim")
 
 
 def kind_of(name: str) -> type:
-    """What an import of this format makes."""
+    """Return the type that an import of this format makes."""
     if name in OPERATORS:
         return OperatorTable
     return Trace if name in TRACES else LatencyTable if name in LATENCIES else Totals

@@ -1,4 +1,4 @@
-"""What commands import: slow libraries where they are used, not wherever something else is."""
+"""Imports of the commands: slow libraries are imported only where they are used."""
 
 from __future__ import annotations
 

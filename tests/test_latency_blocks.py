@@ -15,14 +15,14 @@ from profiler.latency.passes import SETTLING, decoding_blocks, signal_block  # n
 from profiler.latency.table import FIRST_WIDTHS, Block, Grid, Step, Sweeps  # noqa: E402
 from profiler.machine.stopwatch import Timing  # noqa: E402
 from profiler.recording.checkpoint import Checkpoint  # noqa: E402 - needs torch
-from traces.errors import DraftsimError  # noqa: E402 - behind torch
+from traces.errors import DraftsimError  # noqa: E402 - needs torch
 
 CPU = torch.device("cpu")
 Key = tuple[str, int, int]
 
 
 class Log:
-    """Calls that write down that they were made, in the place of a model's passes."""
+    """Calls that only record that they were made, instead of a model's passes."""
 
     def __init__(self) -> None:
         self.calls: list[Key] = []

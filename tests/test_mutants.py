@@ -134,7 +134,9 @@ def test_tests_are_measured_once_and_again_when_they_or_what_they_ran_changes(
     reach.load(tests)
     assert reach.tests_of("core.py", 5) == ["test_a.py::test_a"]
     assert reach.tests_of("core.py", 6) == []
-    assert reach.tests_of("core.py", 1) == ["test_a.py::test_a"], "whoever calls into the file"
+    assert reach.tests_of("core.py", 1) == ["test_a.py::test_a"], (
+        "the test that calls into the file"
+    )
     assert reach.files_of(["test_a.py::test_a"], "core.py") == ["test_a.py"]
     both = ["test_a.py::test_a", "test_b.py::test_b"]
     assert reach.files_of(both, "a/core.py") == ["test_a.py", "test_b.py"]

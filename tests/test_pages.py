@@ -57,7 +57,7 @@ def test_files_and_names_exist(page: Path) -> None:
 
 
 def resolved(name: str) -> object:
-    """What a dotted name stands for."""
+    """Return the object of a dotted name."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:

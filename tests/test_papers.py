@@ -1,4 +1,4 @@
-"""The papers' tables beside ours: where every row comes from."""
+"""The papers' tables and ours: where every row comes from."""
 
 from __future__ import annotations
 

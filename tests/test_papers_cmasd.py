@@ -98,7 +98,7 @@ def test_the_comparison_says_what_the_numbers_say(ours: Ours) -> None:
 
 
 def test_the_vocabulary_is_the_pairs_own_everywhere(ours: Ours) -> None:
-    """One name stands for one policy, in a replay and in the suite that measures it."""
+    """One name means one policy, in a replay and in the suite that measures it."""
     trace = ours.trace
     asked = replay(trace, CMASD(gamma_max=16, vocab_size=trace.vocab_size))
     assert replay(trace, CMASD(gamma_max=16)).rounds.tolist() == asked.rounds.tolist()

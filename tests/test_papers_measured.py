@@ -1,4 +1,4 @@
-"""Public GPU measurements, predicted from a part of each; and the acceptance family behind it."""
+"""Public GPU measurements, predicted from a part of each; and the family of acceptance curves."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_orders_and_sides_are_judged_where_they_can_be_told() -> None:
     assert ranked([Evidence("s", "g", "a", 1.0, 1.0, 0.0)])[0].rank_right is None
 
 
-@pytest.mark.skipif(not TABLE.is_file(), reason="the published table is not beside the project")
+@pytest.mark.skipif(not TABLE.is_file(), reason="the published table is not next to the project")
 def test_the_ladder_is_the_published_one() -> None:
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     head = lines[0].split(",")
@@ -152,7 +152,7 @@ def test_every_large_error_is_explained_or_said_not_to_be(run: Run) -> None:
 
 
 def test_what_the_70b_model_would_have_to_copy() -> None:
-    """The note's figures: 8 bits but for head and embedding, with the draft model beside it."""
+    """The note's figures: 8 bits but for head and embedding, the draft model included."""
     large, draft = (SHAPES[f"meta-llama/Llama-3.1-{size}"] for size in ("70B", "8B"))
     held = (large.weights - large.head) + 4 * large.head + 2 * (draft.weights + draft.head)
     beyond = held - DEVICES["h100"].memory

@@ -58,7 +58,7 @@ class Made:
     def by_hand(self, setting: Setting, requests: list[int]) -> tuple[float, float]:
         """Tokens a round and speedup, a round's layers counted from eqs. 1 to 3.
 
-        Behind a wrong exit the true text's exits stand in, as nothing was recorded there.
+        After a wrong exit the true text's exits stand in, as nothing was recorded there.
         """
         usable = [i for i, layer in enumerate(EXITS) if layer <= round(setting.depth * LAYERS)]
         deepest = max(1, round(setting.depth * LAYERS))
@@ -210,7 +210,7 @@ def lookup_rounds(trace: Trace, request: int, longest: int = 10, ngram: int = 2)
 
 
 def test_table_1_has_every_system_that_the_recording_allows() -> None:
-    made = Made(rates=(1, 1, 1))  # nothing behind wrong exits needs a recording
+    made = Made(rates=(1, 1, 1))  # nothing after wrong exits needs a recording
     found: dict[tuple[str, str], Row] = {(r.row, r.column): r for r in system_rows(made.ours)}
     trace = made.trace
     rounds = [n for i in range(len(trace.requests)) for n in lookup_rounds(trace, i)]

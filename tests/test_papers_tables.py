@@ -95,7 +95,7 @@ def test_eq5_reproduces_specbounds_cells() -> None:
 
 
 def rounds_to(value: float, printed: float, digits: int) -> bool:
-    """Whether `value` may have been printed as `printed`, a half rounding either way."""
+    """Return True if `value` may have been printed as `printed`, a half rounding either way."""
     return abs(value - printed) <= 0.5 * 10**-digits + 1e-9
 
 

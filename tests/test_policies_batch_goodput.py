@@ -67,7 +67,7 @@ def test_turbospec_finds_the_closed_form_optimum(a: float, c: float) -> None:
 
 def test_turbospec_stops_at_the_first_length_that_does_not_improve() -> None:
     def cost(batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
-        return (1.0, 9.0, 0.1)[draft_length]  # the best of all lies behind a bad one
+        return (1.0, 9.0, 0.1)[draft_length]  # the best of all follows a bad one
 
     assert TurboSpec(gamma_max=2, acceptance=0.9, cost=cost).plan(loads(2)) == 0
 

@@ -20,7 +20,7 @@ TABLE = [[1, 4, 3], [5, 16, 1], [17, 64, 0]]
 
 
 def lengths(policy: BatchTable, batches: Sequence[int]) -> list[int]:
-    """K of each iteration, at so many decoding requests."""
+    """Return K of each iteration, given the number of decoding requests."""
     return [policy.plan([Load(batch=b, context=9)] * b) for b in batches]
 
 
@@ -112,7 +112,7 @@ def test_served_at_the_threshold() -> None:
 
 
 class Halved(BatchTable):
-    """A user's own: half of the table's length behind long contexts."""
+    """A user's own policy: half of the table's length at long contexts."""
 
     def plan(self, loads: Sequence[Load]) -> int:
         length = super().plan(loads)

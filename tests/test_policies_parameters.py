@@ -92,7 +92,7 @@ def test_an_estimate_is_a_probability_ends_included(value: float) -> None:
 
 
 def test_a_batch_policy_in_a_single_stream_lives_as_long_as_its_engine() -> None:
-    """What it measured of one request decides for the next."""
+    """Its measurements of one request decide for the next."""
     run = SingleStream(Goodput(gamma_max=4, warmup=1, acceptance=0.9)).for_run()
     first = run.fresh()
     first.begin_round(Load(1, 10))

@@ -110,7 +110,7 @@ def test_roc_update_in_the_call_and_for_the_next_call(seed: int) -> None:
     rounds, thresholds = roc_run(later, seed)
     assert set(thresholds) == {0.4}
     chosen = reference_roc_stream(rounds, 0.4)[-1]
-    # The new call starts its history anew but from the threshold it was given, even where its
+    # The new call starts without a history and from the threshold it was given, even where its
     # prompt is as long as the last call's text: the run says where a request begins.
     rounds, thresholds = roc_run(later, seed + 100)
     assert set(thresholds) == {chosen}

@@ -1,4 +1,4 @@
-"""What is told of work that lasts: a bar on a terminal, plain lines elsewhere."""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lines(list[str]):
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
-    """What is printed where there is no terminal, without waiting for it."""
+    """Return what is printed where there is no terminal, without waiting for it."""
     found = Lines()
     monkeypatch.setattr(progress, "_print", found.append)
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
@@ -135,7 +135,7 @@ def test_simulate_tells_how_far_it_is(lines: Lines, synthetic_run: Path, run: Ru
 
 @pytest.mark.parametrize("tokens", [0, 10**9])
 def test_parts_of_an_answer_are_counted(tokens: int) -> None:
-    """In this process alone, and in others beside it."""
+    """In this process alone, and with others in parallel."""
 
     def square(n: int) -> Callable[[], int]:
         return lambda: n * n

@@ -1,4 +1,4 @@
-"""What a ranking adds: the best fixed length, a rule fitted on other prompts, paired intervals."""
+"""Rankings: the best fixed length, a rule fitted on other prompts, paired intervals."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_ranking_of_all_names_its_lengths_and_what_was_fitted() -> None:
     assert [row["note"] for row in rows] == [BEST_FIXED, None]
     few = rank(recorded(3), LATENCY, ["rate-optimal"])
     assert few.notes["rate-optimal"] == UNFITTED
-    # Policies that were named are ranked beside the best fixed length, too.
+    # Policies that were named are ranked with the best fixed length, too.
     texts = ["fixed", "rate-optimal:acceptance=0.6"]
     some = rank(trace, LATENCY, texts)
     assert [log.policy for log in some.logs] == ["fixed:gamma=5", texts[1], best]

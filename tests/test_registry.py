@@ -167,7 +167,7 @@ def test_a_parameter_without_an_annotation_has_the_type_of_its_default() -> None
     }  # fmt: skip
     assert type(given["threshold"]) is float
     assert type(given["gamma"]) is int
-    # A whole default may stand for a share.
+    # A whole default may be a share.
     assert parse_spec("mine:gamma=0.5", "policy", table).given == {"gamma": 0.5}
     for wrong, message in (
         ("threshold=much", "threshold=much: expected a number"),

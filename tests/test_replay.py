@@ -61,7 +61,7 @@ def simulate(trace: Trace, gamma: int, first: int) -> list[tuple[int, ...]]:
             catch_up = length - cached
             log.append((i, position, sent, accepted, emitted, sent, catch_up))
             if sent:
-                # Every pass but the last leaves one drafted token behind it in the cache.
+                # Every pass but the last leaves one drafted token in the cache.
                 cached = length + min(accepted, sent - 1)
             length += accepted + 1
             position += emitted

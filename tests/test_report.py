@@ -1,4 +1,4 @@
-"""What the page holds: the numbers of the Python API, in one file that needs nothing else."""
+"""The page's content: the numbers of the Python API, in one file that needs nothing else."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HERE = "document.activeElement.id"
 
 
 def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
-    """What Python gives for the sliders' settings, as the page shows it."""
+    """Return Python's values for the sliders' settings, as the page shows them."""
     fixed = [fixed_sums(gamma) for gamma in range(1, 13)]
     curve = [float(speedup_at(sums, c, v)[0]) for sums in fixed]
     even = break_even_ratio(fixed[gamma - 1], v)
@@ -41,7 +41,7 @@ def expected(c: float, v: float, gamma: int, alpha: float) -> dict[str, str]:
 
 
 def fixed_sums(gamma: int) -> RatioSums:
-    """What Python carries over of a fixed draft length's rounds."""
+    """Return the sums that Python carries over of a fixed draft length's rounds."""
     own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
     log = replay(recording(), parse_policy(f"fixed:gamma={gamma}"))
     return RatioSums(*carried(recording(), latency(), own)(log))

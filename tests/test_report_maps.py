@@ -23,7 +23,7 @@ pytest_plugins = ("tests.report_browser",)
 
 
 def sums(trace: Trace, log: RoundLog) -> RatioSums:
-    """What the page computes with: all that the rounds cost, carried over to other ratios."""
+    """Return the sums that the page computes with: the rounds' costs, carried to other ratios."""
     own = own_ratios(recording(), latency(), data()["about"]["best_fixed"])
     return RatioSums(*carried(trace, latency(), own)(log))
 
@@ -58,7 +58,7 @@ def test_the_maps_draw_the_break_even_that_python_finds(opened: Browser) -> None
         assert by_rate[alpha] == pytest.approx(
             list(break_even_ratio(sums(other, log), v)), rel=1e-9
         )
-    # The textbook formula stands beside it, dashed.
+    # The textbook formula is drawn with it, dashed.
     assert opened.run("return document.querySelectorAll('[data-dashed=textbook]').length") == 1
     # Rows whose break-even lies outside the map say so at its edge.
     move(opened, "v", "End", 1)

@@ -1,4 +1,4 @@
-"""What lossy rules cost to judge: measured by family, charged by what a rule reads."""
+"""Costs of lossy rules' verdicts: measured by family, charged by what a rule reads."""
 
 from __future__ import annotations
 

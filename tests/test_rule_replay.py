@@ -170,7 +170,7 @@ class LeadingMatches(VerifyRule):
 
 
 def test_only_the_verdicts_that_decided_need_to_be_known() -> None:
-    """One behind the refused token may be unknown; the refused token's own may not."""
+    """The verdict after the refused token may be unknown; the refused token's own may not."""
     starts = TRACE.request_starts
     runs = TRACE.run_lengths[starts[0] : starts[1]]
     at = int(np.flatnonzero(runs[:-3] >= 2)[0])

@@ -1,4 +1,4 @@
-"""What a rule remembers over a replay, and the rejected pairs it is calibrated with."""
+"""The memory of a rule over a replay, and the rejected pairs it is calibrated with."""
 
 from __future__ import annotations
 

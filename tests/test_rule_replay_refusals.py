@@ -1,4 +1,4 @@
-"""What a replay under a rule refuses: a trace that cannot tell, a temperature that does not fit."""
+"""Refusals of a replay under a rule: a trace that cannot tell, a temperature that does not fit."""
 
 from __future__ import annotations
 

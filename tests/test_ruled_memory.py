@@ -1,4 +1,4 @@
-"""What a rule learns over real decoding, and the prompts it is calibrated on."""
+"""The memory of a rule over real decoding, and the prompts it is calibrated on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule is shown of a real pass, and what the decoder makes of its verdict."""
+"""The scores that a rule sees of a real pass, and the decoder's use of its verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from traces.replay.scores import score_tape
 
 
 def test_scores_are_the_recorded_ones() -> None:
-    """What a rule is shown in a real first round, against the columns of the recording."""
+    """A rule's scores in a real first round equal the columns of the recording."""
     trace, seen = short_trace(), []
 
     class Spy(VerifyRule):

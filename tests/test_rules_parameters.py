@@ -1,4 +1,4 @@
-"""What the parameters of a rule mean, which it takes from the run, and which are refused."""
+"""Parameters of a rule: their meaning, those it takes from the run, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``profile --run-code``: outputs' code is run when asked for, kept, and shown beside the speed."""
+"""``profile --run-code``: outputs' code is run when asked for, kept, and shown with the speed."""
 
 from __future__ import annotations
 

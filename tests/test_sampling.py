@@ -46,7 +46,7 @@ def test_the_ends_of_the_range_fall_on_tokens_with_a_weight(
 
 
 def transformers_probs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """What transformers' warpers leave, temperature before top-p."""
+    """Return what transformers' warpers leave, temperature before top-p."""
     return torch.softmax(
         TopPLogitsWarper(sampling.top_p)(torch.zeros(0), logits / sampling.temperature), -1
     )

@@ -1,4 +1,4 @@
-"""What an iteration costs, pass by pass, against its definition."""
+"""The cost of an iteration, pass by pass, against its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reports: warm-up, targets, paired policies, histograms and series."""
+"""The figures of a run: warm-up, targets, paired policies, histograms and series."""
 
 from __future__ import annotations
 

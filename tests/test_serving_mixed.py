@@ -1,4 +1,4 @@
-"""What a pass costs that prompts share with decoding sequences."""
+"""The cost of a pass that prompts share with decoding sequences."""
 
 from __future__ import annotations
 

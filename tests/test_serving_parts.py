@@ -116,7 +116,7 @@ def test_an_interrupted_run_goes_on_behind_its_rows(tmp_path: Path, lose: bool) 
     stored = read_results(path)
     assert stored.complete
     assert len(stored.rows) == 4
-    # What came to its end is computed anew, and so is the answer to another question.
+    # A finished run is computed again, and so is the answer to another question.
     for other in (scenarios, over_rates(fleet(seed=1), [5.0, 20.0])):
         anew = Failing(9)
         sweep(SMALL, CONSTANT, POLICIES, other, path=path, executor=anew)

@@ -60,7 +60,7 @@ def test_speedups_have_a_panel_per_policy_and_their_values_in_it():
         assert [t.get_text() for t in axes.texts] == ["0.50", "1.20", "1.00", "–", "0.90", "2.00"]
         assert list(axes.get_xticks()) == [0, 1, 2]
     assert [t.get_text() for t in shown[0].get_yticklabels()] == ["1", "16"]
-    # As far below 1 as above, so that no colour stands for a value that no cell has.
+    # As far below 1 as above, so that no colour is on the scale that no cell has.
     low, high = bar.get_ylim()
     assert (low, high) == pytest.approx((0.5, 2.0))
     width, _ = figure.get_size_inches()

@@ -1,4 +1,4 @@
-"""Who runs next, iteration by iteration: budgets, seats, and who gives up memory."""
+"""The scheduler, iteration by iteration: budgets, seats, and the requests that give up memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.serving.sequence import Slot
 
 
 def waiting(scheduler: Scheduler, *prompts: int, output: int = 4) -> list[Slot]:
-    """Requests with prompts of so many tokens, queued in this order."""
+    """Return requests with prompts of these lengths in tokens, queued in this order."""
     jobs: list[Any] = [SimpleNamespace(prompt_tokens=n, output_tokens=output) for n in prompts]
     slots = [Slot(i, job, 0.0, None) for i, job in enumerate(jobs)]
     scheduler.waiting.extend(slots)

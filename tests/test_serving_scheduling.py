@@ -1,4 +1,4 @@
-"""Who runs in an iteration, which policies may decide, and what passes cost."""
+"""The requests of an iteration, the policies that may decide, and the cost of passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server puts around an engine: seconds of every request and iteration, in closed form."""
+"""The time that a server adds to an engine, per request and iteration, in closed form."""
 
 from __future__ import annotations
 

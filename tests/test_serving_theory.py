@@ -64,7 +64,7 @@ def two_point(rng: np.random.Generator, size: int) -> np.ndarray:
     ids=["M/M/1", "M/D/1", "M/G/1"],
 )
 def test_waiting_time_is_pollaczek_khinchine(service, second_moment):
-    # Independent replications with their own jobs; every customer's service is drawn anew.
+    # Independent replications with their own jobs; every customer's service is drawn again.
     load, customers, means = 0.5, 800, []
     for replication in range(20):
         jobs = service(np.random.default_rng(1000 + replication), customers)

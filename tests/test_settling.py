@@ -1,4 +1,4 @@
-"""What passes soon behind a round's first take: measured by place, and priced everywhere alike."""
+"""Passes soon after a round's first: measured by place, and priced everywhere alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from traces.replay.run import replay
 from traces.store.files import read_latency, write_latency
 
 BEYOND = (4e-4, 2e-4, 1e-4)
-"""What the first, second and third pass behind a round's first take beyond a later one."""
+"""The extra time of the first, second and third pass after a round's first."""
 
 
 def table(batches: tuple[int, ...] = (1,), beyond: tuple[float, ...] = BEYOND) -> LatencyTable:
@@ -65,7 +65,7 @@ def test_the_sums_are_those_of_the_cells_at_the_nearest_batch(tmp_path: Path) ->
 
 
 def by_place(log: RoundLog) -> float:
-    """What a log costs more for the cells, by the definition: place after place."""
+    """Return the extra cost of a log for the cells, by the definition: place after place."""
     return sum(sum(BEYOND[: max(int(n) - 1, 0)]) for n in log.rounds["draft_forwards"])
 
 

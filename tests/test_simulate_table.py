@@ -1,4 +1,4 @@
-"""What `simulate` prints, and what it says of rows that say little."""
+"""The table of `simulate`, and its remarks on rows that say little."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ REQUESTS = ("81", "161", "401")
 
 
 class Draft:
-    """What the draft model says behind a text; no text is read twice."""
+    """The draft model's predictions after a text; no text is read twice."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._cache = model, DynamicCache()

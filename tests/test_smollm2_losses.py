@@ -1,4 +1,4 @@
-"""What drafters of the miniature target are fitted by: losses, drawn candidates, directions."""
+"""The fitting of drafters of the miniature target: losses, drawn candidates, directions."""
 
 from __future__ import annotations
 

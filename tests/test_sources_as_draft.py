@@ -1,4 +1,4 @@
-"""Sources recorded by start in the place of a draft model: the same rounds, at the same cost."""
+"""Sources recorded by start, used as a draft model: the same rounds, at the same cost."""
 
 from __future__ import annotations
 

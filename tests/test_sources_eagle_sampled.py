@@ -127,7 +127,7 @@ def test_what_a_token_says_is_what_the_real_one_says(kind: str, sampling: Sampli
 
 
 class Plain(FeatureDrafter):
-    """Of a drafter, what a draw asks for: the target's own vocabulary."""
+    """A drafter reduced to what a draw asks for: the target's own vocabulary."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
@@ -150,7 +150,7 @@ def test_drafts_follow_the_drafter_and_match_as_often_as_rejection_sampling() ->
     right = first == output[:rows]
     assert abs(int(right.sum()) - rows * overlap) <= 4 * np.sqrt(rows * overlap * (1 - overlap))
     second = pick(head.expand(rows, 4), starts, 1)
-    # Behind a right token the next is coupled to the output again, behind a wrong one it is free.
+    # After a right token the next is coupled to the output again, after a wrong one it is free.
     for some, chance in ((right, overlap), (~right, float((wanted * drafting).sum()))):
         count, hits = int(some.sum()), int((second == output[1:])[some].sum())
         assert abs(hits - count * chance) <= 4 * np.sqrt(count * chance * (1 - chance))

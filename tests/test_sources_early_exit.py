@@ -119,7 +119,7 @@ def test_rounds_meet_the_limits_of_equations_3_to_5(right: bool, gamma: int) -> 
     if not right and gamma > 1:
         with pytest.raises(TailError, match="past what was recorded after its wrong exit"):
             replay_source(trace, source, Fixed(gamma), recordings=Recordings(exits=record))
-        # Behind each wrong token the trie holds nodes that exit at the same layer.
+        # After each wrong token the trie holds nodes that exit at the same layer.
         record = with_tails(record, gamma - 1)
     log = replay_source(trace, source, Fixed(gamma), recordings=Recordings(exits=record))
     # Up to where the output limit cuts the drafts.
@@ -133,7 +133,7 @@ def test_rounds_meet_the_limits_of_equations_3_to_5(right: bool, gamma: int) -> 
 
 
 def with_tails(record: ExitRecording, length: int) -> ExitRecording:
-    """`record` with `length` further wrong tokens behind each path node."""
+    """Return `record` with `length` further wrong tokens after each path node."""
     path = len(record.argmax)
     nodes = {name: [values] for name, values in record.nodes.items()}
     parent = np.arange(path, dtype=np.int32)

@@ -43,7 +43,7 @@ def test_ngrams_are_those_a_search_finds(k: int, min_n: int, max_n: int) -> None
 
 
 def _copied(ids: list[int], size_n: int, size_m: int) -> list[int]:
-    """What followed the latest n-gram like the last, by trying all from the end."""
+    """Return what followed the latest n-gram like the last, by trying all from the end."""
     *before, _ = ids
     if len(before) > size_n + size_m + 1:
         for at in range(len(before) - size_n - 1, 0, -1):
@@ -163,11 +163,11 @@ def test_what_is_not_said_is_as_vllm_has_it() -> None:
     assert (plain.num_tokens, plain.depth) == (24, 24)
     assert (plain.factor, plain.min_prob) == (1.0, 0.1)
     lookup = plain.begin(None, frozenset())
-    # One token of two behind a pair that occurred twice: a match of one allows one.
+    # One token of two after a pair that occurred twice: a match of one allows one.
     for tokens, wanted in (([1, 2, 3, 1], [2]), ([2], [3, 1]), ([4, 5, 6], [])):
         lookup.extend(tokens)
         assert [p.token_id for p in lookup.propose()] == wanted
-    # Behind 0 ten others followed, and one of eleven is less likely than a tenth.
+    # After 0 ten others followed, and one of eleven is less likely than a tenth.
     rare = plain.begin(None, frozenset())
     rare.extend([t for other in range(1, 12) for t in (0, other)] + [0])
     assert rare.propose() == []

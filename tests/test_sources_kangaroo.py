@@ -66,7 +66,7 @@ POLICIES: dict[str, DraftPolicy] = {
 
 @cache
 def adapter() -> Adapter:
-    """Behind the second of four layers, a little trained so that some drafts are right."""
+    """An adapter after the second of four layers, trained until some drafts are right."""
     torch.manual_seed(9)
     ids = torch.randint(23, (24, 40))
     return train_adapter(LayerRunner(model(), 64), ids, 2, steps=60)
@@ -126,7 +126,7 @@ def test_replayed_rounds_are_the_real_ones(name: str) -> None:
     if name == "fixed":
         assert 0 < log.rounds["accepted"].sum() < log.rounds["drafted"].sum()
     if name == "one":
-        assert set(adapted["new_tokens"].tolist()) == {1, 2}  # 2 behind an accepted draft
+        assert set(adapted["new_tokens"].tolist()) == {1, 2}  # 2 after an accepted draft
     if name == "irregular":
         assert adapted["new_tokens"].max() > 2
 

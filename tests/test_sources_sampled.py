@@ -136,7 +136,7 @@ def test_what_a_token_says_is_what_the_real_one_says(sampling: Sampling) -> None
 
 
 def counts_fit(counts: np.ndarray, probs: np.ndarray) -> bool:
-    """Whether every count is within 4 standard errors of its expectation."""
+    """Return True if every count is within 4 standard errors of its expectation."""
     total = counts.sum()
     error = np.sqrt(total * probs * (1 - probs))
     return bool((np.abs(counts - total * probs) <= 4 * np.maximum(error, 1e-9)).all())

@@ -1,4 +1,4 @@
-"""Drafts of suffix decoding are found where they are asked for, whoever asks and in what order."""
+"""Drafts of suffix decoding are found where they are asked for, in any order."""
 
 from __future__ import annotations
 

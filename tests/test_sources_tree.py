@@ -92,14 +92,14 @@ def test_rounds_cut_from_one_recording_are_the_real_ones(
 
 
 def built(case: Grown, drafter: FeatureDrafter, request: int, start: int) -> list[list[Any]]:
-    """Layers of (score, path) of the tree behind one start, node by node, as the paper has it."""
+    """Return layers of (score, path) of the tree after one start, node by node, as in the paper."""
     prompt = torch.tensor(case.trace.requests[request].prompt_ids)
     text = torch.cat([prompt, torch.tensor(case.outputs[request][:start])])
     fused = drafter.fuse(target_features(case.target, text[None], drafter.feature_layers)[0, :-1])
 
     @torch.inference_mode()
     def children(path: tuple[int, ...]) -> list[tuple[float, int]]:
-        """The likeliest tokens behind a path, each pass anew."""
+        """Return the likeliest tokens after a path, each in a pass of its own."""
         runner = DrafterRunner(drafter, 96)
         states, out = runner.run(text[1:], fused, 0)
         for depth, token in enumerate(path):

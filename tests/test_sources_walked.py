@@ -78,7 +78,7 @@ def check(
     trace: Trace, source: Source, policy: DraftPolicy, recordings: Recordings, first: int = 1,
     requests: Sequence[int] | None = None,
 ) -> bool:  # fmt: skip
-    """Whether there were rounds to compare, and not one refusal instead of the other."""
+    """Return True if there were rounds to compare, and no mismatch in refusals."""
     given = trace, source, policy
     named: dict[str, Any] = {"recordings": recordings, "first": first, "requests": requests}
     want, log = (outcome(run, *given, **named) for run in (looped, replay_source))
@@ -200,7 +200,7 @@ def test_a_draft_that_leaves_the_recording_is_refused_where_it_does() -> None:
 
 
 def test_a_draft_is_right_as_long_as_its_own_output_goes_on_so() -> None:
-    """Behind its end another request's tokens stand, and none of them accept anything."""
+    """The tokens of another request follow its end, and none of them accept anything."""
     for seed in range(20):
         outputs = random_outputs(seed)
         recordings = random_recordings(outputs, seed)

@@ -53,7 +53,7 @@ def test_latency_stage_leaves_one_table_of_both_modes(measured: Path) -> None:
             assert cells["batch"].tolist() == [1, 4]
         draft = table.cells[table.cells["model"] == f"{SMALL}/{mode}/draft"]
         first = draft[draft["phase"] == "catch_up"]
-        for batch in (1, 4):  # behind the target's pass, on one token and on two
+        for batch in (1, 4):  # after the target's pass, on one token and on two
             assert set(first[first["batch"] == batch]["new_tokens"]) == {1, 2}
     results = json.loads((measured / "latency" / "latency.json").read_text())
     unit = results["units"][f"{SMALL}.graph"]

@@ -41,7 +41,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def drafters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stage does besides is tested elsewhere."""
+    """Replace the stage's other work, which is tested elsewhere."""
     cells = [
         [f"{real_pair.RANDOM}/eager/{model}", phase, 1, 1, 16, 1e-3, 0.0, 3]
         for model, phase in (("target", "forward"), ("draft", "forward"), ("draft", "catch_up"))

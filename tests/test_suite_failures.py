@@ -1,4 +1,4 @@
-"""What goes wrong in a stage is said, kept as unfinished, and never costs what was measured."""
+"""A failure in a stage is said, kept as unfinished, and never costs what was measured."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_folder_is_of_one_device(
     options = ("--dtype", "bfloat16")
     assert stage("latency", out, "--pairs", OTHER, *options) == REFUSED
     assert "measured with another dtype: one --out holds one" in capsys.readouterr().err
-    # Where nothing of it would stay, it is measured anew.
+    # Where nothing of it would stay, it is measured again.
     assert stage("latency", out, "--pairs", SMALL, *options) == COMPLETE
 
 
@@ -228,7 +228,7 @@ def test_kernels_of_some_rounds_are_kept(
 def test_a_pair_of_the_users_is_recorded(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What follows the recordings is the trained pair's, and tested with it."""
+    """The work after the recordings is the trained pair's, and tested with it."""
     pair = ("--target", "bundled", "--draft", "bundled")
     assert stage("trained", out, *pair) == REFUSED
     assert "--target also takes --draft and --prompts" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a device's memory or a model's context forbids is named, and the rest is measured."""
+"""Points that a device's memory or a model's context forbids are named; the rest is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the latency stage measures first, cuts, keeps and goes on with."""
+"""The latency stage: what it measures first, cuts, keeps and goes on with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite's pair is trained on and recorded over: prepared quickly, and held apart."""
+"""The texts that the suite's pair is trained on and recorded over: quick, and held apart."""
 
 from __future__ import annotations
 

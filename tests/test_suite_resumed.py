@@ -1,4 +1,4 @@
-"""The trained stage again: short recordings are extended, and every file is written anew."""
+"""The trained stage again: short recordings are extended, and every file is written again."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_intervals_match_scipy(logs: list[RoundLog]) -> None:
 
 
 def test_interval_covers_the_expected_share() -> None:
-    """Of independent recordings, about 95 % of intervals hold the long-run speedup."""
+    """About 95 % of the intervals of independent recordings hold the long-run speedup."""
     truth = summarize([replay(mixed_trace(2000, seed=999), Fixed(4))], LATENCY, resamples=1)
     expected, trials = float(truth["speedup"].iloc[1]), 60
     covered = 0

@@ -65,7 +65,7 @@ def test_grid_writes_a_table_and_maps(trace: str, tmp_path: Path) -> None:
 
 
 def said(*arguments: str) -> tuple[str, str]:
-    """What the command prints, and what it says beside it."""
+    """Return what the command prints on its output and on its error stream."""
     result = CliRunner().invoke(app.app, ["sweep", *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout, result.stderr

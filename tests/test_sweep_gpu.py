@@ -73,7 +73,7 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
         f"{known.figures} published figures of a100-80gb, h20, rtx-3090, rtx-4090"
     ) in result.stderr
     assert {r["scale_error"] for r in rows if r["scaled"]} == {known.median}
-    # Beside it what it would be were the model off as before; of what was measured, nothing.
+    # Also the speedup were the model as wrong as before; for measured rows, nothing.
     carried = frame[frame["scaled"]]
     assert (carried["carried_lo"] < carried["speedup"]).all()
     assert (carried["carried_hi"] > carried["speedup"]).all()
@@ -93,7 +93,7 @@ def test_gpus_are_an_axis_of_the_grid(files: Path, tmp_path: Path) -> None:
 def test_weights_of_a_format_are_carried_to_on_the_device_measured_too(
     files: Path, tmp_path: Path
 ) -> None:
-    """Of the target alone: it gets faster, the draft does not, so speculation pays less.
+    """Change the target alone: it gets faster, the draft does not, so the speedup falls.
 
     A draft of 160M gets slower in 4 bits, as Qwen2.5-0.5B does in vLLM: 262 tokens/s, not 312.
     """

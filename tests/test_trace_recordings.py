@@ -59,7 +59,7 @@ def test_a_recording_of_sampled_outputs_alone_is_one(bundled: Path) -> None:
     )
     assert find_trace("hot", bundled).sampling == Sampling(0.3)
     assert folder_of("hot", bundled) == bundled / "hot"
-    # Beside a greedy trace they have to be named by their file.
+    # With a greedy trace they have to be named by their file.
     shutil.copy(bundled / "hot" / "sampled.parquet", bundled / "code-pair")
     assert find_trace("code-pair", bundled).sampling.greedy
     [found] = [r for r in recordings(bundled) if r.name == "hot"]

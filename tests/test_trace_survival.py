@@ -67,7 +67,7 @@ def test_survival_is_scipys(interval: str, rounds: list[tuple[int, int]]) -> Non
 
 
 def censored(trace: Trace, gamma: int) -> Trace:
-    """What a log of fixed-length drafting would have told of a full trace."""
+    """Return what a log of fixed-length drafting would have told of a full trace."""
     log = replay(trace, Fixed(gamma), first=0).rounds
     match = []
     for i, r in enumerate(trace.requests):

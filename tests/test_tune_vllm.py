@@ -50,7 +50,7 @@ def test_the_length_chosen_is_as_good_as_leviathans(alpha: float, c: float) -> N
     assert tuned.document is not None
     k = tuned.document["num_speculative_tokens"]
     optimum = leviathan.optimal_gamma(alpha, c)
-    # Near the optimum the curve is flat: a smaller K may stand for it, not a slower one.
+    # Near the optimum the curve is flat: a smaller K may be chosen, not a slower one.
     assert 1 <= k <= optimum + 2
     best = max(leviathan.speedup(alpha, g, c) for g in range(9))
     assert leviathan.speedup(alpha, k, c) > 0.97 * best

@@ -182,7 +182,7 @@ def test_a_stopped_check_goes_on_with_the_same_command(
     place = stopped(folder, run, options, monkeypatch)
     opened.clear()
     ran = run("validate", "--run", folder, *options)
-    assert f"goes on with 9 of 18 runs done: remove {place} to begin anew" in said(ran)
+    assert f"goes on with 9 of 18 runs done: remove {place} to start again" in said(ran)
     assert len(ran.rows) == 3
     for row in ran.rows:
         assert row["rounds_differ"] == row.get("texts_diverged", 0) == 0
@@ -204,7 +204,7 @@ def test_another_check_begins_anew_and_leaves_the_unfinished_one(
         ran = run("validate", "--run", folder, *options, *other)
         assert ran.code == 0
         assert f"{place} keeps the runs of an unfinished check" in said(ran)
-        assert "this one begins anew" in said(ran)
+        assert "this check starts from nothing" in said(ran)
         assert list(folder.glob(f"{PLACE}-*")) == [place]
     assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
     assert not list(folder.glob(f"{PLACE}-*"))
@@ -227,7 +227,7 @@ def test_a_policys_own_file_that_changed_since_is_another_check(
     own.write_text(code.format(3))
     # What was compiled of a file as long, written in the same second, is not taken for this one.
     os.utime(own, ns=(written.st_atime_ns, written.st_mtime_ns))
-    assert "begins anew" in said(run("validate", "--run", folder, *options))
+    assert "starts from nothing" in said(run("validate", "--run", folder, *options))
     own.write_text(code.format(2))
     assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
 
@@ -239,7 +239,7 @@ def test_runs_of_another_version_are_another_check(
     stopped(folder, run, options, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr("profiler.checks.unfinished.version", lambda: "another")
-        assert "begins anew" in said(run("validate", "--run", folder, *options))
+        assert "starts from nothing" in said(run("validate", "--run", folder, *options))
     assert "goes on with 6 of 8 runs done" in said(run("validate", "--run", folder, *options))
 
 

@@ -29,7 +29,7 @@ PYTHON = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not PYTHON.is_file():
-        pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
+        pytest.skip("needs vLLM in .venv-vllm next to .venv: make vllm")
     folder = tmp_path_factory.mktemp("vllm")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [str(PYTHON), "-m", "tests.engine_runs", str(folder)]

@@ -21,7 +21,7 @@ LOADS = ("closed:1", "closed:3", "rate:20")
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not PYTHON.is_file():
-        pytest.skip("needs vLLM in .venv-vllm beside .venv: make vllm")
+        pytest.skip("needs vLLM in .venv-vllm next to .venv: make vllm")
     folder = tmp_path_factory.mktemp("server")
     with_words(folder / "miniature")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

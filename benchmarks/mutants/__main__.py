@@ -6,7 +6,7 @@ In a copy of the working tree, each of `--sample` mutants per file (Cosmic Ray's
 run against the tests that reach its line, the quickest first and until one fails; where none does,
 against their whole files, those first that are named like it.  What is found is kept in
 ``.mutants/`` (``results.jsonl``), and the next call goes on from there; a mutant of a file that has
-changed since is run anew, and with ``--again`` every survivor is.  What cannot be noticed is named,
+changed since is run again, and with ``--again`` every survivor is.  Equivalent mutants are named,
 with the reason, in ``benchmarks/mutants/equivalent.toml``.
 """
 
@@ -58,7 +58,7 @@ def main() -> int:
                         help="the test files to measure, in this order")  # fmt: skip
     parser.add_argument("--slowest", type=float, default=60.0,
                         help="seconds above which a test file is not used")  # fmt: skip
-    parser.add_argument("--again", action="store_true", help="run survivors anew")
+    parser.add_argument("--again", action="store_true", help="run survivors again")
     parser.add_argument("--measure", action="store_true", help="only measure what tests reach")
     parser.add_argument("--known", action="store_true", help="use the tests measured so far")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -93,7 +93,7 @@ class Results:
         self.rows: dict[tuple[Any, ...], Row] = {key(r): r for r in map(json.loads, lines)}
 
     def of(self, mutant: Mutant) -> Row | None:
-        """What is known of the mutant of the file as it stands."""
+        """Return the known result of this mutant for the file as it is now."""
         return self.rows.get((*mutant[:3], sha(ROOT / mutant.path)))
 
     def wanted(self, mutant: Mutant, again: bool) -> bool:
@@ -129,7 +129,7 @@ def run(todo: list[Mutant], reach: Reach, results: Results, deadline: float) -> 
 
 
 def tried(mutant: Mutant, reach: Reach, tree: Path, deadline: float) -> Row | None:
-    """What became of a mutant; None if time ran out."""
+    """Return the result of a mutant; None if time ran out."""
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.plugins import get_operator
 

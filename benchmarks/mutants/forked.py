@@ -15,7 +15,7 @@ LIBRARIES = (
     "pyarrow.parquet", "scipy.stats", "scipy.optimize", "simpy", "typer", "rich.console",
     "joblib",
 )  # fmt: skip
-"""What the tests import besides our packages, which each run has to read anew."""
+"""The tests' imports other than our packages, which each run has to read again."""
 
 
 def load_libraries() -> None:

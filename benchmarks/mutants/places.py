@@ -33,7 +33,7 @@ OPERATORS = re.compile(
 or change so much that every test fails: they would flatter the tests."""
 
 Span = tuple[tuple[int, int], tuple[int, int]]
-"""(line, column) of the first character and of the one behind the last."""
+"""(line, column) of the first character and of the one after the last."""
 
 
 class Mutant(NamedTuple):
@@ -75,7 +75,7 @@ def mutants(root: Path, path: str) -> list[Mutant]:
 
 
 def sample(found: list[Mutant], size: int, seed: int) -> list[Mutant]:
-    """Of `size` places of one file one mutant each; a larger sample holds the smaller one."""
+    """Return one mutant for each of `size` places of a file; a larger sample holds the smaller."""
     places = defaultdict(list)
     for mutant in sorted(found):
         places[mutant.line, mutant.column].append(mutant)
@@ -106,7 +106,7 @@ def unevaluated(text: str) -> list[Span]:
 
 
 def guards(text: str) -> list[Span]:
-    """What only a mistake in the code itself would meet, and the words of errors.
+    """Return the spans of error texts, and of checks that only a mistake in the code would meet.
 
     An ``assert`` fails at once when it is negated, and ``strict=`` or ``frozen=`` make no
     difference to code that is right; nor do tests hold what a message says.
@@ -157,7 +157,7 @@ def span_of(node: ast.AST) -> Span:
 
 
 def inside(span: Span, spans: list[Span]) -> bool:
-    """Whether `span` lies in one of `spans`."""
+    """Return True if `span` lies in one of `spans`."""
     return any(first <= span[0] and span[1] <= last for first, last in spans)
 
 

@@ -20,7 +20,7 @@ PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "benchmarks.mutants.plugin",
 
 
 class Reach:
-    """What is known of the tests of the checkout at `root`, kept in `folder`.
+    """The tests of the checkout at `root`, as far as they are known, kept in `folder`.
 
     Attributes
     ----------

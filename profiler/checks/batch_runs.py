@@ -116,7 +116,7 @@ def run_batches(
     machine, counted = Machine(pair.target, pair.device), {key: Repeats() for key in keys}
     for repeat, batch in product(sweeps(repeats), batches):
         decoder = BatchedDecoder(*runners[batch], watch_eos=not forced)
-        # Policies that learn across requests start each sweep anew.
+        # Policies that learn across requests start each sweep without what they learnt.
         vocab = decoder.target.vocab_size
         styles = [together_of(arm.policy, arm.synchronise, vocab) for arm in arms]
         groups = groups_of(count, batch)

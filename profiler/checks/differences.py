@@ -202,7 +202,7 @@ def explain(
         target = _closest(trace, "target", rows, dtype)
         of, near = trace if drafted is None else drafted, NEAR
         if of.by_start:
-            # What was drafted from this round's start stands behind it, row by row.
+            # The draft from this round's start follows in the rows after it.
             ends = np.append(of.on_path, len(of))[first : first + 2]
             rows = np.arange(ends[0], min(ends[1], ends[0] + last - first))
             near = NEAR_FEATURES

@@ -41,7 +41,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """What its runs are filed under: the name, and the rule if it is lossy."""
+        """The label of its runs: the name, and the rule if it is lossy."""
         return self.name if self.lossy is None else f"{self.name} {describe_rule(self.lossy)}"
 
     @property
@@ -57,7 +57,7 @@ class Arm:
 
 
 Opener = Callable[[Arm, int, int, VerifyRule | None], Any]
-"""From an arm, a request, a repeat and the sweep's own rule: a decoder behind its prefill."""
+"""From an arm, a request, a repeat and the sweep's own rule: a decoder after its prefill."""
 
 Learnt = tuple[DraftPolicy, VerifyRule | None]
 """An arm's policy and rule of one sweep, with what they learnt in it so far."""
@@ -109,8 +109,8 @@ def run_interleaved(
 ) -> Runs:
     """Decode `requests` of `trace` (None: all) for real under every arm, `repeats` times.
 
-    Policies that learn across requests, and lossy rules, start each repeat anew.  ``advance`` is
-    called after every arm's run of a request.
+    Policies that learn across requests, and lossy rules, start each repeat without what they
+    learnt.  ``advance`` is called after every arm's run of a request.
 
     What `kept` holds of an earlier call is not run again: all arms' runs of a request are put
     there together.  A policy that learns across requests then decodes those of the repeat that
@@ -241,7 +241,7 @@ def _keep(
 def _restored(
     kept: Checkpoint, step: str, machine: Machine, counted: dict[str, Repeats]
 ) -> dict[str, Ran] | None:
-    """What `_keep` kept, with the counters set to it; None where there is nothing."""
+    """Return what `_keep` kept and set the counters to it; None if there is nothing."""
     found = kept.get_json(step)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What real runs wrote, beside what was recorded."""
+"""The outputs of real runs, compared with the recorded ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def output_of(trace: Trace, request: int) -> list[int]:
 
 
 def solves(pair: Pair, tokens: Sequence[int], ended: str | None, answer: str | None) -> bool | None:
-    """Whether an output ends in the number `answer`; None where its prompt has none.
+    """Return True if an output ends in the number `answer`; None if its prompt has none.
 
     An output that its token limit cut solves nothing: its last number is one on the way.
     """

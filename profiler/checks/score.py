@@ -15,7 +15,7 @@ ANSWERS, SOLVED = "answers", "solved"
 
 
 class Score(NamedTuple):
-    """Of the prompts that have a number for an answer: how many, solved, and cut at the limit."""
+    """Counts of the prompts with a numeric answer: all, solved, and cut at the limit."""
 
     scored: int
     solved: int

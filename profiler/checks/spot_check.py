@@ -54,7 +54,7 @@ class DraftModel:
         self._generator = torch.Generator(pair.device)
 
     def __call__(self, arm: Arm, i: int, repeat: int, rule: VerifyRule | None) -> ModelDecoder:
-        """A decoder behind the prefill of request `i`; every repeat draws numbers of its own."""
+        """Return a decoder after the prefill of request `i`; every repeat draws its own numbers."""
         del arm
         trace = self._trace
         if self._forced:

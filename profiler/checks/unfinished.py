@@ -27,7 +27,7 @@ more repeats may be added to."""
 def check_options(
     pair: Pair, trace: Trace, logs: Sequence[RoundLog], repeats: int, **more: Any
 ) -> dict[str, Any]:
-    """What a check is made under: pair and device, what is decoded, and every arm.
+    """Return the conditions of a check: pair and device, what is decoded, and every arm.
 
     `logs` are the arms' replays.  Their rounds tell what names do not: a policy's own file, or a
     source's recording, that has changed since.  Runs of two versions are not put together: either
@@ -42,7 +42,7 @@ def check_options(
 
 
 def version(name: str = "draftsim") -> str | None:
-    """Of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None where it is not installed."""
     return next((found.version for found in distributions(name=name)), None)
 
 
@@ -56,14 +56,14 @@ def unfinished(
     run: Path, options: Mapping[str, Any], total: int, say: Callable[[str], None],
     together: int = 1, grows: bool = False,
 ) -> Iterator[Checkpoint]:  # fmt: skip
-    """What the check with these options, stopped earlier, has kept in the run folder.
+    """Yield the runs that an interrupted check with these options kept in the run folder.
 
-    Each check has a folder of its own there, which is gone when the block is left in the regular
-    way, or with nothing in it.  `say` is told what the check goes on from, of `total` runs kept so
-    many `together`, and if it begins while another is unfinished.
+    Each check has its own folder there, which is removed when the block is left normally, or with
+    nothing in it.  `say` receives a line on how many of `total` runs are kept (`together` at a
+    time), and one if this check begins while another is unfinished.
 
-    With `grows` the `options` say nothing of repeats, and what a finished check ran stays until
-    another one begins: the same one for a larger `total` goes on behind it.
+    With `grows` the `options` do not include the repeats, and the runs of a finished check stay
+    until another check begins: the same check with a larger `total` continues after them.
     """
     name = digest_of(options)
     place, done_with = run / f"{PLACE}-{name}", run / f"{DONE}-{name}"
@@ -77,11 +77,11 @@ def unfinished(
     others = [path for path in sorted(run.glob(f"{PLACE}-*")) if path != kept.folder]
     if steps := len(kept.names()):
         done = min(steps * together, total)
-        say(f"goes on with {done} of {total} runs done: remove {kept.folder} to begin anew")
+        say(f"goes on with {done} of {total} runs done: remove {kept.folder} to start again")
     elif others:
         say(
             f"{others[0]} keeps the runs of an unfinished check with other options: repeat that "
-            "one to go on with it, or remove the folder; this one begins anew"
+            "one to continue it, or remove the folder; this check starts from nothing"
         )
     try:
         yield kept

@@ -25,7 +25,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Verdict(NamedTuple):
-    """What a verification said of one sequence."""
+    """The result of a verification for one sequence."""
 
     accepted: int
     tokens: Sequence[int]

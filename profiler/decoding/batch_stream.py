@@ -15,7 +15,7 @@ from traces.acceptance.sampling import GREEDY
 
 
 class DraftStep:
-    """What one batched draft pass proposed; comes to the host as a whole, when first read."""
+    """The tokens of one batched draft pass, copied to the host as a whole when first read."""
 
     def __init__(self, logits: Tensor, picks: Tensor) -> None:
         self.logits, self.picks = logits, picks  # (batch, vocab), (batch,)
@@ -66,12 +66,12 @@ class BatchToken(Fetched):
 
     @property
     def ends(self) -> bool:
-        """Whether the draft proposed EOS (never, where nobody watches for it)."""
+        """Return True if the draft proposed EOS (never, if EOS is not watched for)."""
         return bool(self._eos) and self.token_id in (self._eos or ())
 
 
 class Stream(Member):
-    """What the host knows of one sequence of a batch.
+    """The host's knowledge of one sequence of a batch.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Stream(Member):
         return accepted
 
     def ends_after(self, accepted: int, tokens: Sequence[int]) -> bool:
-        """Whether `emit` with these arguments would end the sequence."""
+        """Return True if `emit` with these arguments would end the sequence."""
         emitted = tokens[: accepted + 1]
         return len(emitted) >= self.remaining or not self.eos.isdisjoint(emitted)
 

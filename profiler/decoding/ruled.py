@@ -21,7 +21,7 @@ from traces.replay.scores import RecordedScore
 
 
 class Judged(NamedTuple):
-    """What a rule made of one verification pass."""
+    """The result of a rule for one verification pass."""
 
     accepted: int
     """Leading drafted tokens that stand."""

@@ -1,4 +1,4 @@
-"""Speculative decoding with two real models, behind the same contract as a recording."""
+"""Speculative decoding with two real models, with the same contract as a recording."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ModelDecoder:
         Alg. 1) between both models' distributions under it, as transformers does it, with
         random numbers from `generator`.
     rule:
-        A lossy verify rule, which then decides in the place of the lossless one.  It is
-        used as it is: callers that decode several prompts share one, in their order, and
-        call its ``begin_run`` before and its ``end_request`` in between.
+        A lossy verification rule, which decides instead of the lossless one.  It is used as it is:
+        callers that decode several prompts share one, in their order, and call its ``begin_run``
+        before and its ``end_request`` in between.
     watch_eos:
         Stop drafting at a drafted EOS, which makes the host wait for every token.
     run_lengths:
@@ -173,7 +173,7 @@ class ModelDecoder:
     ) -> tuple[int, Tensor, list[int]]:
         """Rejection sampling without asking the host how many were accepted."""
         count = coins.long().cumprod(0).sum(0, keepdim=True)  # (1,)
-        # Behind a full match there is nothing to subtract: the residual is the target's row.
+        # After a full match there is nothing to subtract: the residual is the target's row.
         taken = torch.cat([proposal, torch.zeros_like(target[:1])])
         # index_select, not []: indexing by a device scalar would bring it to the host.
         left = target.index_select(0, count) - taken.index_select(0, count)

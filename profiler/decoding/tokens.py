@@ -112,5 +112,5 @@ class ModelToken(Fetched):
 
     @property
     def ends(self) -> bool:
-        """Whether the draft proposed EOS (never, where nobody watches for it)."""
+        """Return True if the draft proposed EOS (never, if EOS is not watched for)."""
         return self._eos is not None and self.token_id in self._eos

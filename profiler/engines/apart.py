@@ -28,7 +28,7 @@ TAIL = 12
 
 
 class Speed(NamedTuple):
-    """What an engine did with a load, over all repeats."""
+    """The speed of an engine under a load, over all repeats."""
 
     tokens: int
     seconds: float
@@ -47,7 +47,7 @@ class Apart(NamedTuple):
 
 
 class Plain(Protocol):
-    """What `timed` needs of vLLM's ``LLMEngine``."""
+    """The methods of vLLM's ``LLMEngine`` that `timed` needs."""
 
     def step(self) -> Sequence[Any]:
         """Run one iteration and return the outputs of the requests that got tokens."""

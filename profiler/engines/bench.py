@@ -53,7 +53,7 @@ class Dictated(BatchPolicy):
         return self.length
 
     def fresh(self) -> Dictated:
-        """Itself: whoever measures changes its length while it runs."""
+        """Return the policy itself: the measurement changes its length while it runs."""
         return self
 
 
@@ -133,7 +133,7 @@ class Bench:
         self._running: list[str] = []
 
     def block(self, cells: Sequence[Cell], steps: int) -> dict[Cell, list[Sample]]:
-        """Samples of the cells; sequences are begun anew for every number of them and context.
+        """Return samples of the cells; new sequences are started for every batch and context.
 
         Cells that decode take turns, an iteration at a time: a machine whose speed changes by the
         second is then the same for all of them.
@@ -190,7 +190,7 @@ class Bench:
         return self._step(), 0.0, 0.0
 
     def _alone(self, cell: Cell) -> tuple[Step, float, float]:
-        """Prompts as they come in a server: behind iterations that decode, not behind prompts.
+        """Run prompts as they arrive in a server: after iterations that decode, not after prompts.
 
         Weights and buffers of a prompt just processed are still in the processor's caches.
         """
@@ -220,7 +220,7 @@ class Bench:
         return mixed, added_s, (before_s + self._seconds(self._step())) / 2
 
     def _seconds(self, step: Step) -> float:
-        """Of the step, without the passes of a drafter of the engine's own."""
+        """Return the seconds of the step, without the passes of the engine's own drafter."""
         return step.seconds - self._drafter_runs * step.parts["propose"]
 
     def _fill(self, batch: int, context: int) -> None:

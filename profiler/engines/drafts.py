@@ -22,7 +22,7 @@ from traces.store.text import read_object
 from traces.store.writing import write_atomically
 
 NAMED = re.compile(r"(?:cmpl-(?P<served>.+)-\d+|(?P<added>.+))-[^-]*")
-"""What vLLM makes of a caller's name: a number behind, and of one sent to a server more."""
+"""vLLM's form of a caller's request name: it adds a number, and a prefix in a server."""
 
 
 def caller_name(name: str) -> str:
@@ -62,7 +62,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def ids(self, draft: Sequence[Any]) -> list[int]:
-        """What to hand to the engine for these tokens."""
+        """Return the token ids to hand to the engine."""
 
     @abstractmethod
     def advance(self, emitted: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class Forced(DraftSource):
     @classmethod
     @lru_cache(maxsize=1)
     def read(cls, path: Path) -> Forced:
-        """What `write` wrote.  Raises FileError if that cannot be read."""
+        """Read the file that `write` wrote.  Raises FileError if that cannot be read."""
         try:
             kept = read_object(path)
             texts = {int(i): text for i, text in kept["texts"].items()}
@@ -227,7 +227,7 @@ class _Found(Drafts):
 
 
 UNKNOWN = -1
-"""In the place of a token that the engine's own drafter is still to find."""
+"""A placeholder for a token that the engine's own drafter is still to find."""
 
 
 class EngineDrafts(DraftSource):

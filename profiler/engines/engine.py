@@ -53,7 +53,8 @@ class Engine:
 
     @contextmanager
     def tenants(self, blocks: Sequence[int]) -> Iterator[list[Any]]:
-        """A scheduler more over so many blocks of the cache each; meanwhile no other has those.
+        """Yield further schedulers, each with that many of the cache's blocks, which no other then
+        has.
 
         `enter` one, and requests are added to it.  None may have any when they are given back.
         """
@@ -74,13 +75,13 @@ class Engine:
 
     @property
     def knows_batch_tables(self) -> bool:
-        """Whether this vLLM reads ``num_speculative_tokens_per_batch_size``."""
+        """Return True if this vLLM reads ``num_speculative_tokens_per_batch_size``."""
         config = self._engine.vllm_config.speculative_config
         return hasattr(config, "num_speculative_tokens_per_batch_size")
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """Return True if any request is unfinished."""
         return bool(self._core.scheduler.has_unfinished_requests())
 
     def step(self) -> Step | None:

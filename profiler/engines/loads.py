@@ -22,7 +22,7 @@ from profiler.engines.watch import Decoded, Prompt
 CONTROL_EVERY_S = 0.5
 """Seconds between two runs of the control load during a load; it takes a few milliseconds."""
 TURN_S = 1.0
-"""Seconds that a load goes on before those beside it have their turns."""
+"""Seconds that a load runs before the loads that share the engine have their turns."""
 
 
 class Job(NamedTuple):
@@ -35,7 +35,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadRun:
-    """What came of a load.
+    """The results of a load.
 
     ``requests``: ``name, sequence, arrival_s, first_s, finish_s, tokens``, seconds from the
     load's start.
@@ -64,7 +64,7 @@ class LoadRun:
 
     @classmethod
     def read(cls, kept: Mapping[str, Any]) -> LoadRun:
-        """What was `written`."""
+        """Return the run that was `written`."""
         steps = [
             Step(**{
                 **step, "decoded": [Decoded(*d) for d in step["decoded"]],
@@ -113,7 +113,7 @@ class Load:
 
     @property
     def share(self) -> float:
-        """Of its tokens, what is emitted."""
+        """The emitted share of its tokens."""
         return self.tokens / self.asked
 
     def go_on(self, seconds: float = math.inf, share: float = math.inf) -> None:
@@ -143,7 +143,7 @@ class Load:
             self.done = not (self._waiting or engine.busy)
 
     def result(self) -> LoadRun:
-        """What came of it, when it is done."""
+        """Return the results of the load, once it is done."""
         self._controlled(self._now_s)
         requests = pd.DataFrame([{"name": name, **own} for name, own in self._requests.items()])
         finished = {} if self._session is None else self._session.finished

@@ -81,7 +81,7 @@ class _Measured:
     def _table(
         self, kept: Mapping[Cell, Sequence[Sample]], errors: Mapping[Cell, float]
     ) -> LatencyTable:
-        """Of the samples `kept`; `errors`: relative ones of reading held-out cells from them."""
+        """Return the table of the samples `kept`; `errors`: relative errors on held-out cells."""
         controls = [s.control_s for own in self.samples.values() for s in own]
         counted = [s.control_s for own in kept.values() for s in own]
         meta = {
@@ -120,7 +120,7 @@ class BetweenTable(_Measured):
         """Blocks measured."""
 
     def advance(self, sweeps: float) -> None:
-        """Measure blocks until so many sweeps over all of them are done, in a fresh order each."""
+        """Measure blocks until `sweeps` sweeps over all are done, each in a new random order."""
         while self.done < sweeps * len(self._blocks):
             if not self._waiting:
                 self._waiting = self._rng.permutation(len(self._blocks)).tolist()
@@ -130,7 +130,7 @@ class BetweenTable(_Measured):
     def table(self) -> LatencyTable:
         """The table so far, of every sample; a whole sweep must be done.
 
-        What disturbed some of them disturbed the work beside them as often.
+        What disturbed some of them disturbed the work around them as often.
         """
         return self._table(self.samples, {})
 
@@ -204,7 +204,9 @@ class EngineTable(_Measured):
             self._block(name, cells)
 
     def _expected_s(self, blocks: Sequence[list[Cell]]) -> float:
-        """A cell takes as long as in the last block of so many sequences, or more."""
+        """Return the expected time: a cell takes as long as in the last block of its batch, or
+        more.
+        """
         expected_s = 0.0
         for cells in filter(None, blocks):
             known = [b for b in self._took_s if b >= cells[0].batch] or [*self._took_s]

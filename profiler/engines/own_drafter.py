@@ -24,8 +24,8 @@ from traces.errors import DraftsimError
 class OwnDrafter(Governed):
     """Takes the place of a runner's `propose_draft_token_ids`; used as a `Proposer` is.
 
-    Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on in the place of
-    the drafter's, whose passes run all the same.
+    Drafts that a source dictates (`profiler.engines.drafts.Forced`) are handed on instead of the
+    drafter's, whose passes run all the same.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def check_speculative(config: Any, asynchronous: bool) -> None:
         )
     if config.disable_padded_drafter_batch:
         raise DraftsimError(
-            'drop "disable_padded_drafter_batch" from --speculative-config: drafts are cut behind '
+            'drop "disable_padded_drafter_batch" from --speculative-config: drafts are cut after '
             "a padded batch"
         )
     if asynchronous:

@@ -1,4 +1,4 @@
-"""What to measure of an engine: cells of three kinds, and blocks of them that run together."""
+"""The plan of an engine's measurement: cells of three kinds, in blocks that run together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from profiler.engines.start import EngineOptions
 Kind = Literal["decode", "prompt", "mixed"]
 
 SPARE = 8
-"""Tokens of a sequence that the longest prompt leaves free: a token is sampled behind it."""
+"""Tokens of a sequence that the longest prompt leaves free: one is sampled after the prompt."""
 
 
 class Cell(NamedTuple):

@@ -48,7 +48,7 @@ def settle(
     together: Together, streams: Sequence[Stream], emitted: Sequence[Sequence[int]],
     verified: Sequence[int],
 ) -> None:  # fmt: skip
-    """Every stream's round ended with these tokens; it looked at so many drafted ones.
+    """End every stream's round with `emitted` tokens, `verified` drafted tokens having been sent.
 
     Raises as `draft` does.
     """

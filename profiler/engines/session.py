@@ -1,4 +1,4 @@
-"""The requests that an engine decodes under one setup: their rounds, whoever drafts the tokens."""
+"""The requests that an engine decodes under one setup, and their rounds, for every drafter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from profiler.engines.setup import Setup, setup_from, version
 class Session:
     """A policy's prototype at work on the rows of an engine's batch.
 
-    The prototype is copied for each request, told the load before every round, and told what
-    came of it.  What it sees as the batch are the requests that decode in the next iteration, and
-    beside them how many were in this one (`policies.core.Load.scheduled`); prompts that join are
-    not known when drafts are asked for.
+    The prototype is copied for each request, told the load before every round, and told the result.
+    It sees as the batch the requests that decode in the next iteration, and also how many were in
+    this one (`policies.core.Load.scheduled`); prompts that join are not known when drafts are asked
+    for.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is known."""
+        """Return True if no request is known."""
         return not self._streams
 
     def advance(
@@ -149,7 +149,7 @@ class Governed:
 
     @property
     def session(self) -> Session:
-        """What `use` began, or the environment says; DraftsimError if it says nothing."""
+        """Return the session of `use` or of the environment; DraftsimError if there is none."""
         known = self._session
         watched = known is not None and self._version is not None and known.idle
         if known is None or (watched and version() not in (None, self._version)):

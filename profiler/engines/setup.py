@@ -1,4 +1,4 @@
-"""What a proposer is told: a policy and where its drafts come from, as text or as objects."""
+"""The setup of a proposer: a policy and the source of its drafts, as text or as objects."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def setup_from(environment: Mapping[str, str] | None = None, *, longest: int) ->
     ``{"policy": "gammatune", "source": "pld:max_ngram=3"}``: the policy as the command line
     writes it, or a class of one's own as ``FILE.py:Class[:key=value,...]`` or by its dotted name,
     ``module.Class[:...]``; the source a lookup,
-    `ENGINE`, or `FORCED` with a file behind.
+    `ENGINE`, or `FORCED` followed by a file.
 
     Raises
     ------
@@ -87,7 +87,7 @@ def version(environment: Mapping[str, str] | None = None) -> tuple[int, int] | N
 
 
 def asks_for_engine(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether `VARIABLE` is set, and names `ENGINE` as the source.  Raises as `setup_from`."""
+    """Return True if `VARIABLE` is set and names `ENGINE` as source.  Raises as `setup_from`."""
     values = os.environ if environment is None else environment
     return bool(values.get(VARIABLE)) and _given(values)[1] == ENGINE
 

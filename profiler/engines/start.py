@@ -50,7 +50,7 @@ class EngineOptions:
 
     @property
     def own_drafter(self) -> bool:
-        """Whether drafts are vLLM's own."""
+        """Return True if drafts are vLLM's own."""
         return bool(self.eagle or self.draft)
 
     @property
@@ -65,7 +65,7 @@ class EngineOptions:
 
 
 def _is_eagle3(folder: Path) -> bool:
-    """Whether a drafter's ``config.json`` is of EAGLE-3, whose vocabulary is its own."""
+    """Return True if a drafter's ``config.json`` is of EAGLE-3, which has its own vocabulary."""
     if not (folder / "config.json").is_file():
         raise DraftsimError(f"{folder} holds no drafter with a config.json: name its folder")
     config = read_object(folder / "config.json", "name the folder of a drafter")
@@ -73,7 +73,7 @@ def _is_eagle3(folder: Path) -> bool:
 
 
 def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
-    """The ``vllm.LLM``, and what makes sampling parameters for so many tokens and a prompt of ids.
+    """Return the ``vllm.LLM``, and makers of sampling parameters (by tokens) and prompts (of ids).
 
     Raises DraftsimError where vLLM is not installed or refuses the options.
     """
@@ -115,7 +115,7 @@ def start(options: EngineOptions) -> tuple[Any, Callable[[int], Any], Callable[.
 
 
 def meta_of(options: EngineOptions, config: Any) -> dict[str, Any]:
-    """What is kept with figures of an engine of ``vllm_config`` `config`."""
+    """Return the metadata kept with figures of an engine of ``vllm_config`` `config`."""
     import torch
     import vllm
 

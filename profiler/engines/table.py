@@ -16,9 +16,9 @@ from traces.latency.table import LatencyTable
 
 Samples = Mapping[Cell, Sequence[Sample]]
 DISTURBED = 1.1
-"""A sample whose control load took so many times its usual time is not counted, if it may."""
+"""Samples are dropped, if enough remain, where the control load took this times its usual time."""
 USUAL = 0.25
-"""Quantile of the control load's times that stands for what is usual."""
+"""Quantile of the control load's times that is taken as usual."""
 SWING = float(np.log(1.5))
 """Beyond this a moment was an exception, whether the control load's or the engine's."""
 HOST = ("schedule", "update", "output")
@@ -88,7 +88,7 @@ def cells_of(kept: Samples, own_passes: bool = False) -> pd.DataFrame:
 
 
 def _mixed(kept: Samples) -> list[tuple[Any, ...]]:
-    """What prompts add, by tokens decoded: several batches and widths may have as many."""
+    """Return the cost of prompts by tokens decoded: several batches and widths may have as many."""
     added: dict[tuple[int, int], list[float]] = {}
     for cell, own in kept.items():
         if cell.kind == "mixed":
@@ -111,7 +111,7 @@ def _proposing(own: Samples) -> tuple[float, float]:
 
 
 def drafter_cells(kept: Samples) -> pd.DataFrame:
-    """What the engine's own drafter takes, from the iterations that asked it for 0, 1, ... tokens.
+    """Return the cells of the engine's own drafter, from iterations that ask for 0, 1, ... tokens.
 
     ``along`` is its pass where none was asked for, ``catch_up`` the first of a draft, over the
     tokens that its iteration verified, and ``forward`` a later one.  Iterations that verify K and
@@ -140,7 +140,7 @@ def drafter_cells(kept: Samples) -> pd.DataFrame:
         if 0 in taken:
             rows.append(_row("along", batch, 1, context, [taken[0]], "draft"))
         lengths = sorted(k for k in taken if k)
-        # Without what the first pass takes for the K tokens behind its first.
+        # Without the first pass's time for the K tokens after its first.
         bare = [taken[k] - token_s * batch * k for k in lengths]
         later_s, first_s = (
             np.polyfit([k - 1 for k in lengths], bare, 1) if len(lengths) > 1 else (0.0, bare[0])

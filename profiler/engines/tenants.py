@@ -1,4 +1,4 @@
-"""Schedulers beside an engine's own: loads that take turns in it, each as if it were there alone.
+"""Schedulers in addition to an engine's own: loads take turns in it, each as if it were alone.
 
 Written against vLLM 0.32: a runner takes requests out of its batch that a scheduler's plan leaves
 out, and in again when they are planned (v1/worker/gpu_model_runner.py, ``_update_states``).
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def lent(core: Any, blocks: Sequence[int]) -> Iterator[list[Any]]:
-    """Schedulers like that of vLLM's engine `core`, each over so many blocks of its own.
+    """Yield schedulers like that of vLLM's engine `core`, each with that many blocks of its own.
 
     Those blocks of the cache are no longer the core's scheduler's until the block is left.  None
     of its requests may be running.

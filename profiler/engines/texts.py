@@ -1,4 +1,4 @@
-"""What the engine says on its own: prompts for recorded sequences, and its greedy outputs."""
+"""The engine's own texts: prompts for recorded sequences, and its greedy outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = "texts"
 
 
 class Served(Protocol):
-    """What `profiler.engines.engine.Engine` offers to this module."""
+    """The part of `profiler.engines.engine.Engine` that this module uses."""
 
     proposer: Any
     vocabulary: int

@@ -5,10 +5,10 @@ i + 1, sits at position i, and foresees token i + 2:
 
     entry i:   (feature of token i, embedding of token i + 1)  ->  token i + 2
 
-What a feature is depends on the kind, `FeatureDrafter.feature_layers`: the target's final
-normed state (EAGLE, MTP), or its states behind three depths, concatenated (EAGLE-3).  A second
-drafted token has no feature of its own: the drafter's output takes its place, at the next
-position, and so on.
+The kind decides what a feature is (`FeatureDrafter.feature_layers`): the target's final normed
+state (EAGLE, MTP), or its states after three depths, concatenated (EAGLE-3).  A second drafted
+token has no feature of its own: the drafter's output takes its place, at the next position, and so
+on.
 
 Training, on features that were computed once::
 

@@ -1,4 +1,4 @@
-"""What all drafters on the target's features share."""
+"""The common part of all drafters on the target's features."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FeatureDrafter(nn.Module, ABC):
 
     kind: ClassVar[str]
     feature_layers: tuple[int, ...] = ()
-    """Depths whose states are its feature, 1 = behind the first layer; none: the final one."""
+    """Depths whose states are its feature, 1 = after the first layer; none: the final one."""
     modules_in_turn = 1
     """Networks of which the j-th drafts the j-th token; 1: the same one drafts them all."""
     one_pass: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class FeatureDrafter(nn.Module, ABC):
             1, len(self.feature_layers)
         )
         if not fits or any(d > given.num_hidden_layers for d in self.feature_layers):
-            depths = f" behind layers {list(self.feature_layers)}" if self.feature_layers else ""
+            depths = f" after layers {list(self.feature_layers)}" if self.feature_layers else ""
             raise DraftsimError(
                 f"this {self.kind} drafter reads features of width {self.feature_width}{depths} "
                 f"over {own.vocab_size} tokens, and the target has {given.num_hidden_layers} "
@@ -114,7 +114,7 @@ class FeatureDrafter(nn.Module, ABC):
         return features.to(self.dtype)
 
     def following(self, tokens: Tensor, fed_back: Tensor) -> tuple[Tensor, Tensor]:
-        """What a later token of a round reads: a token and, for its feature, (..., hidden).
+        """Return the input of a later token of a round: a token and its feature, (..., hidden).
 
         By default they are what the drafter gave for the token before it.
         """
@@ -137,7 +137,7 @@ class FeatureDrafter(nn.Module, ABC):
 
         Returns
         -------
-        What the head reads, and what stands for the next feature; (batch, entries, hidden) each.
+        The head's input, and what replaces the next feature; (batch, entries, hidden) each.
         """
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class FeatureDrafter(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its weights."""
+        """The type of its weights."""
         return next(self.parameters()).dtype
 
     @property

@@ -72,7 +72,7 @@ class DrafterChain:
 
     @torch.inference_mode()
     def tree(self, topk: int) -> tuple[Trees, int]:
-        """A tree behind what is known, one layer deep, and the width of the pass that took."""
+        """Return a tree after the known tokens, one layer deep, and the width of its pass."""
         logits, width = self.draft(0, None)
         entries = self._known - 1
         sees = torch.ones(1, entries, dtype=torch.bool, device=logits.device)

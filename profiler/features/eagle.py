@@ -15,8 +15,8 @@ from profiler.features.base import FeatureDrafter
 class Eagle(FeatureDrafter):
     """EAGLE (Li et al., arXiv:2401.15077, sec. 3.1): ``fc`` over [embedding; feature], a layer.
 
-    The layer has no input norm, and its output, in the place of a normed state of the target,
-    goes to the target's head as it is.  Parameters are named as in EAGLE's repository.
+    The layer has no input norm.  Its output goes to the target's head as it is, instead of a normed
+    state of the target.  Parameters are named as in EAGLE's repository.
 
     ``bias``: whether ``fc`` has one (as those for Vicuna and LLaMA-2; not in vLLM).
     """

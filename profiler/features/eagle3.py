@@ -16,7 +16,7 @@ from profiler.features.base import FeatureDrafter
 class WideLayer(nn.Module):
     """A decoder layer whose attention reads [normed embedding; normed feature].
 
-    ``norm_before_residual``: the residual stream begins behind the feature's norm.
+    ``norm_before_residual``: the residual stream begins after the feature's norm.
     """
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool = False) -> None:
@@ -52,8 +52,8 @@ class WideLayer(nn.Module):
 class Eagle3(FeatureDrafter):
     """EAGLE-3 (Li et al., arXiv:2503.01840, sec. 3.1).
 
-    Parameters are named as in EAGLE's repository.  The layer's output, not normed, stands for
-    the next feature; the head reads it behind ``norm``.
+    Parameters are named as in EAGLE's repository.  The layer's output, not normed, is used as the
+    next feature; the head reads it after ``norm``.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class Eagle3(FeatureDrafter):
 
     @property
     def feature_width(self) -> int:
-        """Of all depths together."""
+        """The width of all depths together."""
         return int(self.target_width) * len(self.feature_layers)
 
     @property

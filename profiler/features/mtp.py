@@ -1,4 +1,4 @@
-"""Multi-token prediction: decoder layers behind the target that each foresee one token more."""
+"""Multi-token prediction: decoder layers after the target that each foresee one token more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from profiler.features.base import FeatureDrafter
 
 
 class MtpLayer(LlamaDecoderLayer):
-    """A Llama layer behind two norms and a projection of [embedding; previous state]."""
+    """A Llama layer after two norms and a projection of [embedding; previous state]."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__(config, index)
@@ -27,10 +27,10 @@ class MtpLayer(LlamaDecoderLayer):
 class Mtp(FeatureDrafter):
     """MTP modules (DeepSeek-V3, arXiv:2412.19437, sec. 2.2; FastMTP, arXiv:2509.18362).
 
-    A module reads the target's final state (or the module before), and the token's embedding;
-    the normed output goes to the target's head and stands for the next state.  With one module
-    it drafts every token in turn, as EAGLE's layer does; with several the j-th drafts the j-th
-    and no draft is longer.  Parameters are named as in the ``speculators`` format.
+    A module reads the target's final state (or the module before), and the token's embedding; the
+    normed output goes to the target's head and is used as the next state.  With one module it
+    drafts every token in turn, as EAGLE's layer does; with several the j-th drafts the j-th and no
+    draft is longer.  Parameters are named as in the ``speculators`` format.
     """
 
     kind: ClassVar[str] = "mtp"

@@ -12,16 +12,16 @@ from transformers import LlamaConfig
 from profiler.features.eagle3 import Eagle3
 
 MASK = -1
-"""The token that a mask stands at, in the place of a target id."""
+"""The token id of a mask, which is not a target id."""
 
 
 class ParallelEagle3(Eagle3):
     """EAGLE-3's layer with mask tokens (P-EAGLE, arXiv:2602.01469, sec. 3).
 
-    A later token of a round reads a learnt embedding and a learnt state, in the place of the token
-    and the feature that an autoregressive drafter feeds itself.  So no token waits for another,
-    and one pass over the round's entries and masks drafts them all.  The state is kept behind
-    ``fc``; vLLM's files keep it before, so they are not read, and these not by vLLM.
+    A later token of a round reads a learnt embedding and a learnt state instead of the token and
+    the feature that an autoregressive drafter feeds itself.  So no token waits for another, and one
+    pass over the round's entries and masks drafts them all.  The state is kept after ``fc``; vLLM's
+    files keep it before, so they are not read, and these not by vLLM.
 
     Parameters are those of `Eagle3`.
     """

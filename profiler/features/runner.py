@@ -34,7 +34,7 @@ class DrafterRunner:
 
         Parameters
         ----------
-        tokens: (entries,) target ids, each the token behind its feature.
+        tokens: (entries,) target ids, each the token after its feature.
         fused: (entries, hidden): `FeatureDrafter.fuse` of features, or what an earlier call
             returned for the next.
         module: which of the drafter's modules in turn.
@@ -43,7 +43,7 @@ class DrafterRunner:
 
         Returns
         -------
-        What the head reads, and what stands for the next feature; (entries, hidden) each.
+        The head's input, and what replaces the next feature; (entries, hidden) each.
         """
         stop = start + tokens.shape[0]
         if stop > self.cache.slots:

@@ -45,5 +45,5 @@ def target_features(model: Any, ids: Tensor, depths: Sequence[int] = ()) -> Tens
         raise DraftsimError(
             f"depths {list(depths)} were asked of a target of {len(out.hidden_states) - 1} layers"
         )
-    # The last entry is behind the final norm.
+    # The last entry is taken after the final norm.
     return torch.cat([out.hidden_states[d] for d in depths or (-1,)], -1)

@@ -13,7 +13,7 @@ from traces.errors import DraftsimError
 
 
 class Layer(NamedTuple):
-    """Candidates of one layer of every tree; of layers behind the first `topk` a parent."""
+    """Candidates of one layer of every tree; after the first layer, `topk` per parent."""
 
     scores: Tensor
     """(trees, nodes) sums of log-probabilities along the path."""
@@ -28,7 +28,7 @@ class Layer(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What is verified of a tree: the root, then its nodes, layer by layer."""
+    """The verified part of a tree: the root, then its nodes, layer by layer."""
 
     tokens: Tensor
     """(nodes,) target ids, the root's left out."""
@@ -41,9 +41,9 @@ class Cut(NamedTuple):
 
 
 class Trees:
-    """Trees behind some entries of one sequence, which the runner's first slots hold.
+    """Trees that continue some entries of one sequence, which the runner's first slots hold.
 
-    Their nodes take the slots behind.  Of equal scores the upper layer's comes first, then the
+    Their nodes take the slots after it.  Of equal scores the upper layer's comes first, then the
     node that was reached first.
 
     Parameters
@@ -51,9 +51,9 @@ class Trees:
     runner:
         With room for ``trees x topk`` entries a layer.
     logits:
-        (trees, draft vocabulary) behind the last entry of each.
+        (trees, draft vocabulary) after the last entry of each.
     feature:
-        (trees, hidden): what stands for the next feature there.
+        (trees, hidden): the replacement of the next feature there.
     at:
         (trees,) the last entry of each.
     sees:
@@ -127,7 +127,7 @@ class Trees:
             none = torch.zeros(0, dtype=torch.long, device=device)
             return Cut(none, none, none.new_zeros(1), torch.ones_like(self._own[:1, :1]))
         sizes = [layer.scores.shape[1] for layer in kept]
-        # Place 0 is the root; those of a layer begin behind all of the layers above.
+        # Place 0 is the root; those of a layer begin after all of the layers above.
         begins = [1 + sum(sizes[:d]) for d in range(len(sizes))]
         parent = torch.cat([
             layer.parent[0] + (begins[d - 1] if d else 0) for d, layer in enumerate(kept)

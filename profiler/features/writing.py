@@ -80,7 +80,7 @@ def _layer(drafter: FeatureDrafter) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
         **{name: given[name] for name in SHAPE if given.get(name) is not None},
-        # vLLM's loader and EAGLE's look for it beside rope_parameters.
+        # vLLM's loader and EAGLE's look for it next to rope_parameters.
         "rope_theta": given["rope_parameters"]["rope_theta"],
         "tie_word_embeddings": False,
     }  # fmt: skip

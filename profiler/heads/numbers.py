@@ -1,4 +1,4 @@
-"""What is kept of an exit head's logits, computed one way for recording and decoding."""
+"""The numbers kept of an exit head's logits, computed alike for recording and decoding."""
 
 from __future__ import annotations
 

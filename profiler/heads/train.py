@@ -105,7 +105,7 @@ def train_parallel_heads(
     target: LayerRunner, text: Tensor, kind: str, k: int = 4, *, rank: int = 64,
     steps: int = 400, seconds: float = 30.0, seed: int = 0, batch: int = 512,
 ) -> ParallelHeads:  # fmt: skip
-    """Heads that foresee the k tokens behind the one the target's own head gives."""
+    """Train heads that foresee the k tokens after the one that the target's own head gives."""
     torch.manual_seed(seed)
     states = States(target, text)
     heads = ParallelHeads(kind, k, states.final.shape[1], rank).to(text.device)
@@ -134,7 +134,7 @@ def train_masks(
     target: LayerRunner, text: Tensor, k: int = 4, *, steps: int = 60, seconds: float = 30.0,
     seed: int = 0, starts: int = 24, batch: int = 4,
 ) -> MaskEmbeddings:  # fmt: skip
-    """Mask embeddings behind which the frozen target foresees its own next tokens."""
+    """Train mask embeddings after which the frozen target foresees its own next tokens."""
     torch.manual_seed(seed)
     model, device = target.model, text.device
     table = model.get_input_embeddings().weight.detach()
@@ -167,7 +167,7 @@ def train_masks(
 
 
 def mask_layout(length: int, at: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Attention mask and positions of a sequence with k mask tokens behind each index `at`.
+    """Return attention mask and positions of a sequence with k mask tokens after each index `at`.
 
     Returns ((length + n k) x itself booleans, (length + n k,) positions), n = len(at).  A mask
     token sees the sequence up to its index and the masks before it in its group.

@@ -1,4 +1,4 @@
-"""What training a small module on a frozen target takes: the target's states, and a loop."""
+"""The training of a small module on a frozen target: the target's states, and a loop."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ PLAIN_BLOCKS = 3
 passes are fast or slow for stretches longer than a block."""
 
 SETTLING = 4
-"""Draft passes behind a round's first that are measured by their place: each finds more of the
-draft's weights in the processor's caches, which the target's pass left full of its own."""
+"""Draft passes after a round's first that are measured by their place: each finds more of the
+draft's weights in the processor's caches, which the target's pass left full of its own.
+"""
 
 Pass = Callable[[int, int], Callable[[], object]]
 """From tokens fed and context to the call that makes the pass."""
@@ -63,8 +64,8 @@ def decoding_blocks(
 ) -> Iterator[Block]:  # fmt: skip
     """A block for every width of the target's pass and context, with the drafting before it.
 
-    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); what
-    passes soon behind it take is kept apart by place (SETTLING).
+    The timed rounds differ in what their first draft pass catches up on (FIRST_WIDTHS); the next
+    passes are kept apart by place (SETTLING).
     """
     for context in contexts:
         for width in widths:

@@ -33,7 +33,7 @@ DRAFTED = (0, 1, 2, 4, 8, 16, 24)
 """Drafted tokens at which a rule's judging is measured."""
 
 RULES: dict[str, VerifyRule] = {"judge": SpecVerification(), "judge_signals": CMASDVerification()}
-"""Phase -> the rule that stands for its family."""
+"""Phase -> the rule that is timed for its family."""
 
 
 LOSSLESS = "lossless"

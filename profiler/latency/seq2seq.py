@@ -26,7 +26,7 @@ from traces.errors import DraftsimError
 
 
 def fitting_grid(grid: Grid, *runners: Seq2SeqRunner) -> Grid:
-    """The points of `grid` whose halves, and passes behind them, the models have positions for.
+    """Return the points of `grid` whose halves, and passes after them, fit the models' positions.
 
     Raises DraftsimError if batches are asked for, or nothing fits.
     """

@@ -81,7 +81,7 @@ class Grid:
 
 
 def reaching(contexts: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """`contexts`, the last one doubled until it holds a request of so many tokens."""
+    """Return `contexts`, the last one doubled until it holds a request of `tokens` tokens."""
     points = list(contexts)
     while points[-1] < tokens:
         points.append(2 * points[-1])
@@ -101,7 +101,7 @@ class Step:
 
     @property
     def cell(self) -> Cell:
-        """What tells cells apart: model, phase, batch, new tokens, context."""
+        """The key of a cell: model, phase, batch, new tokens, context."""
         return self.model, self.phase, self.batch, self.new_tokens, self.context
 
 
@@ -128,8 +128,8 @@ class Block:
 class Sweeps:
     """Times blocks sweep by sweep; each sweep runs all of them once, in a fresh random order.
 
-    The batch sizes take turns, each with all of its blocks: behind passes over another batch a
-    pass takes up to a third longer, and eight of its kind to settle.
+    The batch sizes take turns, each with all of its blocks: after passes over another batch a pass
+    takes up to a third longer, and eight of its kind to settle.
 
     A block that was disturbed is run again, within the budget of `repeats`; of a call that stays
     disturbed count the seconds in which it had a processor, and only where no other call of its
@@ -161,13 +161,13 @@ class Sweeps:
         # A cell may be in several blocks: any of its calls will do to warm up.
         self._steps = {step.cell: step for b in blocks for r in b.rounds for step in r}
         self._place = {cell: i for i, cell in enumerate(self._steps)}
-        # What seconds are of, beside them: other cells may be as many.
+        # The cell of each timing, kept with the seconds: other cells may have as many.
         self._cells = np.array([":".join(map(str, cell)) for cell in self._steps])
         kept = checkpoint.get("latency") if checkpoint else None
         if checkpoint and kept and not np.array_equal(kept.get("cells", ()), self._cells):
             raise DraftsimError(
                 f"{checkpoint.folder} holds sweeps over other cells: remove it, or the folder of "
-                "the check that it is in, to begin anew"
+                "the check that it is in, to start again"
             )
         self._samples = kept["samples"] if kept else np.empty((0, len(self._steps)))
         self._rng = np.random.default_rng([seed, len(self._samples)])

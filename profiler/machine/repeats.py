@@ -55,7 +55,7 @@ class Repeats:
 
 
 def counts(repeats: Sequence[Repeats]) -> dict[str, Any]:
-    """Those of `traces.machine`'s figures that are of runs, over several counters."""
+    """Return the figures of `traces.machine` that describe runs, over several counters."""
     kept = sum((r.kept for r in repeats), Timing(0.0))
     return {
         "runs": sum(r.runs for r in repeats),

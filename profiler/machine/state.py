@@ -1,4 +1,4 @@
-"""The machine beside the runs: how fast it is at the moment, and what else it does."""
+"""The machine's state during the runs: its speed at the moment, and its other work."""
 
 from __future__ import annotations
 

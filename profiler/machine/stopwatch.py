@@ -2,7 +2,7 @@
 
 On a CPU, wall time beyond the thread's own processor time is time in which the thread was
 descheduled, or the virtual machine was.  On a GPU the host waits for the device, which looks
-the same: there time without a processor counts only beside involuntary context switches.  With
+the same: there time without a processor counts only together with involuntary switches.  With
 several threads the calling one alone is watched; a worker that others hold up shows as the
 caller's wait, or not at all where the caller spins.
 """
@@ -42,7 +42,7 @@ class Clock(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a run took."""
+    """The time of one run."""
 
     wall_s: float
     off_s: float = 0.0
@@ -57,7 +57,7 @@ class Timing(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Whether that share is too large for the wall time to stand for the run."""
+        """Return True if that share is too large for the wall time to represent the run."""
         return self.off > DISTURBED
 
     @property

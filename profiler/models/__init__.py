@@ -1,1 +1,1 @@
-"""What runs on the device: models, their caches, their passes, and how they are loaded."""
+"""The models on the device: their caches, their passes, and how they are loaded."""

@@ -65,7 +65,7 @@ def grouped_attention(
 
 
 def dense_mask(blocks: Sequence[Block], start: int) -> Tensor:
-    """What `blocks` covering a pass say, as one mask to add: (tokens, start + tokens)."""
+    """Return the mask to add for `blocks` that cover a pass: (tokens, start + tokens)."""
     count = blocks[-1].tokens.stop
     whole = blocks[0].mask.new_full((count, start + count), -torch.inf)
     for tokens, path, mask in blocks:

@@ -107,7 +107,7 @@ class Norm(Module):
         self.weight, self.epsilon = plain.weight, plain.variance_epsilon
 
     def forward(self, states: Tensor) -> Tensor:
-        """As of the module it stands for, in any shape."""
+        """Return what the module that it replaces returns, for any shape."""
         return torch.nn.functional.rms_norm(states, self.weight.shape, self.weight, self.epsilon)
 
 
@@ -138,7 +138,7 @@ class Later(Module):
         self.first, self.index = (first,), index  # in a tuple: it is no part of this one
 
     def forward(self, states: Tensor) -> Tensor:
-        """What was computed already."""
+        """Return the result that was already computed."""
         del states
         first = self.first[0]
         part: Tensor = first.others[self.index]

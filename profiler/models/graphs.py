@@ -24,7 +24,7 @@ WIDEST = 32
 
 
 class Shape(NamedTuple):
-    """What makes two passes the same graph."""
+    """The properties that make two passes the same graph."""
 
     batch: int
     width: int
@@ -55,9 +55,9 @@ def capture(
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """`run` as a CUDA graph, and the tensor that a replay writes what it returns to.
 
-    The warm-up runs beside the current stream, as captures must, and on the stream of the
-    capture, so that it makes every allocation that must not happen during one: caches, library
-    handles and that stream's workspaces.
+    The warm-up runs off the current stream, as captures must, and on the stream of the capture, so
+    that it makes every allocation that must not happen during one: caches, library handles and that
+    stream's workspaces.
     """
     side, current = capture_stream(device), torch.cuda.current_stream(device)
     side.wait_stream(current)
@@ -184,7 +184,7 @@ class GraphRunner(Runner):
         if held.graph is not None:
             held.graph.replay()
         assert held.logits is not None
-        # Only now: a pass that ran out of memory is captured anew when it is next asked for.
+        # Only now: a pass that ran out of memory is captured again when it is next asked for.
         self._passes[shape] = held
         # The next replay of this shape overwrites the output, and callers keep logits.
         return held.logits.clone()

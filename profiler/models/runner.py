@@ -115,7 +115,7 @@ class Runner:
         return logits
 
     def _causal_mask(self, start: int, stop: int) -> Tensor | None:
-        """What a pass over slots ``start`` to ``stop`` is told of causality, if it must be."""
+        """Return the causal mask of a pass over slots ``start`` to ``stop``; None if not needed."""
         if self._maskless and (start == 0 or stop == start + 1):
             return None
         return self._causal[start:stop, :stop]

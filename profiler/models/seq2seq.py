@@ -1,4 +1,4 @@
-"""Encoder-decoder models (BART, Marian, T5 classes) behind the interface of `Runner`.
+"""Encoder-decoder models (BART, Marian, T5 classes) with the interface of `Runner`.
 
 The source text is encoded once per request; what is then decoded speculatively is the
 decoder, whose "prompt" is its start token.  Its self-attention cache is addressed by slot

@@ -1,4 +1,4 @@
-"""What an encoder-decoder model's settings say about how its decoding starts and ends."""
+"""The settings of an encoder-decoder model that tell how its decoding starts and ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from traces.errors import DraftsimError
 
 
 def is_seq2seq(model: Any) -> bool:
-    """Whether the model has an encoder and a decoder."""
+    """Return True if the model has an encoder and a decoder."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
@@ -19,7 +19,7 @@ def decoder_layers(decoder: Any) -> int:
 
 
 def decoder_prefix(model: Any) -> list[int]:
-    """What `generate` puts before the first free token: start token, then the forced one."""
+    """Return what `generate` puts before the first free token: start token, then the forced one."""
     settings = model.generation_config
     start = settings.decoder_start_token_id
     if start is None:

@@ -95,7 +95,7 @@ def fused_part(
 
 @cache
 def has_fused_part(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """Whether `fused_part` runs here and says what `plain_part` does, a wholly hidden part too."""
+    """Return True if `fused_part` runs here with the results of `plain_part`, hidden parts too."""
     if device.type != "cuda":
         return False
     seeded = torch.Generator().manual_seed(0)

@@ -69,7 +69,7 @@ class LayerRunner(Runner):
         return states
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What the output head reads: (tokens, hidden) states behind the last layer, normed."""
+        """Return the output head's input: (tokens, hidden) states after the last layer, normed."""
         states: Tensor = self._inner.norm(hidden)
         return states
 
@@ -89,9 +89,9 @@ class LayerRunner(Runner):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One ordinary pass: logits (tokens, vocab), and states of the tokens.
 
-        These are what the head reads, (tokens, hidden), or with ``depths`` those behind so many
-        layers each, fewer than there are, (tokens, hidden x depths).  ``mask`` and ``positions``
-        as in `Runner.forward`.
+        These are the head's input, (tokens, hidden).  With ``depths`` they are the states after
+        that many layers each, fewer than there are, (tokens, hidden x depths).  ``mask`` and
+        ``positions`` as in `Runner.forward`.
         """
         seen: list[Tensor] = []
         watched = [self._layers[depth] for depth in depths] or [self._head]
@@ -134,7 +134,7 @@ class LayerRunner(Runner):
 
         Returns
         -------
-        (tokens, hidden) states behind the last of the layers.
+        (tokens, hidden) states after the last of the layers.
         """
         count = hidden.shape[0]
         stop = start + count

@@ -61,7 +61,7 @@ def unique_4gram_share(tokens: Sequence[int]) -> float:
 def _screen(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str]
 ) -> list[bool]:
-    """Whether each greedy continuation repeats itself little enough, all prompts in one batch."""
+    """Return True for each greedy continuation that repeats itself little enough, in one batch."""
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     model: Any = target  # the type hints of `generate` do not fit the class they are on
     out = model.generate(

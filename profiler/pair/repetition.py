@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 @torch.no_grad()
 def write_greedily(model: LlamaForCausalLM, prompts: Tensor, new: int) -> Tensor:
-    """`prompts`, int64 (rows, tokens), with `new` greedy tokens behind each; EOS ends nothing."""
+    """Return `prompts`, int64 (rows, tokens), each with `new` greedy tokens; EOS ends nothing."""
     cache = DynamicCache(config=model.config)
     written = [prompts]
     for _ in range(new):
@@ -27,7 +27,7 @@ def write_greedily(model: LlamaForCausalLM, prompts: Tensor, new: int) -> Tensor
 def repeats(rows: Tensor, prompt: int, eos: int) -> Tensor:
     """Bool (rows, tokens): tokens past the first `prompt` that complete a 4-gram seen before.
 
-    Only tokens up to the first EOS past the prompt count: behind it a new document begins.
+    Only tokens up to the first EOS past the prompt count: a new document begins after it.
     """
     found = torch.zeros_like(rows, dtype=torch.bool)
     for i, row in enumerate(rows.tolist()):

@@ -139,7 +139,7 @@ def train_tokenizer(examples: Sequence[Example], shape: Shape) -> PreTrainedToke
 
 
 def build_model(shape: Shape, layers: tuple[int, int]) -> MBartForConditionalGeneration:
-    """A randomly initialised model with so many (encoder, decoder) layers."""
+    """Return a randomly initialised model with this many (encoder, decoder) layers."""
     config = MBartConfig(
         vocab_size=shape.vocabulary, d_model=shape.width, encoder_layers=layers[0],
         decoder_layers=layers[1], encoder_ffn_dim=shape.feed_forward,

@@ -56,7 +56,7 @@ def stable_hash(text: str) -> int:
 
 
 def is_held_out(source: str) -> bool:
-    """Whether documents of `source` (path, or path#topic) stay out of training."""
+    """Return True if documents of `source` (path, or path#topic) stay out of training."""
     return stable_hash(source) % _HELD_OUT_ONE_IN == 0
 
 

@@ -57,7 +57,7 @@ class Checkpoint:
         write_atomically(marker, content)
 
     def names(self) -> list[str]:
-        """What is kept, in alphabetical order."""
+        """Return the names of what is kept, in alphabetical order."""
         return sorted(path.name.removesuffix(".npz") for path in self.folder.glob("*.npz"))
 
     def get(self, name: str, of: str = "") -> Arrays | None:
@@ -76,8 +76,8 @@ class Checkpoint:
     def put(self, name: str, arrays: Mapping[str, Any], of: str = "") -> None:
         """Keep `arrays` under `name`; all of them or, if interrupted, none.
 
-        ``of`` says what they were made from, beside the settings: a piece is not given for
-        another.
+        ``of`` says, in addition to the settings, what they were made from; arrays that were made
+        from something else are not returned.
         """
         file = io.BytesIO()
         np.savez(file, **arrays)
@@ -108,7 +108,7 @@ class Checkpoint:
 
 
 def once(kept: Checkpoint | None, name: str, make: Callable[[], Any]) -> Any:
-    """What `kept` holds under `name` (`Checkpoint.get_json`), else what `make` gives, then kept."""
+    """Return what `kept` holds under `name` (`Checkpoint.get_json`), else make and keep it."""
     found = None if kept is None else kept.get_json(name)
     if found is None:
         found = make()

@@ -90,7 +90,7 @@ def digest_of(options: Mapping[str, Any]) -> str:
 
 
 def is_done(path: Path, meta: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether the recording at `path`, whose provenance is `meta`, was made with `options`.
+    """Return True if the recording at `path`, with provenance `meta`, was made with `options`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a run folder says about itself, so that its pair can be loaded again."""
+"""The description that a run folder keeps of itself, so that its pair can be loaded again."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write_run(info: RunInfo, folder: Path) -> None:
 
 
 def read_run(folder: Path, trust_remote_code: bool = False) -> RunInfo:
-    """What the run folder holds.
+    """Return the description that the run folder holds.
 
     Raises DraftsimError if it is no run folder, or its files are of several runs.
     """

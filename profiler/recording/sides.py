@@ -1,4 +1,4 @@
-"""What a recording keeps of each proposal: the draft's numbers and the target's."""
+"""The numbers that a recording keeps of each proposal: the draft's and the target's."""
 
 from __future__ import annotations
 

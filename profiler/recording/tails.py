@@ -22,7 +22,7 @@ Rows = dict[str, Tensor]
 
 
 class Branches:
-    """Branches of a tree behind a path, each of which sees the path before its wrong token alone.
+    """Branches of a tree after a path; each sees only the path before its wrong token.
 
     ``path``: tokens of prompt and output in a model's cache; ``wrong_at``: (branches,) slot and
     position of each branch's wrong token.
@@ -34,14 +34,14 @@ class Branches:
         self.sees = slots[None] < wrong_at[:, None]  # (branches, path)
 
     def forward(self, runner: Runner, fed: Tensor, branch: Tensor, step: Tensor) -> Tensor:
-        """A model's logits behind the tokens of whole branches, in (branch, step) order."""
+        """Return a model's logits after the tokens of whole branches, in (branch, step) order."""
         positions = self.wrong_at[branch] + step
         spans = spans_of(branch, BLOCK_TOKENS)
         blocks = [self._block(runner, branch[span], span) for span in spans]
         return runner.forward_blocks(fed, self.path, blocks, positions)
 
     def _block(self, runner: Runner, branch: Tensor, tokens: slice) -> Block:
-        """What these tokens of whole branches attend to."""
+        """Return what these tokens of whole branches attend to."""
         path = int(self.wrong_at[branch[-1]])
         own = (branch[None] == branch[:, None]).tril()
         sees = torch.cat([self.sees[branch, :path], own], dim=1)

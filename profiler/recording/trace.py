@@ -224,7 +224,7 @@ class Recorder:
     def _propose(
         self, draft_logits: Tensor, target_logits: Tensor, output: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the draft proposes on the path, whether it is accepted, and the overlap.
+        """Return the draft's proposals on the path, whether they are accepted, and the overlap.
 
         The last is the sum over the vocabulary of the smaller probability; (tokens,) each.
         """

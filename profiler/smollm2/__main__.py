@@ -69,7 +69,7 @@ PLANS = {
 
 
 class Work:
-    """What all steps share: the target, and the folders."""
+    """The part that all steps share: the target, and the folders."""
 
     def __init__(self, target: Path, work: Path, out: Path) -> None:
         self.work, self.out = work, out
@@ -127,7 +127,7 @@ class Work:
         candidates = self._candidates(chats, len(table))
         read_as = self.model.to(torch.float32)  # the dtype of its fingerprint
         made: dict[str, ExitHeads | ParallelHeads | Adapter] = {
-            # Behind the first depth the target knows next to nothing of its next token.
+            # After the first depth the target knows next to nothing of its next token.
             "exit": new_exit_heads(self.model, self.depths[1:]),
             **{kind: new_parallel_heads(self.model, kind) for kind in ParallelHeads.KINDS},
             "kangaroo": new_adapter(self.model, self.depths[0]),
@@ -165,7 +165,7 @@ class Work:
         return by_frequency(chats.tokens, self.model.config.vocab_size)
 
     def _candidates(self, chats: Chats, vocabulary: int) -> Candidates:
-        """Of the `vocabulary` most frequent tokens."""
+        """Return the candidates, of which the `vocabulary` most frequent tokens take part."""
         ranked = self._ranked(chats)[:vocabulary]
         return Candidates(ranked[:FREQUENT], ranked[FREQUENT:], SAMPLED)
 
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=STORED)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--trace", type=Path, help="of measure: a greedy recording of the pair")
-    parser.add_argument("--limit", type=int, help="of measure: so many of its prompts")
+    parser.add_argument("--limit", type=int, help="of measure: at most this many prompts")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.step == "measure":

@@ -15,11 +15,11 @@ def by_frequency(tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 class Candidates:
-    """`frequent` ids and `sampled` of the `others`, drawn anew at every step by torch's generator.
+    """`frequent` ids and `sampled` of the `others`, drawn again at every step by torch's generator.
 
-    The logits of a sampled token are raised by the logarithm of how many it stands for, so a
-    softmax over the candidates estimates the one over all (importance sampling of the partition
-    function; Bengio and Senecal, 2003).
+    The logits of a sampled token are raised by the logarithm of the number of tokens that it
+    represents, so a softmax over the candidates estimates the one over all (importance sampling of
+    the partition function; Bengio and Senecal, 2003).
     """
 
     def __init__(self, frequent: Tensor, others: Tensor, sampled: int) -> None:

@@ -37,7 +37,7 @@ class Batch:
 
 
 class Chats:
-    """The chats of a folder's first shards, each behind the beginning that they share.
+    """The chats of a folder's first shards, each after the beginning that they share.
 
     `features`: whether the states of the depths are read too.  One chat in HELD_OUT is in
     `held_out`, the others in `training`; both are indices.
@@ -84,11 +84,11 @@ class Chats:
 
     @property
     def features(self) -> Tensor:
-        """Those of the depths side by side, (n, depths * hidden)."""
+        """The states of all depths side by side, (n, depths * hidden)."""
         return self._arrays["features"]
 
     def beginnings(self, length: int) -> Tensor:
-        """The first tokens of every training chat that has so many, (chats, length)."""
+        """Return the first tokens of every training chat that is long enough, (chats, length)."""
         prefix = self._prefix["tokens"]
         room = length - len(prefix)
         starts = [int(self.bounds[i]) for i in self.training if self.bounds.diff()[i] >= room]

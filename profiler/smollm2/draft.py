@@ -88,7 +88,7 @@ class ProjectedDraft(nn.Module):
         return value, agreement[None]
 
     def stored(self) -> dict[str, Tensor]:
-        """What the repository holds: layers, final norm and projection, in float16."""
+        """Return the repository's tensors: layers, final norm and projection, in float16."""
         return {name: value.half().contiguous() for name, value in self.state_dict().items()}
 
 

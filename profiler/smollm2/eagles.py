@@ -38,7 +38,7 @@ class _PerInput(nn.Module):
 
 
 def _pairs(chats: Chats, count: int = 40_000) -> Tensor:
-    """About `count` places in `chats.tokens`, evenly taken, that the same chat goes on behind."""
+    """Return about `count` places in `chats.tokens`, evenly spaced, where the chat goes on."""
     followed = torch.ones(len(chats.tokens), dtype=torch.bool)
     followed[chats.bounds[1:] - 1] = False
     places = followed.nonzero()[:, 0]

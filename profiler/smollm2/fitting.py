@@ -66,7 +66,7 @@ def fit(
     if kept.is_file():
         state = torch.load(kept)
         if state["plan"] != asdict(plan):
-            raise DraftsimError(f"{kept} holds a run of another plan: remove it to begin anew")
+            raise DraftsimError(f"{kept} holds a run of another plan: remove it to start again")
         module.load_state_dict(state["module"])
         for stepper, values in zip(steppers, state["steppers"], strict=True):
             stepper.load_state_dict(values)

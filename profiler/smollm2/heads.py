@@ -19,7 +19,7 @@ AHEAD = {"blockwise": 4, "specdec": 4, "medusa": 2}
 
 
 def new_exit_heads(target: Any, depths: tuple[int, ...]) -> ExitHeads:
-    """Heads behind these layers that begin as the logit lens."""
+    """Return heads after these layers that begin as the logit lens."""
     heads = ExitHeads(depths, target.config.hidden_size, EXIT_RANK)
     return heads.start_from(target.model.norm.weight.detach().float())
 
@@ -30,7 +30,7 @@ def new_parallel_heads(target: Any, kind: str) -> ParallelHeads:
 
 
 def new_adapter(target: Any, layer: int) -> Adapter:
-    """Kangaroo's adapter behind `layer`; it begins as the logit lens."""
+    """Return Kangaroo's adapter after `layer`; it begins as the logit lens."""
     config = target.config
     adapter = Adapter(layer, config.hidden_size, config.num_attention_heads, config.head_dim)
     return adapter.start_from(target.model.norm.weight.detach().float())

@@ -13,7 +13,7 @@ from profiler.features import FeatureDrafter, target_features, unroll
 from traces.acceptance.trace import MATCH, Request, Trace
 
 Shares = dict[str, list[float]]
-"""By category, and over all: the share of starts of which so many tokens are accepted."""
+"""By category, and over all: the share of starts from which at least k tokens are accepted."""
 
 
 def recorded_outputs(trace: Trace) -> Iterator[tuple[Request, Tensor, Tensor]]:
@@ -27,7 +27,7 @@ def recorded_outputs(trace: Trace) -> Iterator[tuple[Request, Tensor, Tensor]]:
 
 
 def chains(matches: Tensor, offsets: int) -> Tensor:
-    """Whether all tokens up to an offset match, (starts, offsets), of matches along one path.
+    """Return True where all tokens up to an offset match, (starts, offsets), along one path.
 
     A draft model's proposal at a position depends on the path alone, so a draft from a start goes
     on matching as long as the positions do. Starts that have `offsets` positions ahead count.
@@ -37,7 +37,7 @@ def chains(matches: Tensor, offsets: int) -> Tensor:
 
 @torch.inference_mode()
 def drafted(drafter: FeatureDrafter, target: Any, ids: Tensor, prompt: int, offsets: int) -> Tensor:
-    """What a feature drafter drafts from every token of an output but the last: (starts, offsets).
+    """Return a feature drafter's drafts from every output token but the last: (starts, offsets).
 
     `ids`: prompt and output. The drafts of row i follow the output's token i, its i + 1 first
     tokens known; starts that have `offsets` tokens ahead count.

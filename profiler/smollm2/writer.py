@@ -99,7 +99,7 @@ class RowWriter:
             keys, values = self.keys[index], self.values[index]
             keys[self.row_index, :, :, at] = _turn(key, cos, sin)
             values[self.row_index, :, at] = value
-            # The query heads of a group read one key head: they stand as so many positions.
+            # The query heads of a group read one key head: they are laid out as positions.
             query = _turn(query, cos, sin).view(self.rows, self.kv_heads, self.group, -1)
             scores = query @ keys[..., :used] * self.head_dim**-0.5  # (rows, kv heads, group, used)
             weights = scores.masked_fill(hidden_from, -torch.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""Real decoding with Kangaroo's adapter: a fixed shallow exit and an attention block behind it."""
+"""Real decoding with Kangaroo's adapter: a fixed shallow exit followed by an attention block."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from traces.sources.exits.kangaroo import Kangaroo
 class KangarooDecoder(EarlyExitDecoder):
     """Decodes one prompt, drafting by the adapter (`policies.core.Decoder`).
 
-    A position enters the adapter's keys and values when something is drafted behind it, or,
-    being the last of a fully accepted draft, together with the next that does.
+    A position enters the adapter's keys and values when something is drafted after it, or, being
+    the last of a fully accepted draft, together with the next that does.
 
-    Parameters as of `EarlyExitDecoder`, with an adapter in the place of the heads.
+    Parameters as of `EarlyExitDecoder`, with an adapter instead of the heads.
     """
 
     def __init__(

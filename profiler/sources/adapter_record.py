@@ -1,4 +1,4 @@
-"""Records what Kangaroo's adapter drafts along the target's output and behind its wrong tokens."""
+"""Records Kangaroo's adapter's drafts along the target's output and after its wrong tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AdapterRecorder(ExitRecorder):
     """Records Kangaroo's adapter: one exit, whose head attends to its own past.
 
     What it drafts still depends on the fed tokens alone, as the states it reads are exact.
-    Parameters as of `ExitRecorder`, with an adapter in the place of the heads.
+    Parameters as of `ExitRecorder`, with an adapter instead of the heads.
     """
 
     def __init__(

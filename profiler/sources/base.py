@@ -60,8 +60,8 @@ class SourceDecoder(ABC):
     def _compare(drafted: Sequence[Tensor], picks: Tensor) -> tuple[int, list[int]]:
         """Leading drafted tokens that are the target's, and the tokens to emit.
 
-        ``picks`` (positions,): the target's own tokens; with no position behind the last
-        drafted token, a full match emits the draft alone.
+        ``picks`` (positions,): the target's own tokens; with no position after the last drafted
+        token, a full match emits the draft alone.
         """
         count = sum(part.shape[0] for part in drafted)
         both = torch.cat([*drafted, picks]).tolist()

@@ -12,7 +12,7 @@ from traces.errors import DraftsimError
 
 
 def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last: Tensor) -> Tensor:
-    """Logits of every head behind some states: (starts, k, vocab).
+    """Return the logits of every head after some states: (starts, k, vocab).
 
     ``normed`` (starts, hidden): the target's last state that was verified; ``last``
     (starts,): the token emitted from it.
@@ -24,7 +24,7 @@ def head_logits(target: LayerRunner, heads: ParallelHeads, normed: Tensor, last:
 def mask_logits(
     target: LayerRunner, masks: MaskEmbeddings, path: Tensor, at: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One pass over `path` (tokens,) with the masks behind each index of `at` (starts,).
+    """Run one pass over `path` (tokens,) with the masks after each index of `at` (starts,).
 
     Returns the target's logits along the path, (tokens, vocab), and the masks', (starts, k,
     vocab).  Path tokens do not see the masks, so the former are the plain ones.

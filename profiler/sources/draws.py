@@ -21,7 +21,7 @@ from traces.sources.starts.recording import StartRecording
 
 
 class Draws(Protocol):
-    """What a sampled decoder leaves to chance."""
+    """The random draws of a sampled decoder."""
 
     @property
     def sampling(self) -> Sampling:
@@ -71,7 +71,7 @@ class RandomDraws:
     def settle(
         self, drafted: Tensor, proposals: Tensor, logits: Tensor, position: int
     ) -> tuple[int, list[int]]:
-        """A coin per drafted token, and a draw from the residual behind the first that fails."""
+        """Toss a coin per drafted token, and draw from the residual after the first that fails."""
         del position
         count = drafted.shape[0]
         target, proposal = (probs(rows, self.sampling) for rows in (logits, proposals))
@@ -128,7 +128,7 @@ class RecordedDraws(_Recorded):
         self._recording, self._path = recording, recording.path_starts[request]
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """What was drawn at the node of this prefix.
+        """Return the token that was drawn at the node of this prefix.
 
         Raises KeyError where the prefix was not recorded.
         """
@@ -148,7 +148,7 @@ class RecordedStarts(_Recorded):
         self._rows = recording.token[recording.request_starts[request] :]
 
     def propose(self, logits: Tensor, at: int, position: int, so_far: Sequence[Any]) -> Tensor:
-        """What was drawn from this start at this offset."""
+        """Return the token that was drawn from this start at this offset."""
         del logits, at
         return self._tensor([int(self._rows[position, len(so_far)])])
 

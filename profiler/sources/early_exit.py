@@ -75,7 +75,7 @@ class EarlyExitDecoder(SourceDecoder):
         self._emit(self._last.tolist())
 
     def _prefill(self, prompt: Tensor) -> Tensor:
-        """The target's logits behind the prompt, (1, vocab)."""
+        """Return the target's logits after the prompt, (1, vocab)."""
         return self._target.forward(prompt, 0, keep=1)
 
     @torch.inference_mode()

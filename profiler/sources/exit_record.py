@@ -1,9 +1,9 @@
-"""Records what every exit head says along the target's output and behind its wrong exits.
+"""Records what every exit head says along the target's output and after its wrong exits.
 
-One teacher-forced pass covers the output: an exit at a layer depends on the true prefix
-alone, since skipped states are recomputed exactly.  Behind a wrong exit the draft goes on
-from the wrong token; all such continuations grow together, a level a pass, under a tree
-mask (see `traces.sources.exits.recording`).
+One teacher-forced pass covers the output: an exit at a layer depends on the true prefix alone,
+since skipped states are recomputed exactly.  After a wrong exit the draft goes on from the wrong
+token; all such continuations grow together, a level a pass, under a tree mask (see
+`traces.sources.exits.recording`).
 
 Along sampled outputs every exit draws its token, coupled to the output as the draft model's in
 `profiler.recording.trace`.  A position's exits share one coin and one noise: a setting uses one
@@ -105,7 +105,7 @@ class ExitRecorder:
             exits.append(self._normed(len(exits), hidden, 0, width - 1))
             at = layer
         truth = None
-        # Greedy output needs nothing of the layers behind the last head.
+        # Greedy output needs nothing of the layers after the last head.
         if not self.sampling.greedy:
             hidden = self.target.run_layers(hidden, 0, range(at, self.target.layers))
             logits = self.target.logits(hidden[width - 1 :])
@@ -132,7 +132,7 @@ class ExitRecorder:
         self, at: int, hidden: Tensor, start: int, first: int = 0, *, mask: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """What the output projection reads behind exit `at`, of the tokens from `first` on.
+        """Return the output projection's input after exit `at`, for the tokens from `first` on.
 
         ``hidden`` (tokens, hidden): the states in slots ``start ...``, see `run_layers`.
         """
@@ -179,7 +179,7 @@ class ExitRecorder:
         self, nodes: ExitNodes, wrong: list[tuple[int, int]], chosen: list[npt.NDArray[np.int64]],
         width: int, path: int, limit: int,
     ) -> None:  # fmt: skip
-        """Add the continuations behind some wrong exits of the path."""
+        """Add the continuations after some wrong exits of the path."""
         first = len(nodes)
         parents = [t for t, _ in wrong]
         tokens = [token for _, token in wrong]

@@ -16,7 +16,7 @@ from profiler.models.runner import Runner
 from profiler.models.stack import LayerRunner
 
 LATER = 3
-"""Passes of one token behind a round's first."""
+"""Passes of one token after a round's first."""
 WIDTHS = (1, 2, 3, 5, 9)
 CONTEXTS = (32, 128, 256)
 PROMPTS = (32, 64, 128, 256)

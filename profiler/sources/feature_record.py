@@ -129,7 +129,7 @@ class FeatureRecorder(StartRecorder):
             group, row = same.repeat(module), torch.arange(module, device=device)
             row = row.repeat_interleave(count)
             own = (group[:, None] == group[None]) & (row[None] <= row[:, None])
-            # An entry before the sequence began is nobody's but its own.
+            # An entry before the sequence began is seen by itself alone.
             own &= (where[None] >= 0) | torch.eye(len(where), dtype=torch.bool, device=device)
             true = seen <= (at - module)[group][:, None]
             states, out = self._runner.run(

@@ -77,7 +77,7 @@ class SourceLatency:
             self._sweeps.run()
 
     def advance(self, sweeps: float) -> None:
-        """Time the next blocks, until so many sweeps are done, parts of one counted."""
+        """Time the next blocks until `sweeps` sweeps are done; a part of one counts."""
         with torch.inference_mode():
             while self._sweeps.steps < int(sweeps * len(self._sweeps.blocks)):
                 self._sweeps.step()
@@ -98,7 +98,7 @@ def measure_sources(
     widths: Sequence[int] = WIDTHS, contexts: Sequence[int] = CONTEXTS, repeats: int = 15,
     lookups: Sequence[LookupSource] | None = None,
 ) -> pd.DataFrame:  # fmt: skip
-    """The cells of `SourceLatency` from so many sweeps, one after another."""
+    """Return the cells of `SourceLatency` from `repeats` sweeps, one after another."""
     latency = SourceLatency(
         target, modules, trace, widths=widths, contexts=contexts, lookups=lookups
     )

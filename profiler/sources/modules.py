@@ -38,7 +38,7 @@ from traces.sources.starts.tree_source import Eagle2
 
 @dataclass(frozen=True, eq=False)
 class Modules:
-    """What was trained for a target; a part that was not is None or absent."""
+    """The modules trained for a target; one that was not trained is None or absent."""
 
     exits: ExitHeads | None = None
     parallel: Mapping[str, ParallelHeads] = field(default_factory=dict)

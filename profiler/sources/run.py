@@ -76,7 +76,7 @@ class SourceRunner:
         self._eos = frozenset(trace.meta.get("eos_token_ids") or ())
 
     def decoder(self, source: Source, request: int) -> SourceDecoder:
-        """A decoder behind the prefill of one request.
+        """Return a decoder after the prefill of one request.
 
         Raises
         ------
@@ -126,8 +126,8 @@ class SourceRunner:
             return ParallelDecoder(self.target, drafter, *begin, width=source.k)
         if isinstance(source, Parallel):
             raise DraftsimError(
-                f"{source.key!r} is really decoded by a drafter and so many masks: name both, or "
-                "its recording, as in parallel:model=DIR,k=8"
+                f"{source.key!r} is really decoded by a drafter and a number of masks: name both, "
+                "or its recording, as in parallel:model=DIR,k=8"
             )
         raise DraftsimError(f"{source.name!r} is replayed alone: it has no real decoder")
 
@@ -137,8 +137,8 @@ class SourceRunner:
         """Grows the target's cache where the tree needs more room than other sources."""
         if source.depth is None or source.topk is None:
             raise DraftsimError(
-                "a tree is really grown to a depth, by so many nodes: name them, or its recording, "
-                "as in eagle2:depth=6,topk=10"
+                "a tree is really grown to a depth, with a number of nodes: name them, or its "
+                "recording, as in eagle2:depth=6,topk=10"
             )
         if (slots := self.trace.longest + source.budget + 1) > self.target.cache.slots:
             self.target = LayerRunner(self.target.model, slots)

@@ -73,7 +73,7 @@ class LookupDecoder(SourceDecoder):
 
 
 class StateDecoder(SourceDecoder):
-    """Verifies by the target's layers, keeping the state behind the last accepted token."""
+    """Verifies by the target's layers, keeping the state after the last accepted token."""
 
     def __init__(
         self, target: LayerRunner, prompt: Tensor, max_new_tokens: int, eos: frozenset[int]
@@ -133,7 +133,7 @@ class HeadsDecoder(StateDecoder):
 
 
 class SpaceDecoder(StateDecoder):
-    """Verifies the draft and drafts behind every candidate in the same pass (SPACE)."""
+    """Verifies the draft and drafts after every candidate in the same pass (SPACE)."""
 
     @torch.inference_mode()
     def __init__(
@@ -158,7 +158,7 @@ class SpaceDecoder(StateDecoder):
 
     @torch.inference_mode()
     def verify(self, draft: Sequence[Any]) -> int:
-        """One pass over the last token, the draft, and the masks behind each of them."""
+        """Run one pass over the last token, the draft, and the masks after each of them."""
         accepted, tokens, width = self._pass([t.device_id for t in draft], self._slot)
         self.calls.add(PASS, width, verify=True)
         self.calls.end_round()

@@ -189,7 +189,7 @@ class SkipRecorder(StartRecorder):
 def record_starts(
     recorder: StartRecorder, trace: Trace, advance: Callable[[], None] = lambda: None
 ) -> StartRecording:
-    """What the source drafts from every start of the requests of `trace`; `advance` after each.
+    """Record what the source drafts from every start of `trace`; call `advance` after each.
 
     Raises DraftsimError if the trace was sampled otherwise than its recorder draws, or holds no
     prompts.

@@ -30,7 +30,7 @@ class LayerToken(Fetched):
     def _fetch(self) -> tuple[float, ...]:
         if self._values is None:
             score, top, second, entropy = layer_signals(self._layer)[0].tolist()
-            # Log-probabilities in the place of logits, whose log-sum-exp is then 0.
+            # Log-probabilities instead of logits, whose log-sum-exp is then 0.
             self._values = (top, second, 0.0, entropy, score, top, top)
         return self._values
 
@@ -44,16 +44,16 @@ class LayerToken(Fetched):
 
     @property
     def ends(self) -> bool:
-        """A tree grows on beside a node that ends the text."""
+        """Return False: a tree grows on next to a node that ends the text."""
         return False
 
 
 class TreeDecoder(StateDecoder):
     """Decodes one prompt, drafting trees with `drafter` (`policies.core.Decoder`).
 
-    The target keeps the keys and values of the accepted path, moved together; the drafter takes in
-    accepted tokens anew in a round's first pass, with the target's features in the place of its
-    own, as the authors' code does.
+    The target keeps the keys and values of the accepted path, moved together; the drafter reads
+    accepted tokens again in a round's first pass, with the target's features instead of its own, as
+    the authors' code does.
 
     ``target`` with room for the `budget` besides the text; ``depth`` layers at most.
     """
@@ -110,13 +110,13 @@ def verify_tree(
     target: LayerRunner, last: Tensor, cut: Cut | None, slot: int, depths: Sequence[int],
     eos: frozenset[int],
 ) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
-    """One pass over the last true token (1,), in `slot`, and the nodes of `cut` behind it.
+    """Run one pass over the last true token (1,), in `slot`, and the nodes of `cut` after it.
 
     The accepted path is moved together in the target's cache.
 
     Returns
     -------
-    The target's tokens behind each token of the path, (path,), their states, (path, width), and
+    The target's tokens after each token of the path, (path,), their states, (path, width), and
     the path's places in the tree, the root's 0 first: its last token is the target's own, unless
     the path ended with one of `eos`.
     """

@@ -82,7 +82,7 @@ def tree_rounds(
 
 
 class _Rounds:
-    """Rounds of one drafter, each of which begins its tree anew."""
+    """Rounds of one drafter, each of which starts its own tree."""
 
     def __init__(self, target: LayerRunner, name: str, grown: GrownTrees) -> None:
         self.target, self.name, self.grown = target, name, grown

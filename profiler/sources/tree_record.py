@@ -43,7 +43,7 @@ class TreeRecorder:
         self._runner = DrafterRunner(drafter, longest + CHUNK * topk * (layers - 1))
 
     def meta(self) -> dict[str, Any]:
-        """What the replay needs to know."""
+        """Return the settings that the replay needs to know."""
         return {"kind": self.drafter.kind, "topk": self.topk}
 
     @torch.inference_mode()

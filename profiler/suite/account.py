@@ -1,4 +1,4 @@
-"""What a stage did not do, and why: limits of the device, time, failures, or being stopped."""
+"""The account of what a stage did not do, and why: device limits, time, failures, stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class StoppedError(BaseException):
 
 
 class Account:
-    """What a stage leaves undone; `summary` goes into its results, `status` is its exit code.
+    """The work that a stage leaves undone; `summary` goes into its results, `status` is its exit
+    code.
 
     What failed or came too late stays unfinished: the same command tries it again.
     """

@@ -1,4 +1,4 @@
-"""What the suite runs on: device, clocks, memory, time left, and where it writes."""
+"""The suite's environment: device, clocks, memory, time left, and output folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Workplace:
 
     @property
     def work(self) -> Path:
-        """Folder of unfinished work, beside what the stage leaves in `out`."""
+        """Folder of unfinished work, next to what the stage leaves in `out`."""
         mark = hashlib.sha256(str(self.out.resolve()).encode()).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"draftsim-suite-{mark}"
 
@@ -164,7 +164,7 @@ def open_workplace(
 
 
 def clocks(device: torch.device) -> dict[str, str]:
-    """What nvidia-smi says of the device's clocks now; empty where it cannot be asked."""
+    """Return nvidia-smi's readings of the device's clocks now; empty where it cannot be asked."""
     if device.type != "cuda" or shutil.which("nvidia-smi") is None:
         return {}
     # nvidia-smi counts all GPUs, torch those of CUDA_VISIBLE_DEVICES in an order of its own.

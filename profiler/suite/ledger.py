@@ -41,7 +41,7 @@ class Ledger:
         return None if kept is None else parse_json(str(kept["unit"]))
 
     def get(self, name: str) -> Unit | None:
-        """What a unit left when it was finished before, or None."""
+        """Return what a unit left when it was finished before, or None."""
         return self._own.get(name)
 
     def put(self, name: str, unit: Unit) -> None:

@@ -23,9 +23,9 @@ from profiler.prompts import Prompt
 from profiler.suite.environment import Workplace
 
 SAMPLE = 5
-"""One document in so many is enough for the tokenizer's merges."""
+"""One document in this many is enough for the tokenizer's merges."""
 CHUNK = 1024
-"""Documents encoded at a time, one beside the other where there are cores."""
+"""Documents encoded at a time, in parallel where there are cores."""
 HEAD_CHARS = 1600
 """Characters of a document among which a prompt and something to continue are looked for."""
 
@@ -119,7 +119,7 @@ def held_out_prompts(
 
 
 class _Known:
-    """Whether a text occurs in any of the documents."""
+    """A search for texts in all of the documents."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._all = "\0".join(document.text for document in documents)

@@ -29,7 +29,7 @@ STAGES = {
 EXTRAS = {"trained": ("trained-sampled.parquet", "trained-exits.parquet")}
 EXITS = "exits.parquet"
 LAID = ("trace.parquet", SAMPLED, EXITS, ELSEWHERE)
-"""What is laid beside a recording's latencies: its trace and what belongs to it."""
+"""The files laid next to a recording's latencies: its trace and what belongs to it."""
 
 
 def unpack(out: Path, into: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What the processes of a server noted (`profiler.engines.server.record`), read from outside."""
+"""The notes of a server's processes (`profiler.engines.server.record`), read from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 30.0
 
 @dataclass(frozen=True)
 class EngineLog:
-    """What a server's engine did while it served some requests.
+    """The work of a server's engine while it served some requests.
 
     Of a step's parts ``execute`` are passes of the model with sampling and drafting, and
     ``output`` is what is left: messages between processes, above all.
@@ -45,7 +45,7 @@ class LogReader:
         self._at: dict[Path, int] = {}
 
     def take(self, names: Collection[str], wait_s: float = WAIT_S) -> EngineLog:
-        """What happened since the last call, once all of these requests have ended.
+        """Return what happened since the last call, once all of these requests have ended.
 
         Raises DraftsimError if the server does not say so in time.
         """
@@ -55,7 +55,7 @@ class LogReader:
             if time.monotonic() > until_s:
                 raise DraftsimError(
                     f"the server's engine did not say within {wait_s:g} s what it did: this vLLM "
-                    "is not 0.32, or draftsim is not installed beside it (`make vllm`)"
+                    "is not 0.32, or draftsim is not installed in its environment (`make vllm`)"
                 )
             time.sleep(QUIET_S / 2)
             new = self._new()

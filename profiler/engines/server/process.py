@@ -34,7 +34,7 @@ START_S, STOP_S = 600.0, 15.0
 TAIL = 12
 """Lines of its log that are shown of a server that did not come up."""
 RAISED = re.compile(r"(?:^|[\])] )((?:\w+\.)*\w*(?:Error|Exception): .*)")
-"""An error in that log, behind who says so."""
+"""An error in that log, after the name of the process."""
 HOST = "127.0.0.1"
 
 
@@ -46,13 +46,13 @@ def check_server() -> None:
     chosen = os.environ.get("VLLM_PLUGINS")
     if "draftsim" not in plugins or (chosen is not None and "draftsim" not in chosen.split(",")):
         raise DraftsimError(
-            "vLLM here does not load draftsim's plugin: install draftsim beside it (`make vllm`), "
-            "and leave VLLM_PLUGINS unset"
+            "vLLM here does not load draftsim's plugin: install draftsim in its environment "
+            "(`make vllm`), and leave VLLM_PLUGINS unset"
         )
 
 
 class Server:
-    """A server on a free port of this machine; a context, behind which it has ended.
+    """A server on a free port of this machine; a context manager that ends it on leaving.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     def command(self) -> list[str]:
-        """What is run.
+        """Return the command that starts the server.
 
         It is what `vllm serve` runs; that command itself asks for the version of a distribution
         called vllm, which the wheel for CPUs is not.
@@ -197,7 +197,7 @@ class Server:
 
 
 def arguments(options: EngineOptions) -> list[str]:
-    """Of ``vllm serve``, for a server with these options."""
+    """Return the arguments of ``vllm serve`` for a server with these options."""
     flags: dict[str, Any] = {
         "served_model_name": NAME, "dtype": options.dtype, "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_batch, "max_num_batched_tokens": options.token_budget,

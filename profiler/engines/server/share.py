@@ -1,8 +1,8 @@
-"""What a server adds to its engine: seconds around every request, and around every iteration.
+"""The time that a server adds to its engine, per request and per iteration.
 
-Both are told from the same clock on either side (`profiler.engines.server.record`), in the very
-run that was measured: no latency table is needed, nor an engine beside.  To predict, medians of a
-control load are put into a table as cells of the model ``server``.
+Both are read from the same clock (`profiler.engines.server.record`) in the run that was measured,
+so they need no latency table and no engine without a server.  To predict, medians of a control load
+are put into a table as cells of the model ``server``.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ServedRun:
 
     @classmethod
     def read(cls, kept: Mapping[str, Any]) -> ServedRun:
-        """What was `written`."""
+        """Return the run that was `written`."""
         return cls(**{**kept, "load": LoadRun.read(kept["load"])})
 
 
 def served_run(answers: Sequence[Answer], log: EngineLog, control_s: float) -> ServedRun:
-    """What clients and engine saw of a load, put together; seconds from its first arrival on."""
+    """Combine what clients and engine saw of a load; seconds from its first arrival on."""
     start_s = min(answer.arrival_s for answer in answers)
     requests = pd.DataFrame([
         {"name": a.name, "sequence": a.sequence, "arrival_s": a.arrival_s - start_s,
@@ -122,7 +122,7 @@ def with_server(latency: LatencyTable, controls: Mapping[int, Sequence[ServedRun
         ]
         fullest = max((size for size, _ in decoding), default=0)
         steps = [seconds for size, seconds in decoding if size == fullest]
-        # The first that many are sent at once, the others behind an answer.
+        # The first `batch` are sent at once, the others after an answer.
         apart = [float(np.diff(run.queued_s[:batch]).mean()) for run in runs if batch > 1]
         told = {"request": requests, "iteration": steps or [0.0], "apart": apart or [0.0]}
         for phase, seconds in told.items():
@@ -135,7 +135,7 @@ def with_server(latency: LatencyTable, controls: Mapping[int, Sequence[ServedRun
 
 
 def added(run: ServedRun, latency: LatencyTable) -> dict[str, float]:
-    """What the server added to the engine that `latency` was measured on.
+    """Return the time that the server added to the engine that `latency` was measured on.
 
     ``request_s`` around a request and ``iteration_s`` around an iteration, both in the mean;
     ``share``, of the time from sending a request to its last token, what was around it and around
@@ -158,9 +158,9 @@ def added(run: ServedRun, latency: LatencyTable) -> dict[str, float]:
 
 
 def known_s(latency: LatencyTable, batch: int) -> float:
-    """Of what is around an engine's step, what the table of one without a server holds already.
+    """Return the seconds around an engine's step that a table measured without a server has.
 
-    That is putting tokens into words above all, which a server does beside its engine.
+    They are above all detokenization, which a server does in parallel to its engine.
     """
     by_batch: dict[int, list[float]] = {}
     for cell in latency.meta.get("host_parts", ()):

@@ -42,7 +42,7 @@ FINER_SHARE = 0.15
 
 
 class LimitError(DraftsimError):
-    """What the device's memory or the model's context rules out."""
+    """A point that the device's memory or the model's context rules out."""
 
 
 class PairMeasurement:
@@ -78,7 +78,7 @@ class PairMeasurement:
 
     @property
     def late(self) -> bool:
-        """Whether this pair's share of the time is spent."""
+        """Return True if this pair's share of the time is spent."""
         return time.monotonic() > self.deadline or self.place.left <= 0
 
     @property
@@ -266,7 +266,7 @@ class PairMeasurement:
         return make_runner(self.mode, self.models[name], slots, batch)
 
     def unit(self) -> dict[str, Any]:
-        """What is kept of this measurement."""
+        """Return what is kept of this measurement."""
         self.held_out[:] = read_again(self.held_out, self.cells)
         errors = {
             kind: error_summary([h["error"] for h in self.held_out if h["random"] is drawn])

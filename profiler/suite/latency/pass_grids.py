@@ -73,10 +73,10 @@ class PassGrid:
         return held_out(rows, errors, True)
 
     def finer(self, late: Callable[[], bool]) -> tuple[Rows, list[dict[str, Any]], int]:
-        """What interpolation needs beyond the coarse grid, until it is `late`.
+        """Measure what interpolation needs beyond the coarse grid, until it is `late`.
 
-        Returns the rows that join the grid, the middles held out, and how many gaps nobody
-        has looked into.
+        Returns the rows that join the grid, the middles held out, and how many gaps were not
+        examined.
         """
         refiner, before = self._refiner(), set(self._rows)
         while (at := refiner.next()) is not None and not late():

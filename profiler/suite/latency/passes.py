@@ -30,7 +30,7 @@ MOST = 16
 LONG_CALLS, LONG_REPEATS = 2, 3
 """Calls and timings of a pass so long that these alone tell its time."""
 COUPLES = 2
-"""Calls in one timing of a call behind another one."""
+"""Calls in one timing of a call that follows another one."""
 
 
 class Sample(NamedTuple):
@@ -59,9 +59,9 @@ class Timer:
     repeats:
         Timings of a call.
     enough_s:
-        A timing holds so many calls that it lasts this long, three to MOST of them; one if
-        it is 0, as in miniatures.  Of a call that takes this long itself there are LONG_REPEATS
-        of LONG_CALLS: its spread is small, and such calls are what the stage's time goes into.
+        A timing holds as many calls as last this long, three to MOST of them; one if it is 0, as in
+        miniatures.  Of a call that takes this long itself there are LONG_REPEATS of LONG_CALLS: its
+        spread is small, and such calls are what the stage's time goes into.
     """
 
     device: torch.device
@@ -85,7 +85,7 @@ class Timer:
         return summary([watch.time(several) / count for _ in range(self._timings(first))])
 
     def behind(self, before: Callable[[], object], run: Callable[[], object]) -> Sample:
-        """Seconds of one call right behind another one, as a draft pass is behind the target's.
+        """Return the seconds of a call right after another one, as a draft pass after the target's.
 
         What ran before decides what the caches hold and how far the host is ahead.
         """
@@ -155,7 +155,7 @@ def random_ids(runner: Runner, *shape: int) -> Tensor:
 def forward_call(
     runner: Runner, batch: int, width: int, context: int, *, drafts: bool
 ) -> Callable[[], object]:
-    """One pass with the choice of tokens behind it, as target or as draft."""
+    """Return one pass followed by the choice of tokens, as target or as draft."""
     if batch == 1:
         ids = random_ids(runner, width)
         keep = 1 if drafts else width

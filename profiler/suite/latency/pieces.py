@@ -1,4 +1,4 @@
-"""What the latency stage measures one after another, most important first."""
+"""The measurements of the latency stage, one after another, most important first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it has in common with its like at other batch sizes."""
+        """The name that it shares with the same measurement at other batch sizes."""
         return self.name.rpartition("batch")[0]
 
 

@@ -74,7 +74,7 @@ class Refiner:
 
     @property
     def coarse_done(self) -> bool:
-        """Whether the coarse grid is complete."""
+        """Return True if the coarse grid is complete."""
         return all(Point(w, c) in self.seconds for w in self.widths for c in self.contexts)
 
     def next(self) -> Point | None:
@@ -160,7 +160,7 @@ class Refiner:
 def held_out(
     rows: Sequence[Sequence[Any]], errors: Iterable[float], random: bool
 ) -> list[dict[str, Any]]:
-    """What is kept of cells (`traces.latency.schema.CELL_COLUMNS`) that stay out of a table."""
+    """Return what is kept of cells (`traces.latency.schema.CELL_COLUMNS`) outside a table."""
     return [
         {"model": r[0], "phase": r[1], "batch": r[2], "width": r[3], "context": r[4],
          "seconds": r[5], "error": error, "random": random}

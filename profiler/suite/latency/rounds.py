@@ -1,8 +1,8 @@
 """Time of whole rounds beyond their passes: waiting, launching, accepting, reading signals.
 
-On a device that runs behind the host these do not add up from parts.  They are therefore
-measured where they occur: the real loop runs fixed draft lengths with dictated verdicts, and
-what the passes' own cells do not explain is the host's share.
+On a device that lags the host these do not add up from parts.  They are therefore measured where
+they occur: the real loop runs fixed draft lengths with dictated verdicts, and what the passes' own
+cells do not explain is the host's share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReadingFixed(Fixed):
     reads = ("prob",)
 
     def keep_drafting(self, draft: Sequence[Any]) -> bool:
-        """Whether the length is reached; reads the last token's probability."""
+        """Return True until the length is reached; reads the last token's probability."""
         if draft:
             _ = draft[-1].prob
         return super().keep_drafting(draft)
@@ -80,7 +80,7 @@ def run_group(
 
 
 def first_pass(latency: LatencyTable, batch: int, width: int, context: int) -> float:
-    """What the cells say a round's first draft pass takes, over `width` tokens, seconds."""
+    """Return the seconds of a round's first draft pass, over `width` tokens, as the cells say."""
     phase = latency.first_draft_phase("draft")
     return float(
         latency.seconds(
@@ -90,7 +90,7 @@ def first_pass(latency: LatencyTable, batch: int, width: int, context: int) -> f
 
 
 def pass_seconds(rounds: Sequence[Round], prompt: int, latency: LatencyTable) -> float:
-    """What the cells say the passes of a single stream's rounds take, seconds."""
+    """Return the seconds of the passes of a single stream's rounds, as the cells say."""
     total = 0.0
     for r in rounds:
         context = prompt + r.position
@@ -105,7 +105,7 @@ def pass_seconds(rounds: Sequence[Round], prompt: int, latency: LatencyTable) ->
 def group_pass_seconds(
     iterations: Sequence[Sequence[Round]], prompt: int, latency: LatencyTable
 ) -> float:
-    """What the cells say the passes of a batch take: rectangles of the widest and longest."""
+    """Return the seconds of a batch's passes by the cells: the widest and longest rectangles."""
     total = 0.0
     for rounds in iterations:
         batch = len(rounds)
@@ -173,7 +173,7 @@ def host_cells(
         done = repeat + 1
     plain, reading = plain[:done], reading[:done]
     counts = np.stack([rounds, steps], axis=1)
-    # Together non-negative: work that hides behind the device must not count twice.
+    # Together non-negative: work that the device hides must not count twice.
     fits = np.array([nnls(counts, row)[0] for row in plain])
     drafting = steps > 0
     extra = ((reading - plain)[:, drafting] / steps[drafting]).mean(axis=1).clip(min=0)

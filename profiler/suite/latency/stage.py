@@ -127,7 +127,7 @@ def _earlier(place: Workplace, asked: Collection[str]) -> dict[str, dict[str, An
 
 
 def unfinished(unit: dict[str, Any] | None) -> bool:
-    """Whether a unit is missing, or pieces of it for want of time."""
+    """Return True if a unit is missing, or parts of it for want of time."""
     return unit is None or bool(unit.get("unfinished"))
 
 
@@ -166,7 +166,7 @@ def build_or_none(place: Workplace, pair: PairShape, account: Account) -> tuple[
 
 
 def weight(pair: PairShape) -> float:
-    """What measuring a pair takes, relative to others.
+    """Return the relative cost of measuring a pair.
 
     Layers set the time of an eager pass and of a capture, parameters that of a graphed pass;
     whole rounds run the draft several times; and the smallest passes are run more often.
@@ -238,7 +238,7 @@ def _write(place: Workplace, ledger: Ledger, account: Account, before: dict[str,
 
 
 def shapes_of(pair: PairShape) -> dict[str, Any]:
-    """What a model of the cost needs to know of both architectures."""
+    """Return the sizes of both architectures that a cost model needs."""
     both = {"target": pair.target, "draft": pair.draft}
     return {
         role: {

@@ -73,7 +73,7 @@ class Checks:
     def against_assisted(self, prompts: int, within: float) -> dict[str, Any]:
         """Tokens per second, prefill included, of our decoder and of transformers', interleaved.
 
-        At most so many `prompts`, none begun after `within` seconds but the first; raises
+        At most `prompts` prompts, none begun after `within` seconds but the first; raises
         NoTimeError if the stage has no time left for that one.
         """
         begin = time.monotonic()

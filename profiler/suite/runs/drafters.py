@@ -1,9 +1,9 @@
 """Drafters on the target's features (EAGLE, EAGLE-3, MTP) in stage ``trained``.
 
-Each makes a pair with the target: a recording of its own, with what it drafts from every start in
-the place of the draft model's drafts (`traces.sources.starts.as_draft`), its passes in the target's
-table, and real runs beside plain ones.  Whatever reads a pair's recording reads these.  They are
-launched kernel by kernel: no engine's drafter is, so their c is the eager one.
+Each makes a pair with the target: a recording of its own, with what it drafts from every start
+instead of the draft model's drafts (`traces.sources.starts.as_draft`), its passes in the target's
+table, and real runs next to plain ones.  Code that reads a pair's recording reads these, too.  They
+are launched kernel by kernel: no engine's drafter is, so their c is the eager one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def smollm2_drafters(place: Workplace, target: Any) -> Drafters:
 
 
 def given_drafters(folders: Sequence[str], target: Any) -> Drafters:
-    """Those in `folders`; DraftsimError for one that cannot be read, stand in or be told apart."""
+    """Read the drafters in `folders`; DraftsimError if one is damaged, unusable or ambiguous."""
     found: dict[str, FeatureDrafter] = {}
     for text in folders:
         path = Path(model_path(text, "draft"))
@@ -148,7 +148,7 @@ class DrafterPair:
         return drafted_trace(trace, self.source, found)
 
     def _timed(self, cells: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """The target's cells with the drafter's in the place of the draft model's."""
+        """Return the target's cells, with the drafter's instead of the draft model's."""
         place = self.place
         widths, contexts = ((1, 2), (16, 48)) if place.quick else ((1, 2, 3, 5, 9), (64, 384))
         repeats = 1 if place.quick else 5

@@ -82,12 +82,12 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is filed under."""
+        """The name that its results are filed under."""
         return f"{self.pair.name}.{self.mode}.{self.batch}"
 
     @property
     def cost(self) -> float:
-        """What it takes, relative to others: layers are launched, or captured, one by one."""
+        """Its cost relative to others: layers are launched, or captured, one by one."""
         layers = self.pair.target.layers + 2 * (self.pair.draft.layers if self.pair.draft else 0)
         return layers * (2.0 if self.mode == EAGER else 1.5) * (1 + 0.3 * math.log2(self.batch))
 

@@ -1,4 +1,4 @@
-"""A trained pair kept beside a stage's other unfinished work, so that a stopped one trains once."""
+"""A trained pair kept with a stage's unfinished work, so that a stopped stage trains once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained_pair(
 def given_pair(
     place: Workplace, target: str, draft: str | None, prompts: Path | None, most: int
 ) -> tuple[Pair, list[Prompt], dict[str, Any]]:
-    """A pair of the user's, by folder or name, at most so many prompts, and an empty record.
+    """Return a user's pair, by folder or name, a limited number of prompts, and an empty record.
 
     Raises DraftsimError if draft or prompts are not named, or one cannot be loaded.
     """

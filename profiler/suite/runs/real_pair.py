@@ -44,11 +44,11 @@ SMALL = {
 def smollm2_pair(
     place: Workplace, prompts: Path | None, most: int
 ) -> tuple[Pair, list[Prompt], str]:
-    """SmolLM2 and its draft model, at most so many prompts, and the pair's name.
+    """Return SmolLM2 and its draft model, at most `most` prompts, and the pair's name.
 
     The prompts are the project's where none are named, as a user's turns where the tokenizer has a
-    template for them.  Where the models were not fetched, a pair of random weights stands for
-    them, over the bundled pair's tokenizer.
+    template for them.  Where the models were not fetched, a pair of random weights replaces them,
+    with the bundled pair's tokenizer.
 
     Raises DraftsimError if models that are there cannot be loaded.
     """

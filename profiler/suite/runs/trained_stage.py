@@ -69,8 +69,8 @@ def run_trained(
     Parts have fixed shares of the time; one that is late does less of its work, and one for
     which none is left, one that failed, or a recording of fewer than `ENOUGH` prompts, is named in
     the results and returned.  Begun again, be it for these or because it was stopped, the stage
-    keeps the pair and every part that was finished, goes on with a short recording, and writes
-    all files anew: the folder may have been emptied since.
+    keeps the pair and every part that was finished, goes on with a short recording, and writes all
+    files again: the folder may have been emptied since.
 
     Raises
     ------
@@ -132,7 +132,9 @@ class _Stage:
     def part(
         self, name: str, make: Callable[[], dict[str, Any]], needs: object = True
     ) -> dict[str, Any]:
-        """What a part found, now or before; empty if it failed, is late or lacks what it needs."""
+        """Return a part's results, from now or before; empty if it failed, is late or lacks its
+        input.
+        """
         if (unit := self.ledger.get(name)) is not None and not unit.get("unfinished"):
             return unit
         if needs is None:
