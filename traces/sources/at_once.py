@@ -77,7 +77,7 @@ def rounds_at_once(
 
 
 def _calls(decoder: StartReplay, log: RoundLog) -> npt.NDArray[np.void]:
-    """Return the calls, other than drafter passes, of the rounds of a source recorded by start."""
+    """What the rounds of a source recorded by start ran besides passes of a drafter."""
     drafted, forwards = (log.rounds[n].astype(np.int64) for n in ("drafted", "draft_forwards"))
     each, ones = np.arange(len(forwards)), np.ones_like(forwards)
     parts: list[Counted] = []

@@ -28,7 +28,7 @@ class Steps:
 
 
 def layer_calls(tape: ExitTape, steps: Steps, positions: Ints) -> list[Counted]:
-    """Return the layers and output heads of rounds that each verify `positions` positions."""
+    """Layers and output heads of rounds that each verify so many positions."""
     record, at = tape.recording, tape.choices[steps.node]
     depth = np.where(at < 0, tape.deepest, np.array(record.exit_layers)[at])
     rounds = np.arange(len(positions))

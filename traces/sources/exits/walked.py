@@ -27,14 +27,14 @@ READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob"
 class ExitPlaces(Places):
     """Every output position of a trace, with what a setting of early exit drafts from there.
 
-    A row is a token that was run up to its exit: the path's rows in order, and after each wrong one
-    the recorded tail.  So a draft is a slice of rows.  The last one may be `vain`: asked for, but
-    it reaches the depth bound and yields no token.
+    A row is a token that was run up to its exit: those of the path in their order, and behind
+    each wrong one the tail that was recorded.  So a draft is a slice of rows, of which the last
+    may be `vain`: asked for, but it reaches the depth bound and yields no token.
 
     Parameters
     ----------
     stand_in:
-        Go on along the path where nothing was recorded after a wrong exit
+        Go on along the path where nothing was recorded behind a wrong exit
         (`traces.sources.exits.early_exit.StandInExit`).
     longest:
         Tokens that are asked for at most.
@@ -68,7 +68,7 @@ class ExitPlaces(Places):
         self._columns: Floats | None = None
 
     def _ends(self, node: Ints) -> Bools:
-        """Return True where a draft ends with the token asked for at a node."""
+        """Whether a draft ends with what is asked for at each node."""
         at = self.tape.choices[node]
         return (at < 0) | np.isin(self.tape.recording.argmax[node, at], self._eos)
 
@@ -161,7 +161,7 @@ def _heads(tape: ExitTape, steps: Steps) -> Counted:
 
 
 def _next(which: Bools) -> Ints:
-    """Return, for each position, the index of the first True at or after it; the last is True."""
+    """Of every position the next, itself included, that is one of `which`; the last one is."""
     places = np.where(which, np.arange(len(which)), len(which))
     found: Ints = np.minimum.accumulate(places[::-1])[::-1]
     return found

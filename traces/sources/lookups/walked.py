@@ -1,4 +1,4 @@
-"""Lookups: the rounds of a policy whose draft lengths do not depend on the drafted tokens."""
+"""Lookups: the rounds of a policy that drafts so many tokens, whatever they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft trees: the rounds of a policy whose depths do not depend on the drafted tokens."""
+"""Draft trees: the rounds of a policy that grows so many layers, whatever they are."""
 
 from __future__ import annotations
 
