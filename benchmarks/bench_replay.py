@@ -25,8 +25,9 @@ from policies import (
     Oracle,
 )
 from policies.core import DraftPolicy
+from policies.together import PerRequest
 from simulator.serving.arrivals import Job
-from simulator.serving.sequence import EngineState, ServedSequence
+from simulator.serving.sequence import EngineState, ServedSequence, Slot, step
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.replay.lanes import replay_many
@@ -70,9 +71,15 @@ def looped(trace: Trace, policy: DraftPolicy) -> int:
 
 
 def served(trace: Trace, policy: DraftPolicy) -> int:
-    jobs = [Job(0.0, i, r.prompt_length, r.tokens) for i, r in enumerate(trace.requests)]
-    sequences = [ServedSequence(trace, job, MAX_GAMMA, EngineState()) for job in jobs]
-    return sum(1 for sequence in sequences for _ in sequence.rounds(policy.fresh()))
+    together, rounds = PerRequest(policy.for_run(), guarded=True), 0
+    for i, request in enumerate(trace.requests):
+        job = Job(0.0, i, request.prompt_length, request.tokens)
+        slot = Slot(i, job, 0.0, ServedSequence(trace, job, MAX_GAMMA, EngineState()))
+        slot.decoder.declare(policy.reads)
+        together.join(slot)
+        while not slot.decoder.ended:
+            rounds += len(step(together, [slot]))
+    return rounds
 
 
 def walked(trace: Trace, policy: DraftPolicy) -> int:

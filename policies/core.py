@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from policies.guard import SIGNALS as SIGNALS  # noqa: PLC0414
@@ -245,6 +245,30 @@ class Decoder(Protocol):
         ...
 
 
+def drafting(
+    willing: Callable[[list[Any]], bool], room: int, draft: list[Any], seen: list[Any],
+    reads: Collection[str] = (),
+) -> Iterator[list[Any]]:  # fmt: skip
+    """Draft one round: yield `draft` wherever it wants a token, which the caller appends to it.
+
+    Drafting ends once the draft has `room` tokens, its last token proposes EOS, the policy is not
+    `willing` to go on, or the caller had no token.
+
+    `willing` is shown `seen`: `draft` itself, where its tokens refuse what the policy does not
+    declare; else another list, which is filled with guarded tokens that show `reads` alone.
+    """
+    count = 0
+    while count < room and willing(seen):
+        yield draft
+        if len(draft) == count:
+            return
+        count += 1
+        if seen is not draft:
+            seen.append(Guarded(draft[-1], reads))
+        if draft[-1].ends:
+            return
+
+
 def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
     """Decode one sequence to its end, yielding a `Round` per verification.
 
@@ -276,17 +300,11 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             position = decoder.position
             if begin_round is not None:
                 begin_round(decoder.load)
-            draft: list[DraftToken] = []
+            draft: list[Any] = []
             seen: list[Any] = draft if declare is not None else []
-            while len(draft) < remaining - 1 and keep_drafting(seen):
-                token = draft_one(draft)
-                if token is None:
-                    break
-                draft.append(token)
-                if declare is None:
-                    seen.append(Guarded(token, policy.reads))
-                if token.ends:
-                    break
+            for so_far in drafting(keep_drafting, remaining - 1, draft, seen, policy.reads):
+                if (token := draft_one(so_far)) is not None:
+                    so_far.append(token)
             forwards = len(draft)
             if submit is not None:
                 drafted = submit(seen)

@@ -10,13 +10,13 @@ itself it makes the rounds of `policies.core.speculate`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 from policies.batch.base import BatchPolicy
-from policies.core import DraftPolicy, Load, Round, caught_up, own_copy
+from policies.core import DraftPolicy, Load, Round, caught_up, drafting, own_copy
 from policies.errors import DraftsimError
-from policies.guard import Guarded, UndeclaredSignal
+from policies.guard import UndeclaredSignal
 
 Policy = DraftPolicy | BatchPolicy
 Synchronise = Literal["ragged", "minimum", "mean"]
@@ -29,8 +29,9 @@ class Member:
     ----------
     name:
         What policies that tell sequences apart know it by.
-    draft:
-        The tokens drafted in this iteration; once drafting has ended, those to be verified.
+    draft, seen:
+        The tokens drafted in this iteration, and as the policy is shown them; once drafting has
+        ended, `draft` holds those to be verified.
     forwards, catch_up:
         Of `policies.core.Round`: draft passes of this iteration, and tokens that the first of the
         next draft has to process.
@@ -44,6 +45,9 @@ class Member:
     def __init__(self, name: Hashable) -> None:
         self.name = name
         self.draft: list[Any] = []
+        self.seen: list[Any] = []
+        self.drafting: Iterator[list[Any]] = iter(())
+        """Asks for the tokens of this iteration's draft (`policies.core.drafting`)."""
         self.forwards, self.catch_up, self.seat = 0, 1, -1
         self.policy: Any = None
 
@@ -58,6 +62,10 @@ class Member:
         outcome = Round(position, len(self.draft), accepted, emitted, forwards, behind)
         self.catch_up = caught_up(behind, forwards, accepted, self.takes_verified)
         return outcome
+
+
+def _always(draft: object) -> bool:
+    return True
 
 
 M = TypeVar("M", bound=Member)
@@ -104,28 +112,20 @@ class Together(ABC):
             If a policy reads a signal that it does not declare.
         """
         try:
-            caps = self._begin(members, load)
-            limits: dict[int, int] = {}
-            for member, cap in zip(members, caps, strict=True):
-                member.draft, member.forwards = [], 0
+            for member, cap in zip(members, self._begin(members, load), strict=True):
                 bounds = (cap, member.remaining - 1, self.longest)
-                limits[id(member)] = min(bound for bound in bounds if bound is not None)
-            # What the policies are shown.
-            seen: dict[int, list[Any]] = {id(m): m.draft if self.guarded else [] for m in members}
-            active = [m for m in members if limits[id(m)] > 0]
-            while active and (active := self._willing(members, active, seen)):
-                going_on = []
+                room = min(bound for bound in bounds if bound is not None)
+                member.draft = draft = []
+                member.seen = seen = draft if self.guarded else []
+                member.drafting = drafting(self._willing(member), room, draft, seen, self.reads)
+            active: Sequence[M] = members
+            while active := [m for m in active if next(m.drafting, None) is not None]:
+                if not self._agreed(members, active):
+                    break
                 for member, token in zip(active, more(active), strict=True):
-                    if token is None:
-                        continue
-                    member.draft.append(token)
-                    if not self.guarded:
-                        seen[id(member)].append(Guarded(token, self.reads))
-                    if len(member.draft) < limits[id(member)] and not token.ends:
-                        going_on.append(member)
-                active = going_on
-            shown = [seen[id(m)] for m in members]
-            for member, length in zip(members, self._submitted(members, shown), strict=True):
+                    if token is not None:
+                        member.draft.append(token)
+            for member, length in zip(members, self._submitted(members), strict=True):
                 member.forwards = len(member.draft)
                 del member.draft[length:]
         except UndeclaredSignal as error:
@@ -147,14 +147,18 @@ class Together(ABC):
     def _begin(self, members: Sequence[M], load: Callable[[M], Load]) -> Sequence[int | None]:
         """Begin an iteration; return the cap of each draft, None without one."""
 
-    @abstractmethod
-    def _willing(
-        self, members: Sequence[Member], active: Sequence[M], seen: dict[int, list[Any]]
-    ) -> list[M]:
-        """Return those of `active` that draft on."""
+    def _willing(self, member: Member) -> Callable[[list[Any]], bool]:
+        """Return what decides before each token if the member by itself drafts on."""
+        del member
+        return _always
+
+    def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
+        """Return True if `active`, the members that may draft on, all do."""
+        del members, active
+        return True
 
     @abstractmethod
-    def _submitted(self, members: Sequence[Member], seen: Sequence[list[Any]]) -> Sequence[int]:
+    def _submitted(self, members: Sequence[Member]) -> Sequence[int]:
         """Return how much of each draft is verified."""
 
     @abstractmethod
@@ -201,20 +205,16 @@ class PerRequest(Together):
                 member.policy.begin_round(load(member))
         return [None] * len(members)
 
-    def _willing(
-        self, members: Sequence[Member], active: Sequence[M], seen: dict[int, list[Any]]
-    ) -> list[M]:
-        return [m for m in active if m.policy.keep_drafting(seen[id(m)])]
+    def _willing(self, member: Member) -> Callable[[list[Any]], bool]:
+        keep_drafting: Callable[[list[Any]], bool] = member.policy.keep_drafting
+        return keep_drafting
 
-    def _submitted(self, members: Sequence[Member], seen: Sequence[list[Any]]) -> Sequence[int]:
-        return [m.policy.submit(shown) for m, shown in zip(members, seen, strict=True)]
+    def _submitted(self, members: Sequence[Member]) -> Sequence[int]:
+        return [m.policy.submit(m.seen) for m in members]
 
     def _observe(self, members: Sequence[Member], rounds: Sequence[Round]) -> None:
         for member, outcome in zip(members, rounds, strict=True):
-            shown = member.draft[: outcome.drafted]
-            if not self.guarded:
-                shown = [Guarded(token, self.reads) for token in shown]
-            member.policy.observe(outcome, shown)
+            member.policy.observe(outcome, member.seen[: outcome.drafted])
 
 
 class TruncateToMinimum(PerRequest):
@@ -236,11 +236,11 @@ class StopAtMean(PerRequest):
     A batch policy that stops on a mean over the batch needs no such style: run it `Jointly`.
     """
 
-    def _willing(
-        self, members: Sequence[Member], active: Sequence[M], seen: dict[int, list[Any]]
-    ) -> list[M]:
-        votes = sum(m.policy.keep_drafting(seen[id(m)]) for m in active)
-        return list(active) if 2 * votes >= len(active) else []
+    def _willing(self, member: Member) -> Callable[[list[Any]], bool]:
+        return _always
+
+    def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
+        return 2 * sum(m.policy.keep_drafting(m.seen) for m in active) >= len(active)
 
 
 class Jointly(Together):
@@ -261,14 +261,11 @@ class Jointly(Together):
         self._began = True
         return caps
 
-    def _willing(
-        self, members: Sequence[Member], active: Sequence[M], seen: dict[int, list[Any]]
-    ) -> list[M]:
-        drafts = [seen[id(m)] for m in members]
-        return list(active) if self.policy.keep_drafting(drafts) else []
+    def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
+        return self.policy.keep_drafting([m.seen for m in members])
 
-    def _submitted(self, members: Sequence[Member], seen: Sequence[list[Any]]) -> Sequence[int]:
-        return self.policy.allot(seen)
+    def _submitted(self, members: Sequence[Member]) -> Sequence[int]:
+        return self.policy.allot([m.seen for m in members])
 
     def _observe(self, members: Sequence[Member], rounds: Sequence[Round]) -> None:
         self.policy.observe(rounds)

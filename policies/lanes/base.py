@@ -152,6 +152,11 @@ class LanePlan(NamedTuple):
     drops: bool = False
     """Whether that token is not verified."""
 
+    @property
+    def is_length(self) -> bool:
+        """True if nothing but the cap ends a draft."""
+        return self.stop is None and self.state is None
+
 
 def own_word(policy: Any, method: str, *args: Any) -> Any:
     """Return the result of a method that `policy`'s own class defines; else None.

@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
+from traces.replay.layout import layout_of
+from traces.replay.walk import Walk
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,18 +51,11 @@ def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints
 
     A draft counts up to its first mismatch: what follows has no outcome of its own.
     """
-    starts, runs = trace.request_starts, trace.run_lengths
-    begins: list[int] = []
-    lengths: list[int] = []
-    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        at = a
-        while at < b:
-            begins.append(at)
-            lengths.append(min(int(runs[at]) + 1, gamma, b - at))
-            at += min(int(runs[at]), gamma) + 1
-    # By start a draft's tokens stand behind its first, else where those before it are right.
+    walk = Walk(layout_of(trace), 0, trace.takes_verified)
+    begins = walk.begun(np.minimum(walk.runs, gamma) + 1)
+    # By start a draft's tokens follow its first, else they are where those before it are right.
     firsts = np.searchsorted(judged, trace.on_path[begins])
-    counts = np.array(lengths)
+    counts = np.minimum(np.minimum(walk.runs + 1, gamma), walk.room)[begins].astype(np.int64)
     if trace.by_start:
         own = np.diff(np.append(np.searchsorted(judged, trace.on_path), len(judged)))
         counts = np.minimum(counts, own[begins])

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from policies.core import DraftPolicy, Load, Round
+from policies.core import DraftPolicy, Load, Round, drafting
 from policies.lengths.basic import Autoregressive, Fixed
 from policies.lengths.huggingface import Confidence
 from policies.registry import describe, parse_policy, policy_names
+from traces.acceptance.tape import BLANK
 from traces.errors import DraftsimError, FileError
 from traces.importers.base import Progress
 from traces.importers.rows import LoggedRound, LoggedTurn
@@ -100,9 +102,9 @@ class Replayed:
         rounds, position = [], first
         for number, accepted in enumerate(turn.accepted, 1):
             policy.begin_round(Load(1, position))
-            draft: list[None] = []
-            while len(draft) < turn.limit - position - 1 and policy.keep_drafting(draft):
-                draft.append(None)
+            draft: list[Any] = []
+            for _ in drafting(policy.keep_drafting, turn.limit - position - 1, draft, draft):
+                draft.append(BLANK)
             drafted = len(draft)
             if accepted > drafted:
                 raise FileError(

@@ -120,6 +120,11 @@ class Counted(NamedTuple):
     new_tokens: Ints
     times: Ints
 
+    @classmethod
+    def each(cls, verify: bool, kind: int, new_tokens: Ints, times: Ints) -> Counted:
+        """Return an entry for every round."""
+        return cls(verify, kind, np.arange(len(times)), new_tokens, times)
+
 
 def pack_counted(parts: Sequence[Counted]) -> npt.NDArray[np.void]:
     """Return what `pack_calls` makes of the same calls, counted one by one."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 
 from policies.core import SIGNALS, Load
 from traces.acceptance.trace import Trace
@@ -125,11 +126,26 @@ class Source(ABC):
         """
 
 
+Walked = tuple[npt.NDArray[np.void], npt.NDArray[np.void]]
+"""Rounds, and the calls that they ran."""
+
+
 class SourceReplay(ABC):
     """One recorded request, decoded again with another source than a draft model.
 
     Only the target's own output is taken from the trace.  ``first`` is the output position
     decoding begins at.
+
+    A class whose drafts from every position can be known at once may define one of two methods,
+    which spare the loop for policies with a plan (`policies.lanes.base`).  They count for the class
+    that defines them, not for its subclasses::
+
+        def at_once(self, trace, source, plan, first, chosen) -> Walked | None
+        def chained(self, log) -> list[Counted] | None
+
+    The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves
+    them to the loop.  The second is for a `StartSource` whose draft from a start is one chain:
+    the calls of the rounds in `log`, besides passes of a drafter.
     """
 
     sampled: ClassVar[bool] = False

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from policies.core import DraftPolicy, Round, speculate
+from policies.lanes.base import own_word, plan_of
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, SignalError
 from traces.latency.table import LatencyTable
-from traces.replay.calls import LAYER, Call, pack_calls
+from traces.replay.calls import LAYER, Call, Counted, pack_calls, pack_counted
+from traces.replay.lanes import replay_many
 from traces.replay.rounds import Fidelity, RoundLog
 from traces.replay.run import own_policy, text_fidelity
 from traces.replay.scores import prepared_rule
-from traces.sources.at_once import Walked, rounds_at_once
-from traces.sources.base import Recordings, Source, SourceReplay
+from traces.sources.base import Recordings, Source, SourceReplay, Walked
+from traces.sources.starts.as_draft import chained_trace
+from traces.sources.starts.recording import StartSource
 from traces.store.identity import model_in
 
 
@@ -58,7 +62,7 @@ def replay_source(
     drafter = source.drafter(recordings)
     # Some of them may look up what others said: the trace itself is not cut.
     chosen = range(len(trace.requests)) if requests is None else requests
-    known = rounds_at_once(trace, source, decoder_of, policy, recordings, first, chosen)
+    known = _at_once(trace, source, decoder_of, policy, recordings, first, chosen)
     rounds, calls = known or _asked(decoder_of, own_policy(trace, policy), chosen)
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
@@ -67,6 +71,37 @@ def replay_source(
         calls=None if drafter is not None and drafter.by_passes else calls,
         drafter="draft" if drafter is None else drafter.model,
     )  # fmt: skip
+
+
+def _at_once(
+    trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
+    recordings: Recordings, first: int, chosen: Sequence[int],
+) -> Walked | None:  # fmt: skip
+    """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
+
+    None where the policy has to be asked before every token, where a decoder is of a class of
+    the caller's own, and where a draft leaves what was recorded: there the loop says what is
+    missing.
+    """
+    if not len(chosen) or any(one >= other for one, other in pairwise(chosen)):
+        return None
+    try:
+        plan = plan_of(own_policy(trace, policy))
+    except DraftsimError:
+        return None
+    if plan is None:
+        return None
+    decoder = decoder_of(chosen[0])
+    known: Walked | None = own_word(decoder, "at_once", trace, source, plan, first, chosen)
+    if "chained" not in vars(type(decoder)) or len(chosen) < len(trace.requests):
+        return known
+    assert isinstance(source, StartSource)
+    try:
+        [log] = replay_many(chained_trace(trace, source, recordings), [("", policy)], first=first)
+    except DraftsimError:
+        return None
+    calls: list[Counted] | None = own_word(decoder, "chained", log)
+    return None if calls is None else (log.rounds, pack_counted(calls))
 
 
 def _asked(

@@ -15,7 +15,7 @@ from typing import Any
 
 import simpy
 
-from policies.core import DraftPolicy, Round
+from policies.core import DraftPolicy, Round, drafting
 from simulator.serving.arrivals import Job
 from simulator.serving.cost.reader import Coverage, PassReader
 from simulator.serving.outcome.metrics import Recorder
@@ -177,14 +177,11 @@ class Overlapped(Replica):
         policy, decoder = slot.policy, slot.decoder
         policy.begin_round(decoder.load)
         draft: list[Any] = []
-        so_far: list[Any] = [None] * ahead
-        while len(draft) < limit and policy.keep_drafting(draft):
+        for _ in drafting(policy.keep_drafting, limit, draft, draft):
             # A policy that reads nothing needs no recorded token, so no tail can run out.
-            token = BLANK if self._blank else decoder.draft(so_far)
-            draft.append(token)
-            so_far.append(token)
-            if token.ends:
-                break
+            token = BLANK if self._blank else decoder.draft([None] * (ahead + len(draft)))
+            if token is not None:
+                draft.append(token)
         return draft
 
     def passes_s(self, context: int, count: int) -> float:

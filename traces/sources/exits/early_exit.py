@@ -6,21 +6,36 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from policies.lanes.base import UNBOUNDED, Bools, Floats, Ints, LanePlan
 from policies.parameters import flag, whole, within
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.replay.calls import EXIT_HEAD, CallCounter, CallKey, LayerLedger
+from traces.replay.calls import (
+    EXIT_HEAD,
+    HEAD,
+    LAYER,
+    CallCounter,
+    CallKey,
+    Counted,
+    LayerLedger,
+    pack_counted,
+)
+from traces.replay.layout import Places
 from traces.replay.rounds import Fidelity
+from traces.replay.walk import Walk, carried
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     Recordings,
     Source,
     SourceReplay,
     SourceToken,
+    Walked,
     eos_of,
     true_tokens,
 )
+from traces.sources.columns import read_columns
 from traces.sources.exits.recording import ExitRecording, ExitSetting, depth_layers, usable_exits
 
 
@@ -191,6 +206,8 @@ class EarlyExitReplay(SourceReplay):
     """One recorded request, drafted by early exit of its target."""
 
     sampled: ClassVar[bool] = True
+    stands_in: ClassVar[bool] = False
+    """True if drafts go on along the path where nothing was recorded after a wrong exit."""
 
     def __init__(self, trace: Trace, request: int, tape: ExitTape, first: int) -> None:
         super().__init__(trace, request, first)
@@ -245,6 +262,50 @@ class EarlyExitReplay(SourceReplay):
         self._depths.clear()
         return positions
 
+    def at_once(
+        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+    ) -> Walked | None:
+        """Return the rounds of a plan without a state, unless a draft leaves what was recorded."""
+        del source
+        tape = self.tape
+        places = ExitPlaces(trace, tape, self.stands_in, plan.cap)
+        walk = Walk(places, first, False)
+        if (drafts := walk.drafts(plan)) is None:
+            return None
+        asked, sent = drafts
+        at = np.append(places.rows, 0) + asked - 1
+        vain = (asked > 0) & places.vain.take(at, mode="clip")
+        forwards = asked - vain
+        if vain.any():
+            # How much is sent is decided of a draft without the token that there was none of.
+            places.most = np.where(vain, forwards, np.append(places.most, 0))[:-1]
+            _, sent = walk.drafts(plan) or drafts
+        accepted = np.minimum(sent, walk.runs)
+        positions = sent + 1 if tape.source.bonus else np.minimum(np.maximum(asked, 1), sent + 1)
+        emitted = np.minimum(accepted + 1, positions)
+        start = walk.begun(emitted, chosen)
+        if (asked[start] > walk.recorded[start]).any():
+            return None
+        rounds = walk.told(start, *(v[start] for v in (forwards, sent, accepted, positions)))
+        rounds["request"] = np.searchsorted(chosen, rounds["request"])
+        passed: Ints = asked[start].astype(np.int64)
+        steps = Steps(passed, places.node[_slices(places.rows[start], passed)])
+        calls = layer_calls(tape, steps, positions[start].astype(np.int64))
+        refused, missed = (accepted < sent)[start], (sent[start] + 1) - passed
+        waiting = np.where(refused, 0, np.maximum(missed, 0))
+        calls.append(self.drafted(steps, carried(walk.enters[start], passed, waiting, 0)))
+        return rounds, pack_counted(calls)
+
+    def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
+        """Return the calls beside layers that draft: every exit up to the chosen one is asked.
+
+        ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
+        """
+        del waiting
+        at = self.tape.choices[steps.node]
+        many = np.where(at < 0, len(self.tape.used), np.searchsorted(self.tape.used, at) + 1)
+        return Counted(False, EXIT_HEAD, steps.round, np.ones_like(many), many)
+
 
 class StandInExit(EarlyExit):
     """Early exit that, after an unrecorded wrong exit, goes on with the steps of the true text.
@@ -263,6 +324,9 @@ class StandInExit(EarlyExit):
 class StandInReplay(EarlyExitReplay):
     """One recorded request, with the true text's exits where a wrong one's were not recorded."""
 
+    stands_in = True
+    at_once = EarlyExitReplay.at_once
+
     def _unrecorded(self, drafted: int) -> int:
         return self._path + min(self.position + drafted, self.length - 1)
 
@@ -274,3 +338,152 @@ def verified(processed: int, submitted: int, bonus: bool) -> int:
     where a bonus position is wanted; a round without a draft processes the last true token.
     """
     return submitted + 1 if bonus else min(max(processed, 1), submitted + 1)
+
+
+READ = ("prob", "entropy", "logit_margin", "prob_margin", "top_prob", "raw_prob")
+"""Signals in the order of `traces.sources.columns.read_columns`."""
+
+
+class Steps:
+    """The tokens that rounds ran up to their exits, flat.
+
+    ``asked`` (rounds,) of each round, ``node`` (steps,) where they stand in the recording.
+    """
+
+    def __init__(self, asked: Ints, node: Ints) -> None:
+        self.node = node
+        self.begin: Ints = np.cumsum(asked) - asked
+        self.round: Ints = np.repeat(np.arange(len(asked)), asked)
+        self.offset: Ints = np.arange(len(node)) - self.begin[self.round]
+
+
+def layer_calls(tape: ExitTape, steps: Steps, positions: Ints) -> list[Counted]:
+    """Layers and output heads of rounds that each verify so many positions (`LayerLedger` is one).
+
+    A layer runs where a token goes deeper, together with all positions of the round that have not
+    passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers
+    between two exits run alike, which leaves as many cases as there are exits.
+    """
+    record, at = tape.recording, tape.choices[steps.node]
+    depth = np.where(at < 0, tape.deepest, np.array(record.exit_layers)[at])
+    rounds = np.arange(len(positions))
+    calls = [Counted(True, HEAD, rounds, positions, np.ones_like(positions))]
+    before = 0
+    for until in [*np.unique(depth).tolist(), record.layers]:
+        layers, before = until - before, until
+        # The step of each round at which these layers ran last, up to each step and in all.
+        ran = np.flatnonzero(depth >= until)
+        offset, of = steps.offset[ran], steps.round[ran]
+        previous = np.full(len(ran), -1)
+        same = of[1:] == of[:-1]
+        previous[1:][same] = offset[:-1][same]
+        calls.append(_layers(False, of, offset - previous, layers))
+        newest = np.full(len(positions), -1)
+        newest[of] = offset
+        lacking = positions - 1 - newest
+        short = lacking > 0
+        calls.append(_layers(True, rounds[short], lacking[short], layers))
+    return calls
+
+
+def _layers(verify: bool, rounds: Ints, width: Ints, layers: int) -> Counted:
+    return Counted(verify, LAYER, rounds, width, np.full_like(width, layers))
+
+
+class ExitPlaces(Places):
+    """Every output position of a trace, with what a setting of early exit drafts from there.
+
+    A row is a token that was run up to its exit: those of the path in their order, and behind
+    each wrong one the tail that was recorded.  So a draft is a slice of rows, of which the last
+    may be `vain`: asked for, but it reaches the depth bound and yields no token.
+
+    Parameters
+    ----------
+    stand_in:
+        Go on along the path where nothing was recorded behind a wrong exit
+        (`traces.sources.exits.early_exit.StandInExit`).
+    longest:
+        Tokens that are asked for at most.
+    """
+
+    def __init__(self, trace: Trace, tape: ExitTape, stand_in: bool, longest: int) -> None:
+        super().__init__(trace)
+        self.tape = tape
+        self._eos = np.array(sorted(tape.eos), dtype=np.int64)
+        index = np.arange(len(self.position))
+        at_end, right = index == self.ends - 1, tape.right
+        ends = self._ends(index)
+        owners, nodes = self._tails(index[~right & ~ends], ends, stand_in, longest)
+        tail = np.bincount(np.concatenate([index[:0], *owners]), minlength=len(index))
+        self.rows = index + np.cumsum(tail) - tail
+        node = np.empty(len(index) + int(tail.sum()), dtype=np.int64)
+        node[self.rows] = index
+        for k, (owner, behind) in enumerate(zip(owners, nodes, strict=True), 1):
+            node[self.rows[owner] + k] = behind
+        self.node: Ints = node
+        self.vain: Bools = tape.choices[node] < 0
+        # A draft walks on through right exits and the tail of the next wrong one.
+        last = _next(~right | ends | at_end)
+        held = last - index + 1 + tail[last]
+        self.recorded = np.where(ends[last], UNBOUNDED - 1, held)
+        self.most = np.minimum(self.left, held + ~ends[last])
+        last = _next(~right | at_end)
+        self.runs = last - index + right[last]
+        self.run_lengths = np.minimum(self.runs, self.left)
+        self.open_ended = np.zeros(len(index), dtype=bool)
+        self._columns: Floats | None = None
+
+    def _ends(self, node: Ints) -> Bools:
+        """Whether a draft ends with what is asked for at each node."""
+        at = self.tape.choices[node]
+        return (at < 0) | np.isin(self.tape.recording.argmax[node, at], self._eos)
+
+    def _tails(
+        self, owner: Ints, ends: Bools, stand_in: bool, longest: int
+    ) -> tuple[list[Ints], list[Ints]]:
+        """Per token of the tails, the wrong exits on the path that have one, and its nodes.
+
+        `ends` is set of those whose tail ends by itself, and not with what was recorded.
+        """
+        record, owners, nodes = self.tape.recording, [], []
+        node = owner
+        for k in range(1, min(longest, int(self.left.max(initial=0)))):
+            if not len(owner):
+                break
+            behind = record.behind(node, record.argmax[node, self.tape.choices[node]])
+            if stand_in:
+                along = np.minimum(owner + k, self.ends[owner] - 1)
+                behind = np.where(behind < 0, along, behind)
+            owner, node = owner[behind >= 0], behind[behind >= 0]
+            owners.append(owner)
+            nodes.append(node)
+            over = self._ends(node)
+            ends[owner[over]] = True
+            owner, node = owner[~over], node[~over]
+        return owners, nodes
+
+    def read(self, name: str) -> Floats:
+        if self._columns is None:
+            record = self.tape.recording
+            where = self.node, self.tape.choices[self.node]
+            drawn: list[Any] = [record.log_prob]
+            drawn.append(None if record.sampling.plain else record.raw_log_prob)
+            self._columns = read_columns(
+                {name: values[where] for name, values in record.signals.items()},
+                *(None if values is None else values[where] for values in drawn),
+            )
+            self._columns[self.vain] = np.nan
+        return self._columns[:, READ.index(name)]
+
+
+def _next(which: Bools) -> Ints:
+    """For each position, the index of the first True at or after it.  The last must be True."""
+    places = np.where(which, np.arange(len(which)), len(which))
+    found: Ints = np.minimum.accumulate(places[::-1])[::-1]
+    return found
+
+
+def _slices(begin: Ints, length: Ints) -> Ints:
+    """The indices of slices, one after another."""
+    offset = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+    return np.repeat(begin, length) + offset

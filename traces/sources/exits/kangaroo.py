@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import ADAPTER
+from traces.replay.calls import ADAPTER, Counted
 from traces.sources.base import Recordings, SourceReplay, SourceToken
-from traces.sources.exits.early_exit import EarlyExit, EarlyExitReplay, ExitTape
+from traces.sources.exits.early_exit import EarlyExit, EarlyExitReplay, ExitTape, Steps
 
 
 class Kangaroo(EarlyExit):
@@ -70,3 +73,10 @@ class KangarooReplay(EarlyExitReplay):
         if accepted < len(draft):
             self._pending = 0
         return accepted
+
+    at_once = EarlyExitReplay.at_once
+
+    def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
+        """Return the adapter's passes: the first of a round takes in what is `waiting`."""
+        width = np.where(steps.offset == 0, waiting[steps.round] + 1, 1)
+        return Counted(False, ADAPTER, steps.round, width, np.ones_like(width))

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from policies.core import Round
-from policies.lanes.base import Ints
+from policies.lanes.base import Ints, LanePlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import CALL_KINDS
+from traces.replay.calls import CALL_KINDS, Counted, pack_counted
+from traces.replay.layout import Foreseen
 from traces.replay.rounds import Fidelity
+from traces.replay.walk import Walk
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     Recordings,
     Source,
     SourceReplay,
     SourceToken,
+    Walked,
     eos_of,
     prompt_tokens,
     true_tokens,
@@ -102,26 +104,41 @@ class LookupReplay(SourceReplay):
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
 
-    def rounds(self, longest: int) -> Iterator[Round]:
-        """The rounds of a policy that drafts `longest` tokens, or what is proposed if less.
+    def at_once(
+        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+    ) -> Walked | None:
+        """Return the rounds of a length, where all proposals of `trace` can be found at once."""
+        if not plan.is_length:
+            return None
+        try:
+            proposed: Ints | None = own_word(source, "drafted", trace)
+        except DraftsimError:
+            return None
+        if proposed is None:
+            return None
+        places = Foreseen(trace)
+        right = _right(trace, proposed[:, : plan.cap], places.ends)
+        places.foresee((proposed >= 0).sum(axis=1), right)
+        walk = Walk(places, first, False)
+        drafts = walk.drafts(plan)
+        assert drafts is not None
+        drafted, accepted = drafts[0], np.minimum(drafts[0], walk.runs)
+        start = walk.begun(accepted + 1, chosen)
+        rounds = walk.told(start, *(values[start] for values in (drafted, drafted, accepted)))
+        rounds["request"] = np.searchsorted(chosen, rounds["request"])
+        # A search that finds nothing is one too.
+        asked = np.flatnonzero(np.minimum(places.left[start], plan.cap) > 0)
+        ones = np.ones_like(asked)
+        return rounds, pack_counted([Counted(False, self._kind, asked, ones, ones)])
 
-        As `policies.core.speculate` makes them, without a question before every token.
-        """
-        catch_up = 1
-        while (remaining := self.remaining) > 0:
-            at, drafted, accepted = self.position, 0, 0
-            if most := min(longest, remaining - 1):
-                self.calls.add(self._kind, 1)
-                proposals = self._proposals()
-                drafted = min(most, len(proposals))
-                for proposal, true in zip(proposals, self.output[at : at + drafted], strict=False):
-                    if proposal.token_id != true:
-                        break
-                    accepted += 1
-            self.calls.end_round()
-            self.position = min(at + accepted + 1, self.length)
-            yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)
-            catch_up = catch_up + 1 if not drafted else 1 + (accepted == drafted)
+
+def _right(trace: Trace, proposed: Ints, ends: Ints) -> Ints:
+    """Leading proposals that are the target's own tokens, at every position."""
+    output = np.array(true_tokens(trace))
+    at = np.arange(len(output))[:, None] + np.arange(proposed.shape[1])
+    right = (at < ends[:, None]) & (proposed == output.take(at, mode="clip"))
+    found: Ints = np.cumprod(right, axis=1).sum(axis=1)
+    return found
 
 
 class LookupSource(Source):

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import DRAFTER
+from traces.replay.calls import DRAFTER, Counted
+from traces.replay.rounds import RoundLog
 from traces.sources.base import Drafter, Recordings, Source, SourceReplay, SourceToken
 from traces.sources.starts.recording import ByStart, StartRecording, StartReplay, StartSource
 
@@ -151,3 +152,8 @@ class EagleReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
+
+    def chained(self, log: RoundLog) -> list[Counted] | None:
+        """Only passes of the drafter, where a token is one."""
+        del log
+        return [] if self.by_passes else None

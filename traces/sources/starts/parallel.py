@@ -19,7 +19,8 @@ from policies.parameters import whole, within
 from policies.spec import describe_spec
 from traces.acceptance.synthetic import ORDINARY, drawn_chances, logits_of
 from traces.acceptance.trace import Trace
-from traces.replay.calls import ONE_PASS
+from traces.replay.calls import ONE_PASS, Counted
+from traces.replay.rounds import RoundLog
 from traces.sources.base import Drafter, Recordings, SourceReplay, SourceToken, eos_of, true_tokens
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import START_SIGNALS, StartRecording, StartReplay, StartSource
@@ -142,6 +143,26 @@ class ParallelReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
+
+    def chained(self, log: RoundLog) -> list[Counted]:
+        """One pass in every round that drafts."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        read = _read(log, np.flatnonzero(forwards))
+        return [Counted.each(False, ONE_PASS, read + self.width - 1, np.minimum(forwards, 1))]
+
+
+def _read(log: RoundLog, ran: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Tokens that a pass over what was verified since the one before reads, (rounds,).
+
+    ``ran`` are the rounds that have such a pass; a request's first begins at its prompt's end.
+    """
+    position, request = (log.rounds[n].astype(np.int64) for n in ("position", "request"))
+    before = np.append(0, position[ran][:-1])
+    before[np.diff(request[ran], prepend=-1) > 0] = 0
+    prompt = np.array([r.prompt_length for r in log.requests], dtype=np.int64)[request[ran]]
+    read = np.zeros(len(position), dtype=np.int64)
+    read[ran] = np.minimum(position[ran] - before, prompt + position[ran] - 1)
+    return read
 
 
 def drawn_starts(

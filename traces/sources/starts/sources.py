@@ -10,8 +10,8 @@ import numpy as np
 from policies.parameters import whole
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
-from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS
-from traces.replay.rounds import Fidelity
+from traces.replay.calls import CALL_KINDS, HEAD, LAYER, PASS, Counted
+from traces.replay.rounds import Fidelity, RoundLog
 from traces.sources.base import SourceReplay, SourceToken
 from traces.sources.starts.recording import StartRecording, StartReplay, StartSource
 
@@ -30,6 +30,11 @@ class HeadsReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
+
+    def chained(self, log: RoundLog) -> list[Counted]:
+        """The heads run once in every round that drafts."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        return [Counted.each(False, HEADS, np.ones_like(forwards), np.minimum(forwards, 1))]
 
 
 class Heads(StartSource):
@@ -104,6 +109,11 @@ class SpaceReplay(StartReplay):
         width = (submitted + 1) * (self.width + 1)
         self.calls.add(PASS, width, verify=True)
         return submitted + 1
+
+    def chained(self, log: RoundLog) -> list[Counted]:
+        """One pass a round, over the masks too."""
+        width = (log.rounds["drafted"].astype(np.int64) + 1) * (self.width + 1)
+        return [Counted.each(True, PASS, width, np.ones_like(width))]
 
 
 class MedusaTree(StartSource):
@@ -223,3 +233,12 @@ class LayerSkipReplay(StartReplay):
     def charge(self, submitted: int) -> int:
         """A full pass: nothing of the draft's states is reused."""
         return submitted + 1
+
+    def chained(self, log: RoundLog) -> list[Counted]:
+        """The kept layers and the output head, for every drafted token."""
+        forwards = log.rounds["draft_forwards"].astype(np.int64)
+        layers, ones = int(self.recording.meta["layers"]), np.ones_like(forwards)
+        return [
+            Counted.each(False, LAYER, ones, forwards * layers),
+            Counted.each(False, HEAD, ones, forwards),
+        ]

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
+from policies.lanes.base import Ints, LanePlan
 from policies.parameters import whole
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError, TailError
-from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE
+from traces.replay.calls import DRAFTER, DRAFTER_TREE, TREE, Counted, pack_counted
+from traces.replay.layout import Foreseen
+from traces.replay.walk import Walk
 from traces.sources.base import (
     DRAFTER_SIGNALS,
     Drafter,
     Recordings,
+    Source,
     SourceReplay,
     SourceToken,
+    Walked,
 )
 from traces.sources.starts.features import OnFeatures
 from traces.sources.starts.recording import check_follows
@@ -177,3 +184,44 @@ class TreeReplay(SourceReplay):
         nodes = min(self.budget, candidates(self.recording.topk, submitted))
         self.calls.add(TREE, nodes + 1, verify=True)
         return submitted + 1
+
+    def at_once(
+        self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
+    ) -> Walked | None:
+        """Return the rounds of a length, unless it asks for more layers than were recorded."""
+        del source
+        record, places = self.recording, Foreseen(trace)
+        depth = np.minimum(places.left, plan.cap)
+        if not plan.is_length or (self.depth is None and (depth > record.layers).any()):
+            return None
+        depth = np.minimum(depth, self.depth or record.layers)
+        row = np.array(record.request_starts)[places.request] + places.position
+        places.foresee(depth, _accepted(record, row, depth, self.budget))
+        walk = Walk(places, first, self.takes_verified)
+        layers, accepted = np.append(depth, 0), walk.runs
+        start = walk.begun(accepted + 1, chosen)
+        rounds = walk.told(start, *(values[start] for values in (layers, layers, accepted)))
+        # The drafter takes in what was verified since it last ran; the prefill, the prompt.
+        ran = np.flatnonzero(rounds["draft_forwards"])
+        before = np.append(0, rounds["position"][ran][:-1])
+        before[np.diff(rounds["request"][ran], prepend=-1) > 0] = 0
+        own, ones = layers[start], np.ones(len(start), dtype=np.int64)
+        deepest = own.max(initial=0)  # outputs may all end in the prefill
+        nodes = [min(self.budget, candidates(record.topk, d)) for d in range(deepest + 1)]
+        calls = [
+            Counted(False, DRAFTER, ran, rounds["position"][ran] - before, ones[ran]),
+            Counted(False, DRAFTER_TREE, ran, ones[ran] * record.topk, own[ran] - 1),
+            Counted(True, TREE, np.arange(len(start)), np.array(nodes)[own] + 1, ones),
+        ]
+        rounds["request"] = np.searchsorted(chosen, rounds["request"])
+        return rounds, pack_counted(calls)
+
+
+def _accepted(record: TreeRecording, row: Ints, depth: Ints, budget: int) -> Ints:
+    """As `TreeRecording.accepted`, of many rows and as many depths."""
+    found = np.zeros(len(row), dtype=np.int64)
+    for layers in np.unique(depth).tolist():
+        own = np.flatnonzero(depth == layers)
+        rank = record.rank[row[own], :layers, layers - 1]
+        found[own] = ((rank >= 0) & (rank < budget)).sum(axis=1)
+    return found
