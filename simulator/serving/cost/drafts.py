@@ -71,13 +71,16 @@ class DraftCost:
         counts that pass as the draft's own)."""
         return self.along is not None and not work.drafted and self._always < 2
 
-    def idle_s(self, work: Work, batch: int) -> float:
-        """Seconds of the drafter where it is `idle`."""
-        assert self.along is not None
+    def _idle_s(self, work: Work, batch: int) -> float:
+        """Seconds of an iteration without drafts."""
+        if self.along is None or not self.idle(work):
+            return 0.0
         return self.along(batch, 1.0, work.context / batch - 1.0)
 
     def of_work(self, work: Work, batch: int) -> float:
         """Seconds of the draft passes of an iteration over `batch` sequences, at their means."""
+        if not work.longest or self.idle(work):
+            return self._idle_s(work, batch)
         read, read_first = self.running()
         longest, mean = work.longest, work.draft_context / work.drafting
         width, cached = self._first_sizes(work, batch)
@@ -88,6 +91,8 @@ class DraftCost:
 
     def by_sequence(self, work: Work, slots: Sequence[Slot], rounds: Sequence[Round]) -> float:
         """Seconds where it matters which sequence drafts how long: one round per slot."""
+        if not work.longest or self.idle(work):
+            return self._idle_s(work, len(rounds))
         read, read_first = self.running()
         longest, drafting = work.longest, work.drafting
         if self._passes == "padded":

@@ -112,26 +112,26 @@ class IterationCost:
             around_s = self._hosts.around_iteration_s(len(chunks))
             return Seconds(prompts.draft_s, prompts.target_s, around_s)
         work, batch = work_of(slots, rounds), len(rounds)
-        if self.always:
-            if self.by_totals:
-                work = drafting_always(work, batch, self.always)
-            else:
-                least = self.always
-                rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
-                work = work_of(slots, rounds)
-        host_s = self._host_seconds(work, batch)
-        draft_s = prompts.draft_s
-        if self._drafts.idle(work):
-            draft_s += self._drafts.idle_s(work, batch)
-        elif work.longest and self.by_totals:
-            draft_s += self._drafts.of_work(work, batch)
-        elif work.longest:
-            draft_s += self._drafts.by_sequence(work, slots, rounds)
+        if self.by_totals:
+            return self.of_work(work, batch, prompts)
+        if least := self.always:
+            rounds = [r._replace(draft_forwards=max(r.draft_forwards, least)) for r in rounds]
+            work = work_of(slots, rounds)
+        draft_s = prompts.draft_s + self._drafts.by_sequence(work, slots, rounds)
         if self.passes == "padded" and not prompts.tokens:
             target_s = self._rectangle(slots, rounds)
         else:
             target_s = self._target_pass(work, batch, prompts)
-        return tuple.__new__(Seconds, (draft_s, target_s, host_s))  # as in `work_of`
+        return Seconds(draft_s, target_s, self._host_seconds(work, batch))
+
+    def of_work(self, work: Work, batch: int, prompts: Prompts = NO_PROMPTS) -> Seconds:
+        """Seconds of an iteration over `batch` sequences, all sizes at their means."""
+        if self.always:
+            work = drafting_always(work, batch, self.always)
+        draft_s = prompts.draft_s + self._drafts.of_work(work, batch)
+        target_s = self._target_pass(work, batch, prompts)
+        # As in `work_of`.
+        return tuple.__new__(Seconds, (draft_s, target_s, self._host_seconds(work, batch)))
 
     @property
     def by_totals(self) -> bool:

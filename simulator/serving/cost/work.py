@@ -20,14 +20,14 @@ class Chunk(NamedTuple):
 class Work(NamedTuple):
     """Counts over one round per sequence."""
 
-    context: int
-    drafted: int
+    context: float
+    drafted: float
     longest: int
     """Draft passes of the sequence that drafted most."""
     drafting: int
     """Sequences that drafted at all; the next two are theirs alone."""
     catch_up: int
-    draft_context: int
+    draft_context: float
     rejected: bool
     """Whether any drafted token leaves the target's cache."""
     unread: bool
