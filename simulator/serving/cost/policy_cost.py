@@ -12,11 +12,19 @@ class TableCost:
 
     The price of serving (`simulator.serving.cost.iteration`) for an iteration in which every
     sequence drafts alike, catches up on one token, and nothing is taken out of a cache.
+
+    Parameters
+    ----------
+    latency:
+        The table; host phases it lacks cost nothing.
+    signals:
+        True if the policy that asks reads draft signals, whose phase is then charged for each
+        drafted token.
     """
 
-    def __init__(self, latency: LatencyTable) -> None:
-        self.latency = latency
-        self._cost = IterationCost(latency)
+    def __init__(self, latency: LatencyTable, signals: bool = False) -> None:
+        self.latency, self.signals = latency, signals
+        self._cost = IterationCost(latency, reads=signals)
 
     def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
         """Seconds of `draft_length` batched draft steps and one verification."""
