@@ -1,12 +1,12 @@
 """The loop of speculative decoding and the few types it speaks in.
 
-Nothing here knows a clock, a model or a file.  `speculate` asks a policy when to
-stop drafting and a decoder for tokens and verdicts, and yields one `Round` per
-verification.  The decoder is either a recorded trace or a pair of real models;
+Nothing here knows a clock, a model or a file.  `drafting` asks a policy when to stop
+drafting, and its caller for tokens.  `speculate` answers it from a decoder, and yields one
+`Round` per verification.  The decoder is either a recorded trace or a pair of real models;
 because the loop and the policy are the same objects in both, a difference between
 a prediction and a measurement is a difference of cost, never of logic.
 
-`policies.together` is the same loop for several sequences at once.  `traces.replay.lanes` makes
+`policies.together` answers for several sequences at once.  `traces.replay.lanes` makes
 the same rounds from arrays, and asks a policy nothing that can be looked up: a sweep makes
 thousands.  `tests/test_one_loop.py` holds the three together.
 """
