@@ -247,25 +247,34 @@ class Decoder(Protocol):
 
 def drafting(
     willing: Callable[[list[Any]], bool], room: int, draft: list[Any], seen: list[Any],
-    reads: Collection[str] = (),
+    reads: Collection[str] = (), more: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[list[Any]]:  # fmt: skip
     """Draft one round: yield `draft` wherever it wants a token, which the caller appends to it.
 
     Drafting ends once the draft has `room` tokens, its last token proposes EOS, the policy is not
-    `willing` to go on, or the caller had no token.
+    `willing` to go on, or there is no token.  Where one sequence is drafted by itself, `more` can
+    give each token (None: there is none): then nothing is yielded, which saves a resumption per
+    token.
 
     `willing` is shown `seen`: `draft` itself, where its tokens refuse what the policy does not
     declare; else another list, which is filled with guarded tokens that show `reads` alone.
     """
     count = 0
     while count < room and willing(seen):
-        yield draft
-        if len(draft) == count:
-            return
+        if more is None:
+            yield draft
+            if len(draft) == count:
+                return
+            token = draft[-1]
+        else:
+            token = more(draft)
+            if token is None:
+                return
+            draft.append(token)
         count += 1
         if seen is not draft:
-            seen.append(Guarded(draft[-1], reads))
-        if draft[-1].ends:
+            seen.append(Guarded(token, reads))
+        if token.ends:
             return
 
 
@@ -302,9 +311,8 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
                 begin_round(decoder.load)
             draft: list[Any] = []
             seen: list[Any] = draft if declare is not None else []
-            for so_far in drafting(keep_drafting, remaining - 1, draft, seen, policy.reads):
-                if (token := draft_one(so_far)) is not None:
-                    so_far.append(token)
+            for _ in drafting(keep_drafting, remaining - 1, draft, seen, policy.reads, draft_one):
+                pass
             forwards = len(draft)
             if submit is not None:
                 drafted = submit(seen)
@@ -312,7 +320,9 @@ def speculate(decoder: Decoder, policy: DraftPolicy) -> Iterator[Round]:
             drafted = len(draft)
             accepted = verify(draft)
             emitted = decoder.position - position
-            outcome = Round(position, drafted, accepted, emitted, forwards, catch_up)
+            # As Round(...), without the Python function that a named tuple's constructor is.
+            counts = position, drafted, accepted, emitted, forwards, catch_up
+            outcome = tuple.__new__(Round, counts)
             observe(outcome, seen)
             yield outcome
             catch_up = caught_up(catch_up, forwards, accepted, anew)
