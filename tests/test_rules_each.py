@@ -24,7 +24,7 @@ from tests.lane_traces import random_trace
 from traces.acceptance.schema import UNKNOWN
 from traces.acceptance.trace import MATCH, Trace
 from traces.errors import DraftsimError
-from traces.replay import judged, lanes
+from traces.replay import judged
 from traces.replay.lanes import replay_many
 from traces.replay.run import replay
 from traces.sources.methods import mean_tau
@@ -101,7 +101,7 @@ def test_rounds_are_those_of_the_loop(
         "cm-asd": CMASD(gamma_max=8),
         "svip": parse_policy("svip:gamma_max=8"),
     }
-    with patch.object(lanes, "replay", side_effect=AssertionError("one by one")):
+    with patch.object(judged, "RuleReplayDecoder", side_effect=AssertionError("one by one")):
         logs = list(replay_many(trace, policies, rule=rule, first=first))
     for log, (name, policy) in zip(logs, policies.items(), strict=True):
         want = replay(trace, policy, rule, name=name, first=first)
@@ -112,7 +112,7 @@ def test_rounds_are_those_of_the_loop(
         assert pickle.dumps(log.rule) == pickle.dumps(want.rule)
 
 
-def test_what_is_not_known_or_not_its_own_is_judged_by_the_loop() -> None:
+def test_what_is_not_known_or_not_its_own_is_judged_one_by_one() -> None:
     trace, policies = scored(3, 0.0), {"it": Fixed(4)}
 
     class Strict(GlobalThreshold):
@@ -121,7 +121,7 @@ def test_what_is_not_known_or_not_its_own_is_judged_by_the_loop() -> None:
 
     [log] = replay_many(trace, policies, rule=Strict())
     np.testing.assert_array_equal(log.rounds, replay(trace, Fixed(4), Strict()).rounds)
-    with patch.object(judged, "_leading", side_effect=AssertionError("at once")):
+    with patch.object(judged, "_at_once", side_effect=AssertionError("at once")):
         for text in RULES:
             if text not in {each.partition(":")[0] for each in EACH}:
                 list(replay_many(trace, policies, rule=parse_rule(text)))

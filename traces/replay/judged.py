@@ -1,4 +1,4 @@
-"""Lossy rules over drafts that no round changes: every row judged at once."""
+"""Lossy rules over drafts that no round changes: every row judged at once, or round by round."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from policies.lanes.base import Bools, Ints, own_word
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.replay.layout import layout_of
+from traces.replay.ruled import RuleReplayDecoder
 from traces.replay.scores import SCORE_COLUMNS
 from traces.replay.walk import Lengths32, Rounds, Walk
 
@@ -29,14 +30,35 @@ def judged_rounds(
 ) -> Judged | None:
     """The rounds of drafts known by start, (starts + 1,) each, under a run's own lossy `rule`.
 
-    None where the rule judges no row by itself, and where a draft leaves what was recorded: these
-    are the loop's.
+    None where one leaves what was recorded: there the loop says what is missing.
     """
-    if (trace.columns["match"] == UNKNOWN).any():
-        return None
-    accepts: Bools | None = own_word(rule, "accepts_each", *columns_of(trace, rule))
-    if accepts is None:
-        return None
+    verdicts = trace.columns["match"]
+    if not (verdicts == UNKNOWN).any():
+        tokens, scores = columns_of(trace, rule)
+        accepts: Bools | None = own_word(rule, "accepts_each", tokens, scores)
+        if accepts is not None:
+            return _at_once(trace, rule, walk, forwards, sent, accepts)
+    return _one_by_one(trace, rule, walk, forwards, sent)
+
+
+def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """What a rule declares to read of tokens and scores, an array over the rows each."""
+    layout = layout_of(trace)
+    scores = {name: trace.columns[SCORE_COLUMNS[name]] for name in rule.needs}
+    for name, values in scores.items():
+        if name == "match":
+            scores[name] = values == MATCH
+        elif values.dtype.kind == "f":
+            # The loop's numbers are Python's.
+            scores[name] = values.astype(np.float64)
+    tokens = {name: layout.signal(name) for name in rule.reads}
+    return SimpleNamespace(**tokens), SimpleNamespace(**scores)
+
+
+def _at_once(
+    trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32,
+    accepts: Bools,
+) -> Judged | None:  # fmt: skip
     row = np.append(walk.layout.rows, 0)
     accepted = np.minimum(sent, _leading(accepts, row)).astype(np.int32)
     start = walk.begun(accepted + 1)
@@ -58,22 +80,33 @@ def judged_rounds(
     )
 
 
-def columns_of(trace: Trace, rule: VerifyRule) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """What a rule declares to read of tokens and scores, an array over the rows each."""
-    layout = layout_of(trace)
-    scores = {name: trace.columns[SCORE_COLUMNS[name]] for name in rule.needs}
-    for name, values in scores.items():
-        if name == "match":
-            scores[name] = values == MATCH
-        elif values.dtype.kind == "f":
-            # The loop's numbers are Python's.
-            scores[name] = values.astype(np.float64)
-    tokens = {name: layout.signal(name) for name in rule.reads}
-    return SimpleNamespace(**tokens), SimpleNamespace(**scores)
-
-
 def _leading(which: Bools, rows: Ints) -> Ints:
     """How many rows in a row from each of `rows` are of `which`."""
     others = np.append(np.flatnonzero(~which), len(which))
     found: Ints = others[np.searchsorted(others, rows)] - rows
     return found
+
+
+def _one_by_one(
+    trace: Trace, rule: VerifyRule, walk: Walk, forwards: Lengths32, sent: Lengths32
+) -> Judged | None:
+    drafted, given, recorded = forwards.tolist(), sent.tolist(), walk.recorded.tolist()
+    starts: list[int] = []
+    accepted: list[int] = []
+    mismatched: list[int] = []
+    departed = False
+    for i, begin in enumerate(walk.layout.begins.tolist()):
+        decoder = RuleReplayDecoder(trace, i, rule, walk.first)
+        while decoder.remaining > 0:
+            start = begin + decoder.position
+            if drafted[start] > recorded[start]:
+                return None
+            starts.append(start)
+            accepted.append(decoder.judge(given[start]))
+        rule.end_request()
+        mismatched += decoder.mismatched
+        departed |= decoder.departed
+    rounds = walk.told(np.array(starts, np.int64), *(np.array(v, np.int32) for v in (
+        [drafted[s] for s in starts], [given[s] for s in starts], accepted
+    )))  # fmt: skip
+    return Judged(rounds, mismatched, departed)

@@ -34,9 +34,9 @@ def replay_many(
     what was recorded, so that the loop says where.  Logs are made a block of settings at a
     time, so that a study of thousands holds few of them.
 
-    A lossy ``rule`` that judges each token by itself judges all that such policies draft at once
-    (`traces.replay.judged`); any other rule goes through the loop, and so do policies whose drafts
-    depend on what was accepted before.
+    A lossy ``rule`` judges all that such policies draft at once, or where it remembers round by
+    round (`traces.replay.judged`); policies whose drafts depend on what was accepted before go
+    through the loop with it.
 
     Raises what `replay` raises, unless ``leave_out(name, error)`` says to go on without it.
     """

@@ -44,7 +44,11 @@ class RuleReplayDecoder(ReplayDecoder):
 
     def verify(self, draft: Sequence[Any]) -> int:
         """Accept what the rule accepts and move on by as many tokens."""
-        row, count = self._rows[self._start + self.position], len(draft)
+        return self.judge(len(draft))
+
+    def judge(self, count: int) -> int:
+        """`verify` of the `count` tokens that are drafted here."""
+        row = self._rows[self._start + self.position]
         try:
             if self._accepts is not None:
                 accepted = self._leading(row, count, self._accepts)
