@@ -115,7 +115,8 @@ class Together(ABC):
             for member, cap in zip(members, self._begin(members, load), strict=True):
                 bounds = (cap, member.remaining - 1, self.longest)
                 room = min(bound for bound in bounds if bound is not None)
-                member.draft = draft = []
+                draft: list[Any] = []
+                member.draft = draft
                 member.seen = seen = draft if self.guarded else []
                 member.drafting = drafting(self._willing(member), room, draft, seen, self.reads)
             active: Sequence[M] = members
@@ -262,7 +263,7 @@ class Jointly(Together):
         return caps
 
     def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
-        return self.policy.keep_drafting([m.seen for m in members])
+        return bool(self.policy.keep_drafting([m.seen for m in members]))
 
     def _submitted(self, members: Sequence[Member]) -> Sequence[int]:
         return self.policy.allot([m.seen for m in members])

@@ -136,16 +136,17 @@ class SourceReplay(ABC):
     Only the target's own output is taken from the trace.  ``first`` is the output position
     decoding begins at.
 
-    A class whose drafts from every position can be known at once may define one of two methods,
-    which spare the loop for policies with a plan (`policies.lanes.base`).  They count for the class
-    that defines them, not for its subclasses::
+    A class may define methods that spare the loop for policies with a plan (`policies.lanes.base`).
+    They count for the class that defines them, not for its subclasses::
 
         def at_once(self, trace, source, plan, first, chosen) -> Walked | None
         def chained(self, log) -> list[Counted] | None
+        def rounds(self, longest) -> Iterator[Round]
 
     The first returns the rounds of the requests `chosen`, ascending, and their calls; None leaves
     them to the loop.  The second is for a `StartSource` whose draft from a start is one chain:
-    the calls of the rounds in `log`, besides passes of a drafter.
+    the calls of the rounds in `log`, besides passes of a drafter.  The third decodes its own
+    request with drafts of `longest` tokens, where a whole draft is found in one step.
     """
 
     sampled: ClassVar[bool] = False

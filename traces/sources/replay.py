@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from policies.core import DraftPolicy, Round, speculate
-from policies.lanes.base import own_word, plan_of
+from policies.lanes.base import LanePlan, own_word, plan_of
 from policies.registry import describe
 from policies.rules.base import VerifyRule
 from traces.acceptance.trace import Trace
@@ -62,8 +62,15 @@ def replay_source(
     drafter = source.drafter(recordings)
     # Some of them may look up what others said: the trace itself is not cut.
     chosen = range(len(trace.requests)) if requests is None else requests
-    known = _at_once(trace, source, decoder_of, policy, recordings, first, chosen)
-    rounds, calls = known or _asked(decoder_of, own_policy(trace, policy), chosen)
+    own = own_policy(trace, policy)
+    try:
+        plan = plan_of(own)
+    except DraftsimError:
+        plan = None  # the loop says what it lacks
+    rounds, calls = (
+        _at_once(trace, source, decoder_of, policy, plan, recordings, first, chosen)
+        or _asked(decoder_of, own, plan, chosen)
+    )  # fmt: skip
     return RoundLog(
         rounds, [trace.requests[i] for i in chosen], name or describe(policy),
         source=source.label(recordings), verify=lossless, fidelity=fidelity_of(source, trace),
@@ -75,7 +82,7 @@ def replay_source(
 
 def _at_once(
     trace: Trace, source: Source, decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy,
-    recordings: Recordings, first: int, chosen: Sequence[int],
+    plan: LanePlan | None, recordings: Recordings, first: int, chosen: Sequence[int],
 ) -> Walked | None:  # fmt: skip
     """The rounds of the requests `chosen` as the loop would make them with decoders of `source`.
 
@@ -83,13 +90,8 @@ def _at_once(
     the caller's own, and where a draft leaves what was recorded: there the loop says what is
     missing.
     """
-    if not len(chosen) or any(one >= other for one, other in pairwise(chosen)):
-        return None
-    try:
-        plan = plan_of(own_policy(trace, policy))
-    except DraftsimError:
-        return None
-    if plan is None:
+    ascending = all(one < other for one, other in pairwise(chosen))
+    if plan is None or not len(chosen) or not ascending:
         return None
     decoder = decoder_of(chosen[0])
     known: Walked | None = own_word(decoder, "at_once", trace, source, plan, first, chosen)
@@ -105,14 +107,20 @@ def _at_once(
 
 
 def _asked(
-    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, chosen: Sequence[int]
-) -> Walked:
-    """Rounds and calls by the loop: the policy is asked before every token."""
+    decoder_of: Callable[[int], SourceReplay], policy: DraftPolicy, plan: LanePlan | None,
+    chosen: Sequence[int],
+) -> Walked:  # fmt: skip
+    """Rounds and calls by the loop: the policy is asked before every token.
+
+    It is not where its drafts have one length and the decoder finds them in one step.
+    """
+    length = plan.cap if plan is not None and plan.is_length else None
     rounds: list[list[Round]] = []
     calls: list[list[list[Call]]] = []
     for i in chosen:
         decoder = decoder_of(i)
-        rounds.append(list(speculate(decoder, policy.fresh())))
+        known = None if length is None else own_word(decoder, "rounds", length)
+        rounds.append(list(known or speculate(decoder, policy.fresh())))
         calls.append(decoder.calls.rounds)
     return RoundLog.pack(rounds), pack_calls(calls)
 

@@ -38,7 +38,7 @@ class MixedPasses:
         return [*read, self._composed] if self._composed.passes else read
 
     def seconds(
-        self, decode_s: float, decoded: int, prompt_s: float, tokens: int, cached: int
+        self, decode_s: float, decoded: float, prompt_s: float, tokens: int, cached: int
     ) -> float:
         """Seconds of a pass over `decoded` tokens and prompts of `tokens`, `cached` before.
 

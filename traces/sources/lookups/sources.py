@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from policies.core import Round, caught_up
 from policies.lanes.base import Ints, LanePlan, own_word
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
@@ -103,6 +104,27 @@ class LookupReplay(SourceReplay):
     def charge(self, submitted: int) -> int:
         """An ordinary verification over the draft and the last token."""
         return submitted + 1
+
+    def rounds(self, longest: int) -> Iterator[Round]:
+        """Return the rounds of drafts of `longest` tokens, or what is proposed if less.
+
+        As `policies.core.speculate` makes them, without a question before every token.
+        """
+        catch_up = 1
+        while (remaining := self.remaining) > 0:
+            at, drafted, accepted = self.position, 0, 0
+            if most := min(longest, remaining - 1):
+                self.calls.add(self._kind, 1)
+                proposals = self._proposals()
+                drafted = min(most, len(proposals))
+                for proposal, true in zip(proposals, self.output[at : at + drafted], strict=False):
+                    if proposal.token_id != true:
+                        break
+                    accepted += 1
+            self.calls.end_round()
+            self.position = min(at + accepted + 1, self.length)
+            yield Round(at, drafted, accepted, self.position - at, drafted, catch_up)
+            catch_up = caught_up(catch_up, drafted, accepted, False)
 
     def at_once(
         self, trace: Trace, source: Source, plan: LanePlan, first: int, chosen: Sequence[int]
