@@ -241,7 +241,8 @@ class StopAtMean(PerRequest):
         return _always
 
     def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
-        return 2 * sum(m.policy.keep_drafting(m.seen) for m in active) >= len(active)
+        votes = sum(bool(m.policy.keep_drafting(m.seen)) for m in active)
+        return 2 * votes >= len(active)
 
 
 class Jointly(Together):
@@ -263,7 +264,7 @@ class Jointly(Together):
         return caps
 
     def _agreed(self, members: Sequence[Member], active: Sequence[Member]) -> bool:
-        return bool(self.policy.keep_drafting([m.seen for m in members]))
+        return self.policy.keep_drafting([m.seen for m in members])
 
     def _submitted(self, members: Sequence[Member]) -> Sequence[int]:
         return self.policy.allot([m.seen for m in members])

@@ -52,7 +52,7 @@ LOOKUPS = (
 
 
 def looped(*given: Any, **named: Any) -> RoundLog:
-    with patch.object(by_source, "rounds_at_once", lambda *_: None):
+    with patch.object(by_source, "plan_of", lambda *_: None):
         return replay_source(*given, **named)
 
 
