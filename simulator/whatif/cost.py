@@ -55,7 +55,7 @@ class LatencyCost(TableCost):
 
 
 def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> Floats:
-    """What the least-squares fit that nowhere falls adds to the target's pass of each width."""
+    """Return what a fit that nowhere falls adds to the target's pass of each width, (widths,)."""
     known = _known.setdefault(latency, {})
     key = longest, batch, context
     if key not in known:

@@ -297,7 +297,7 @@ class EarlyExitReplay(SourceReplay):
         return rounds, pack_counted(calls)
 
     def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the calls beside layers that draft: every exit up to the chosen one is asked.
+        """Return the calls, other than of layers, that draft: every exit up to the chosen one is asked.
 
         ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
         """
@@ -358,7 +358,7 @@ class Steps:
 
 
 def layer_calls(tape: ExitTape, steps: Steps, positions: Ints) -> list[Counted]:
-    """Layers and output heads of rounds that each verify so many positions (`LayerLedger` is one).
+    """Layers and output heads of rounds that each verify `positions` (`LayerLedger` counts one).
 
     A layer runs where a token goes deeper, together with all positions of the round that have not
     passed it.  So each layer by itself tells its widths: positions since it last ran.  Layers
@@ -393,14 +393,14 @@ def _layers(verify: bool, rounds: Ints, width: Ints, layers: int) -> Counted:
 class ExitPlaces(Places):
     """Every output position of a trace, with what a setting of early exit drafts from there.
 
-    A row is a token that was run up to its exit: those of the path in their order, and behind
+    A row is a token that was run up to its exit: those of the path in their order, and after
     each wrong one the tail that was recorded.  So a draft is a slice of rows, of which the last
     may be `vain`: asked for, but it reaches the depth bound and yields no token.
 
     Parameters
     ----------
     stand_in:
-        Go on along the path where nothing was recorded behind a wrong exit
+        Go on along the path where nothing was recorded after a wrong exit
         (`traces.sources.exits.early_exit.StandInExit`).
     longest:
         Tokens that are asked for at most.
@@ -434,7 +434,7 @@ class ExitPlaces(Places):
         self._columns: Floats | None = None
 
     def _ends(self, node: Ints) -> Bools:
-        """Whether a draft ends with what is asked for at each node."""
+        """Return True for each node at which a draft ends with what is asked for."""
         at = self.tape.choices[node]
         return (at < 0) | np.isin(self.tape.recording.argmax[node, at], self._eos)
 
