@@ -297,7 +297,7 @@ class EarlyExitReplay(SourceReplay):
         return rounds, pack_counted(calls)
 
     def drafted(self, steps: Steps, waiting: npt.NDArray[np.integer]) -> Counted:
-        """Return the calls, other than of layers, that draft: every exit up to the chosen one is asked.
+        """Return the calls, other than of layers, that draft: every exit up to the chosen one.
 
         ``waiting``, (rounds,), are verified positions that were not drafted from as yet.
         """
