@@ -1,6 +1,6 @@
 """Errors and coverage of `draftsim calibrate` on public runs that it was not given.
 
-    python -m benchmarks.server_left_out [--each-run] [--terms] [--without COST ...]
+    python -m benchmarks.server_left_out [--each-run] [--terms] [--without COST ...] [--out FILE]
 
 Studies are those of `../shared/tables` and of `simulator.papers.measured.figures`.  From some runs
 of a study every other run is predicted; with `--each-run` every run from all others of its study.
@@ -8,7 +8,7 @@ of a study every other run is predicted; with `--each-run` every run from all ot
 often speculation is rightly called faster or slower than none, where that is by more than 5 %;
 `best K` how often the draft length predicted fastest is within 2 % of the fastest measured.
 `--without` takes costs as zero (names of `simulator.aggregate.server.COSTS`); `--terms` does so
-with each term in turn, and prints what it is worth.
+with each term in turn, and prints what it is worth.  `--out` writes a CSV with a row per study.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ import pandas as pd
 from simulator.aggregate.server import ServerRun, calibrate, interval_of
 from simulator.papers.measured.figures import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
+ALL = "all studies"
 CLEAR, NEAR = 0.05, 0.02
 """Gains and losses that count as clear, and a draft length's speed that counts as the best."""
 TERMS = {
@@ -182,9 +183,11 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--each-run", action="store_true")
     parser.add_argument("--terms", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE")
     asked = parser.parse_args()
     held_out = each_run if asked.each_run else left_out
-    terms = TERMS if asked.terms else {"all": tuple(asked.without)}
+    terms = TERMS if asked.terms else {"all terms": tuple(asked.without)}
+    rows = []
     for name, without in terms.items():
         everything, seen = NOTHING, set()
         for study, parts in studies():
@@ -195,21 +198,37 @@ def main() -> None:
                     results = results.joined(held_out(part, without))
                 seen.add(part.name)
             everything = everything.joined(results)
-            if not asked.terms and results.missed:
-                _print(study, results)
-        _print(name, everything)
+            if results.missed:
+                rows.append({"terms": name, "study": study, **summary(results)})
+                if not asked.terms:
+                    _print(rows[-1])
+        rows.append({"terms": name, "study": ALL, **summary(everything)})
+        _print(rows[-1])
+    if asked.out is not None:
+        pd.DataFrame(rows).to_csv(asked.out, index=False, float_format="%.4g")
 
 
-def _print(name: str, found: Result) -> None:
+def summary(found: Result) -> dict[str, float]:
+    """Return errors, coverage and widths of the predictions, and the counts of right ones."""
     errors = np.abs([one.error for one in found.missed])
-    line = (
-        f"{name}: {len(errors)} runs, |error| median {np.median(errors):.1%}, largest "
-        f"{errors.max():.1%}, coverage {np.mean([one.held for one in found.missed]):.0%}, "
-        f"width {np.median([one.width for one in found.missed]):.2f}"
+    return {
+        "runs": len(errors), "median_error": float(np.median(errors)),
+        "largest_error": float(errors.max()),
+        "coverage": float(np.mean([one.held for one in found.missed])),
+        "width": float(np.median([one.width for one in found.missed])),
+        "signs_right": sum(found.signs), "signs": len(found.signs),
+        "best_right": sum(found.best), "best": len(found.best),
+    }  # fmt: skip
+
+
+def _print(row: dict[str, Any]) -> None:
+    print(
+        f"{row['terms']}, {row['study']}: {row['runs']} runs, |error| median "
+        f"{row['median_error']:.1%}, largest {row['largest_error']:.1%}, coverage "
+        f"{row['coverage']:.0%}, width {row['width']:.2f}, sign {row['signs_right']} of "
+        f"{row['signs']}, best K {row['best_right']} of {row['best']}",
+        flush=True,
     )
-    for what, right in (("sign", found.signs), ("best K", found.best)):
-        line += f", {what} {sum(right)} of {len(right)}" if right else ""
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from commands.common.printed import print_table
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.aggregate.advice import Choice
+    from simulator.aggregate.advice import Choice, Suggestion
     from simulator.aggregate.server import Server
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "llamacpp", "hf")
@@ -75,7 +75,7 @@ def recommend(
     concurrencies and draft lengths, narrow the intervals. The last line is a command to paste.
     """
     from commands.common.inputs import batch_sizes
-    from simulator.aggregate.advice import choices, concurrencies, in_words, next_run
+    from simulator.aggregate.advice import choices, concurrencies, in_words, next_runs
     from simulator.aggregate.benches import read_benches, with_acceptance
     from simulator.aggregate.observed import read_acceptance
     from simulator.aggregate.server import calibrate
@@ -99,7 +99,8 @@ def recommend(
     server = with_other_acceptance(calibrate(runs, passes=passes), acceptance)
     batches = concurrencies(runs) if batch is None else batch_sizes("--batch", batch)
     rows = _within(choices(server, batches, level=level), slo)
-    suggestion = next_run(server)
+    suggestions = next_runs(server)
+    suggestion = suggestions[0]
     document = _document(engine, rows, method)
     line = _line(engine, document, target or found.model, draft, method)
     if json is None:
@@ -108,10 +109,11 @@ def recommend(
     else:
         more = {
             "setting": document, "launch": line, "next_run": suggestion._asdict(),
+            "next_runs": [one._asdict() for one in suggestions],
             "undetermined": list(server.undetermined), "misfit": server.misfit,
         }  # fmt: skip
         emit("recommend", [_row(row) for row in rows], json, more=more)
-    for text in _remarks(server, rows):
+    for text in _remarks(server, rows, suggestions):
         note(text)
     if engine in ONE_LENGTH and len({row.k for row in rows}) > 1:
         note(
@@ -229,7 +231,9 @@ def _requests(count: int) -> str:
     return f"{count} request{'s' * (count > 1)}"
 
 
-def _remarks(server: Server, rows: Sequence[Choice]) -> list[str]:
+def _remarks(
+    server: Server, rows: Sequence[Choice], suggestions: Sequence[Suggestion]
+) -> list[str]:
     from simulator.aggregate.advice import SURE
 
     lines = []
@@ -240,7 +244,11 @@ def _remarks(server: Server, rows: Sequence[Choice]) -> list[str]:
         )
     open_ = [str(row.batch) for row in rows if row.k and 1 - SURE < row.faster < SURE]
     if open_:
-        lines.append(f"not decided at {', '.join(open_)} requests: a gain and a loss are possible")
+        two = " and ".join(f"{_requests(one.batch)} with K = {one.k}" for one in suggestions)
+        lines.append(
+            f"not decided at {', '.join(open_)} requests: a gain and a loss are possible; two runs "
+            f"that would tell most: {two}"
+        )
     lines += untold_passes(server)
     off = [row.batch for row in rows if row.k == 0]
     if off and len(off) < len(rows):

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.aggregate.advice import choices, draft_lengths, in_words, next_run
-from simulator.aggregate.hazard import HAZARD, emitted_at, lengths
+from simulator.aggregate.advice import choices, draft_lengths, in_words, next_run, next_runs
+from simulator.aggregate.hazard import HAZARD, emitted_at, further, lengths
 from simulator.aggregate.server import (
     COSTS,
     MISFIT,
@@ -315,6 +315,25 @@ def test_the_next_run_narrows_what_is_asked(server: Server) -> None:
         return float(np.mean([one.var() for one in logs]))
 
     assert spread(after) < spread(server)
+
+
+def test_a_second_run_is_chosen_given_the_first(server: Server) -> None:
+    """Together they take away more than the first alone, and no more than everything."""
+    first, second = next_runs(server)
+    assert first == next_run(server)
+    assert 0 < second.narrows < 1 - first.narrows
+    assert (second.batch, second.k) != (first.batch, first.k)
+
+
+def test_unmeasured_positions_are_less_certain_than_the_line_through_the_measured() -> None:
+    values = np.tile([1.0, -0.2, -0.1], (4000, 1))
+    alive = 1 / (1 + np.exp(-1.0))
+    known = {1: 1 + alive}
+    far = further(values, known, 6)
+    assert float(further(values, known, 1)[0]) == pytest.approx(known[1])
+    assert np.median(far) == pytest.approx(float(lengths(values[:1], 6)[0]), rel=0.02)
+    assert far.std() > further(values, known, 2).std() > 0
+    assert far.min() >= known[1]
 
 
 def test_what_the_runs_do_not_tell_is_said(tmp_path: Path, run: Run) -> None:

@@ -210,6 +210,10 @@ def test_what_cannot_decide_says_what_would(tmp_path: Path, run: Run) -> None:
     ran = run("recommend", "--bench", folder)
     assert ran.code == 2
     assert "measure K = 3 at 4 requests" in ran.err
+    near = {"plain": served(4, 200.0), "k1": served(4, 203.0, (0.5,))}
+    close = run("recommend", "--bench", written(tmp_path / "near", near), "--batch", "4")
+    assert close.code == 0, close.err
+    assert "two runs that would tell most: " in close.err
     two = written(tmp_path / "two", {"a": served(1, 9.0), "b": {**served(1, 9.0), "model_id": "x"}})
     mixed = run("recommend", "--bench", two)
     assert mixed.code == 2

@@ -118,32 +118,40 @@ def choices(
     return rows
 
 
-def next_run(server: Server) -> Suggestion:
-    """The run that narrows the predicted speedups most, of all that could be measured next.
+def next_runs(server: Server, count: int = 2) -> list[Suggestion]:
+    """Return the `count` runs that narrow the predicted speedups most, the first one first.
 
-    By the linear part of how speedups depend on that run's speed, over the draws.
+    Runs are chosen one by one, each given those before it, by the linear part of how speedups
+    depend on that run's speed, over the draws.
     """
     runs = server.runs
     context, prompts = usual(server)
     batches, ks = concurrencies(runs), draft_lengths(runs)
     # One step beyond what was measured: where predictions are widest.
     batches = [*batches, 2 * batches[-1]]
-    logs = {
-        (b, k): np.log(server.tokens_per_s(b, k, context, prompts, noisy=False))
-        for b in batches for k in ks
-    }  # fmt: skip
-    asked = np.stack([logs[b, k] - logs[b, 0] for b in batches[:-1] for k in ks if k])
-    asked = asked - asked.mean(axis=1, keepdims=True)
-    before = asked.var(axis=1)
-    best = Suggestion(batches[0], ks[-1], 0.0)
-    for (batch, k), speed in logs.items():
-        centred = speed - speed.mean()
-        seen = centred.var() + server.misfit**2
-        less = (asked @ centred / len(centred)) ** 2 / seen
-        narrows = float(less.sum() / max(before.sum(), 1e-12))
-        if narrows > best.narrows:
-            best = Suggestion(batch, k, narrows)
-    return best
+    loads = [(b, k) for b in batches for k in ks]
+    logs = np.stack([
+        np.log(server.tokens_per_s(b, k, context, prompts, noisy=False)) for b, k in loads
+    ])  # fmt: skip
+    at = {load: i for i, load in enumerate(loads)}
+    pairs = [(at[b, k], at[b, 0]) for b in batches[:-1] for k in ks if k]
+    over, under = np.array(pairs).T
+    spread, noise = np.cov(logs), server.misfit**2
+    own = spread[over, over] + spread[under, under] - 2 * spread[over, under]
+    before = max(float(own.sum()), 1e-12)
+    found = []
+    for _ in range(count):
+        shared = spread[:, over] - spread[:, under]
+        gained = np.square(shared).sum(axis=1) / (np.diag(spread) + noise)
+        best = int(np.argmax(gained))
+        found.append(Suggestion(*loads[best], float(gained[best]) / before))
+        spread = spread - np.outer(spread[:, best], spread[best]) / (spread[best, best] + noise)
+    return found
+
+
+def next_run(server: Server) -> Suggestion:
+    """Return the run that narrows the predicted speedups most."""
+    return next_runs(server, 1)[0]
 
 
 def in_words(rows: Sequence[Choice]) -> str:

@@ -101,6 +101,28 @@ def check_totals(known: Mapping[int, float]) -> None:
             )
 
 
+def further(values: Floats, known: Mapping[int, float], k: int) -> Floats:
+    """Acceptance lengths at draft length `k`, (draws,), where some lengths are measured.
+
+    Positions after all measured ones depart from the line by `BEND` each, by the same amount at
+    every `k`.  ``values``: (draws, 3) in the order of `HAZARD`; ``known``: measured acceptance
+    lengths by draft length.
+    """
+    below = max((n for n in known if n < k), default=0)
+    bends = BEND * np.random.default_rng(0).standard_normal((k, len(values))).T
+    bends[:, : max(known, default=0)] = 0.0
+    logits = _logits(values, k) + np.cumsum(bends, axis=1)
+    # The logistic function, by way of tanh: exp would overflow far from zero.
+    alive = np.cumsum(np.cumprod(0.5 * (1 + np.tanh(0.5 * logits)), axis=1), axis=1)
+    found = 1 + alive[:, -1]
+    if below:  # The measured length is the start: the model's own is off by a percent or so.
+        found = known[below] * found / (1 + alive[:, below - 1])
+    # A longer draft has no fewer tokens accepted.
+    least = known.get(below, 1.0)
+    most = min((v for n, v in known.items() if n > k), default=k + 1.0)
+    return np.asarray(np.clip(found, min(least, most), most))
+
+
 def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interval:
     """Acceptance length at draft length `k`, from those measured at other draft lengths.
 
@@ -113,21 +135,10 @@ def emitted_at(known: Mapping[int, float], k: int, level: float = 0.8) -> Interv
     if k == 0 or k in known:
         value = known.get(k, 1.0)
         return Interval(value, value, value)
-    values = _draws(tuple(sorted(known.items())))
-    random = np.random.default_rng(k)
-    below = max((n for n in known if n < k), default=0)
-    bends = BEND * random.standard_normal((len(values), k))
-    bends[:, :below] = 0.0
-    logits = _logits(values, k) + np.cumsum(bends, axis=1)
-    alive = np.cumsum(np.cumprod(1 / (1 + np.exp(-logits)), axis=1), axis=1)
-    found = 1 + alive[:, -1]
-    if below:  # The measured length is the start: the model's own is off by a percent or so.
-        found = known[below] * found / (1 + alive[:, below - 1])
-    # A longer draft has no fewer tokens accepted, but another run may measure fewer.
-    least = known.get(below, 1.0)
+    found = further(_draws(tuple(sorted(known.items()))), known, k)
     most = min((v for n, v in known.items() if n > k), default=k + 1.0)
-    found = np.clip(found, min(least, most), most)
-    found = np.clip(found * np.exp(ANOTHER_RUN * random.standard_normal(len(found))), 1.0, most)
+    other = np.exp(ANOTHER_RUN * np.random.default_rng(k).standard_normal(len(found)))
+    found = np.clip(found * other, 1.0, most)
     low, value, high = np.quantile(found, [(1 - level) / 2, 0.5, (1 + level) / 2])
     return Interval(float(value), float(low), float(high))
 

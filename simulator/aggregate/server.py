@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.aggregate.hazard import HAZARD, Interval, lengths
+from simulator.aggregate.hazard import ANOTHER_RUN, HAZARD, Interval, further, lengths
 from simulator.aggregate.hazard import gaps as gaps_of
 from simulator.aggregate.posterior import Prior, draws_near, draws_of
 from traces.acceptance.schema import MOST_DRAFTED, MOST_TOKENS
@@ -336,12 +336,10 @@ class Server:
         """Acceptance lengths at draft length `k`, (draws,)."""
         if k == 0:
             return np.ones(len(self.draws))
-        hazards = self.draws[:, len(COSTS) + 1 :]
-        found = lengths(hazards, k)
         if k in self.known:
             # Measured: as it is, up to what differs from run to run.
-            return np.full(len(found), self.known[k])
-        return found
+            return np.full(len(self.draws), self.known[k])
+        return further(self.draws[:, len(COSTS) + 1 :], self.known, k)
 
     @property
     def tells_context(self) -> bool:
@@ -387,7 +385,9 @@ class Server:
             return np.asarray(speeds)
         noise = np.random.default_rng([batch, k]).standard_normal(len(self.draws))
         verified = k if like is None else like.verified
-        spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), STEP * self._away(batch, verified))
+        counted = k == 0 or k in self.known or like is not None
+        beyond = np.hypot(STEP * self._away(batch, verified), 0.0 if counted else ANOTHER_RUN)
+        spread = np.hypot(np.exp(self.draws[:, len(COSTS)]), beyond)
         return np.asarray(speeds * np.exp(spread * noise))
 
     def _away(self, batch: int, verified: float) -> float:
