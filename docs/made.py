@@ -25,6 +25,7 @@ from docs.outputs import output
 from docs.paper_tables import order_of_systems
 from docs.question_tables import questions
 from docs.reading import as_markdown, attribute_docs, code, first_line, string_behind, table
+from docs.server_tables import server_confirmed, server_left_out
 from policies.core import Round
 from policies.guard import SIGNALS
 from traces.acceptance.schema import COLUMNS, SIGNAL_COLUMNS, Request
@@ -297,6 +298,7 @@ MAKERS: Mapping[str, Callable[..., str]] = {
     "commands": commands, "docstring": docstring, "engine_checks": engine_checks,
     "equivalents": equivalents, "formulas": formulas, "kinds": kinds,
     "llamacpp_counts": llamacpp_counts, "lossy_rules": lossy_rules, "methods": methods,
+    "server_confirmed": server_confirmed, "server_left_out": server_left_out,
     "modules": modules, "operators": operators, "order_of_systems": order_of_systems,
     "output": output, "over_http": over_http,
     "phases": phases, "questions": questions,

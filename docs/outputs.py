@@ -23,7 +23,7 @@ SHOWN = {
     "--policy gammatune",
     "serve": "serve --trace bundled --policy fixed:gamma=3 --policy gammatune --batch 1,8 "
     "--requests 100",
-    "recommend": "recommend --bench bench --draft HEAD --method eagle3",
+    "recommend": "recommend --bench server/results --draft SmolLM2-EAGLE3 --method eagle3",
     "tune": "tune --engine vllm --trace bundled --batch 1,8",
     "formulas": "check",
     "list": "list",

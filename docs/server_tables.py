@@ -1,0 +1,130 @@
+"""Predictions for a real server, next to what it measured at loads that were not given."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from docs.reading import table
+from simulator.aggregate.advice import usual
+from simulator.aggregate.benches import read_benches
+from simulator.aggregate.hazard import Interval
+from simulator.aggregate.server import ServerRun, calibrate, interval_of
+
+SERVED = Path(__file__).resolve().parent / "examples" / "server"
+"""Folder of the server's files: `results` are given, `confirmed` are predicted."""
+LEVEL = 0.8
+"""Level of the intervals."""
+LEFT_OUT = Path(__file__).resolve().parent.parent / "benchmarks"
+"""Folder of what ``python -m benchmarks.server_left_out --out`` wrote."""
+
+
+class Confirmed(NamedTuple):
+    """A load that was not given, with the prediction and the runs that measured it."""
+
+    batch: int
+    k: int
+    predicted: Interval
+    measured: tuple[float, ...]
+    """Tokens/s of each repeat."""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted value against the mean of the repeats."""
+        return float(self.predicted.value / np.mean(self.measured) - 1)
+
+
+class Chosen(NamedTuple):
+    """The draft length predicted fastest at a load, and the fastest measured."""
+
+    batch: int
+    k: int
+    gain: float
+    """Measured speedup over no speculation of the draft length predicted fastest."""
+    fastest: int
+    most: float
+    """Measured speedup of the draft length that was fastest."""
+
+
+def confirmed() -> tuple[list[Confirmed], list[Chosen]]:
+    """Return every load that was not given, and the choice at every load measured."""
+    given = read_benches([str(SERVED / "results")]).runs
+    asked = read_benches([str(SERVED / "confirmed")]).runs
+    server = calibrate(given)
+    context, prompts = usual(server)
+
+    def speed(batch: int, k: int) -> Interval:
+        return interval_of(server.tokens_per_s(batch, k, context, prompts), LEVEL)
+
+    rows = [Confirmed(*load, speed(*load), speeds) for load, speeds in _by_load(asked).items()]
+    every = _by_load([*given, *asked])
+    choices = []
+    for batch in sorted({batch for batch, _ in every}):
+        here = {k: float(np.mean(speeds)) for (b, k), speeds in every.items() if b == batch}
+        k = max(here, key=lambda k: speed(batch, k).value)
+        fastest = max(here, key=here.__getitem__)
+        choices.append(Chosen(batch, k, here[k] / here[0], fastest, here[fastest] / here[0]))
+    return rows, choices
+
+
+def _by_load(runs: Sequence[ServerRun]) -> dict[tuple[int, int], tuple[float, ...]]:
+    found: dict[tuple[int, int], tuple[float, ...]] = defaultdict(tuple)
+    for run in sorted(runs, key=lambda run: (run.batch, run.k)):
+        found[run.batch, run.k] += (run.tokens_per_s,)
+    return found
+
+
+def server_confirmed() -> str:
+    """Return the predicted and measured tokens/s, and the best draft length by load."""
+    rows, choices = confirmed()
+    speeds = table(
+        ("requests", "K", "predicted tokens/s", "80 % interval", "measured", "error"),
+        [
+            (
+                row.batch, row.k, f"{row.predicted.value:.1f}",
+                f"{row.predicted.low:.1f} to {row.predicted.high:.1f}",
+                ", ".join(f"{speed:.1f}" for speed in row.measured), f"{row.error:+.1%}",
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+    inside = [row.predicted.holds(speed) for row in rows for speed in row.measured]
+    errors = np.abs([row.error for row in rows])
+    said = (
+        f"The median error is {np.median(errors):.1%}, the largest {errors.max():.1%}; "
+        f"{sum(inside)} of {len(inside)} measured runs are inside the 80 % intervals."
+    )
+    best = table(
+        ("requests", "K predicted fastest", "its measured speedup", "K measured fastest",
+         "its speedup"),
+        [(row.batch, row.k, f"{row.gain:.2f}", row.fastest, f"{row.most:.2f}") for row in choices],
+    )  # fmt: skip
+    return f"{speeds}\n\n{said}\n\n{best}"
+
+
+def server_left_out(name: str) -> str:
+    """Return the errors and coverage in `name`.csv: a row per set of terms, or per study."""
+    rows = pd.read_csv(LEFT_OUT / f"{name}.csv")
+    several = rows["terms"].nunique() > 1
+    shown = rows[rows["study"] == "all studies"] if several else rows
+    first = "terms" if several else "study"
+    return table(
+        (first, "runs", "median error", "largest", "inside 80 %", "sign right", "best K right"),
+        [
+            (
+                row[first], row["runs"], f"{row['median_error']:.1%}",
+                f"{row['largest_error']:.0%}", f"{row['coverage']:.0%}",
+                _share(row["signs_right"], row["signs"]), _share(row["best_right"], row["best"]),
+            )
+            for row in shown.to_dict("records")
+        ],
+    )  # fmt: skip
+
+
+def _share(right: int, of: int) -> str:
+    return f"{right} of {of}" if of else "–"

@@ -1,0 +1,69 @@
+"""The page "From your server to a setting": its commands run, on files that a real vLLM wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from docs.server_tables import SERVED, confirmed, server_confirmed
+from simulator.aggregate.observed import read_acceptance
+from tests.conftest import ROOT, Run
+
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("draftsim ")]
+
+
+def test_every_command_of_the_page_runs(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(SERVED, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    assert len(COMMANDS) >= 5
+    for command in COMMANDS:
+        ran = run(*shlex.split(command)[1:])
+        assert ran.code == 0, (command, ran.err)
+
+
+def test_the_runs_of_llamacpp_on_the_page_are_read(tmp_path: Path, run: Run) -> None:
+    [block] = [block for block in BLOCKS if block.startswith("batch,")]
+    path = tmp_path / "runs.csv"
+    path.write_text(block)
+    ran = run("recommend", "--engine", "llamacpp", "--bench", path)
+    assert ran.code == 0, ran.err
+
+
+def test_counters_and_results_of_one_server_agree() -> None:
+    """The counters are those around the run that wrote k3-c4.json."""
+    counted = read_acceptance(f"{SERVED / 'metrics-before.txt'},{SERVED / 'metrics-after.txt'}")
+    told = read_acceptance(str(SERVED / "results" / "k3-c4.json"))
+    assert len(counted.survival) == len(told.survival) == 3
+    np.testing.assert_allclose(counted.survival, told.survival, atol=0.02)
+
+
+def test_most_runs_that_were_not_given_are_inside_the_intervals() -> None:
+    """Fewer than half inside 80 % intervals would be far too few by chance."""
+    rows, choices = confirmed()
+    held = [row.predicted.holds(speed) for row in rows for speed in row.measured]
+    assert len(rows) >= 6
+    assert np.mean(held) > 0.5
+    for row in choices:
+        assert row.gain > 0.9 * row.most, row
+    assert server_confirmed().count("\n| ") >= len(rows)
+
+
+def test_the_files_are_small_and_name_no_machine() -> None:
+    files = [path for path in SERVED.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 300_000
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        assert "/root" not in text
+        assert "/work" not in text
+        if path.suffix == ".json":
+            assert json.loads(text)["completed"] > 0
