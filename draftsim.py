@@ -1,14 +1,70 @@
-"""The program: ``draftsim --help`` lists what it answers."""
+"""The program ``draftsim``, and the public API: ``import draftsim`` (docs/api.md).
+
+>>> import draftsim
+>>> found = draftsim.predict("bundled", policies=["fixed:gamma=1", "gammatune"], resamples=100)
+>>> found.best
+'fixed:gamma=1'
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from policies import BatchPolicy, DraftPolicy, check_policy
+    from simulator.api import Plan, Prediction, Served, Study, plan, predict, serve, sweep
+    from traces import LatencyTable, Trace, find_latency, find_trace, replay
+    from traces.errors import DraftsimError
+    from traces.importers.registry import import_log
 
 PACKAGES = ("policies", "traces", "profiler", "simulator", "commands")
 MARK = '__distribution__ = "draftsim"'
 """A line of each package's ``__init__.py``."""
+EXPORTED = {
+    "simulator.api": (
+        "Plan", "Prediction", "Served", "Study", "plan", "predict", "serve", "sweep",
+    ),
+    "policies": ("BatchPolicy", "DraftPolicy", "check_policy"),
+    "traces": ("LatencyTable", "Trace", "find_latency", "find_trace", "replay"),
+    "traces.errors": ("DraftsimError",),
+    "traces.importers.registry": ("import_log",),
+}  # fmt: skip
+"""The public names, by the module that is imported when one is first asked for."""
+
+__all__ = [
+    "BatchPolicy",
+    "DraftPolicy",
+    "DraftsimError",
+    "LatencyTable",
+    "Plan",
+    "Prediction",
+    "Served",
+    "Study",
+    "Trace",
+    "check_policy",
+    "find_latency",
+    "find_trace",
+    "import_log",
+    "plan",
+    "predict",
+    "replay",
+    "serve",
+    "sweep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name; ImportError if other packages would be imported as ours."""
+    module = next((module for module, names in EXPORTED.items() if name in names), None)
+    if module is None:
+        raise AttributeError(f"draftsim has no {name!r}: it exports {', '.join(__all__)}")
+    if found := stranger():
+        raise ImportError(found)
+    return getattr(import_module(module), name)
 
 
 def main() -> None:

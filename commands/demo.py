@@ -10,14 +10,11 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.output import JsonOption, emit, note
 from commands.common.quiet import columns_shown
-from commands.common.ranking import rank
-from commands.simulate.table import Row, compared, headline, print_ranked
 from commands.validate.spot_check import say_verdict, spot_check
 
 if TYPE_CHECKING:
-    from commands.common.ranking import Ranking
+    from simulator.whatif.ranking import Ranking
     from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
 
 RECORDED = "bundled"
 """The recording of the pair, made on another machine, that the first prediction is from."""
@@ -72,12 +69,14 @@ def demo(
     _profiled(out, size)
 
     from commands.common.figures import save_all
+    from commands.simulate.table import print_ranked
     from profiler.recording.folder import only_writer
+    from simulator.whatif.ranking import rank, ranked_rows
     from traces.store.files import read_latency, read_trace
 
     trace, latency = read_trace(out / "trace.parquet"), read_latency(out / "latency.parquet")
-    ranking = rank(trace, latency, None)
-    ranked = ranked_rows(ranking, latency)
+    ranking = rank(trace, latency, None, say=note)
+    ranked = ranked_rows(ranking, latency, trace)
     if json is None:
         note("Predicted for this machine, from its own recording:")
         print_ranked(ranked, recording=str(out))
@@ -94,19 +93,13 @@ def demo(
 
 def say_recorded() -> None:
     """Say which policy is fastest on the machine that the bundled recording is of."""
+    from commands.simulate.table import headline
+    from simulator.whatif.ranking import rank, ranked_rows
+
     recording = load_recording(RECORDED, None)
-    latency = recording.latency
-    rows = ranked_rows(rank(recording.trace, latency, None), latency)
+    trace, latency = recording.trace, recording.latency
+    rows = ranked_rows(rank(trace, latency, None, say=note), latency, trace)
     note(f"Predicted for the recorded machine ({latency.meta['device']}): {headline(rows)}")
-
-
-def ranked_rows(ranking: Ranking, latency: LatencyTable) -> list[Row]:
-    """The rows of a ranking, plain decoding first."""
-    from simulator.summary import price_all, summarize_runs, to_rows
-
-    runs = price_all(ranking.logs, latency)
-    summary = ranking.noted(to_rows(summarize_runs(runs)))
-    return compared(summary, runs, latency, None, 2000)
 
 
 def _profiled(out: Path, size: Size) -> None:

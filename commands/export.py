@@ -13,7 +13,7 @@ from commands.common.inputs import DEFAULT_TRACE, TraceOption
 from commands.common.output import JsonOption, emit, note, placed_as
 
 if TYPE_CHECKING:
-    from commands.common.drafted import Recording
+    from simulator.recording import Recording
     from traces.store.speculation_profile import SpeculationProfile
 
 

@@ -15,7 +15,7 @@ from commands.common.devices import (
     WeightsOption,
     say_calibrate,
 )
-from commands.common.drafted import DraftedOption, Recording, load_recording
+from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
     DEFAULT_TRACE,
     TRACE_VARIABLE,
@@ -30,6 +30,7 @@ from commands.simulate.runs import replay_side_by_side, split_asked
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from simulator.recording import Recording
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
 

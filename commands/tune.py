@@ -37,7 +37,7 @@ from commands.engine.options import DefaultsOption
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from commands.common.drafted import Recording
+    from simulator.recording import Recording
     from simulator.targets import Targets
     from simulator.tune import Tuned
     from simulator.tune.launch import NamedDrafter

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from commands.serve.policies import load_serving_policies
+from simulator.chosen import load_serving_policies
 from tests.conftest import Serve
 from tests.serving import PAIR, arrival_file
 

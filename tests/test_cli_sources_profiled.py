@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commands.common.ranking import fastest_for_real
 from policies.lengths.basic import Fixed
 from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
+from simulator.whatif.ranking import fastest_for_real
 from tests.conftest import SMALL_PROFILE, Run
 from traces import find_trace
 from traces.latency.table import LatencyTable

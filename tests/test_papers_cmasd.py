@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from commands.common.inputs import load_policies
 from policies.lengths.cmasd import CMASD
 from policies.registry import parse_policy
 from policies.rules.registry import parse_rule
 from profiler.suite.runs.arms import arms_of
+from simulator.chosen import load_policies
 from simulator.papers import Ours
 from simulator.papers.cmasd import cmasd_rows, comparison
 from simulator.papers.ours import REAL, Outcome, method_outcome

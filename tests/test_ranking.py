@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from commands.common.ranking import rank
 from policies.lengths.basic import Fixed
 from policies.rules.registry import parse_rule
 from simulator.pricing import autoregressive
@@ -20,6 +19,7 @@ from simulator.whatif.ranking import (
     cross_fitted_rule,
     fastest,
     fixed_lengths,
+    rank,
 )
 from simulator.whatif.rate import fit_rate_optimal
 from traces.acceptance.synthetic import synthetic_trace

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands.common.inputs import load_policies
 from policies import DraftAndVerify, DraftPolicy, GammaTunePlus, Round
 from policies.core import speculate
 from profiler.decoding.single import ModelDecoder
+from simulator.chosen import load_policies
 from tests import bundled
 from tests.outputs import trace_of
 from tests.test_sources_early_exit import recording

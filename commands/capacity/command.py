@@ -39,7 +39,6 @@ from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.serve.fleet import DEFAULT_ROUTER, RouterOption, chosen_router
 from commands.serve.loads import BudgetOption, MaxBatchOption, arrivals_of
 from commands.serve.plots import assumption
-from commands.serve.policies import load_serving_policies
 from traces.errors import DraftsimError
 from traces.store.lock import only_writer
 
@@ -116,6 +115,7 @@ def capacity(
     """
     from simulator.capacity import parse_targets
     from simulator.capacity.rows import with_cost
+    from simulator.chosen import load_serving_policies
     from simulator.serving import Limits, Scenario
     from traces.replay.always import drafting_always
 
@@ -144,7 +144,7 @@ def capacity(
         replications=replications, router=chosen_router(router or DEFAULT_ROUTER, 2),
     )  # fmt: skip
     asked = _rate(rate, base)
-    policies = load_serving_policies(policy, recorded, table, largest=max_batch)
+    policies = load_serving_policies(policy, recorded, table, largest=max_batch, say=note)
     executor = chosen_executor(jobs, cluster)
     title = origin_of(recording.name, latency)
     kept = None if out is None else out.with_name(out.name + ".jsonl")

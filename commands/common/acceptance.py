@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commands.common.inputs import imputed
+from commands.common.output import note
 from traces.errors import DraftsimError, FileError
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def load_positions(
     """
     from simulator.aggregate.curves import is_curves, pick_curve
     from simulator.aggregate.positions import Positions, of_rates, of_totals, of_trace
+    from simulator.recording import imputed
     from traces.acceptance.trace import Trace
     from traces.importers.base import Options
     from traces.importers.registry import import_log, looks_like
@@ -63,7 +64,7 @@ def load_positions(
     read = import_log(form, paths, Options())
     label = ", ".join(path.name for path in paths)
     if isinstance(read, Trace):
-        trace = imputed(label, read, "acceptance by position")
+        trace = imputed(label, read, "acceptance by position", note)
         seen = (trace.meta.get("imputed") or {}).get("longest_seen")
         return of_trace(label, trace, k or int(seen or trace.max_gamma or LONGEST))
     from traces.importers.totals import Totals

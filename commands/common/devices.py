@@ -14,8 +14,8 @@ from commands.common.output import note
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from commands.common.drafted import Recording
     from simulator.hardware import WeightFormat
+    from simulator.recording import Recording
     from simulator.whatif.sweep.prices import Prices
     from traces.latency.table import LatencyTable
 

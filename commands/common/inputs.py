@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -124,60 +124,6 @@ MemoryOption = Annotated[
 ]
 
 
-COMMON_LENGTH = 8
-"""Policies commonly draft up to so many tokens."""
-
-
-def load_trace(name: str, chooses: str | None = None) -> Trace:
-    """The trace `name` stands for, as `imputed`."""
-    from traces.store.recordings import find_trace
-
-    return imputed(name, find_trace(name), chooses)
-
-
-def imputed(name: str, trace: Trace, chooses: str | None = None) -> Trace:
-    """The trace called `name` with unknown positions imputed, and the result marked.
-
-    Raises DraftsimError if that is a lower bound and what is called `chooses` would have to
-    choose between policies by it.
-    """
-    import numpy as np
-
-    from commands.common.output import note
-    from traces.acceptance.trace import UNKNOWN
-
-    if trace.meta.get("drawn"):
-        note(
-            f"{name}: {len(trace.requests)} requests are drawn from the profile's acceptance by "
-            "position; its easy and hard stretches are not in it"
-        )
-    if not np.any(trace.columns["match"] == UNKNOWN):
-        return trace
-    if trace.meta.get("draft_lengths_known") is False:
-        # Full accepts cannot be told from rejections: taken as these, a lower bound.
-        if chooses is not None:
-            raise DraftsimError(
-                f"{name}: the log does not tell how long its drafts were, and {chooses} cannot "
-                "choose between lower bounds: import it with --draft-lengths"
-            )
-        note(
-            f"{name}: the log does not tell how long its drafts were: every speedup is a lower "
-            "bound and nothing is ranked; say it with `draftsim import --draft-lengths`"
-        )
-        return trace.impute(0, "rejected")
-    try:
-        filled = trace.impute(0)
-    except DraftsimError as error:
-        raise DraftsimError(f"{name}: {error}") from None
-    seen = filled.meta["imputed"]["longest_seen"]
-    if seen < COMMON_LENGTH:
-        note(
-            f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
-            "extrapolated"
-        )
-    return filled
-
-
 def origin_of(trace: str, latency: str | None) -> str:
     """Return what a table's figures are of, for its title: commands differ in their defaults."""
     return trace if latency is None else f"{trace}, at the costs of {latency}"
@@ -213,65 +159,14 @@ def load_policies(
     say: bool = True,
     lacking: dict[str, DraftPolicy] | None = None,
 ) -> list[tuple[str, DraftPolicy]]:
-    """(name, policy) of each text; none or ``all`` stand for every policy of the trace.
-
-    A named method of the draft model whose verification is exact goes by its name.  With ``all``,
-    policies that read signals the trace lacks are left out, with a note; where `lacking` is given
-    they are put there instead, for the caller to say.  `say`: whether there are notes at all.
-    ``signals`` and ``max_gamma`` are those of another draft source, by default the trace's own.
-    Raises DraftsimError naming what is wrong with a text.
-    """
+    """Return the policies of `simulator.chosen.load_policies`, with its notes if `say`."""
     from commands.common.output import note
-    from policies.batch.base import BatchPolicy, SingleStream
-    from policies.from_file import is_file, load_file, said_cut
-    from policies.registry import describe, parse_policy, policy_names
-    from traces.replay.run import can_replay
-    from traces.sources.methods import exact_policy
+    from simulator import chosen
 
-    names = list(texts or ["all"])
-    every = "all" in names
-    have = trace.signals if signals is None else signals
-    limit = trace.max_gamma if max_gamma is None else max_gamma
-    if every:
-        names = [n for n in names if n != "all"] + policy_names("single")
-    chosen: list[tuple[str, Any]] = []
-    absent: dict[str, DraftPolicy] = {} if lacking is None else lacking
-    for text in names:
-        try:
-            if is_file(text):
-                name, made, cut = load_file(text, limit)
-                if cut is not None and say:
-                    note(said_cut(name, cut, "the recording's"))
-                chosen.append((name, SingleStream(made) if isinstance(made, BatchPolicy) else made))
-                continue
-            own = exact_policy(text)
-            policy = parse_policy(own, max_gamma=limit)
-        except ValueError as error:
-            raise DraftsimError(str(error)) from None
-        implied = every and text in policy_names("single")
-        if implied and not set(policy.reads) <= have:
-            absent[text] = policy
-            continue
-        if implied and not (signals or can_replay(trace, policy)):
-            continue
-        name = text if own != text else describe(policy)
-        if name not in dict(chosen):
-            chosen.append((name, policy))
-    if say and lacking is None:
-        say_left_out(absent, have)
-    return chosen
-
-
-def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str]) -> None:
-    """A note naming policies that were left out, and the signals of theirs not in `have`."""
-    from commands.common.output import note
-
-    if lacking:
-        missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
-        note(
-            f"left out: {', '.join(lacking)}; not recorded: {', '.join(missing)} (record again "
-            "with `draftsim profile`)"
-        )
+    return chosen.load_policies(
+        texts, trace, signals=signals, max_gamma=max_gamma,
+        say=note if say else chosen.silent, lacking=lacking,
+    )  # fmt: skip
 
 
 def load_rule(text: str | None, trace: Trace, memory: Path | None = None) -> VerifyRule | None:

@@ -37,18 +37,6 @@ FEW = 3
 """Systems that are still named one by one where they are missing."""
 
 
-def load_source(text: str | None) -> Source | None:
-    """The source that `text` describes; None for the draft model."""
-    from traces.sources.registry import DRAFT_MODEL, parse_source
-
-    if text is None or text == DRAFT_MODEL:
-        return None
-    try:
-        return parse_source(text)
-    except ValueError as error:
-        raise DraftsimError(str(error)) from None
-
-
 def longest_draft(source: Source, trace: Trace, recordings: Recordings) -> int | None:
     """Longest draft that `source` can be replayed with; None where nothing bounds it.
 

@@ -197,11 +197,11 @@ def arms(
     ``rate-optimal`` without `latency`, as in the processes of a server, and for one that is given a
     rate, since it would weigh textbook costs.
     """
-    from commands.common.ranking import is_default, is_unfitted
-    from commands.serve.policies import FITTED, every_policy, fitted
     from policies.from_file import Cut, said_cut
     from profiler.engines.setup import policy_from
+    from simulator.chosen import FITTED, every_policy, fitted
     from simulator.serving.run import lookahead_of
+    from simulator.whatif.ranking import is_default, is_unfitted
 
     chosen: dict[str, Any] = {}
     recorded = trace.max_gamma or longest

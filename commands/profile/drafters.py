@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.common.sources import load_source
 from commands.profile.said import say_recording
 from commands.profile.source_modules import digest
 from traces.errors import DraftsimError
@@ -33,6 +32,7 @@ def split_drafters(texts: Sequence[str]) -> tuple[list[OnFeatures], list[str]]:
     """
     import os
 
+    from simulator.recording import load_source
     from traces.sources.starts.features import OnFeatures
 
     found: list[OnFeatures] = []

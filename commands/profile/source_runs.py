@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
 from commands.common.progress import progress_bar
-from commands.common.sources import load_source
 from commands.profile.drafters import load_drafters, measure_drafters, recorded_sources
 from commands.profile.said import say_recording
 from commands.profile.source_modules import adapter_digest, heads_digest, modules_of
@@ -44,6 +43,7 @@ def check_layers(pair: Pair) -> None:
 
 def settable(text: str) -> EarlyExit | LayerSkip:
     """The source that `text` names; DraftsimError if no recording hangs on its parameters."""
+    from simulator.recording import load_source
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.starts.sources import LayerSkip
 

@@ -43,7 +43,6 @@ from commands.serve.loads import (
     requests_of,
 )
 from commands.serve.plots import draw
-from commands.serve.policies import load_serving_policies
 from commands.serve.progress import kept, requests_bar, rows_file
 from commands.serve.rows import remarks, shown
 from traces.errors import DraftsimError
@@ -166,6 +165,7 @@ def serve(
     A request of an arrivals file keeps the file's lengths and replays a recorded sequence of
     about its output length; such rows are approximate.
     """
+    from simulator.chosen import load_serving_policies
     from simulator.serving import Devices, Limits, Scenario
     from traces.replay.always import drafting_always
 
@@ -205,7 +205,7 @@ def serve(
     if always_draft is not None and mode in ONE_STREAM:
         raise DraftsimError(f"--mode {mode} drafts without rounds to wait for: drop --always-draft")
     table = drafting_always(table, always_draft)
-    policies = load_serving_policies(policy, recorded, table, mode, settings, largest)
+    policies = load_serving_policies(policy, recorded, table, mode, settings, largest, note)
     meta = {"trace": acceptance or trace, "latency": latency or trace, "policies": list(policies)}
     meta |= {"source": recorded.source} if recording.source is not None else {}
     executor = where(jobs, cluster, requests_of(scenarios) * len(policies), timeline)

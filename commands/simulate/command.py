@@ -36,9 +36,6 @@ from commands.common.printed import (
 )
 from commands.common.progress import working
 from commands.common.quiet import say_disturbed
-from commands.common.ranking import (
-    Ranking,
-)
 from commands.common.sources import SourceOption, with_free_lookups
 from commands.simulate.phases import load_phases, phases_in, shown_phases
 from commands.simulate.runs import (
@@ -50,17 +47,10 @@ from commands.simulate.runs import (
     same_requests,
     split_asked,
 )
-from commands.simulate.table import (
-    compared,
-    headline,
-    lossless,
-    over_all,
-    print_ranked,
-    with_quality,
-)
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
+    from simulator.whatif.ranking import Ranking
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -145,6 +135,8 @@ def simulate(
     that is a policy's, too, is the policy: cm-asd is its draft lengths, cm-asd+cm-asd the whole.
     With const: latencies, searching text costs nothing.
     """
+    from commands.simulate.table import with_quality
+    from simulator.whatif.ranking import Ranking, lossless
     from traces.replay.always import drafting_always
     from traces.sources.replay import check_rule
     from traces.store.outputs import find_runs, read_run
@@ -155,6 +147,9 @@ def simulate(
         raise DraftsimError("--phase is of replayed policies: drop --rounds and --robustness")
     if tokenizer is not None and not phases:
         raise DraftsimError("--tokenizer belongs to --phase: name a phase, or drop it")
+    options: dict[str, Any] = {
+        "against": against, "resamples": resamples, "prefill": prefill, "by_category": by_category,
+    }  # fmt: skip
     if rounds is not None:
         if not rounds.exists():
             rounds = folder_of(rounds) or rounds
@@ -163,9 +158,7 @@ def simulate(
         runs = [read_run(file) for file in find_runs(rounds)]
         found = []
         for group in same_requests(logs):
-            rows = _rows(
-                Ranking([]), group, table, recorded, against, resamples, prefill, by_category
-            )
+            rows = _rows(Ranking([]), group, table, recorded, **options)
             found += with_quality(rows, runs, decoded_part(recorded, group[0]))
         _emit(found, json, prefill, out, of=rounds.name)
         if any(log.mismatched is not None for log in logs):
@@ -194,9 +187,7 @@ def simulate(
         ranking = rank_source(
             recorded, table, asked.policies, recording.stream, recording.recordings, rule
         )
-        rows = _rows(
-            ranking, ranking.logs, table, recorded, against, resamples, prefill, by_category
-        )
+        rows = _rows(ranking, ranking.logs, table, recorded, **options)
         by_phase = found_phases.rows(ranking.logs, table, resamples) if found_phases else None
         _emit(rows, json, prefill, out, by_name, recording.said, by_phase)
         return
@@ -221,7 +212,7 @@ def simulate(
     ranking, more = replay_side_by_side(recording, table, asked, rule, memory)
     logs, table = ranking.logs, with_free_lookups(table)
     listed = sorted([*logs, *more], key=lambda log: log is ranking.added)
-    rows = _rows(ranking, listed, table, recorded, against, resamples, prefill, by_category)
+    rows = _rows(ranking, listed, table, recorded, **options)
     folder = None if recording.observed else folder_of(trace)
     runs = [read_run(file) for file in find_runs(folder)] if folder is not None else []
     by_phase = found_phases.rows(listed, table, resamples) if found_phases else None
@@ -246,35 +237,14 @@ def simulate(
 
 def _rows(
     ranking: Ranking, logs: Sequence[RoundLog], latency: LatencyTable, trace: Trace,
-    against: str | None, resamples: int, prefill: bool, by_category: bool,
+    **options: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a row for plain decoding and one for each of `logs`, whose outputs are in `trace`."""
-    from simulator.summary import (
-        price_all,
-        summarize_runs,
-        summarize_runs_by_category,
-        to_rows,
-    )
-    from traces.sources.replay import check_layers
+    """Return the rows of `simulator.whatif.ranking.ranked_rows`, with a progress bar."""
+    from simulator.whatif.ranking import ranked_rows
 
-    for log in logs:
-        check_layers(log, trace, latency)
     with working("pricing their rounds", alone=True) as say:
-        runs = price_all(logs, latency, progress=partial(say, "pricing their rounds"))
-
-    def made(summary: Any) -> list[dict[str, Any]]:
-        return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))
-
-    overall = compared(made(summarize_runs), runs, latency, against, resamples, prefill)
-    if not by_category:
-        return overall
-    # Gains are over all prompts: a category holds few.
-    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
-    blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
-    return [{"category": None, **row} for row in overall] + [
-        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
-        for row in made(summarize_runs_by_category)
-    ]
+        said = partial(say, "pricing their rounds")
+        return ranked_rows(ranking, latency, trace, logs, **options, progress=said)
 
 
 def _emit(
@@ -286,6 +256,8 @@ def _emit(
     ``by_name``: whether the policies were named one by one.  ``of``: the recording, its models
     and device.  ``by_phase``: the rows by phase, if phases were named.
     """
+    from commands.simulate.table import headline, over_all, print_ranked
+
     more: dict[str, Any] = {"headline": headline(over_all(rows), of)}
     if by_phase:
         more["phases"] = list(by_phase)

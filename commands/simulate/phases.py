@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commands.common.output import note
-from commands.simulate.table import lossless
+from simulator.whatif.ranking import lossless
 from traces.errors import DraftsimError, missing
 
 if TYPE_CHECKING:

@@ -7,18 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commands.common.drafted import Recording, load_recording
+from commands.common.drafted import load_recording
 from commands.common.inputs import load_method, replay_all
 from commands.common.output import note
 from commands.common.progress import working
-from commands.common.ranking import (
-    Ranking,
-    is_unfitted,
-    named,
-    rank,
-    with_best_fixed,
-    without_plain,
-)
 from commands.common.sources import (
     Listed,
     in_listed_order,
@@ -35,6 +27,8 @@ from traces.errors import DraftsimError, SignalError, TailError
 if TYPE_CHECKING:
     from policies.core import DraftPolicy
     from policies.rules.base import VerifyRule
+    from simulator.recording import Recording
+    from simulator.whatif.ranking import Ranking
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -46,7 +40,14 @@ def rank_source(
     recordings: Recordings, rule: VerifyRule | None = None,
 ) -> Ranking:  # fmt: skip
     """The policies of `texts` with `source` drafting, to be ranked."""
-    from simulator.whatif.ranking import UNFITTED
+    from simulator.chosen import named
+    from simulator.whatif.ranking import (
+        UNFITTED,
+        Ranking,
+        is_unfitted,
+        with_best_fixed,
+        without_plain,
+    )
 
     def replayed(some: list[tuple[str, DraftPolicy]]) -> list[RoundLog]:
         return replay_with(trace, source, some, recordings, rule)
@@ -107,6 +108,7 @@ def replay_side_by_side(
     ``memory`` is for rules that have one.
     """
     from simulator.forks import results_of
+    from simulator.whatif.ranking import Ranking, rank, with_best_fixed
     from traces.sources.base import Recordings
     from traces.sources.found import find_recordings
     from traces.sources.registry import SYSTEMS
@@ -116,7 +118,7 @@ def replay_side_by_side(
 
     def ranked() -> Ranking:
         if texts is None or texts:
-            return rank(trace, latency, texts, rule)
+            return rank(trace, latency, texts, rule, note)
         if trace.is_lower_bound:
             return Ranking([])
         return with_best_fixed(
@@ -192,6 +194,7 @@ def replay_methods(trace: Trace) -> list[RoundLog]:
 
     A note names those whose drafts are longer than the recorded ones.
     """
+    from simulator.chosen import named
     from traces.sources.methods import METHODS
     from traces.sources.registry import DRAFT_MODEL
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -12,12 +11,11 @@ from commands.common.layout import GAP, NAME, blocks, in_lines, longest
 from commands.common.printed import console as console_for
 from commands.common.printed import printable
 from commands.simulate.categories import category_ladder, category_rows
+from simulator.whatif.ranking import BEST_FIXED, are_bounds, lossless, winner
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.pricing import Priced
     from traces.acceptance.trace import Trace
-    from traces.latency.table import LatencyTable
     from traces.store.outputs import Quality, RealRun
 
 Row = dict[str, Any]
@@ -28,55 +26,6 @@ QUALITY = (
     "passed_greedy",
 )  # fmt: skip
 """What rows have of the quality of texts really decoded; None where none were."""
-
-
-def compared(
-    rows: Sequence[Row], runs: Sequence[Priced], latency: LatencyTable, against: str | None,
-    resamples: int, prefill: bool = False,
-) -> list[Row]:  # fmt: skip
-    """The rows of `runs`, of which plain decoding is the first, with what else is known of each.
-
-    ``against`` names the row that ``gain`` compares with, tokens per second over its own with
-    the paired interval over prompts; by default the best fixed length, where there is one.
-    ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
-    table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
-
-    Raises DraftsimError if `against` is none of the rows, or would compare lower bounds.
-    """
-    from simulator.degenerate import accepted_mismatches, degenerate
-    from simulator.summary import gains_over
-    from simulator.whatif.ranking import BEST_FIXED
-    from traces.sources.methods import said_of
-
-    rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
-    if against is not None:
-        if _bounds(rows):
-            raise DraftsimError(
-                f"--against {against}: lower bounds cannot be compared: import the log with "
-                "--draft-lengths"
-            )
-        rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
-        if rival is None:
-            raise DraftsimError(
-                f"--against {against}: is none of the policies shown: add --policy {against}"
-            )
-    told = ["", *degenerate([run.log for run in runs[1:]])]
-    gains = [] if rival is None else gains_over(runs[rival], runs, resamples=resamples)
-    found = []
-    for i, (row, run, said) in enumerate(zip(rows, runs, told, strict=True)):
-        more: Row = {
-            "outside": run.outside_with(prefill), "unpriced": run.unpriced(latency, prefill),
-            "mismatches_accepted": accepted_mismatches(run.log), "against": None, "gain": None,
-            "gain_lo": None, "gain_hi": None,
-        }  # fmt: skip
-        if rival is not None and i != rival:
-            values = [value if math.isfinite(value) else None for value in gains[i]]
-            more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
-            more["against"] = rows[rival]["policy"]
-        what = said_of(row["policy"], lossless(row["verify"]))
-        notes = [text for text in (row.get("note"), what, said) if text]
-        found.append({**row, **more, "note": "; ".join(notes) or None})
-    return found
 
 
 def with_quality(rows: Sequence[Row], runs: Sequence[RealRun], trace: Trace) -> list[Row]:
@@ -114,29 +63,16 @@ def over_all(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.get("category") is None]
 
 
-def _bounds(rows: Sequence[Row]) -> bool:
-    """Whether speedups are lower bounds, of which the largest need not be the best."""
-    return any(row["fidelity"] == "lower bound" for row in rows)
-
-
-def lossless(verify: str) -> bool:
-    """Return whether the output under a rule, named as in rows, is the target's own."""
-    from simulator.whatif.ranking import LOSSLESS
-
-    return verify in LOSSLESS
-
-
 def headline(rows: Sequence[Row], recording: str = "") -> str:
     """Return the recommendation in a sentence: the fastest policy, against no speculation.
 
     ``recording`` says whose models and device the rows are of.  The gain over another row, such
     as the best fixed length, is told only if that row is itself faster than no speculation.
     """
-    from simulator.whatif.ranking import winner
     from traces.sources.registry import DRAFT_MODEL
 
     begin = f"{recording}: " if recording else ""
-    if _bounds(rows):
+    if are_bounds(rows):
         return (
             f"{begin}lower bounds, which rank nothing: the log does not tell how long its drafts "
             "were."
@@ -173,7 +109,6 @@ def headline(rows: Sequence[Row], recording: str = "") -> str:
 
 
 def _is_best_fixed(row: Row) -> bool:
-    from simulator.whatif.ranking import BEST_FIXED
 
     return BEST_FIXED in (row["note"] or "").split("; ")
 
@@ -193,7 +128,7 @@ def print_ranked(rows: Sequence[Row], by_name: bool = False, recording: str = ""
     console.print(printable(headline(over_all(rows), recording)))
     rival = next((r["against"] for r in rows if r["against"]), None)
     overall = over_all(rows)
-    if not _bounds(overall):
+    if not are_bounds(overall):
         overall = sorted(overall, key=lambda r: -(r["speedup"] or 0.0))
     exact = [r for r in overall if lossless(r["verify"])]
     lossy = [r for r in overall if not lossless(r["verify"])]
@@ -206,7 +141,7 @@ def print_ranked(rows: Sequence[Row], by_name: bool = False, recording: str = ""
         if lossy:
             _print(console, "other texts, under lossy rules", [_lossy(r) for r in lossy], ORDER)
     parts = [r for r in rows if r.get("category") is not None]
-    if parts and not _bounds(parts):
+    if parts and not are_bounds(parts):
         if by_name:
             lines = category_rows([*exact, *lossy], parts)
             _print(console, "speedup by category", lines, list(lines[0]))
@@ -254,7 +189,7 @@ def _common(row: Row) -> Row:
     lo, hi = row["speedup_lo"], row["speedup_hi"]
     span = "-" if lo is None or hi is None else f"{lo:.2f}-{hi:.2f}"
     about = row["fidelity"] == "approximate" and lossless(row["verify"])
-    bound = _bounds([row])
+    bound = are_bounds([row])
     name = row["policy"] + (" ~" if about else "") + (" *" if row["note"] and not bound else "")
     least = "\u2265 " if bound else ""
     return {"policy": name, "speedup": least + _number(row["speedup"], 3), "95 %": span}
@@ -263,12 +198,12 @@ def _common(row: Row) -> Row:
 def _footnotes(rows: Sequence[Row]) -> list[str]:
     """What the marks and the columns of the tables mean."""
     found = []
-    if _bounds(rows):
+    if are_bounds(rows):
         found.append("\u2265 lower bound; its interval is over prompts alone")
         if len(over_all(rows)) < len(rows):
             found.append("categories are not ranked either: --json has their rows")
     for row in over_all(rows):
-        if _bounds([row]):
+        if are_bounds([row]):
             continue
         name = _row_name(row)
         if row["note"] and f"* {name}: {row['note']}" not in found:

@@ -24,23 +24,19 @@ from commands.common.inputs import (
     AcceptanceOption,
     AssumeOption,
     TraceOption,
-    load_policies,
 )
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
 from commands.common.progress import progress_bar
-from commands.common.ranking import named
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
 from commands.sweep.grid import axis, prices_of
 from commands.sweep.held_out import SEARCHED, tuned_rows
-from commands.sweep.maps import draw_maps
 from commands.sweep.notes import headline, print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from policies.core import DraftPolicy
     from simulator.executors import Executor
     from simulator.whatif.sweep.run import Sweep
     from traces.acceptance.trace import Trace
@@ -56,8 +52,9 @@ RUNGS = (
     "rung", "policy", "speedup", "speedup_lo", "speedup_hi", "share", "block_efficiency",
     "lost_draft", "lost_verify", "lost_signal", "lost_host",
 )  # fmt: skip
-LONGEST = 12
-"""Longest fixed draft length swept by default."""
+NOTHING = (
+    "nothing to map: give two values or more of c and alpha, batch and gamma, or batch and context"
+)
 AXIS = "a:b:N, a:b:Nlog, a..b or a,b,c"
 
 
@@ -163,6 +160,7 @@ def sweep(
     Regrets are against the best of the fixed lengths 1 to 12 and against the oracle, whichever
     policies are swept.  The second table says where each policy stops paying.
     """
+    from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview
     from simulator.whatif.sweep.file import write_thresholds
     from simulator.whatif.sweep.run import Sweep
@@ -202,9 +200,10 @@ def sweep(
             raise DraftsimError("--tune needs a --policy with values in braces")
         emit("sweep", found, json, show=SEARCHED, out=out)
         return
+    lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
     study = Sweep(
         recorded,
-        _policies(policy, gamma, recorded),
+        swept_policies(policy, lengths, recorded, note),
         prices_of(ratios, tables, context, verify_ratio, gpu, weights, always_draft),
         axis(alpha, "alpha", low=1e-6, high=1 - 1e-6),
         sizes,
@@ -238,21 +237,14 @@ def sweep(
     say_untried(study, frame)
     say_outside(frame)
     if plots is not None:
-        for path in draw_maps(frame, plots, f"taken to cost nothing: {assumed}" if assumed else ""):
-            note(f"wrote {path}")
+        from simulator.plots import save
+        from simulator.whatif.plots import figures
 
-
-def _policies(texts: list[str] | None, gamma: str | None, trace: Trace) -> dict[str, DraftPolicy]:
-    from simulator.whatif.sweep.grid import expand, with_gammas
-
-    longest = min(LONGEST, trace.max_gamma or LONGEST)
-    names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
-    if gamma is not None:
-        lengths = [int(g) for g in axis(gamma, "gamma", low=0, high=MOST_LENGTH, whole=True)]
-        if "all" in names:
-            names = [n for n in names if n != "all"] + [n for n, _ in load_policies(None, trace)]
-        names = with_gammas(names, lengths)
-    return dict(named(load_policies(names, trace)))
+        label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(frame)
+        if not drawn:
+            note(NOTHING)
+        for name, figure in drawn.items():
+            note(f"wrote {save(figure, plots / f'{name}.png', label=label)}")
 
 
 def _run(study: Sweep, executor: Executor, out: Path | None) -> Any:
@@ -274,12 +266,13 @@ def _ladder(
     trace: Trace, table: LatencyTable, policy: list[str] | None, resamples: int,
     seed: int, plots: Path | None, json: str | None, out: Path | None,
 ) -> None:  # fmt: skip
+    from simulator.chosen import load_policies, named
     from simulator.plots import save
     from simulator.whatif.ladder import ladder as climb
     from simulator.whatif.plots import plot_ladder
     from simulator.whatif.sweep.grid import expand
 
-    chosen = dict(named(load_policies(expand(policy), trace))) if policy else None
+    chosen = dict(named(load_policies(expand(policy), trace, say=note))) if policy else None
     rungs = climb(trace, table, policies=chosen, resamples=max(resamples, 1), seed=seed)
     note(_climbed(rungs))
     emit("sweep", rungs, json, show=RUNGS, out=out)

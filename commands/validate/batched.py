@@ -47,12 +47,12 @@ def batch_check(
     """
     import torch
 
-    from commands.serve.policies import load_serving_policies
     from commands.validate.spot_check import as_recorded, check_ids, spread_over_categories
     from commands.validate.texts import with_diverged
     from profiler.checks.batch_runs import BatchArm, groups_of, run_batches
     from profiler.checks.differences import divergences
     from profiler.recording.run import read_run
+    from simulator.chosen import load_serving_policies
     from simulator.serving.groups import predict_groups
     from simulator.validation import compare
     from traces.store.files import read_latency, read_trace
@@ -68,7 +68,7 @@ def batch_check(
     names = list(policy or as_recorded(BATCH_ARMS, trace))
     if "autoregressive" not in names:
         names.insert(0, "autoregressive")
-    policies = load_serving_policies(names, trace, latency, "static")
+    policies = load_serving_policies(names, trace, latency, "static", say=note)
     if not policy:
         policies |= fastest_by_batch(trace, latency, batches, policies)
     predicted, requests = predict_groups(trace, latency, policies, batches)
@@ -116,12 +116,12 @@ def fastest_by_batch(
     trace: Trace, latency: LatencyTable, batches: Sequence[int], known: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the policies predicted fastest at a size, but for those `known`; a note names them."""
-    from commands.serve.policies import load_serving_policies
+    from simulator.chosen import load_serving_policies
     from simulator.serving.groups import predict_groups
     from simulator.whatif.ladder import GAMMAS
 
     lengths = [f"fixed:gamma={g}" for g in GAMMAS if g <= (trace.max_gamma or g)]
-    every = load_serving_policies([*lengths, "all"], trace, latency, "static")
+    every = load_serving_policies([*lengths, "all"], trace, latency, "static", say=note)
     predicted, _ = predict_groups(trace, latency, every, batches)
     seconds = predicted.groupby(["batch", "policy"])["predicted_s"].sum().unstack("policy")
     best = dict(zip(seconds.index.tolist(), seconds.idxmin(axis=1).tolist(), strict=True))

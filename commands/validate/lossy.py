@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from commands.common.inputs import load_policies, load_rule, replay_all, say_memory
+from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import AGAIN, say_machine, with_machine
-from commands.common.ranking import predicted_fastest, with_fastest
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def lossy_check(
     from profiler.recording.run import read_run
     from simulator.pricing import price
     from simulator.validation import compare
+    from simulator.whatif.ranking import predicted_fastest, with_fastest
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
     from traces.store.outputs import quality
@@ -69,7 +70,7 @@ def lossy_check(
         best = predicted_fastest(
             latency, every, trace.max_gamma, lambda some: replay_all(trace, some, rule=rule)
         )
-        chosen = with_fastest(chosen, best)
+        chosen = with_fastest(chosen, best, note)
     [(_, plain)] = load_policies([PLAIN], trace)
     arms = [Arm(PLAIN, plain), *(Arm(name, p, rule) for name, p in chosen)]
     replayed = replay_all(trace, chosen, rule=rule)

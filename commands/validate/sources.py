@@ -11,9 +11,7 @@ from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
-from commands.common.ranking import predicted_fastest, with_fastest
 from commands.common.sources import (
-    load_source,
     load_source_policies,
     load_system,
     longest_draft,
@@ -154,6 +152,8 @@ def arms(
     Where a source has no policies named for it, these are `SOURCE_ARMS` and the one predicted
     fastest with `latency`.
     """
+    from simulator.recording import load_source
+    from simulator.whatif.ranking import predicted_fastest, with_fastest
     from traces.sources.replay import replay_source
 
     texts, systems = split_systems(policy)
@@ -180,7 +180,7 @@ def arms(
                     for n, p in some
                 ],
             )  # fmt: skip
-            named = with_fastest(named, best)
+            named = with_fastest(named, best, note)
         runs += [(n, drafting) for n in named if n[0] != PLAIN]
     elif texts:
         with_model = [c for c in load_policies(texts, trace) if c[0] != PLAIN]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from commands.common.inputs import load_policies, replay_all, say_left_out
+from commands.common.inputs import load_policies, replay_all
 from commands.common.output import note
 from commands.common.progress import progress_bar
 from commands.common.quiet import say_machine, with_machine
-from commands.common.ranking import Fastest, fastest_for_real, is_unfitted, named, with_fastest
 from commands.common.texts import say_texts
 from traces.errors import DraftsimError, SignalError, TailError
 
 if TYPE_CHECKING:
     from profiler.models.loading import Pair
+    from simulator.whatif.ranking import Fastest
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
     from traces.replay.rounds import RoundLog
@@ -78,8 +78,10 @@ def spot_check(
     from profiler.checks.unfinished import check_options, unfinished
     from profiler.models.seq2seq_settings import is_seq2seq
     from profiler.recording.run import read_run
+    from simulator.chosen import named, say_left_out
     from simulator.pricing import price
     from simulator.validation import compare
+    from simulator.whatif.ranking import fastest_for_real, is_unfitted, with_fastest
     from traces.store.files import read_latency, read_trace
     from traces.store.measured import MeasuredRuns, write_measured
 
@@ -92,10 +94,10 @@ def spot_check(
     chosen = named(load_policies(policy or as_recorded(ARMS, trace), trace))
     if not policy:
         lacking = {n: p for n, p in chosen if not trace.signals.issuperset(p.reads)}
-        say_left_out(lacking, trace.signals)
+        say_left_out(lacking, trace.signals, note)
         chosen = [(n, p) for n, p in chosen if n not in lacking]
         best = fastest_for_real(trace, latency)
-        chosen = with_fastest(chosen, best)
+        chosen = with_fastest(chosen, best, note)
         say_faster(run, trace, latency, best)
     for name in (n for n, p in chosen if is_unfitted(p)):
         note(f"{name} runs unfitted: with the estimates and the rate it comes with")

@@ -36,6 +36,37 @@ MOST_LINES = 7
 """As many lines as colours, dashes and markers tell apart beside the thin grey ones."""
 
 
+def figures(frame: pd.DataFrame) -> dict[str, Figure]:
+    """Return every figure that the axes of a sweep's table allow, by file name."""
+    drawn: list[tuple[str, Figure]] = []
+    rates = frame["alpha_asked"].notna().all()
+    first = frame[frame["batch"] == frame["batch"].iloc[0]]
+    by_ratio = first[first["latency"] == "ratio"]
+    if rates and by_ratio["alpha_asked"].nunique() > 1 and by_ratio["c"].nunique() > 1:
+        drawn += [
+            ("break_even_c", plot_break_even(by_ratio)),
+            ("map_c_alpha", plot_maps(by_ratio)),
+        ]
+        if by_ratio["adapting"].notna().all():
+            drawn.append(("adapting", plot_adapting(by_ratio)))
+    priced = frame[frame["latency"] != "ratio"]
+    tables = list(dict.fromkeys(zip(priced["latency"], priced["gpu"], strict=True)))
+    for i, (name, gpu) in enumerate(tables):
+        part = priced[(priced["latency"] == name) & (priced["gpu"] == gpu)]
+        part = part[part["alpha"] == part["alpha"].iloc[0]]
+        suffix = f"_{i + 1}" if len(tables) > 1 else ""
+        if part["batch"].nunique() > 1 and part["context"].nunique() > 1:
+            drawn.append((f"map_context_batch{suffix}", plot_maps(part, "context", "batch")))
+        contexts = part["context"].fillna(-1)
+        at = part[contexts == contexts.iloc[0]]
+        if at["batch"].nunique() > 1 and at["gamma"].nunique() > 1:
+            drawn.append((f"map_batch_gamma{suffix}", plot_maps(at, "batch", "gamma")))
+    one = priced[priced["alpha"] == priced["alpha"].min()] if len(priced) else priced
+    if len(one) and one["batch"].nunique() > 1 and one["context"].fillna(-1).nunique() == 1:
+        drawn.append(("speedup_batch", plot_batches(one)))
+    return dict(drawn)
+
+
 def plot_maps(
     frame: pd.DataFrame, x: str = "c", y: str = "alpha", policies: Sequence[str] | None = None
 ) -> Figure:

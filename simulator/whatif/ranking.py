@@ -1,15 +1,30 @@
-"""What a ranking of policies needs to be fair: the best fixed length, a fitted stopping rule."""
+"""The ranking of policies: which are replayed, which is fastest, and the rows that say so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 
-from policies.lengths.basic import Fixed
-from simulator.pricing import price
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.lengths.basic import Autoregressive, Fixed, Oracle
+from policies.lengths.rate_optimal import RateOptimal
+from policies.rules.base import VerifyRule
+from policies.spec import parameters
+from simulator.chosen import Named, Say, load_policies, named, say_left_out, silent
+from simulator.degenerate import accepted_mismatches, degenerate
+from simulator.pricing import Priced, price
+from simulator.summary import (
+    gains_over,
+    price_all,
+    summarize_runs,
+    summarize_runs_by_category,
+    to_rows,
+)
 from simulator.whatif.ladder import GAMMAS, split_prompts
 from simulator.whatif.rate import Estimates, RateFit, fit_rate_optimal
 from traces.acceptance.trace import Trace
@@ -17,6 +32,11 @@ from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
 from traces.replay.rounds import RoundLog
+from traces.sources.methods import said_of
+from traces.sources.replay import check_layers
+
+Row = dict[str, Any]
+Progress = Callable[[int, int], None]
 
 LOWER_BOUND = "lower bound"
 """Of a row from a log that does not tell its draft lengths."""
@@ -110,3 +130,263 @@ def cross_fitted_rule(
     joined = np.concatenate(parts)
     order = np.argsort(joined["request"], kind="stable")
     return replace(logs[0], rounds=joined[order], requests=trace.requests)
+
+
+def are_bounds(rows: Sequence[Row]) -> bool:
+    """Return True if speedups are lower bounds, of which the largest need not be the best."""
+    return any(row["fidelity"] == "lower bound" for row in rows)
+
+
+def lossless(verify: str) -> bool:
+    """Return whether the output under a rule, named as in rows, is the target's own."""
+    return verify in LOSSLESS
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Logs to rank, and what has to be said of some of them, by policy name."""
+
+    logs: list[RoundLog]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    added: RoundLog | None = None
+    """That of the best fixed length, where policies were named and it is none of them."""
+
+    def noted(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows of a summary, with a ``note`` in those of a log that has one."""
+        told = {(log.policy, log.verify, log.source) for log in self.logs}
+        return [
+            {**row, "note": self.notes.get(row["policy"])
+             if (row["policy"], row["verify"], row["source"]) in told else None}
+            for row in rows
+        ]  # fmt: skip
+
+
+def rank(
+    trace: Trace, latency: LatencyTable,
+    texts: Sequence[str | DraftPolicy | BatchPolicy] | None, rule: VerifyRule | None = None,
+    say: Say = silent,
+) -> Ranking:  # fmt: skip
+    """Replay the policies of `texts` (none or ``all``: every one), to be ranked.
+
+    ``rate-optimal`` is fitted to the recording and the latencies, each half of the prompts
+    judging what the other one gave; where that cannot be done, or a lossy `rule` accepts other
+    tokens than it would be fitted to, it is noted as unfitted.  The fixed draft length that is
+    fastest here is ranked, too, whatever the texts name.  `say` is told what was left out.
+
+    Where the trace is a lower bound alone (`Trace.is_lower_bound`) nothing is fitted or chosen,
+    and every row says so.
+    """
+    lacking: dict[str, DraftPolicy] = {}
+    chosen = without_plain(named(load_policies(texts, trace, lacking=lacking)))
+    if trace.is_lower_bound:
+        say_left_out(lacking, trace.signals, say)
+        # The best of bounds is not the best: least wrong is the policy behind the log.
+        bounds = list(replay_many(trace, chosen, rule=rule))
+        return Ranking(bounds, {log.policy: LOWER_BOUND for log in bounds})
+    notes: dict[str, str] = {}
+    found: dict[int, RoundLog] = {}
+    for i, (name, policy) in enumerate(chosen):
+        if is_default(policy) and rule is None:
+            fitted = fitted_log(trace, latency, name, policy.gamma_max)
+            if fitted is not None:
+                found[i] = fitted
+                notes[name] = FITTED
+                continue
+        if is_unfitted(policy):
+            notes[name] = UNFITTED
+    rest = [i for i in range(len(chosen)) if i not in found]
+    found |= zip(rest, list(replay_many(trace, [chosen[i] for i in rest], rule=rule)), strict=True)
+    logs = [found[i] for i in range(len(chosen))]
+    every = not texts or "all" in texts
+    if every and rule is None and not any(name.startswith("rate-optimal") for name, _ in chosen):
+        # As it comes it reads a signal, which this recording lacks; fitted it need not.
+        fitted = fitted_log(trace, latency)
+        if fitted is not None:
+            logs.append(fitted)
+            notes[fitted.policy] = FITTED
+            lacking.pop("rate-optimal", None)
+    say_left_out(lacking, trace.signals, say)
+    return with_best_fixed(
+        Ranking(logs, notes), latency, trace.max_gamma,
+        lambda some: list(replay_many(trace, some, rule=rule)), every,
+    )  # fmt: skip
+
+
+def fitted_log(
+    trace: Trace, latency: LatencyTable, name: str = "rate-optimal", gamma_max: int | None = None
+) -> RoundLog | None:
+    """Return the log of `cross_fitted_rule`; None where the rule cannot be fitted."""
+    try:
+        return cross_fitted_rule(trace, latency, gamma_max=gamma_max, name=name)
+    except DraftsimError:
+        return None  # too few prompts, or a rule that cannot be fitted to them
+
+
+def with_best_fixed(
+    ranking: Ranking,
+    latency: LatencyTable,
+    longest: int | None,
+    replayed: Callable[[Named], list[RoundLog]],
+    every: bool,
+) -> Ranking:
+    """Return `ranking` with the fastest fixed draft length, up to `longest`, as `replayed` runs it.
+
+    If `every` policy is ranked it follows the fixed length that is there by default; otherwise it
+    comes last, and a recording that cannot tell it goes without.
+    """
+    lengths = [g for g in GAMMAS if g <= (longest or g)]
+    try:
+        best = fastest(replayed([(f"fixed:gamma={g}", Fixed(g)) for g in lengths]), latency)
+    except DraftsimError:
+        if every:
+            raise
+        return ranking
+    logs, notes = list(ranking.logs), {**ranking.notes, best.policy: BEST_FIXED}
+    if best.policy in (log.policy for log in logs):
+        return Ranking(logs, notes)
+    fixed = (i for i, log in enumerate(logs) if log.policy.startswith("fixed:"))
+    logs.insert(next(fixed, -1) + 1 if every else len(logs), best)
+    return Ranking(logs, notes, None if every else best)
+
+
+class Fastest(NamedTuple):
+    """A policy predicted to be the fastest of several."""
+
+    name: str
+    policy: DraftPolicy
+    log: RoundLog
+
+
+def predicted_fastest(
+    latency: LatencyTable,
+    chosen: Named,
+    longest: int | None,
+    replayed: Callable[[Named], list[RoundLog]],
+) -> Fastest:
+    """Return the fastest of `chosen` and of all fixed draft lengths.
+
+    Left out are those that cannot decode for real: the oracle, and a rule that is fitted to
+    nothing.  ``longest`` and ``replayed`` are those of `with_best_fixed`.
+    """
+    real = {
+        name: policy for name, policy in named(chosen)
+        if not isinstance(policy, Autoregressive | Oracle) and not is_unfitted(policy)
+    }  # fmt: skip
+    real |= {f"fixed:gamma={g}": Fixed(g) for g in GAMMAS if g <= (longest or g)}
+    best = fastest(replayed(list(real.items())), latency)
+    return Fastest(best.policy, real[best.policy], best)
+
+
+def fastest_for_real(trace: Trace, latency: LatencyTable) -> Fastest:
+    """Return what `rank` puts first of all that can decode for real.
+
+    Where that is the rate-optimal rule, it is fitted to all prompts.
+    """
+    best = predicted_fastest(
+        latency, load_policies(None, trace), trace.max_gamma,
+        lambda some: list(replay_many(trace, some)),
+    )  # fmt: skip
+    rule = fitted_log(trace, latency)
+    if rule is not None and fastest([best.log, rule], latency) is rule:
+        return Fastest(rule.policy, fit_rate_optimal(trace, latency).policy, rule)
+    return best
+
+
+def with_fastest(chosen: Named, best: Fastest, say: Say) -> Named:
+    """Return the policies of a check with the predicted fastest among them; `say` is told of it."""
+    if best.name in dict(chosen):
+        return chosen
+    say(f"also decoding {best.name}, which is predicted to be the fastest")
+    return [*chosen, (best.name, best.policy)]
+
+
+def without_plain(chosen: Named) -> Named:
+    """Return the policies without plain decoding, the first row of every summary already."""
+    return [c for c in chosen if c[0] != "autoregressive"] or chosen
+
+
+def is_unfitted(policy: object) -> bool:
+    """Return True if this is the rate-optimal rule, and nothing is fitted to a recording."""
+    return isinstance(policy, RateOptimal) and policy.cost is None
+
+
+def is_default(policy: object) -> TypeGuard[RateOptimal]:
+    """Return True if this is the rate-optimal rule with its defaults, except its longest draft."""
+    if not isinstance(policy, RateOptimal):
+        return False
+    settings = {k: p.default for k, p in parameters(RateOptimal).items() if k != "gamma_max"}
+    return all(getattr(policy, key) == value for key, value in settings.items())
+
+
+def ranked_rows(
+    ranking: Ranking, latency: LatencyTable, trace: Trace,
+    logs: Sequence[RoundLog] | None = None, *, against: str | None = None, resamples: int = 2000,
+    prefill: bool = False, by_category: bool = False, progress: Progress = lambda *_: None,
+) -> list[Row]:  # fmt: skip
+    """Return a row for plain decoding and one for each of `logs`, by default the ranking's own.
+
+    Their outputs are in `trace`.  With ``by_category`` rows of every category follow, whose gains
+    are None: a category holds few prompts.  `progress` is that of `simulator.summary.price_all`,
+    the other options and errors those of `compared`.
+    """
+    logs = ranking.logs if logs is None else logs
+    for log in logs:
+        check_layers(log, trace, latency)
+    runs = price_all(logs, latency, progress=progress)
+
+    def made(summary: Any) -> list[Row]:
+        return ranking.noted(to_rows(summary(runs, resamples=resamples, prefill=prefill)))
+
+    overall = compared(made(summarize_runs), runs, latency, against, resamples, prefill)
+    if not by_category:
+        return overall
+    of_all = {(r["policy"], r["verify"], r["source"]): r for r in overall}
+    blank = dict.fromkeys(("against", "gain", "gain_lo", "gain_hi"))
+    return [{"category": None, **row} for row in overall] + [
+        {**of_all[row["policy"], row["verify"], row["source"]], **blank, **row}
+        for row in made(summarize_runs_by_category)
+    ]
+
+
+def compared(
+    rows: Sequence[Row], runs: Sequence[Priced], latency: LatencyTable, against: str | None,
+    resamples: int, prefill: bool = False,
+) -> list[Row]:  # fmt: skip
+    """Return the rows of `runs` (plain decoding first) with their gains, notes and coverage.
+
+    ``against`` names the row that ``gain`` compares with, tokens per second over its own with
+    the paired interval over prompts; by default the best fixed length, where there is one.
+    ``outside`` is the share of passes read outside the measured cells, ``unpriced`` what the
+    table has no cells of, ``mismatches_accepted`` a lossy rule's leniency.
+
+    Raises DraftsimError if `against` is none of the rows, or would compare lower bounds.
+    """
+    rival = next((i for i, r in enumerate(rows) if r.get("note") == BEST_FIXED), None)
+    if against is not None:
+        if are_bounds(rows):
+            raise DraftsimError(
+                f"--against {against}: lower bounds cannot be compared: import the log with "
+                "--draft-lengths"
+            )
+        rival = next((i for i, r in enumerate(rows) if r["policy"] == against), None)
+        if rival is None:
+            raise DraftsimError(
+                f"--against {against}: is none of the policies shown: add --policy {against}"
+            )
+    told = ["", *degenerate([run.log for run in runs[1:]])]
+    gains = [] if rival is None else gains_over(runs[rival], runs, resamples=resamples)
+    found = []
+    for i, (row, run, said) in enumerate(zip(rows, runs, told, strict=True)):
+        more: Row = {
+            "outside": run.outside_with(prefill), "unpriced": run.unpriced(latency, prefill),
+            "mismatches_accepted": accepted_mismatches(run.log), "against": None, "gain": None,
+            "gain_lo": None, "gain_hi": None,
+        }  # fmt: skip
+        if rival is not None and i != rival:
+            values = [value if math.isfinite(value) else None for value in gains[i]]
+            more |= dict(zip(("gain", "gain_lo", "gain_hi"), values, strict=True))
+            more["against"] = rows[rival]["policy"]
+        what = said_of(row["policy"], lossless(row["verify"]))
+        notes = [text for text in (row.get("note"), what, said) if text]
+        found.append({**row, **more, "note": "; ".join(notes) or None})
+    return found

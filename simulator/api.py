@@ -1,0 +1,498 @@
+"""The four questions as functions: `predict`, `serve`, `plan` and `sweep`.
+
+`import draftsim` exports them.  Each takes recordings and policies by name or as objects, and
+returns a result with a ``table`` (a DataFrame), ``best`` and ``plot()``; ``notes`` say what the
+command of the same question would print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from policies.batch.base import BatchPolicy
+from policies.core import DraftPolicy
+from policies.rules.registry import parse_rule
+from simulator.chosen import load_serving_policies, swept_policies
+from simulator.recording import Recording, load_recording
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.sources.base import Recordings
+from traces.store.recordings import find_latency, find_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from policies.rules.base import VerifyRule
+
+Policies = Sequence[str | DraftPolicy | BatchPolicy]
+ONE_STREAM, SERVED = "smollm2-cpu", "smollm2-vllm-draft-cpu"
+"""The recordings used by default: one request at a time in transformers, and many in vLLM."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """The policies of one recording ranked by speedup, one request at a time.
+
+    Attributes
+    ----------
+    table:
+        A row for plain decoding and one for each policy: `simulator.summary.SUMMARY_COLUMNS`, then
+        ``note``, ``outside`` (share of passes outside the measured cells), ``unpriced``,
+        ``mismatches_accepted``, and ``gain`` over the policy in ``against``, with its interval.
+    best:
+        The fastest policy with the target's own output; None if the table holds lower bounds.
+    notes:
+        What the prediction leaves out or assumes.
+    """
+
+    table: pd.DataFrame
+    best: str | None
+    notes: tuple[str, ...] = ()
+
+    def plot(self) -> Figure:
+        """Return a bar for each policy's speedup, with its interval."""
+        from simulator.plots import plot_speedup
+
+        return plot_speedup(self.table)
+
+
+@dataclass(frozen=True, eq=False)
+class Served:
+    """Policies in simulated batches, or under load.
+
+    Attributes
+    ----------
+    table:
+        A row for each load and policy, with the columns of ``draftsim serve`` (docs/formats.md).
+    best:
+        For each concurrency the policy with the highest throughput; for each request rate the one
+        with the lowest mean end-to-end latency.
+    notes:
+        What the simulation leaves out or assumes.
+    """
+
+    table: pd.DataFrame
+    best: Mapping[float, str]
+    notes: tuple[str, ...] = ()
+
+    def plot(self) -> Figure:
+        """Return latency against throughput, or against the request rate."""
+        from simulator.serving.outcome.plots import plot_latency_load, plot_latency_throughput
+
+        rows = _rows(self.table)
+        by_rate = self.table["concurrency"].isna().all()
+        return plot_latency_load(rows) if by_rate else plot_latency_throughput(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The replicas that a load needs under each policy.
+
+    Attributes
+    ----------
+    table:
+        A row for each policy (`simulator.capacity.rows.plan_rows`, with costs).
+    best:
+        The policy that needs the fewest replicas, the first of equals; None if no policy meets the
+        targets.
+    notes:
+        What the plan leaves out or assumes.
+    """
+
+    table: pd.DataFrame
+    best: str | None
+    notes: tuple[str, ...] = ()
+
+    def plot(self) -> Figure:
+        """Return replicas over request rates; DraftsimError without ``plan(..., curve=True)``."""
+        from simulator.capacity.plots import plot_replicas
+
+        if not self.table["curve"].map(len).any():
+            raise DraftsimError("the plan has no other loads to draw: plan(..., curve=True)")
+        return plot_replicas(_rows(self.table))
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """A grid of settings.
+
+    Attributes
+    ----------
+    table:
+        A row for each point and policy (`simulator.whatif.sweep.cells.COLUMNS`).
+    best:
+        A row for each point: its fastest policy (`simulator.whatif.breakeven.fastest`).
+    notes:
+        What the sweep leaves out or assumes.
+    """
+
+    table: pd.DataFrame
+    best: pd.DataFrame
+    notes: tuple[str, ...] = ()
+
+    @property
+    def thresholds(self) -> pd.DataFrame:
+        """Where each policy stops giving a speedup (`simulator.whatif.sweep.thresholds`)."""
+        from simulator.whatif.sweep.thresholds import thresholds
+
+        return thresholds(self.table)
+
+    def plot(self) -> Figure:
+        """Return the first map that the grid's axes allow; DraftsimError if they allow none."""
+        from simulator.whatif.plots import figures
+
+        drawn = figures(self.table)
+        if not drawn:
+            raise DraftsimError(
+                "nothing to map: give two values or more of c and alpha, batch and gamma, or "
+                "batch and context"
+            )
+        return next(iter(drawn.values()))
+
+
+def predict(
+    trace: str | Trace = ONE_STREAM,
+    latency: str | LatencyTable | None = None,
+    policies: Policies | None = None,
+    *,
+    source: str | None = None,
+    verify: str | None = None,
+    against: str | None = None,
+    by_category: bool = False,
+    prefill: bool = False,
+    resamples: int = 2000,
+) -> Prediction:
+    """Predict the speedup of each policy over decoding without speculation.
+
+    Parameters
+    ----------
+    trace, latency:
+        A recording's name, run folder or file, or an object.  By default the latencies are those
+        recorded with the trace.
+    policies:
+        Names as on the command line, or objects; by default every policy that the recording can
+        be replayed with.
+    source:
+        The drafter of a named recording, by default the one that the latencies were measured with.
+    verify:
+        A verification rule as text; by default lossless.
+    against:
+        The policy that gains are over; by default the best fixed draft length.
+    by_category, prefill:
+        True for a row for each prompt category as well; True to count prefill.
+    resamples:
+        Of the bootstrap over prompts.
+
+    Raises
+    ------
+    DraftsimError
+        For a recording, policy or rule that does not exist or cannot be replayed.
+
+    >>> found = predict("bundled", policies=["fixed:gamma=3", "gammatune"], resamples=100)
+    >>> list(found.table["policy"])
+    ['autoregressive', 'fixed:gamma=3', 'gammatune', 'fixed:gamma=1']
+    """
+    from simulator.whatif.ranking import rank, ranked_rows, winner
+
+    notes: list[str] = []
+    recording = _recording(trace, latency, source, notes)
+    rule = _rule(verify, recording)
+    table = recording.priced()
+    ranking = rank(recording.trace, table, policies, rule, notes.append)
+    rows = ranked_rows(
+        ranking, table, recording.trace, against=against, resamples=resamples, prefill=prefill,
+        by_category=by_category,
+    )  # fmt: skip
+    overall = [row for row in rows if row.get("category") is None]
+    first = winner(overall)
+    best = None if first is None else str(overall[first]["policy"])
+    return Prediction(pd.DataFrame(rows), best, tuple(notes))
+
+
+def serve(
+    trace: str | Trace = SERVED,
+    latency: str | LatencyTable | None = None,
+    policies: Policies | None = None,
+    *,
+    concurrency: Sequence[int] | None = None,
+    rate: Sequence[float] | None = None,
+    requests: int = 1000,
+    replications: int = 1,
+    replicas: int = 1,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    num_gpu_blocks: int | None = None,
+    slo: str | None = None,
+    source: str | None = None,
+    verify: str | None = None,
+    seed: int = 0,
+) -> Served:
+    """Serve requests in simulated time with continuous batching, under each policy.
+
+    Parameters
+    ----------
+    trace, latency, policies, source, verify:
+        Those of `predict`; the default policies need no signal.
+    concurrency:
+        Requests kept running, one run for each number; by default the measured batch sizes.
+    rate:
+        Instead, request rates in requests/s, with Poisson arrivals.
+    requests, replications, replicas:
+        Requests of each run, independent runs, engines that share the requests.
+    max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
+        The engine's limits; by default the measured engine's, without a limit of blocks.
+    slo:
+        Targets of goodput, as in ``"ttft=200ms,tpot=30ms"``.
+
+    Raises
+    ------
+    DraftsimError
+        If both `concurrency` and `rate` are given, a value is impossible, or as in `predict`.
+    """
+    from simulator.serving import (
+        ClosedLoop,
+        Limits,
+        Poisson,
+        Scenario,
+        over_batches,
+        over_rates,
+        sweep,
+    )
+    from simulator.targets import parse_targets
+    from simulator.tune import default_batches
+
+    if concurrency is not None and rate is not None:
+        raise DraftsimError("concurrency keeps the engine full: give it, or rate, not both")
+    notes: list[str] = []
+    recording = _recording(trace, latency, source, notes)
+    rule = _rule(verify, recording)
+    measured = recording.latency
+    limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
+    base = Scenario(
+        ClosedLoop(1), limits, requests, seed=seed, replications=replications, replicas=replicas
+    )
+    if slo is not None:
+        targets = parse_targets(slo, "slo")
+        base = replace(base, ttft_target_s=targets.ttft_s, tpot_target_s=targets.tpot_s)
+    if rate is not None:
+        scenarios = over_rates(replace(base, arrivals=Poisson(1.0)), rate)
+    else:
+        scenarios = over_batches(base, concurrency or default_batches(measured))
+    largest = max(scenario.limits.max_batch for scenario in scenarios)
+    measured.check_sizes("target", "forward", largest, 1)
+    table = recording.priced(largest)
+    chosen = load_serving_policies(
+        policies, recording.trace, table, largest=largest, say=notes.append
+    )
+    rows = sweep(recording.trace, table, chosen, scenarios, rule=rule)
+    best = {}
+    for load in dict.fromkeys(row["concurrency" if rate is None else "rate"] for row in rows):
+        own = [row for row in rows if row["concurrency" if rate is None else "rate"] == load]
+        if rate is None:
+            best[load] = max(own, key=lambda row: row["throughput_tok_s"])["policy"]
+        else:
+            best[load] = min(own, key=lambda row: row["e2e_s"]["mean"])["policy"]
+    return Served(pd.DataFrame(rows), best, tuple(notes))
+
+
+def plan(
+    trace: str | Trace = SERVED,
+    latency: str | LatencyTable | None = None,
+    policies: Policies | None = None,
+    *,
+    rate: float,
+    slo: str,
+    requests: int | None = None,
+    replications: int = 5,
+    max_replicas: int = 1024,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    num_gpu_blocks: int | None = None,
+    gpus: int = 1,
+    price: float | None = None,
+    source: str | None = None,
+    verify: str | None = None,
+    curve: bool = False,
+    seed: int = 0,
+) -> Plan:
+    """Return the fewest replicas that keep targets at a request rate, under each policy.
+
+    Parameters
+    ----------
+    trace, latency, policies, source, verify, max_num_seqs, max_num_batched_tokens, num_gpu_blocks:
+        Those of `serve`.
+    rate, slo:
+        Requests/s, and targets such as ``"ttft=200ms,tpot=30ms,p=0.95"``.
+    requests, replications, max_replicas:
+        Requests of each run (by default as many as a judgement needs), independent runs, and the
+        most replicas to try.
+    gpus, price:
+        GPUs of a replica, and dollars an hour of a GPU.
+    curve:
+        True to plan other loads as well, for `Plan.plot`.
+
+    Raises
+    ------
+    DraftsimError
+        For impossible values, or as in `predict`.
+    """
+    from simulator import capacity
+    from simulator.capacity.rows import with_cost
+    from simulator.executors import Local
+    from simulator.serving import Limits, Poisson, Scenario
+    from simulator.targets import parse_targets
+
+    targets = parse_targets(slo, "slo")
+    with_cost([], gpus, price)  # refused before anything is simulated
+    notes: list[str] = []
+    recording = _recording(trace, latency, source, notes, "a plan")
+    rule = _rule(verify, recording)
+    measured = recording.latency
+    limits = Limits.of_engine(measured, max_num_seqs, max_num_batched_tokens, num_gpu_blocks)
+    measured.check_sizes("target", "forward", limits.max_batch, 1)
+    table = recording.priced(limits.max_batch)
+    base = Scenario(Poisson(rate), limits, warmup=0.2, seed=seed, replications=replications)
+    chosen = load_serving_policies(
+        policies, recording.trace, table, largest=limits.max_batch, say=notes.append
+    )
+    planned = capacity.plan(
+        recording.trace, table, chosen, base, rate, targets, rule=rule, requests=requests,
+        most=max_replicas, curve=curve, executor=Local(),
+    )  # fmt: skip
+    rows = with_cost(planned, gpus, price)
+    able = [row for row in rows if row["replicas"] is not None]
+    best = min(able, key=lambda row: row["replicas"])["policy"] if able else None
+    return Plan(pd.DataFrame(rows), best, tuple(notes))
+
+
+def sweep(
+    trace: str | Trace = ONE_STREAM,
+    latency: str | LatencyTable | None = None,
+    policies: Sequence[str] | None = None,
+    *,
+    c: Sequence[float] = (),
+    alpha: Sequence[float] = (),
+    gamma: Sequence[int] = (),
+    concurrency: Sequence[int] = (1,),
+    context: Sequence[int] | None = None,
+    gpus: Sequence[str] = (),
+    verify_ratio: float = 1.0,
+    tilt: str = "coupled",
+    source: str | None = None,
+    resamples: int = 200,
+    seed: int = 0,
+    jobs: int | None = None,
+) -> Study:
+    """Ask what if: any grid over cost ratio, acceptance, policies, concurrency, context, GPU.
+
+    Parameters
+    ----------
+    trace, latency, source:
+        Those of `predict`; with `c` and no `latency`, cost ratios alone are priced.
+    policies:
+        Names, a value ``{1..12}`` or ``{0.3,0.5}`` expanding to several; by default the fixed
+        lengths up to 12 and the oracle.
+    c, verify_ratio:
+        Cost ratios of a draft pass to a target pass, and the target passes that a verification
+        costs.
+    alpha, tilt:
+        Acceptance rates, and how the recording is changed to them: coupled, redraw or iid.
+    gamma:
+        Draft lengths for every policy that has one.
+    concurrency, context:
+        Sequences decoded together, and prompt tokens to price at (None: as recorded).
+    gpus:
+        Data-sheet names that the latencies are carried over to.
+    resamples, seed, jobs:
+        Of the bootstrap over prompts, of everything drawn, and processes.
+
+    Raises
+    ------
+    DraftsimError
+        For an empty or impossible axis, or as in `predict`.
+    """
+    from simulator.executors import Local
+    from simulator.hardware import find_device
+    from simulator.whatif.breakeven import fastest
+    from simulator.whatif.sweep.prices import Prices
+    from simulator.whatif.sweep.run import Sweep
+
+    notes: list[str] = []
+    by_ratio = bool(c) and latency is None and not gpus
+    recording = _recording(trace, latency, source, notes, "a sweep", by_ratio=by_ratio)
+    recording.check_ratios(c)
+    sizes = list(concurrency)
+    if max(sizes, default=1) > 1 and c:
+        raise DraftsimError(
+            "c is a cost ratio at one sequence: leave concurrency at 1, or give latencies that "
+            "were measured at batches"
+        )
+    tables = {n: recording.priced(max(sizes), t) for n, t in recording.tables.items()}
+    for table in tables.values():
+        table.check_sizes("target", "forward", max(sizes), 1)
+    names = tuple(find_device(name).name for name in gpus)
+    prices = Prices(tuple(c), tables, context or [None], verify_ratio, names)
+    chosen = swept_policies(policies, gamma, recording.trace, notes.append)
+    study = Sweep(
+        recording.trace, chosen, prices, alpha, sizes, method=tilt, resamples=resamples, seed=seed
+    )
+    frame = study.run(Local(jobs))
+    return Study(frame, fastest(frame), tuple(notes))
+
+
+def _recording(
+    trace: str | Trace, latency: str | LatencyTable | None, source: str | None, notes: list[str],
+    chooses: str | None = None, by_ratio: bool = False,
+) -> Recording:  # fmt: skip
+    """Return the recording that the arguments of `predict` describe; `notes` gets its remarks."""
+    if isinstance(trace, Trace):
+        return _given(trace, latency, source, by_ratio)
+    outputs = find_trace(trace)
+    if isinstance(latency, LatencyTable):
+        tables = {"latency": latency}
+    elif by_ratio:
+        tables = {}
+    else:
+        tables = {latency or trace: find_latency(latency or trace)}
+    return load_recording(
+        trace, outputs, tables, source, given=latency is not None, chooses=chooses,
+        one=not by_ratio, say=notes.append,
+    )  # fmt: skip
+
+
+def _given(
+    trace: Trace, latency: str | LatencyTable | None, source: str | None, by_ratio: bool
+) -> Recording:
+    """Return a recording of objects, whose drafts are those of the trace."""
+    if source is not None:
+        raise DraftsimError(
+            "source chooses the drafter of a named recording: give the trace by its name, or one "
+            "of traces.sources.find_drafted"
+        )
+    if latency is None and not by_ratio:
+        raise DraftsimError("a trace alone says nothing of what passes cost: give latency as well")
+    tables = {}
+    if latency is not None:
+        found = find_latency(latency) if isinstance(latency, str) else latency
+        tables = {latency if isinstance(latency, str) else "latency": found}
+    return Recording("trace", trace, trace, tables, {}, "", None, Recordings())
+
+
+def _rule(verify: str | None, recording: Recording) -> VerifyRule | None:
+    if verify is None:
+        return None
+    try:
+        rule = parse_rule(verify)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+    recording.check_rule(rule)
+    return rule
+
+
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]

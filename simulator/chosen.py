@@ -1,0 +1,243 @@
+"""Policies chosen by name or given as objects: for a replay, for a server, for a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from policies.batch.base import BatchPolicy, SingleStream
+from policies.core import DraftPolicy
+from policies.from_file import is_file, load_file, said_cut
+from policies.lengths.basic import Autoregressive, Fixed
+from policies.registry import POLICIES, describe, parse_policy, parse_serving_policy, policy_names
+from policies.spec import parameters
+from traces.acceptance.trace import Trace
+from traces.errors import DraftsimError
+from traces.latency.table import LatencyTable
+from traces.replay.run import can_replay
+from traces.sources.methods import exact_policy
+
+if TYPE_CHECKING:
+    from policies.lengths.rate_optimal import RateOptimal
+
+Say = Callable[[str], None]
+Named = list[tuple[str, DraftPolicy]]
+Served = DraftPolicy | BatchPolicy
+
+PLAIN = "autoregressive"
+FITTED = "rate-optimal"
+"""The policy that is fitted to the recording and to the latencies before it runs."""
+BATCHES = (1, 4, 16, 64)
+"""Batch sizes that its rates are fitted at."""
+DEFAULT = ("autoregressive", "fixed:gamma=1", "fixed:gamma=4", "gammatune")
+"""Policies served where none is named: those that read no signal run in any engine."""
+LENGTHS = ("fixed:gamma=2", "fixed:gamma=4")
+"""Fixed draft lengths among all policies."""
+LONGEST = 12
+"""Longest fixed draft length swept by default."""
+
+
+def silent(_: str) -> None:
+    """Say nothing."""
+
+
+def load_policies(
+    texts: Sequence[str | DraftPolicy | BatchPolicy] | None,
+    trace: Trace,
+    *,
+    signals: frozenset[str] | None = None,
+    max_gamma: int | None = None,
+    say: Say = silent,
+    lacking: dict[str, DraftPolicy] | None = None,
+) -> Named:
+    """Return (name, policy) of each text or object; none or ``all`` are all policies of the trace.
+
+    A named method of the draft model whose verification is exact keeps its name.  With ``all``,
+    policies that read signals the trace lacks are left out; `say` is told of them, unless they are
+    put into `lacking` for the caller to tell.  ``signals`` and ``max_gamma`` are those of another
+    draft source, by default the trace's own.  Raises DraftsimError naming the text that is wrong.
+    """
+    names = list(texts or ["all"])
+    every = "all" in names
+    have = trace.signals if signals is None else signals
+    limit = trace.max_gamma if max_gamma is None else max_gamma
+    if every:
+        names = [*(n for n in names if n != "all"), *policy_names("single")]
+    chosen: dict[str, DraftPolicy] = {}
+    absent: dict[str, DraftPolicy] = {} if lacking is None else lacking
+    for text in names:
+        if not isinstance(text, str):
+            given = SingleStream(text) if isinstance(text, BatchPolicy) else text
+            chosen.setdefault(name_of(text), given)
+            continue
+        try:
+            if is_file(text):
+                name, made, cut = load_file(text, limit)
+                if cut is not None:
+                    say(said_cut(name, cut, "the recording's"))
+                chosen[name] = SingleStream(made) if isinstance(made, BatchPolicy) else made
+                continue
+            own = exact_policy(text)
+            policy = parse_policy(own, max_gamma=limit)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        implied = every and text in policy_names("single")
+        if implied and not set(policy.reads) <= have:
+            absent[text] = policy
+            continue
+        if implied and not (signals or can_replay(trace, policy)):
+            continue
+        chosen.setdefault(text if own != text else describe(policy), policy)
+    if lacking is None:
+        say_left_out(absent, have, say)
+    return list(chosen.items())
+
+
+def name_of(policy: DraftPolicy | BatchPolicy) -> str:
+    """Return the name of a policy given as an object: its text form, or that of its class."""
+    return describe(policy) if type(policy) in POLICIES.values() else type(policy).__name__
+
+
+def say_left_out(lacking: Mapping[str, DraftPolicy], have: Collection[str], say: Say) -> None:
+    """Tell `say` the policies that were left out, and the signals of theirs not in `have`."""
+    if lacking:
+        missing = sorted({s for policy in lacking.values() for s in policy.reads} - {*have})
+        say(
+            f"left out: {', '.join(lacking)}; not recorded: {', '.join(missing)} (record again "
+            "with `draftsim profile`)"
+        )
+
+
+def named(chosen: Named) -> Named:
+    """Return `chosen` with the draft length in the name of a fixed one left at its default."""
+    return [
+        (f"fixed:gamma={p.gamma}" if isinstance(p, Fixed) and name == "fixed" else name, p)
+        for name, p in chosen
+    ]
+
+
+def swept_policies(
+    texts: Sequence[str] | None, gammas: Sequence[int], trace: Trace, say: Say = silent
+) -> dict[str, DraftPolicy]:
+    """Return the policies of a sweep, with values in braces expanded.
+
+    Without `texts` they are the fixed lengths up to `LONGEST` and the oracle.  Each of `gammas`
+    becomes the draft length of every policy that has one.
+    """
+    from simulator.whatif.sweep.grid import expand, with_gammas
+
+    longest = min(LONGEST, trace.max_gamma or LONGEST)
+    names = expand(texts or (f"fixed:gamma={{1..{longest}}}", "oracle"))
+    if gammas:
+        if "all" in names:
+            every = [name for name, _ in load_policies(None, trace, say=say)]
+            names = [n for n in names if n != "all"] + every
+        names = with_gammas(names, list(gammas))
+    return dict(named(load_policies(names, trace, say=say)))
+
+
+def every_policy() -> list[str]:
+    """Return what ``all`` names for a server: every policy that an engine could run."""
+    # Only a recording knows what the oracle asks.
+    plain, *others = (name for name in policy_names() if name not in ("oracle", "fixed"))
+    return [plain, *LENGTHS, *others]
+
+
+def load_serving_policies(
+    texts: Sequence[str | DraftPolicy | BatchPolicy] | None,
+    trace: Trace,
+    latency: LatencyTable,
+    mode: str = "continuous",
+    settings: Path | None = None,
+    largest: int = 1,
+    say: Say = silent,
+) -> dict[str, Served]:
+    """Return the named policies, by the names given; none: `DEFAULT`, ``all``: `every_policy`.
+
+    Policies that weigh cost get the table's; those that estimate acceptance, and the rate
+    that ``rate-optimal`` works for, are fitted to the trace.  Those that came with ``all``
+    or by default are left out where the trace lacks their signals or the mode does not fit.
+    A file of `settings` is one more policy, named after it, next to `RIVALS` where no
+    text is given; it is to be served at batches up to `largest`.
+    Raises DraftsimError naming what is wrong with a text.
+    """
+    from simulator.serving import TableCost
+    from simulator.tune import RIVALS, read_settings
+    from simulator.whatif.rate import fit_estimates
+
+    asked = [t for t in texts or () if t != "all"]
+    implied = DEFAULT if not texts else every_policy() if "all" in texts else ()
+    batched = mode in ("continuous", "static")
+    chosen: dict[str, Served] = {}
+    if settings is not None:
+        engine, chosen[settings.name] = read_settings(settings)
+        if engine == "off":
+            say(f"{settings} is null: it stands for decoding without speculation")
+        if engine == "hf" and largest > 1:
+            raise DraftsimError(
+                f"{settings}: assisted generation of transformers decodes one request at a time: "
+                "use --batch 1, or --max-batch 1 with --rate or --arrivals"
+            )
+        if not texts:
+            return with_plain({**chosen, **RIVALS})
+    for text in [*asked, *implied]:
+        if not isinstance(text, str):
+            chosen.setdefault(name_of(text), text)
+            continue
+        if is_file(text):
+            try:
+                own, policy, cut = load_file(text, trace.max_gamma)
+            except ValueError as error:
+                raise DraftsimError(str(error)) from None
+            if cut is not None:
+                say(said_cut(own, cut, "the recording's"))
+            chosen.setdefault(own, policy)
+            continue
+        exact = exact_policy(text)
+        name = exact.partition(":")[0].strip()
+        resources: dict[str, Any] = {}
+        wants = parameters(POLICIES[name]) if name in POLICIES else {}
+        if "cost" in wants:
+            resources["cost"] = TableCost(latency)
+        if "estimator" in wants:
+            resources["estimator"] = fit_estimates(trace, "isotonic", trace.max_gamma or 8)[0]
+        try:
+            made: Served
+            if exact == FITTED:
+                made = fitted(trace, latency)
+            else:
+                made = parse_serving_policy(exact, max_gamma=trace.max_gamma, **resources)
+        except ValueError as error:
+            raise DraftsimError(str(error)) from None
+        fits = (
+            batched and set(made.reads) <= trace.signals
+            if isinstance(made, BatchPolicy)
+            else can_replay(trace, made)
+        )
+        longest = made.longest_draft()
+        if trace.max_gamma is not None and longest is not None:
+            fits = fits and longest <= trace.max_gamma  # no table's lengths are lowered
+        if text in asked or fits:
+            # A length left at its default is in the name all the same.
+            name = f"fixed:gamma={made.gamma}" if text == "fixed" else text  # type: ignore[union-attr]
+            chosen.setdefault(name, made)
+    return with_plain(chosen)
+
+
+def fitted(trace: Trace, latency: LatencyTable, longest: int | None = None) -> RateOptimal:
+    """Return the rate-optimal rule, fitted to a recording and to latencies, to be served.
+
+    It has a rate for each of `BATCHES`, or for one request if the latencies know no other batch;
+    ``longest`` bounds its drafts.
+    """
+    from simulator.whatif.rate import fit_rate_optimal
+
+    sizes = BATCHES if latency.knows_batches or latency.batch_free else (1,)
+    return fit_rate_optimal(trace, latency, gamma_max=longest, batches=sizes).policy
+
+
+def with_plain(chosen: dict[str, Served]) -> dict[str, Served]:
+    """Return the policies with plain decoding first: what a speedup is over."""
+    plain = {n: p for n, p in chosen.items() if isinstance(p, Autoregressive)}
+    return {**(plain or {PLAIN: Autoregressive()}), **chosen}

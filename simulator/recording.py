@@ -1,0 +1,397 @@
+"""A recording to replay and price: outputs, drafter and latencies of one pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from policies.rules.base import VerifyRule
+from simulator.aggregate.observed import read_acceptance
+from simulator.chosen import Say, silent
+from traces.acceptance.synthetic import trace_by_position
+from traces.acceptance.trace import UNKNOWN, Trace
+from traces.errors import DraftsimError, FileError
+from traces.latency.table import LatencyTable
+from traces.replay.always import in_one_pass
+from traces.sources.base import Recordings, Source
+from traces.sources.found import find_recordings, own_source
+from traces.sources.registry import DRAFT_MODEL, parse_source
+from traces.sources.replay import check_rule, check_same_layers
+from traces.sources.starts.as_draft import check_drafts, drafted_latency, drafted_trace
+from traces.sources.starts.features import Eagle
+from traces.sources.starts.sources import LayerSkip
+from traces.store.identity import ROLES, engine_head, model_in, model_label, same_model
+from traces.store.recordings import find_latency, folder_of, models_of, pair_label
+
+COMMON_LENGTH = 8
+"""Tokens that policies commonly draft up to."""
+Tables = Mapping[str, LatencyTable]
+Models = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """A recording, and the drafter whose drafts are replayed."""
+
+    name: str
+    outputs: Trace
+    """The target's outputs, with the draft model's drafts."""
+    trace: Trace
+    """The outputs with the drafts that are replayed."""
+    tables: Tables
+    """Latencies by name, as they were measured."""
+    models: Models
+    """Names, sizes and fingerprints of the target and the draft model, by role."""
+    label: str
+    """Target, drafter, engine and device, in a few words; empty where none is known."""
+    source: Source | None
+    """Drafts in the draft model's place; None: the draft model."""
+    recordings: Recordings
+    assume_batch_free: bool = False
+    stream: Source | None = None
+    """Source to replay one request at a time instead, where another than its own was named."""
+    observed: bool = False
+    """True if the trace is made from acceptance by position (`observed_trace`)."""
+    one_pass: bool = False
+    """True if the drafter drafts all tokens of a round in one pass."""
+
+    @property
+    def latency(self) -> LatencyTable:
+        """The one latency table, as it was measured.
+
+        Raises DraftsimError if there are several.
+        """
+        if len(self.tables) != 1:
+            raise DraftsimError(
+                f"--latency holds {len(self.tables)} tables, expected one: name "
+                f"{', '.join(self.tables)}"
+            )
+        return next(iter(self.tables.values()))
+
+    def priced(self, largest: int = 1, table: LatencyTable | None = None) -> LatencyTable:
+        """Return a table (by default the only one) that prices the replayed drafts.
+
+        Raises DraftsimError if it does not know the drafter's passes at batches up to `largest`,
+        unless they are to cost the same at all, or if the drafter runs layers of another target.
+        """
+        table = self.latency if table is None else table
+        if self.one_pass:
+            table = in_one_pass(table)
+        if self.source is None:
+            return table
+        if isinstance(self.source, LayerSkip):
+            check_same_layers(self.trace.source, self.outputs, table)
+        priced = drafted_latency(table, self.source, self.recordings, self.assume_batch_free)
+        priced.check_sizes("draft", "forward", largest, 1)
+        return priced
+
+    @property
+    def drafter(self) -> Mapping[str, Any]:
+        """The provenance of the source's recording; empty for a draft model."""
+        return {} if self.source is None else check_drafts(self.source, self.recordings).meta
+
+    @property
+    def said(self) -> str:
+        """Name of the recording with its models and device, and whose costs they are run at."""
+        names = [PurePath(name).name or name for name in (self.name, *self.tables)]
+        costs = "" if list(self.tables) == [self.name] else f", at the costs of {names[1]}"
+        return names[0] + (f" ({self.label})" if self.label else "") + costs
+
+    def check_rule(self, rule: VerifyRule | None) -> None:
+        """Raise DraftsimError if `rule` asks for what is not known of the drafts."""
+        if self.source is not None:
+            check_rule(rule, self.source, self.outputs)
+
+    def check_ratios(self, ratios: Sequence[float]) -> None:
+        """Raise DraftsimError if cost ratios are asked of a source without a cost per token."""
+        if ratios and self.one_pass:
+            raise DraftsimError(
+                "--c is the cost of a drafted token, and with --one-pass they have one pass: give "
+                "--latency, const:target=1,draft=C"
+            )
+        if ratios and self.trace.drafts_end:
+            raise DraftsimError(
+                f"--c is the cost of a drafted token, and {self.trace.source} drafts all of a "
+                "round's at once: leave it out"
+            )
+
+
+def imputed(name: str, trace: Trace, chooses: str | None = None, say: Say = silent) -> Trace:
+    """Return the trace called `name` with unknown positions imputed, and the result marked.
+
+    Raises DraftsimError if that is a lower bound and what is called `chooses` would have to
+    choose between policies by it.
+    """
+    if trace.meta.get("drawn"):
+        say(
+            f"{name}: {len(trace.requests)} requests are drawn from the profile's acceptance by "
+            "position; its easy and hard stretches are not in it"
+        )
+    if not np.any(trace.columns["match"] == UNKNOWN):
+        return trace
+    if trace.meta.get("draft_lengths_known") is False:
+        # Full accepts cannot be told from rejections: taken as these, a lower bound.
+        if chooses is not None:
+            raise DraftsimError(
+                f"{name}: the log does not tell how long its drafts were, and {chooses} cannot "
+                "choose between lower bounds: import it with --draft-lengths"
+            )
+        say(
+            f"{name}: the log does not tell how long its drafts were: every speedup is a lower "
+            "bound and nothing is ranked; say it with `draftsim import --draft-lengths`"
+        )
+        return trace.impute(0, "rejected")
+    try:
+        filled = trace.impute(0)
+    except DraftsimError as error:
+        raise DraftsimError(f"{name}: {error}") from None
+    seen = filled.meta["imputed"]["longest_seen"]
+    if seen < COMMON_LENGTH:
+        say(
+            f"{name}: the longest draft seen verified has {seen} tokens; what longer ones get is "
+            "extrapolated"
+        )
+    return filled
+
+
+def observed_trace(text: str, say: Say = silent) -> tuple[str, Trace]:
+    """Return a name and a trace of acceptance that a server counted; `say` is told whose it is."""
+    found = read_acceptance(text)
+    trace = trace_by_position(found.survival, **found.sizes, meta=found.meta)
+    one = trace.requests[0]
+    say(
+        f"{found.said}: {len(trace.requests)} requests of {one.prompt_length} prompt and "
+        f"{one.tokens} output tokens, rounds drawn independently, drafts of up to "
+        f"{trace.max_gamma} tokens"
+    )
+    return found.named, trace
+
+
+def load_source(text: str | None) -> Source | None:
+    """Return the source that `text` describes; None for the draft model."""
+    if text is None or text == DRAFT_MODEL:
+        return None
+    try:
+        return parse_source(text)
+    except ValueError as error:
+        raise DraftsimError(str(error)) from None
+
+
+def load_recording(
+    name: str, outputs: Trace, tables: Tables, source: str | None = None, *,
+    given: bool = False, option: str | None = None, chooses: str | None = None,
+    carry: Callable[[Tables], Tables] | None = None, assume_batch_free: bool = False,
+    one: bool = True, one_stream: bool = False, one_pass: bool = False, observed: bool = False,
+    say: Say = silent,
+) -> Recording:  # fmt: skip
+    """Return the recording called `name`, the latencies to price it with, and who drafts.
+
+    Everything that predicts takes recordings from here, so that all of it drafts with the same
+    drafter: the `source` named, else the one that the latencies were measured with, else the one
+    that the recording's own latencies were measured with.
+
+    Parameters
+    ----------
+    name, outputs:
+        Trace file, run folder or bundled recording, and the trace found there.
+    tables, given:
+        Latencies by name, and True if the user named them; False if they are the recording's own.
+    option:
+        The option that would have named the recording, if the user named none.
+    chooses:
+        The command that could not choose between lower bounds (`imputed`).
+    carry:
+        Carries the tables over to another device, which needs the models' shapes; applied if `one`.
+    one:
+        Whether exactly one table is expected.
+    one_stream:
+        Whether a `source` named may be any: the caller replays it one request at a time
+        (`Recording.stream`), unless it is the recording's own.
+    one_pass:
+        True if the drafter, which is not recorded, drafts all tokens of a round in one pass.
+    observed:
+        True if `outputs` is an `observed_trace`, which has no folder and no drafter.
+    say:
+        Told which drafter drafts, and whose costs are used.
+
+    Raises
+    ------
+    DraftsimError
+        If the latencies are of other models than a recording that the user did not name, the
+        drafts of the source were not recorded, or one of its parts raises it.
+    """
+    if one and len(tables) != 1:
+        raise DraftsimError(
+            f"--latency holds {len(tables)} tables, expected one: name {', '.join(tables)}"
+        )
+    stream = load_source(source) if one_stream and source is not None else None
+    if observed:
+        drafter, recordings = None, Recordings()
+    elif stream is None:
+        drafter, recordings = _drafter(name, outputs, tables, source, given, option is None, say)
+    else:
+        drafter, recordings = None, find_recordings(name, outputs)
+        if _is_own(stream, next(iter(tables.values())), recordings):
+            stream, drafter = None, stream
+    for chosen in (drafter, stream):
+        if chosen is not None:
+            recordings = chosen.completed(outputs, recordings)
+    if observed:
+        models: Models = {"target": model_in(outputs.meta, "target"), "draft": {}}
+    else:
+        models = models_of(name, outputs)
+    if given:
+        _check_models(name, models, tables, drafter, option, say)
+    for table in tables.values():
+        if remark := table.meta.get("remark"):
+            say(str(remark))
+    if one_pass and (drafter is not None or stream is not None):
+        raise DraftsimError(
+            "--one-pass is for acceptance that comes without its drafter: "
+            f"{(drafter or stream).name} has passes of its own"  # type: ignore[union-attr]
+        )
+    if drafter is not None and carry is not None:
+        raise DraftsimError(
+            f"--gpu and --weights carry latencies over by the models' shapes, and that of "
+            f"{drafter.label(recordings)} is not kept: measure it there (`draftsim profile "
+            "--device cuda`), or give a recording of a draft model"
+        )
+    if one and carry is not None:
+        tables = carry(tables)
+    trace = outputs = imputed(name, outputs, chooses, say)
+    if drafter is not None:
+        check_drafts(drafter, recordings)
+        trace = drafted_trace(outputs, drafter, recordings)
+        say(f"drafting with {trace.source}, drafts of up to {trace.max_gamma} tokens")
+    by = trace.source if stream is None else stream.label(recordings)
+    label = _label(models, tables, "" if drafter is None and stream is None else by)
+    return Recording(
+        name, outputs, trace, tables, models, label, drafter, recordings, assume_batch_free,
+        stream, observed, one_pass,
+    )  # fmt: skip
+
+
+def _drafter(
+    name: str,
+    outputs: Trace,
+    tables: Tables,
+    source: str | None,
+    given: bool,
+    chosen: bool,
+    say: Say,
+) -> tuple[Source | None, Recordings]:
+    """Return the source that drafts, and what was recorded of sources beside the outputs.
+
+    None is for the drafts of the trace itself; ``chosen`` is True if the user named the recording.
+    """
+    told = {n: t for n, t in tables.items() if (t.meta.get("engine") or {}).get("own_drafter")}
+    heads = {label: engine_head(table.meta) for label, table in told.items()}
+    if source is not None:
+        drafter = load_source(source)
+        of = next((label for label, head in heads.items() if head is not None), None)
+        if drafter is None and of is not None and outputs.meta.get("draft") is not None:
+            raise DraftsimError(
+                f"--source {source}: the latencies of {of} are of drafting with {heads[of]}, and "
+                "have no passes of the draft model: drop --source, or name a recording of the "
+                "draft model (`draftsim list`)"
+            )
+        return drafter, Recordings() if drafter is None else find_recordings(name, outputs)
+    if len(set(heads.values())) > 1:
+        pairs = ", ".join(f"{head or 'a draft model'} ({label})" for label, head in heads.items())
+        raise DraftsimError(f"the latencies are of several drafters: {pairs}: name one at a time")
+    own = _own_latency(name) if given or not tables else next(iter(tables.values()))
+    deciding = next(iter(told.values()), own)
+    before = None if own is None else engine_head(own.meta)
+    head = None if deciding is None else engine_head(deciding.meta)
+    if given and before != head and own is not None and chosen:
+        say(
+            f"drafting with {head or 'the draft model'}, as the latencies of {next(iter(told))}; "
+            f"{name} was measured with {before or 'the draft model'}"
+        )
+    if deciding is None or head is None:
+        return None, Recordings()
+    recordings = find_recordings(name, outputs)
+    return own_source(deciding, outputs, recordings), recordings
+
+
+def _is_own(source: Source, latency: LatencyTable, recordings: Recordings) -> bool:
+    """Return whether a source is the head that an engine ran while `latency` was measured."""
+    head = engine_head(latency.meta)
+    if head is None or not isinstance(source, Eagle):
+        return False
+    try:
+        return source.recorded(recordings) == Eagle(head).key
+    except DraftsimError:
+        return False  # none recorded, or several that fit: said where it is replayed
+
+
+def _own_latency(name: str) -> LatencyTable | None:
+    """Return the latencies in the folder that a recording's name stands for, if there are any."""
+    if folder_of(name) is None:
+        return None
+    try:
+        return find_latency(name)
+    except FileError:
+        return None
+
+
+def _check_models(
+    name: str, known: Models, tables: Tables, drafter: Source | None,
+    option: str | None, say: Say,
+) -> None:  # fmt: skip
+    """Refuse latencies of other models than a recording that the user did not name.
+
+    Where the user named both, a note says whose acceptance and whose costs are used.
+    """
+
+    pair = pair_label(known, {}) or "models it does not name"
+    costs: list[str] = []
+    for label, table in tables.items():
+        said = {role: model_in(table.meta, role) for role in ROLES}
+        roles = ROLES[:1] if drafter is not None or engine_head(table.meta) else ROLES
+        differ = [role for role in roles if same_model(known[role], said[role]) is False]
+        whose = " + ".join(filter(None, map(model_label, said.values())))
+        told = same_model(known["target"], said["target"]) is not None or table.is_constant
+        if differ:
+            other = f"{' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
+            if option is not None:
+                raise DraftsimError(
+                    f"--latency {label}: the {other} from the default recording's, {name} "
+                    f"({pair}): name the recording to draft from, {option} "
+                    f"{label if _has_trace(label) else 'RUN'}"
+                )
+            costs.append(f"{label} ({whose}: the {other})")
+        elif option is not None and known["target"] and not (told and said["target"]):
+            if not table.is_constant:
+                raise DraftsimError(
+                    f"--latency {label} does not say whose costs it holds, and the default "
+                    f"recording {name} is of {pair}: name the recording whose drafts are accepted "
+                    f"as yours are, {option} RUN (`draftsim import` makes one from a server's "
+                    f"log; {option} {name} for this one)"
+                )
+            costs.append(f"{label}; {option} names another recording")
+        elif known["target"] and not told:
+            costs.append(f"{label}, which does not say whose they are")
+    if costs:
+        say(f"acceptance of {name} ({pair}) at the costs of {', '.join(costs)}")
+
+
+def _has_trace(label: str) -> bool:
+    """Return whether the name of latencies stands for a recording with a trace as well."""
+    try:
+        return folder_of(label) is not None
+    except FileError:
+        return False
+
+
+def _label(models: Models, tables: Tables, drafter: str) -> str:
+    """Return target, drafter, engine and device in a few words."""
+    metas = [table.meta for table in tables.values()] if len(tables) == 1 else [{}]
+    measured = dict(metas[0])
+    pair = pair_label(models, measured, drafter.rpartition("model=")[2])
+    device = "" if measured.get("kind") == "constant" else str(measured.get("device") or "")
+    return ", ".join(filter(None, (pair, device)))

@@ -1,0 +1,117 @@
+"""`import draftsim`: four questions answered as the commands answer them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+import draftsim
+from policies import DraftPolicy
+from policies.core import DraftToken
+from simulator.chosen import load_policies
+from tests.conftest import ROOT, Run
+from traces import LatencyTable, find_latency, find_trace, synthetic_trace
+
+SOME = ["fixed:gamma=3", "gammatune"]
+
+
+class Two(DraftPolicy):
+    """Drafts two tokens."""
+
+    def keep_drafting(self, draft: Sequence[DraftToken]) -> bool:
+        return len(draft) < 2
+
+
+def test_it_imports_nothing_until_a_name_is_asked_for() -> None:
+    code = "import draftsim, sys; print('numpy' in sys.modules); draftsim.predict"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+    with pytest.raises(AttributeError, match="draftsim has no 'guess': it exports BatchPolicy"):
+        _ = draftsim.guess
+    assert set(draftsim.__all__) == {n for names in draftsim.EXPORTED.values() for n in names}
+    assert all(getattr(draftsim, name) is not None for name in draftsim.__all__)
+
+
+def test_predict_gives_the_rows_of_simulate(run: Run) -> None:
+    found = draftsim.predict("bundled", policies=SOME, resamples=50)
+    names = [part for name in SOME for part in ("--policy", name)]
+    told = run("simulate", "--trace", "bundled", *names, "--resamples", "50", "--json", "-")
+    rows = json.loads(told.out)["results"]
+    for name in ("policy", "note", "tokens", "unpriced", "against"):
+        assert [row[name] for row in rows] == found.table[name].to_list()
+    for name in ("speedup", "speedup_lo", "block_efficiency", "outside"):
+        assert [row[name] for row in rows] == pytest.approx(found.table[name].to_list())
+    assert found.best == "fixed:gamma=1"
+    assert found.plot().axes
+
+
+def test_predict_takes_objects() -> None:
+    trace, latency = synthetic_trace(0.7, requests=4, tokens=30), LatencyTable.constant(1.0, 0.1)
+    found = draftsim.predict(trace, latency, [Two(), "fixed:gamma=2"], resamples=20)
+    speedup = found.table.set_index("policy")["speedup"]
+    assert speedup["Two"] == pytest.approx(speedup["fixed:gamma=2"])
+    assert [name for name, _ in load_policies([Two()], trace)] == ["Two"]
+    with pytest.raises(draftsim.DraftsimError, match="give latency as well"):
+        draftsim.predict(trace)
+    with pytest.raises(draftsim.DraftsimError, match="source chooses the drafter of a named"):
+        draftsim.predict(trace, latency, source="ngram")
+
+
+def test_predict_drafts_with_the_head_that_the_latencies_are_of() -> None:
+    found = draftsim.predict("smollm2-vllm-eagle3-cpu", policies=["fixed:gamma=1"], resamples=20)
+    assert set(found.table["source"][1:]) == {"eagle:model=smollm2-eagle3"}
+    assert any(note.startswith("drafting with eagle:model=smollm2-eagle3") for note in found.notes)
+    lossy = draftsim.predict("bundled", policies=["fixed:gamma=2"], verify="csd", resamples=20)
+    assert lossy.table["verify"].iloc[1].startswith("csd")
+
+
+def test_serve_gives_a_row_for_each_load_and_policy() -> None:
+    found = draftsim.serve(policies=SOME, concurrency=[1, 2], requests=40)
+    assert list(found.table["policy"]) == ["autoregressive", *SOME] * 2
+    assert list(found.best) == [1, 2]
+    assert found.plot().axes
+    loaded = draftsim.serve(policies=SOME, rate=[0.5], requests=40, slo="ttft=2,tpot=0.2")
+    assert list(loaded.best) == [0.5]
+    assert loaded.table["within_targets"].between(0, 1).all()
+    with pytest.raises(draftsim.DraftsimError, match="not both"):
+        draftsim.serve(concurrency=[1], rate=[1.0])
+
+
+def test_plan_gives_the_fewest_replicas() -> None:
+    trace, latency = synthetic_trace(0.7, requests=8, tokens=20), LatencyTable.constant(0.01, 0.001)
+    found = draftsim.plan(
+        trace, latency, ["fixed:gamma=2"], rate=1.0, slo="ttft=1,tpot=0.1", replications=2,
+        max_num_seqs=1, requests=60, price=2.0,
+    )  # fmt: skip
+    assert list(found.table["policy"]) == ["autoregressive", "fixed:gamma=2"]
+    assert found.best in found.table["policy"].to_list()
+    assert (found.table["cost_per_hour"] == 2.0 * found.table["replicas"]).all()
+    with pytest.raises(draftsim.DraftsimError, match="curve=True"):
+        found.plot()
+
+
+def test_sweep_gives_a_grid() -> None:
+    found = draftsim.sweep(
+        "bundled", policies=["fixed:gamma={1..2}"], c=[0.05, 0.2], alpha=[0.5, 0.7], resamples=0,
+        tilt="iid", jobs=1,
+    )  # fmt: skip
+    assert len(found.table) == 8
+    assert len(found.best) == 4
+    assert set(found.thresholds["policy"]) <= {"fixed:gamma=1", "fixed:gamma=2"}
+    assert found.plot().axes
+    with pytest.raises(draftsim.DraftsimError, match="nothing to map"):
+        draftsim.sweep("bundled", policies=["fixed:gamma=1"], resamples=0, jobs=1).plot()
+
+
+def test_recordings_by_name_and_by_object_agree() -> None:
+    by_name = draftsim.predict("bundled", policies=["fixed:gamma=2"], resamples=20)
+    given = draftsim.predict(
+        find_trace("bundled"), find_latency("bundled"), ["fixed:gamma=2"], resamples=20
+    )
+    assert by_name.table.equals(given.table)
