@@ -2,7 +2,7 @@
 
     python -m benchmarks.server_left_out [--each-run] [--terms] [--without COST ...] [--out FILE]
 
-Studies are those of `../shared/tables` and of `simulator.papers.measured.figures`.  From some runs
+Studies are those of `../shared/tables` and of `simulator.published`.  From some runs
 of a study every other run is predicted; with `--each-run` every run from all others of its study.
 `coverage` is the part of the measured speeds that lie in the 80 % intervals; `sign` counts how
 often speculation is rightly called faster or slower than none, where that is by more than 5 %;
@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.aggregate.server import ServerRun, calibrate, interval_of
-from simulator.papers.measured.figures import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
+from simulator.published import ENGINE_STUDIES, RTX3090, RTX3090_PLAIN
 
 ALL = "all studies"
 CLEAR, NEAR = 0.05, 0.02

@@ -185,8 +185,8 @@ def weight_rows() -> list[dict[str, Any]]:
 def published_rows() -> list[dict[str, Any]]:
     """The roofline model against published times."""
     from simulator.hardware import check_published
-    from simulator.hardware.evidence.papers import GAMMATUNE
     from simulator.hardware.record import predictions
+    from simulator.published import GAMMATUNE
 
     rows = [{str(k): v for k, v in row.items()} for row in check_published().to_dict("records")]
     return rows + [

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from simulator.hardware import DEVICES, FORMATS, SHAPES, Roofline, find_format
-from simulator.hardware.evidence import STUDIES
-from simulator.hardware.evidence.papers import GAMMATUNE
 from simulator.hardware.formats import Unpacking
 from simulator.hardware.kernels import evidence_for, outside_launches, plain_model, unpacking
 from simulator.hardware.record import (
@@ -18,6 +16,7 @@ from simulator.hardware.record import (
     reach,
     width_errors,
 )
+from simulator.published import GAMMATUNE, STUDIES
 from tests.conftest import Run
 from traces.errors import DraftsimError
 

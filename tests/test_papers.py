@@ -13,7 +13,8 @@ from policies.core import Round
 from policies.lengths.basic import Fixed
 from policies.registry import describe
 from policies.rules.registry import parse_rule
-from simulator.papers import Ours, Row, published, quantity_rows, side_by_side
+from simulator import published
+from simulator.papers import Ours, Row, quantity_rows, side_by_side
 from simulator.papers.cmasd import CMASD_ROWS
 from simulator.papers.compare import TABLES
 from simulator.papers.csd import CSD_ROWS

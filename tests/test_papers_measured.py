@@ -12,13 +12,12 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import TwoState, iid_mean
 from simulator.aggregate.hazard import check_totals, emitted_at
 from simulator.formulas.leviathan import expected_tokens
-from simulator.hardware.evidence.papers import GAMMATUNE_1
 from simulator.hardware.shapes import SHAPES
 from simulator.papers.measured import by_study, log_rows, measured_rows
-from simulator.papers.measured.figures import CLASSES, RTX3090
 from simulator.papers.measured.ladder import ONE, TWO, cycle_at, ladder_rows
 from simulator.papers.measured.rows import Evidence, evidence, ranked, record
 from simulator.papers.measured.unexplained import LARGE, NOTES
+from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.errors import DraftsimError
@@ -158,7 +157,7 @@ def test_what_the_70b_model_would_have_to_copy() -> None:
     beyond = held - DEVICES["h100"].memory
     assert held / 1e9 == pytest.approx(89, abs=0.5)
     assert beyond / 1e9 == pytest.approx(8.7, abs=0.05)
-    seconds = GAMMATUNE_1["meta-llama/Llama-3.1-70B"] / 1e3
+    seconds = GAMMATUNE_MS["meta-llama/Llama-3.1-70B"] / 1e3
     assert beyond / seconds / 1e9 == pytest.approx(9.4, abs=0.05)
 
 

@@ -14,8 +14,8 @@ from simulator.papers.order import order_rows
 from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT
 from simulator.papers.specbound_search import START, Replays, Setting, choices, search
-from simulator.papers.specbound_table1 import SPECBOUND_1
 from simulator.papers.systems import system_rows
+from simulator.published import SPECBOUND_1
 from tests.test_cli_sources import tokens_alone
 from tests.test_sources_early_exit import recording
 from traces.acceptance.trace import Request, Trace

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.papers import Row, published, quantity_rows
-from simulator.papers.notes import CONTRADICTIONS, notes_on
+from simulator import published
+from simulator.papers import Row, quantity_rows
 from simulator.papers.quantities import SPECBOUND
-from simulator.papers.rows import EXPERIMENT, WEIGHTS, PaperTable
-from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
+from simulator.papers.rows import EXPERIMENT, WEIGHTS, missing
+from simulator.published import CONTRADICTIONS, SPECBOUND_1, TASKS, PaperTable, notes_on
 
 FILES = {
     "cmasd_table1": published.CMASD_1, "cmasd_table2": published.CMASD_2,
@@ -144,7 +144,7 @@ def test_stated_contradictions_follow_from_the_tables() -> None:
 def test_missing_cells_need_the_papers_weights() -> None:
     table = PaperTable("T", "source", ("a", "b"), {"x": (1.0, None), "y": (2.0, 3.0)})
     done = [Row("T", "y", "a", 2.0, 2.5, EXPERIMENT)]
-    assert table.missing(done) == [
+    assert missing(table, done) == [
         Row("T", "x", "a", 1.0, None, WEIGHTS), Row("T", "y", "b", 3.0, None, WEIGHTS)
     ]  # fmt: skip
     assert table.number("y", "b") == 3

@@ -12,11 +12,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from simulator.hardware.evidence import STUDIES
-from simulator.hardware.evidence.runs import Run, Study
 from simulator.hardware.formats import FORMATS, Unpacking, WeightFormat
 from simulator.hardware.roofline import Mode, Observation, Roofline
 from simulator.hardware.shapes import SHAPES
+from simulator.published import STUDIES, Run, Study
 from traces.operators.devices import DEVICES
 
 Floats = npt.NDArray[np.float64]

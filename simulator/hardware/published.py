@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from simulator.hardware.evidence.papers import CONTEXT, GAMMATUNE, GAMMATUNE_1, QUANTISED
 from simulator.hardware.formats import FORMATS
 from simulator.hardware.kernels import outside_launches
 from simulator.hardware.record import passes
 from simulator.hardware.roofline import Mode, Observation, Roofline
 from simulator.hardware.shapes import SHAPES
+from simulator.published import (
+    CONTEXT,
+    GAMMATUNE,
+    GAMMATUNE_MS,
+    QUANTISED,
+    SPECBOUND_3,
+    SPECBOUND_4,
+)
 from traces.operators.devices import DEVICES
-
-SPECBOUND_3_AR_MS = 17.5
-"""Vicuna-7B, plain decoding, batch 1, H800 (SpecBound, arXiv:2604.12247, Table 3)."""
-
-SPECBOUND_4: Mapping[str, tuple[float, float]] = {
-    "Math": (1.89, 1.81), "Multi-turn": (1.65, 1.58), "QA": (2.16, 2.12), "RAG": (2.31, 2.13),
-    "Summary": (1.95, 1.92), "Translation": (2.94, 2.69), "Overall": (2.15, 2.01),
-}  # fmt: skip
-"""SpecBound's speedup on H800 and on RTX 3090, Vicuna-7B (Table 4)."""
 
 COLUMNS = ("table", "row", "device", "published", "ours", "error", "kind")
 
@@ -52,8 +50,8 @@ def check_published(
     """
     rows: list[tuple[object, ...]] = []
     h100 = DEVICES["h100"]
-    plain = [name for name in GAMMATUNE_1 if name not in QUANTISED]
-    for name, published in GAMMATUNE_1.items():
+    plain = [name for name in GAMMATUNE_MS if name not in QUANTISED]
+    for name, published in GAMMATUNE_MS.items():
         others = [n for n in plain if n != name]
         model = fitted.on(h100) if fitted else _launches(others)
         shape = SHAPES[name].kept_as(FORMATS[QUANTISED.get(name, "bf16")])
@@ -67,7 +65,8 @@ def check_published(
     vicuna = SHAPES["lmsys/vicuna-7b-v1.5"]
     h800, rtx = everyone.on(DEVICES["h800"]), everyone.on(DEVICES["rtx-3090"])
     ours = 1e3 * float(h800.seconds(vicuna, context=CONTEXT))
-    rows.append(_row("SpecBound 3, ms", "AR", "h800", SPECBOUND_3_AR_MS, ours, kind))
+    published = SPECBOUND_3.number("Per-token latency (ms)", "AR_base")
+    rows.append(_row("SpecBound 3, ms", "AR", "h800", published, ours, kind))
 
     def round_cost(model: Roofline) -> float:
         """A round over a plain step (SpecBound, eq. 3, with the measured cost of a width)."""
@@ -78,9 +77,12 @@ def check_published(
 
     ratio = round_cost(h800) / round_cost(rtx)
     rows += [
-        _row("SpecBound 4, 3090/H800", task, "rtx-3090", slow / fast, ratio, kind)
-        for task, (fast, slow) in SPECBOUND_4.items()
-    ]
+        _row(
+            "SpecBound 4, 3090/H800", task, "rtx-3090",
+            SPECBOUND_4.number("RTX 3090", task) / SPECBOUND_4.number("H800", task), ratio, kind,
+        )
+        for task in SPECBOUND_4.columns
+    ]  # fmt: skip
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -122,7 +124,7 @@ def _published_error(fitted: Roofline | None, mode: Mode, quantised: bool) -> Pu
 
 def _launches(names: Sequence[str]) -> Roofline:
     """Launch times of eager decoding, from published single-token latencies."""
-    observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_1[n] / 1e3) for n in names]
+    observed = [Observation(SHAPES[n], 1, 1, CONTEXT, GAMMATUNE_MS[n] / 1e3) for n in names]
     start = Roofline(DEVICES["h100"], "eager", 0.0, outside=outside_launches(GAMMATUNE.name))
     return start.fitted(observed, ("layer_s",))
 

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simulator.hardware.evidence import STUDIES
-from simulator.hardware.evidence.runs import Run, Study
 from simulator.hardware.formats import FORMATS
 from simulator.hardware.kernels import PLAIN, Left, evidence_for, plain_model, unpacking
 from simulator.hardware.roofline import Mode
 from simulator.hardware.shapes import SHAPES
+from simulator.published import STUDIES, Run, Study
 
 OWN, LIBRARY = "its unquantised runs", "the library's other models"
 

@@ -1,14 +1,14 @@
 """The four papers' published tables beside ours: SpecBound, CM-ASD, CSD and GammaTune.
 
 Every published cell is a row, marked with how ours relates to it (`rows.Kind`).  The papers
-contradict themselves in places; `notes.CONTRADICTIONS` lists where.
+contradict themselves in places; `simulator.published.CONTRADICTIONS` lists where.
 """
 
 from simulator.papers.compare import side_by_side
-from simulator.papers.notes import CONTRADICTIONS, notes_on
 from simulator.papers.ours import Ours, Sampled
 from simulator.papers.quantities import quantity_rows
-from simulator.papers.rows import Kind, PaperTable, Row
+from simulator.papers.rows import Kind, Row
+from simulator.published import CONTRADICTIONS, PaperTable, notes_on
 
 __all__ = [
     "CONTRADICTIONS",

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from simulator.degenerate import degenerate
 from simulator.papers.ours import Ours, Outcome, method_outcome, quality_note
-from simulator.papers.published import CMASD_3, CMASD_5
 from simulator.papers.rows import EXPERIMENT, Row
+from simulator.published import CMASD_3, CMASD_5
 from traces.sources.methods import CMASD_ABLATION, FIXED_TAUS, MEAN_TAU, Method, resolved
 
 CMASD_ROWS = dict(zip(CMASD_ABLATION, CMASD_3.cells, strict=True))

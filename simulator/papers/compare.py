@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from policies.lengths.gammatune import GammaTune
+from simulator import published
 from simulator.forks import results_of
-from simulator.papers import published
 from simulator.papers.cmasd import cmasd_rows
 from simulator.papers.cmasd_batches import FIGURE_2, batch_rows
 from simulator.papers.csd import csd_rows
@@ -21,11 +21,11 @@ from simulator.papers.gammatune import gammatune_rows
 from simulator.papers.order import order_rows
 from simulator.papers.ours import Ours, outcome
 from simulator.papers.quantities import SPECBOUND, quantity_rows
-from simulator.papers.rows import EXPERIMENT, WEIGHTS, PaperTable, Row
+from simulator.papers.rows import EXPERIMENT, WEIGHTS, Row, missing
 from simulator.papers.settings import TABLE as SETTINGS_TABLE
 from simulator.papers.settings import setting_rows
-from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
 from simulator.papers.systems import system_rows
+from simulator.published import SPECBOUND_1, TASKS, PaperTable
 from traces.errors import DraftsimError, SignalError
 
 TABLES: tuple[PaperTable, ...] = (
@@ -75,7 +75,7 @@ def side_by_side(ours: Ours) -> list[Row]:
         done += _draft_model_distribution(ours)
     done += _specbound_missing(done)
     for table in TABLES:
-        done += table.missing(done)
+        done += missing(table, done)
     order = {name: i for i, name in enumerate(dict.fromkeys([t.name for t in TABLES]))}
     return sorted(done, key=lambda row: (row.table.split()[0], order.get(row.table, -1)))
 

@@ -9,8 +9,8 @@ from policies.rules.memory import OnlineCorrectionMemory
 from simulator.degenerate import accepted_mismatches, degenerate
 from simulator.papers.csd_thresholds import Rejections, Rescues, pattern_rows, threshold_rows
 from simulator.papers.ours import Ours, Outcome, method_outcome
-from simulator.papers.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN
 from simulator.papers.rows import EXPERIMENT, Row
+from simulator.published import CSD_ABLATION, CSD_GAINS, CSD_MAIN
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import calibrated, split_requests

@@ -16,8 +16,8 @@ from policies.registry import describe
 from policies.rules.context import CSD
 from policies.rules.memory import OnlineCorrectionMemory, Pair
 from simulator.degenerate import HARDLY_VERIFIES
-from simulator.papers.published import CSD_PATTERNS
 from simulator.papers.rows import EXPERIMENT, Row
+from simulator.published import CSD_PATTERNS
 from traces.acceptance.trace import Trace
 from traces.errors import SignalError
 from traces.replay.corrections import rejected_gaps, rejected_pairs

@@ -8,12 +8,12 @@ import numpy as np
 
 from simulator.degenerate import degenerate
 from simulator.papers.ours import Ours, Sampled
-from simulator.papers.published import SPECBOUND_2, SPECBOUND_5
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.papers.specbound_search import START, Replayed, Replays, Setting, choices, search
 from simulator.papers.specbound_serving import serving_rows
 from simulator.papers.systems import replayed
 from simulator.pricing import price
+from simulator.published import SPECBOUND_2, SPECBOUND_5
 from simulator.summary import prompt_speedups, speedup_distribution
 from traces.acceptance.sampling import GREEDY, Sampling
 from traces.errors import DraftsimError, SignalError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT, Row
-from simulator.papers.specbound_table1 import SPECBOUND_1
+from simulator.published import SPECBOUND_1
 
 MODEL = "Vicuna-7B"
 """The model whose lines hold most systems."""

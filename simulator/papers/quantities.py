@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from simulator.formulas import gammatune, specbound
-from simulator.papers.published import (
+from simulator.papers.rows import QUANTITY, Row
+from simulator.published import (
     CMASD_3,
     CSD_GAINS,
     CSD_MAIN,
     GAMMATUNE_1,
     GAMMATUNE_2,
+    SPECBOUND_1,
     SPECBOUND_2,
     SPECBOUND_3,
     SPECBOUND_4,
+    TASKS,
 )
-from simulator.papers.rows import QUANTITY, Row
-from simulator.papers.specbound_table1 import SPECBOUND_1, TASKS
 
 SPECBOUND = "SpecBound Table 1"
 PASS_BAND = 0.10

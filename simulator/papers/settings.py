@@ -17,10 +17,9 @@ from policies.lengths.basic import Fixed
 from policies.lengths.gammatune import GammaTune
 from simulator.papers.gammatune import REFERENCE, gammatune_families
 from simulator.papers.ours import Ours, method_outcome
-from simulator.papers.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_3
 from simulator.papers.rows import EXPERIMENT, Row
-from simulator.papers.specbound_table1 import SPECBOUND_1
 from simulator.pricing import autoregressive, price
+from simulator.published import CMASD_1, GAMMATUNE_1, GAMMATUNE_2, SPECBOUND_1, SPECBOUND_3
 from simulator.robustness import INITIAL_GAMMAS, robustness, seconds_at_each
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable

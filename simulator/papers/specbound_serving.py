@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from simulator.papers.ours import Ours
-from simulator.papers.published import SPECBOUND_3
 from simulator.papers.rows import EXPERIMENT, Row
 from simulator.pricing import Priced, price
+from simulator.published import SPECBOUND_3
 from traces.replay.rounds import RoundLog
 
 TTFT, PER_TOKEN, THROUGHPUT, END_TO_END = SPECBOUND_3.cells

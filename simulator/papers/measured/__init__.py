@@ -9,14 +9,7 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 
 from pathlib import Path
 
-from simulator.hardware.evidence import STUDIES
 from simulator.papers.measured.engines import engine_rows
-from simulator.papers.measured.figures import (
-    A100_CONCURRENCY,
-    ENGINE_STUDIES,
-    MINICPM,
-    RTX3090_SOURCE,
-)
 from simulator.papers.measured.ladder import ladder_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.operators import (
@@ -30,6 +23,13 @@ from simulator.papers.measured.operators import (
 from simulator.papers.measured.roofline import roofline_rows
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
 from simulator.papers.measured.unexplained import notes_on
+from simulator.published import (
+    A100_CONCURRENCY,
+    ENGINE_STUDIES,
+    MINICPM,
+    RTX3090_SOURCE,
+    STUDIES,
+)
 
 __all__ = [
     "Evidence",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from simulator.aggregate.hazard import emitted_at
-from simulator.papers.measured.figures import ENGINE_STUDIES, MINICPM, EngineStudy
 from simulator.papers.measured.ladder import cycle_at
 from simulator.papers.measured.rows import Evidence, evidence, ranked
+from simulator.published import ENGINE_STUDIES, MINICPM, EngineStudy
 
 ONE, ELSEWHERE = "plain and one length", "plain and one length here, all lengths at another load"
 FIRST = "the first two positions"

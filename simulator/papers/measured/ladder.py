@@ -14,8 +14,8 @@ from itertools import combinations
 
 from simulator.aggregate.hazard import Interval, emitted_at
 from simulator.hardware.kernels import ALONE
-from simulator.papers.measured.figures import CLASSES, RTX3090, RTX3090_PLAIN, Length
 from simulator.papers.measured.rows import Evidence, evidence, ranked
+from simulator.published import CLASSES, RTX3090, RTX3090_PLAIN, Length
 
 TWO, ONE = "plain and two lengths", "plain and one length"
 

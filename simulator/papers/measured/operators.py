@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.lengths.basic import Autoregressive
-from simulator.hardware.evidence import STUDIES
-from simulator.papers.measured.figures import A100_CONCURRENCY
 from simulator.papers.measured.rows import Evidence, evidence
+from simulator.published import A100_CONCURRENCY, STUDIES
 from simulator.serving import ArrivalFile, Limits, Scenario, simulate
 from traces.acceptance.synthetic import synthetic_trace
 from traces.errors import DraftsimError

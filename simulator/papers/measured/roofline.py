@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from simulator.hardware.evidence.papers import GAMMATUNE
 from simulator.hardware.formats import FORMATS
 from simulator.hardware.published import check_published
 from simulator.hardware.record import by_library, predictions
 from simulator.papers.measured.rows import Evidence, evidence, ranked
+from simulator.published import GAMMATUNE
 
 GIVEN = {
     "GammaTune 1, ms": ("GammaTune Table 1", "data sheet and the table's other models"),

@@ -1,0 +1,255 @@
+"""Figures that papers and other projects published, in CSV files next to this module.
+
+Only figures were carried over, no text and no code; ``sources.csv`` and ``studies.csv`` name the
+source of each, with the licence of data that was measured by other projects.  An empty cell is a
+value that was not given.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+CONTEXT = 512
+"""Tokens in the cache that the papers' mean latencies are read at; none of the papers says."""
+QUANTISED = {"meta-llama/Llama-3.1-70B": "nf4"}
+"""int4 by GammaTune's table, int8 by its text: its kernels are not those of the others."""
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A published table: rows by name, values in the order of the columns."""
+
+    name: str
+    source: str
+    columns: tuple[str, ...]
+    cells: Mapping[str, tuple[float | None, ...]]
+
+    def value(self, row: str, column: str) -> float | None:
+        """Return the published number of a cell; None where the paper gives none."""
+        return self.cells[row][self.columns.index(column)]
+
+    def number(self, row: str, column: str) -> float:
+        """Return the published number of a cell; NaN where the paper gives none."""
+        value = self.value(row, column)
+        return math.nan if value is None else value
+
+
+class Line(NamedTuple):
+    """One method on one model (SpecBound, Table 1): values by task, in the order of `TASKS`."""
+
+    compression: tuple[float, ...]
+    """CR, tokens per speculation round as the method counts them."""
+    speedup: tuple[float, ...]
+    overall: float
+    """The printed overall speedup."""
+
+
+class Run(NamedTuple):
+    """Passes of one model at batch 1."""
+
+    model: str
+    """A name in `simulator.hardware.record.SHAPES`."""
+    device: str
+    weights: str
+    """A name in `simulator.hardware.formats.FORMATS`."""
+    tokens_per_s: float
+    new_tokens: int = 1
+    """Tokens of a pass."""
+    context: int = 1024
+    """Mean tokens in the cache."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one pass."""
+        return self.new_tokens / self.tokens_per_s
+
+
+class Study(NamedTuple):
+    """Runs of one engine by one group."""
+
+    name: str
+    source: str
+    engine: str
+    mode: Literal["eager", "graph"]
+    runs: tuple[Run, ...]
+    libraries: tuple[tuple[str, str], ...] = ()
+    """Weight formats and the libraries whose kernels read them, where these are not the engine's
+    own."""
+
+
+class Length(NamedTuple):
+    """A run at one draft length."""
+
+    tokens_per_s: float
+    emitted: float
+    """Tokens a verification, the target's own included."""
+    cycle: float
+    """Time of a round over one plain decoding step."""
+    gains: tuple[float, ...]
+    """Speedup by class of `CLASSES`, percent."""
+
+
+class EngineRun(NamedTuple):
+    """A run of an engine at one draft length and load."""
+
+    tokens_per_s: float
+    emitted: float | None
+    """Tokens a round; None where it was not said."""
+
+
+class EngineStudy(NamedTuple):
+    """Runs of one engine and pair, by load and draft length; 0 is plain decoding."""
+
+    name: str
+    source: str
+    runs: Mapping[int, Mapping[int, EngineRun]]
+
+
+class ServerStudy(NamedTuple):
+    """A server's time between tokens by the requests that it serves at a time."""
+
+    name: str
+    source: str
+    prompt: int
+    """Tokens of a prompt, about; not said."""
+    output: int
+    """Mean tokens of an output."""
+    itl_s: Mapping[int, float]
+
+
+class Positions(NamedTuple):
+    """Chances that the first 1, 2, ... drafted tokens are all accepted, as an engine counts."""
+
+    name: str
+    source: str
+    accepted: tuple[float, ...]
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with files(__name__).joinpath(f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _tables() -> dict[str, PaperTable]:
+    found = {}
+    for name, group in groupby(_rows("tables"), lambda row: row["table"]):
+        cells: dict[str, dict[str, float | None]] = {}
+        for row in group:
+            value = float(row["value"]) if row["value"] else None
+            cells.setdefault(row["row"], {})[row["column"]] = value
+        columns = tuple(next(iter(cells.values())))
+        values = {label: tuple(line.values()) for label, line in cells.items()}
+        found[name] = PaperTable(name, SOURCES[name], columns, values)
+    return found
+
+
+def _specbound_1() -> dict[tuple[str, str], Line]:
+    found = {}
+    rows = list(_rows("specbound_1"))
+    for cr, sd in zip(rows[::2], rows[1::2], strict=True):
+        compression, speedup = (tuple(float(row[task]) for task in TASKS) for row in (cr, sd))
+        found[sd["model"], sd["method"]] = Line(compression, speedup, float(sd["Overall"]))
+    return found
+
+
+def _studies() -> tuple[Study, ...]:
+    runs: dict[str, list[Run]] = {
+        GAMMATUNE_1.name: [
+            Run(model, "h100", "bf16", 1e3 / milliseconds, 1, CONTEXT)
+            for model, milliseconds in GAMMATUNE_MS.items()
+            if model not in QUANTISED
+        ]
+    }
+    for row in _rows("passes"):
+        run = Run(
+            row["model"], row["device"], row["weights"], float(row["tokens_per_s"]),
+            int(row["new_tokens"]), int(row["context"]),
+        )  # fmt: skip
+        runs.setdefault(row["study"], []).append(run)
+    found = []
+    for row in _rows("studies"):
+        mode: Literal["eager", "graph"] = "eager" if row["mode"] == "eager" else "graph"
+        libraries = [part.split("=") for part in row["libraries"].split("; ") if part]
+        found.append(
+            Study(
+                row["name"], row["source"], row["engine"], mode, tuple(runs[row["name"]]),
+                tuple((name, library) for name, library in libraries),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _ladders() -> dict[str, dict[int, Length]]:
+    found: dict[str, dict[int, Length]] = {}
+    for row in _rows("ladders"):
+        gains = tuple(float(row[name]) for name in CLASSES)
+        figures = (float(row[name]) for name in ("tokens_per_s", "emitted", "cycle"))
+        found.setdefault(row["drafter"], {})[int(row["draft_length"])] = Length(*figures, gains)
+    return found
+
+
+def _engines() -> tuple[EngineStudy, ...]:
+    found: dict[str, dict[int, dict[int, EngineRun]]] = {}
+    for row in _rows("engines"):
+        emitted = float(row["emitted"]) if row["emitted"] else None
+        loads = found.setdefault(row["study"], {})
+        run = EngineRun(float(row["tokens_per_s"]), emitted)
+        loads.setdefault(int(row["load"]), {})[int(row["draft_length"])] = run
+    return tuple(EngineStudy(name, SOURCES[name], runs) for name, runs in found.items())
+
+
+def _server() -> ServerStudy:
+    rows = list(_rows("servers"))
+    name, prompt, output = (rows[0][key] for key in ("study", "prompt", "output"))
+    times = {int(row["load"]): float(row["itl_s"]) for row in rows}
+    return ServerStudy(name, SOURCES[name], int(prompt), int(output), times)
+
+
+def _positions() -> Positions:
+    rows = list(_rows("positions"))
+    name = rows[0]["study"]
+    return Positions(name, SOURCES[name], tuple(float(row["accepted"]) for row in rows))
+
+
+SOURCES = {row["name"]: row["source"] for row in _rows("sources")}
+TABLES = _tables()
+CMASD_1, CMASD_2, CMASD_3, CMASD_4, CMASD_5 = (
+    TABLES[f"CM-ASD Table {number}"] for number in ("I", "II", "III", "IV", "V")
+)
+CSD_ABLATION, CSD_MAIN = TABLES["CSD ablation"], TABLES["CSD main results"]
+CSD_GAINS = {row: gain or math.nan for row, (gain,) in TABLES["CSD gains"].cells.items()}
+CSD_PATTERNS = TABLES["CSD rejection patterns"]
+GAMMATUNE_1, GAMMATUNE_2 = (TABLES[f"GammaTune Table {number}"] for number in (1, 2))
+GAMMATUNE_MS = {name: ms or math.nan for name, (ms,) in GAMMATUNE_1.cells.items()}
+"""Milliseconds a token on one H100 (GammaTune, Table 1)."""
+SPECBOUND_2, SPECBOUND_3, SPECBOUND_4, SPECBOUND_5 = (
+    TABLES[f"SpecBound Table {number}"] for number in (2, 3, 4, 5)
+)
+TASKS = ("Math", "Multi.", "QA", "RAG", "Sum.", "Trans.")
+SPECBOUND_1 = _specbound_1()
+"""Table 1 of SpecBound by model and method."""
+CONTRADICTIONS = tuple((row["table"], row["says"]) for row in _rows("contradictions"))
+"""Where the papers contradict themselves: (table, what it says)."""
+STUDIES = _studies()
+"""Single passes on GPUs."""
+GAMMATUNE = STUDIES[0]
+CLASSES = ("chat", "code", "prose", "reason", "zh")
+RTX3090_PLAIN = 41.57
+"""Tokens/s without speculation of `RTX3090`."""
+RTX3090_SOURCE = SOURCES["RTX 3090 llama.cpp 27B 4-bit"]
+RTX3090 = _ladders()
+"""A ladder of draft lengths by drafter."""
+ENGINE_STUDIES = _engines()
+A100_CONCURRENCY = _server()
+MINICPM = _positions()
+
+
+def notes_on(table: str) -> list[str]:
+    """Return where a table contradicts its paper or itself."""
+    return [text for name, text in CONTRADICTIONS if name == table]
