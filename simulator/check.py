@@ -2,22 +2,386 @@
 
 `run_checks` compares every formula with the replay loop (or a small event simulation)
 on synthetic i.i.d. acceptance, where it must agree within four standard errors.  On a
-recorded trace the assumptions fail; `simulator.check_recorded` then shows by how much.
+recorded trace the assumptions fail; `simulator.check` then shows by how much.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
-from simulator.check_iid import iid_checks
-from simulator.check_recorded import recorded_checks
-from simulator.estimate import Estimate
-from traces.acceptance.trace import Trace
+from policies.lengths.basic import Fixed
+from simulator.aggregate.rates import emitted_of_rate
+from simulator.estimate import Estimate, ratio
+from simulator.formulas import (
+    batching,
+    dsi,
+    gammatune,
+    general,
+    leviathan,
+    magicdec,
+    pearl,
+    specbound,
+)
+from simulator.formulas.bounds import require
+from simulator.pricing import autoregressive, price
+from traces.acceptance.synthetic import synthetic_trace
+from traces.acceptance.trace import MATCH, UNKNOWN, Trace
 from traces.latency.table import LatencyTable
+from traces.replay.rounds import RoundLog
+from traces.replay.run import replay
+
+Row = tuple[str, str, float, Estimate]
+
+TEXTBOOK = LatencyTable.constant(1.0, 0.1)
+GAMMAS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+
+
+def recorded_checks(
+    trace: Trace, latency: LatencyTable | None = None, gammas: Sequence[int] = GAMMAS
+) -> Iterator[Row]:
+    """(formula, parameters, prediction, replayed with standard error) for each gamma.
+
+    The standard error is over the requests.  Without latencies c is 0.1 and verification
+    free; the steps that concern time then coincide.
+    """
+    table = TEXTBOOK if latency is None else latency
+    match = trace.columns["match"][trace.on_path]
+    alpha = float((match[match != UNKNOWN] == MATCH).mean())
+    longest = max((r.tokens for r in trace.requests), default=0)
+    for gamma in gammas:
+        if gamma < longest and (trace.max_gamma is None or gamma <= trace.max_gamma):
+            yield from _steps(trace, table, alpha, gamma)
+
+
+def _steps(trace: Trace, table: LatencyTable, alpha: float, gamma: int) -> Iterator[Row]:
+    log = replay(trace, Fixed(gamma))
+    plain, run = price(autoregressive(log), table), price(log, table)
+    rounds = log.rounds
+    emitted = log.per_request(rounds["emitted"])
+    per_round = ratio(emitted, log.per_request(np.ones(len(log))))
+    # Every position counted once, but for those whose draft the end would cut short.
+    inside = np.concatenate(
+        [
+            np.arange(a + trace.first, max(a + trace.first, b - gamma))
+            for a, b in zip(trace.request_starts[:-1], trace.request_starts[1:], strict=True)
+        ]
+    )
+    anywhere = general.empirical_survival(trace.run_lengths[inside], gamma)
+    starts = trace.request_starts[rounds["request"]] + rounds["position"]
+    begun = np.minimum(trace.run_lengths[starts], rounds["drafted"])
+    survival = general.empirical_survival(begun, gamma)
+
+    iid, bursty = leviathan.expected_tokens(alpha, gamma), general.block_efficiency(anywhere)
+    where = f"gamma={gamma} alpha={alpha:.4f}"
+    yield "recorded: tokens per round, i.i.d.", where, iid, per_round
+    yield "recorded: tokens per round, correlated positions", where, bursty, per_round
+    yield (
+        "recorded: tokens per round, actual round starts", where,
+        general.block_efficiency(survival), per_round,
+    )  # fmt: skip
+    # What the rate alone allows: the member of the two-state family that is nearest.
+    span = emitted_of_rate(alpha, gamma)
+    near = min(max(per_round.value, span.low), span.high)
+    yield (
+        "recorded: tokens per round, two-state interval of alpha",
+        f"{where} from={span.low:.4f} to={span.high:.4f}", near, per_round,
+    )  # fmt: skip
+
+    forwards = rounds["draft_forwards"]
+    target_s = float(plain.verify_s.mean())
+    cached = np.maximum(log.context - 1, 0)
+    draft_s = float((forwards * table.seconds("draft", "forward", context=cached)).sum())
+    draft_s /= float(forwards.sum())
+    replayed = ratio(plain.decode_s, run.decode_s)
+    where = f"{where} c={draft_s / target_s:.4f}"
+
+    def textbook(tokens: float, drafts: float) -> float:
+        return general.speedup(tokens, drafts, target_s, draft_s, target_s)
+
+    stepped = plain.verify_s.sum()
+    spent = forwards.sum() * draft_s + run.verify_s.sum()
+    passes = run.draft_s.sum() + run.verify_s.sum()
+    for step, value in (
+        ("i.i.d.", textbook(iid, gamma)),
+        ("correlated positions", textbook(bursty, gamma)),
+        ("actual rounds", textbook(per_round.value, float(forwards.mean()))),
+        ("T_verify", float(stepped / spent)),
+        ("catch-up and context", float(stepped / passes)),
+        ("host and signals", plain.total_s / run.total_s),
+    ):
+        yield f"recorded: speedup, {step}", where, value, replayed
+
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Cycles(NamedTuple):
+    """Independent stretches of a run; arrays of shape (cycles,)."""
+
+    tokens: Ints
+    steps: Ints
+
+
+def pearl_cycles(run_lengths: Sequence[int], gamma: int) -> Cycles:
+    """PEARL over one output: tokens and steps of each cycle from pre-verify to pre-verify.
+
+    Pre-verify checks the first token being drafted; once accepted, each post-verify step
+    checks gamma tokens while the next gamma are drafted; a rejection after n accepted ones
+    emits n and the correction.  There is no bonus token.  The last, unfinished cycle is
+    left out.
+    """
+    require("gamma", gamma, 1)
+    runs = np.asarray(run_lengths).tolist()
+    cycles: list[tuple[int, int]] = []
+    at = 0
+    while at + 1 < len(runs):
+        start, steps = at, 1
+        confirmed = runs[at] > 0
+        at += 1
+        while confirmed and at + gamma < len(runs):
+            steps += 1
+            accepted = min(runs[at], gamma)
+            confirmed = accepted == gamma
+            at += accepted if confirmed else accepted + 1
+        if confirmed:
+            break
+        cycles.append((at - start, steps))
+    table = np.array(cycles, dtype=np.int64).reshape(len(cycles), 2)
+    return Cycles(table[:, 0], table[:, 1])
+
+
+def dsi_latency(
+    run_lengths: Sequence[int], lookahead: int, draft: float, target: float = 1.0
+) -> float:
+    """Latency of one output under distributed speculative inference, block by block."""
+    require("lookahead", lookahead, 1)
+    total, at, length = 0.0, 0, len(run_lengths)
+    while at < length:
+        begin, speculative = at, 0.0
+        while True:
+            block = min(lookahead, length - 1 - at)
+            accepted = min(int(run_lengths[at]), block)
+            speculative += block * draft
+            at += accepted
+            if block == 0 or accepted < block:
+                break
+        at += 1
+        total += min(speculative + target, (at - begin) * target)
+    return total
+
+
+def truncated_rounds(run_lengths: npt.ArrayLike, gamma: int) -> Ints:
+    """Tokens per round and sequence of a batch that keeps what all sequences accepted.
+
+    ``run_lengths`` has shape (sequences, positions); the result has shape (rounds,).
+    """
+    require("gamma", gamma, 0)
+    shortest = np.asarray(run_lengths).min(axis=0).tolist()
+    emitted, at = [], 0
+    while at + gamma < len(shortest):
+        emitted.append(min(shortest[at], gamma) + 1)
+        at += emitted[-1]
+    return np.array(emitted, dtype=np.int64)
+
+
+LEVIATHAN = ((0.8, 5, 0.05), (0.6, 4, 0.1), (0.9, 10, 0.02), (0.7, 3, 0.13), (0.5, 1, 0.5))
+LIMITS = ((0.0, 4, 0.1), (1.0, 4, 0.1), (0.6, 0, 0.1), (0.6, 6, 0.0))
+OPTIMA = ((0.5, 0.05), (0.7, 0.1), (0.8, 0.1))
+SPECBOUND = ((0.8, 6, 0.3), (0.9, 8, 0.25), (0.0, 8, 0.25), (1.0, 8, 0.25), (0.7, 1, 0.3))
+PEARL = ((0.8, 5), (0.6, 3), (0.9, 8), (0.5, 1), (0.0, 4))
+DSI = ((0.8, 1, 0.1), (0.6, 5, 0.1), (0.0, 3, 0.1), (1.0, 3, 0.1))
+
+
+class _Bench:
+    """Replays of fixed draft lengths on i.i.d. outputs, each made once."""
+
+    def __init__(self, tokens: int, seed: int) -> None:
+        self.tokens = tokens
+        self.seed = seed
+        self._traces: dict[float, Trace] = {}
+        self._logs: dict[tuple[float, int], RoundLog] = {}
+
+    def trace(self, alpha: float) -> Trace:
+        if alpha not in self._traces:
+            self._traces[alpha] = synthetic_trace(
+                alpha, requests=1, tokens=self.tokens, seed=self.seed
+            )
+        return self._traces[alpha]
+
+    def log(self, alpha: float, gamma: int) -> RoundLog:
+        """Rounds of gamma drafts; those the end of the output cuts short are left out."""
+        if (alpha, gamma) not in self._logs:
+            log = replay(self.trace(alpha), Fixed(gamma))
+            whole = log.rounds[log.rounds["drafted"] == gamma]
+            self._logs[alpha, gamma] = RoundLog(whole, log.requests, log.policy)
+        return self._logs[alpha, gamma]
+
+    def speedup(self, alpha: float, gamma: int, c: float, verify: float = 1.0) -> Estimate:
+        log = self.log(alpha, gamma)
+        table = LatencyTable.constant(1.0, c, verify)
+        return ratio(log.rounds["emitted"], price(log, table).round_s)
+
+    def tokens_per_round(self, alpha: float, gamma: int) -> Estimate:
+        emitted = self.log(alpha, gamma).rounds["emitted"]
+        return ratio(emitted, np.ones(len(emitted)))
+
+
+def iid_checks(tokens: int, seed: int) -> Iterator[Row]:
+    """(formula, parameters, closed form, simulated with standard error) of every check."""
+    bench = _Bench(tokens, seed)
+    parts: tuple[Callable[[_Bench], Iterator[Row]], ...] = (
+        _leviathan, _general, _gammatune, _break_evens, _specbound, _pearl, _dsi, _batching
+    )  # fmt: skip
+    for part in parts:
+        yield from part(bench)
+
+
+def _leviathan(bench: _Bench) -> Iterator[Row]:
+    for a, g, c in LEVIATHAN + LIMITS:
+        where = f"alpha={a} gamma={g} c={c}"
+        tokens = bench.tokens_per_round(a, g)
+        yield "Leviathan eq. 1 E[Y]", where, leviathan.expected_tokens(a, g), tokens
+        yield "Leviathan Thm 3.8", where, leviathan.speedup(a, g, c), bench.speedup(a, g, c)
+        # Operations: draft and target positions computed, per token emitted.
+        rounds = bench.log(a, g).rounds
+        operations = ratio(c * rounds["draft_forwards"] + rounds["drafted"] + 1, rounds["emitted"])
+        yield "Leviathan Thm 3.11", where, leviathan.operations_factor(a, g, c), operations
+    for a, c in OPTIMA:
+        best = leviathan.optimal_gamma(a, c)
+        found = [bench.speedup(a, g, c) for g in range(1, best + 5)]
+        top = max(range(len(found)), key=lambda i: found[i].value)
+        where = f"alpha={a} c={c} gamma*={best} best-simulated={top + 1}"
+        yield "Leviathan optimal gamma", where, leviathan.speedup(a, best, c), found[top]
+
+
+def _general(bench: _Bench) -> Iterator[Row]:
+    for a, g, c, v in ((0.8, 5, 0.05, 1.3), (0.6, 4, 0.1, 1.1)):
+        where = f"alpha={a} gamma={g} c={c} T_v/T_t={v}"
+        tokens, measured = leviathan.expected_tokens(a, g), bench.speedup(a, g, c, v)
+        yield "speedup with T_verify", where, general.speedup(tokens, g, 1.0, c, v), measured
+        slower = Estimate(1 / measured.value, measured.standard_error / measured.value**2)
+        closed = magicdec.time_ratio(tokens, g, 1.0, c, v)
+        yield "MagicDec eq. 4", where, closed, slower
+        log, trace = bench.log(a, g), bench.trace(a)
+        runs = trace.run_lengths[log.rounds["position"]]
+        survival = general.block_efficiency(general.empirical_survival(runs, g))
+        exact = Estimate(bench.tokens_per_round(a, g).value, 0.0)
+        yield "block efficiency from survival", f"alpha={a} gamma={g}", survival, exact
+
+
+def _gammatune(bench: _Bench) -> Iterator[Row]:
+    for a, g, c_gt in ((0.8, 5, 8.0), (0.6, 4, 4.0), (0.0, 4, 4.0), (1.0, 4, 4.0)):
+        log = bench.log(a, g)
+        where = f"alpha={a} gamma={g} c={c_gt}"
+        rounds = log.rounds
+        proportion = leviathan.acceptance_proportion(a, g)
+        accepted = ratio(rounds["accepted"], rounds["drafted"])
+        yield "accepted / drafted", f"alpha={a} gamma={g}", proportion, accepted
+        yield (
+            "GammaTune eq. 6", f"{where} alpha_prop={proportion:.6g}",
+            gammatune.speedup(proportion, g, c_gt), bench.speedup(a, g, 1 / c_gt),
+        )  # fmt: skip
+        # With the log's own proportion the equation is an identity, not an estimate.
+        emitted = int(rounds["emitted"].sum())
+        own = accepted.value
+        seconds = price(log, LatencyTable.constant(c_gt, 1.0)).total_s
+        yield (
+            "GammaTune rounds", f"{where} alpha_prop={own:.6g}",
+            gammatune.steps(emitted, own, g), Estimate(float(len(log)), 0.0),
+        )  # fmt: skip
+        yield (
+            "GammaTune cost", f"{where} alpha_prop={own:.6g}",
+            gammatune.cost(emitted, own, g, c_gt, 1.0), Estimate(seconds, 0.0),
+        )  # fmt: skip
+
+
+def _break_evens(bench: _Bench) -> Iterator[Row]:
+    name = "break-even"
+    yield f"{name} Leviathan", "alpha=c=0.4 gamma=1", 1.0, bench.speedup(0.4, 1, 0.4)
+    for g, c, v in ((4, 0.1, 1.0), (4, 0.1, 1.5), (8, 0.2, 1.0)):
+        a = leviathan.break_even_alpha(g, c, v)
+        where = f"alpha={a:.6g} gamma={g} c={c} T_v/T_t={v}"
+        yield f"{name} Leviathan", where, 1.0, bench.speedup(a, g, c, v)
+    for a, g, c in ((0.8, 5, 0.05), (0.5, 2, 0.1)):
+        v = general.break_even_verify(leviathan.expected_tokens(a, g), g, c)
+        where = f"alpha={a} gamma={g} c={c} T_v/T_t={v:.6g}"
+        yield f"{name} T_verify", where, 1.0, bench.speedup(a, g, c, v)
+    for a, g in ((0.6, 4), (0.8, 8)):
+        proportion = leviathan.acceptance_proportion(a, g)
+        where = f"alpha={a} gamma={g} alpha_prop=1/c={proportion:.6g}"
+        yield f"{name} GammaTune", where, 1.0, bench.speedup(a, g, proportion)
+    for g, d in ((2, 0.3), (6, 0.3), (10, 0.25)):
+        a = specbound.break_even_alpha(g, d)
+        where = f"alpha={a:.6g} gamma={g} depth={d}"
+        yield f"{name} SpecBound", where, 1.0, bench.speedup(a, g - 1, d)
+
+
+def _specbound(bench: _Bench) -> Iterator[Row]:
+    for a, g, d in SPECBOUND:
+        where = f"alpha={a} gamma={g} depth={d}"
+        # Physical: the last position computed is the verified one, so gamma - 1 are drafts
+        # that cost the depth each, and the round's own pass costs one target step.
+        yield (
+            "SpecBound eq. 5 physical", where,
+            specbound.speedup(a, g, d), bench.speedup(a, g - 1, d),
+        )  # fmt: skip
+        yield (
+            "SpecBound eq. 5 literal", where,
+            specbound.speedup(a, g, d, "literal"), bench.speedup(a, g, d, 1 - d),
+        )  # fmt: skip
+    for w, d in ((4, 0.3), (8, 0.25)):
+        where = f"alpha=0 width={w} depth={d}"
+        yield "SpecBound App. E", where, specbound.worst_case(w, d), bench.speedup(0.0, w - 1, d)
+
+
+def _pearl(bench: _Bench) -> Iterator[Row]:
+    for a, g in PEARL:
+        cycles = pearl_cycles(bench.trace(a).run_lengths.tolist(), g)
+        simulated = ratio(cycles.tokens, cycles.steps)
+        where = f"alpha={a} gamma={g}"
+        yield "PEARL tokens per step", where, pearl.tokens_per_step(a, g), simulated
+
+
+def _dsi(bench: _Bench) -> Iterator[Row]:
+    length = 100
+    outputs = max(bench.tokens // length, 2)
+    for a, k, c in DSI:
+        trace = synthetic_trace(a, requests=outputs, tokens=length, seed=bench.seed)
+        runs = trace.run_lengths.reshape(outputs, length)
+        where = f"alpha={a} lookahead={k} draft/target={c} tokens={length}"
+        measured = ratio([dsi_latency(r.tolist(), k, c) for r in runs], np.ones(outputs))
+        yield "DSI distributed latency", where, dsi.distributed_latency(length, a, k, c), measured
+        rounds = replay(trace, Fixed(k), first=0)
+        spent = price(rounds, LatencyTable.constant(1.0, c)).decode_s
+        closed = dsi.sequential_latency(length, a, k, c)
+        yield "DSI sequential latency", where, closed, ratio(spent, np.ones(outputs))
+        plain = price(autoregressive(rounds), LatencyTable.constant(1.0, c)).decode_s
+        yield "DSI plain latency", where, float(length), ratio(plain, np.ones(outputs))
+
+
+def _batching(bench: _Bench) -> Iterator[Row]:
+    for a, g, batch in ((0.8, 5, 1), (0.8, 5, 2), (0.8, 5, 8), (0.9, 4, 4)):
+        trace = synthetic_trace(a, requests=batch, tokens=bench.tokens // 2, seed=bench.seed)
+        runs = trace.run_lengths.reshape(batch, -1)
+        rounds = truncated_rounds(runs, g)
+        where = f"alpha={a} gamma={g} batch={batch}"
+        closed = batching.truncated_tokens([a] * batch, g)
+        yield "batch truncated to the minimum", where, closed, ratio(rounds, np.ones(len(rounds)))
+        step_s = batching.LLAMA_8B_H100.seconds(1000 * batch, batch * (g + 1), batch)
+        tokens = bench.tokens_per_round(a, g)
+        yield (
+            "goodput of a ragged batch", f"{where} step_s={step_s:.6g}",
+            batching.goodput(a, g, batch, batch, step_s),
+            Estimate(batch * tokens.value / step_s, batch * tokens.standard_error / step_s),
+        )  # fmt: skip
+
 
 LIMIT = 4.0
 """Standard errors within which a closed form and its simulation must agree."""

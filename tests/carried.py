@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from simulator.hardware import DEVICES, Roofline
-from simulator.hardware.shapes import ModelShape
+from simulator.hardware.formats import ModelShape
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.latency.schema import CELL_COLUMNS
 from traces.latency.table import LatencyTable

@@ -10,7 +10,7 @@ import pytest
 
 from policies.lengths.basic import Fixed
 from simulator.aggregate import TwoState, emitted_of_rate, emitted_rows, known_totals
-from simulator.check_recorded import recorded_checks
+from simulator.check import recorded_checks
 from simulator.formulas.leviathan import expected_tokens
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -16,7 +16,7 @@ from simulator.capacity import stages
 from simulator.pricing import autoregressive, price
 from simulator.serving import TableCost
 from simulator.tune.costs import RESTING
-from simulator.whatif.cost import LatencyCost
+from simulator.whatif.rate import LatencyCost
 from tests.compiled import ALONG
 from tests.conftest import Run
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -6,10 +6,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from simulator.check import Check, compare, run_checks
-from simulator.check_iid import _Bench
+from simulator.check import (
+    Check,
+    _Bench,
+    compare,
+    dsi_latency,
+    pearl_cycles,
+    run_checks,
+    truncated_rounds,
+)
 from simulator.estimate import Estimate
-from simulator.events import dsi_latency, pearl_cycles, truncated_rounds
 from simulator.formulas import leviathan
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Request, Trace

@@ -7,13 +7,16 @@ import pytest
 
 from simulator.hardware import DEVICES, FORMATS, SHAPES, Roofline, find_format
 from simulator.hardware.formats import Unpacking
-from simulator.hardware.kernels import evidence_for, outside_launches, plain_model, unpacking
 from simulator.hardware.record import (
     by_library,
+    evidence_for,
+    outside_launches,
     passes,
+    plain_model,
     predictions,
     ratio_errors,
     reach,
+    unpacking,
     width_errors,
 )
 from simulator.published import GAMMATUNE, STUDIES

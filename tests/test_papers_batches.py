@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from simulator.papers import Ours
-from simulator.papers.cmasd_batches import SERVED, batch_rows
+from simulator.papers.cmasd import SERVED, batch_rows
 from tests.test_papers import LATENCY, scored_trace
 from traces.errors import DraftsimError
 from traces.latency.schema import CELL_COLUMNS

@@ -13,8 +13,15 @@ import pytest
 from policies.registry import describe
 from policies.rules.memory import OnlineCorrectionMemory
 from simulator.papers import Ours, Row
-from simulator.papers.csd import CALIBRATED, CSD_ROWS, TRAINING_SHARE, csd_rows
-from simulator.papers.csd_thresholds import Rejections, Rescues, pattern_rows
+from simulator.papers.csd import (
+    CALIBRATED,
+    CSD_ROWS,
+    TRAINING_SHARE,
+    Rejections,
+    Rescues,
+    csd_rows,
+    pattern_rows,
+)
 from simulator.papers.rows import EXPERIMENT
 from tests.test_papers import LATENCY, scored_trace
 from traces.acceptance.trace import Trace

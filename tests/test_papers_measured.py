@@ -12,9 +12,9 @@ from policies.lengths.basic import Fixed
 from simulator.aggregate.acceptance import TwoState, iid_mean
 from simulator.aggregate.hazard import check_totals, emitted_at
 from simulator.formulas.leviathan import expected_tokens
-from simulator.hardware.shapes import SHAPES
+from simulator.hardware.formats import SHAPES
 from simulator.papers.measured import by_study, log_rows, measured_rows
-from simulator.papers.measured.ladder import ONE, TWO, cycle_at, ladder_rows
+from simulator.papers.measured.engines import ONE, TWO, cycle_at, ladder_rows
 from simulator.papers.measured.rows import Evidence, evidence, ranked, record
 from simulator.papers.measured.unexplained import LARGE, NOTES
 from simulator.published import CLASSES, GAMMATUNE_MS, RTX3090

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from simulator.papers import Ours, Row
-from simulator.papers.early_exit import FIGURE_3, FIGURE_4, FULL, early_exit_rows
+from simulator.papers.early_exit import (
+    FIGURE_3,
+    FIGURE_4,
+    FULL,
+    START,
+    Replays,
+    Setting,
+    choices,
+    early_exit_rows,
+    search,
+)
 from simulator.papers.order import order_rows
 from simulator.papers.quantities import SPECBOUND
 from simulator.papers.rows import EXPERIMENT
-from simulator.papers.specbound_search import START, Replays, Setting, choices, search
 from simulator.papers.systems import system_rows
 from simulator.published import SPECBOUND_1
 from tests.test_cli_sources import tokens_alone

@@ -11,8 +11,7 @@ import pytest
 from policies import DraftPolicy, Fixed, parse_policy, policy_names
 from simulator.formulas.leviathan import optimal_gamma
 from simulator.pricing import price
-from simulator.whatif.cost import LatencyCost
-from simulator.whatif.rate import InBatch, fit_rate_optimal, tokens_per_second
+from simulator.whatif.rate import InBatch, LatencyCost, fit_rate_optimal, tokens_per_second
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError

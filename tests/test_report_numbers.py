@@ -20,7 +20,7 @@ from simulator.ratios import (
     speedup_at,
 )
 from simulator.report import build_report
-from simulator.report.loads import REPLICATIONS
+from simulator.report.data import REPLICATIONS
 from simulator.report.ratio_model import (
     carried,
     fixed_lengths,

@@ -17,7 +17,7 @@ from simulator.serving import ClosedLoop, Limits, Scenario, simulate
 from simulator.serving.cost.iteration import IterationCost
 from simulator.serving.cost.policy_cost import TableCost
 from simulator.whatif.batching import InBatches
-from simulator.whatif.cost import LatencyCost
+from simulator.whatif.rate import LatencyCost
 from tests.tuning import batched
 from traces.acceptance.synthetic import synthetic_trace
 from traces.acceptance.trace import Trace

@@ -17,8 +17,8 @@ from simulator.pricing import price
 from simulator.serving import ArrivalFile, ClosedLoop, Limits, Poisson, Scenario, simulate
 from simulator.tune import tune_vllm
 from simulator.whatif import Prices, Sweep
-from simulator.whatif.judged import drafts_of_rounds, ends_draft, judged_rows
 from simulator.whatif.ladder import ladder
+from simulator.whatif.rate import drafts_of_rounds, ends_draft, judged_rows
 from tests.compiled import ALONG, assert_same, ran
 from tests.serving import GRID, arrival_file
 from tests.test_sources_eagle import OFFSETS, Case

@@ -22,7 +22,7 @@ from simulator.hardware import (
     interval_words,
     published_error,
 )
-from simulator.hardware.interval import reach_of, reaches
+from simulator.hardware.scaling import reach_of, reaches
 from simulator.whatif import Prices, overview, read_sweep
 from tests.carried import SHAPES, TRUTH, cells, measured, write_carried
 from traces.errors import DraftsimError, FileError

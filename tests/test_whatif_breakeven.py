@@ -36,8 +36,7 @@ from simulator.whatif.plots import (
     plot_maps,
     plot_tilt,
 )
-from simulator.whatif.sweep.cells import Prices
-from simulator.whatif.sweep.references import with_regrets
+from simulator.whatif.sweep.cells import Prices, with_regrets
 from simulator.whatif.sweep.run import Sweep
 from simulator.whatif.tuning import tune
 from traces.acceptance.synthetic import Bursty, synthetic_trace

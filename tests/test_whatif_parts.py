@@ -14,9 +14,8 @@ import pytest
 from policies import DraftPolicy
 from simulator.executors import Local, Lost
 from simulator.whatif.sweep.cells import Bench, Part
-from simulator.whatif.sweep.file import Columns, read_sweep
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep.run import Columns, Sweep, read_sweep
 from tests.studies import recorded, study
 from traces.errors import DraftsimError, FileError
 

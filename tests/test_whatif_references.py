@@ -8,8 +8,8 @@ import numpy as np
 
 from policies import DraftPolicy, Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
+from simulator.whatif.sweep.cells import references
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.references import references
 from simulator.whatif.sweep.run import Sweep
 from tests.studies import TABLE, recorded
 from traces.acceptance.synthetic import synthetic_trace

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from policies import CMASD, SVIP, Fixed
 from simulator.estimate import Estimate, ratio
-from simulator.whatif.tilt.matchmodel import MatchModel
-from simulator.whatif.tilt.trace import Tilter, acceptance, iid_like, tilt_to
+from simulator.whatif.tilt.trace import MatchModel, Tilter, acceptance, iid_like, tilt_to
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.whatif.tilt.matchmodel import signal_table
-from simulator.whatif.tilt.trace import tilt_to
+from simulator.whatif.tilt.trace import signal_table, tilt_to
 from tests.tilted import bursty, tilter
 from traces.acceptance.schema import MISMATCH
 from traces.acceptance.synthetic import Bursty, synthetic_trace

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +15,12 @@ import typer
 from commands.common.drafted import load_recording
 from commands.common.inputs import DEFAULT_TRACE, LatencyOption, TraceOption
 from commands.common.output import JsonOption, OutOption, emit, note
-from commands.papers.table import print_papers
+from commands.common.printed import cell_text, print_table, printable
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
-    from simulator.papers import Sampled
+    from simulator.papers import Row, Sampled
+    from simulator.papers.measured import Record
     from traces.acceptance.sampling import Sampling
     from traces.acceptance.trace import Trace
 
@@ -73,8 +76,6 @@ def papers(
     often the side of 1x and the rank are right.
     """
     if measured:
-        from commands.papers.evidence import print_evidence
-
         return print_evidence(logs, table, json, out)
     from simulator.forks import results_of
     from simulator.papers import CONTRADICTIONS, Ours, side_by_side
@@ -188,3 +189,104 @@ def command_of(trace: Trace, folder: Path | None) -> str:
         f"draftsim profile --target {target} --draft {draft} --prompts {prompts} {limits} "
         f"--max-new-tokens {longest} --out {out}"
     )
+
+
+def print_evidence(
+    logs: Path | None, study: str | None, json: str | None, out: Path | None
+) -> None:
+    """Print the record of every study, or with JSON every row; ``out`` gets every row too.
+
+    Raises
+    ------
+    DraftsimError
+        If no study's name contains `study`, or `logs` holds no logs.
+    """
+    from simulator.papers.measured import by_study, measured_rows, notes_on, sources
+
+    rows = measured_rows(logs, study or "")
+    if not rows:
+        raise DraftsimError(f"--table {study!r} names no study: try RTX, vLLM or GammaTune")
+    records = by_study(rows)
+    remarks = notes_on(rows)
+    more: dict[str, object] = {"records": [
+        {"study": name, "given": given, **record._asdict()}
+        for (name, given), record in records.items()
+    ], "notes": remarks}  # fmt: skip
+
+    def printed() -> None:
+        print_table([_line(*names, one) for names, one in records.items()])
+        for remark in remarks:
+            print(printable(remark))
+
+    emit("papers", [row._asdict() for row in rows], json, more=more, out=out, printed=printed)
+    shown = {row.study for row in rows}
+    for name, text in sources().items():
+        if any(name in other for other in shown):
+            note(f"{name}: {text}")
+    if logs is None:
+        note("logs of EAGLE and Spec-Bench are read where --logs names their folder")
+
+
+def _line(study: str, given: str, record: Record) -> Mapping[str, str]:
+    def share(good: int, of: int) -> str:
+        return f"{good} of {of}" if of else "–"
+
+    return {
+        "study": study, "given": given, "rows": str(record.rows),
+        "median |error|": f"{record.median:.1%}", "worst": f"{record.worst:+.1%}",
+        "in acceptance's interval": share(record.covered, record.intervals),
+        "right side of 1x": share(record.sign_right, record.signs),
+        "right rank": share(record.rank_right, record.ranks),
+    }  # fmt: skip
+
+
+WIDTH = 80
+ROW, COLUMN = 30, 20
+"""Characters that a row's and a column's name may take before they are folded."""
+
+
+def print_papers(rows: Sequence[Row]) -> None:
+    """One table for the rows of each published table and kind; numbers are never cut.
+
+    Each part of a note stands once below its table, under the number that the rows give it;
+    a degenerate row has a star, and its reason below.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    for (name, kind), group in groupby(rows, key=lambda row: (row.table, row.kind)):
+        mine = list(group)
+        notes = {part: 0 for row in mine for part in _parts(row)}
+        numbers = {part: i for i, part in enumerate(notes, 1)}
+        console.print(Text(f"\n{name}: {kind}", style="bold"))
+        console.print(_table(mine, numbers))
+        for part, number in numbers.items():
+            console.print(Text(printable(f"{number}  {part}")))
+
+
+def _parts(row: Row) -> list[str]:
+    parts = row.note.split("; ") if row.note else []
+    return [*parts, *([f"* {row.mark}"] if row.mark else [])]
+
+
+def _table(rows: Sequence[Row], numbers: dict[str, int]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("row", overflow="fold", max_width=ROW)
+    table.add_column("column", overflow="fold", max_width=COLUMN)
+    for name in ("paper", "ours"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("notes", overflow="fold", max_width=10)
+    before = ""
+    for row in rows:
+        label = "" if row.row == before else row.row
+        before = row.row
+        said = ",".join(str(numbers[part]) for part in _parts(row))
+        ours = cell_text("", row.ours) + (" *" if row.mark else "")
+        values = (cell_text("", row.published), ours)
+        table.add_row(*(Text(printable(t)) for t in (label, row.column, *values, said)))
+    return table

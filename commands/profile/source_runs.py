@@ -148,7 +148,7 @@ def wanted(
     `sources`.
     """
     from policies.registry import parse_policy
-    from simulator.papers.specbound_search import FOLLOWED_SOURCES, START
+    from simulator.papers.early_exit import FOLLOWED_SOURCES, START
     from traces.sources.exits.early_exit import EarlyExit
     from traces.sources.exits.kangaroo import Kangaroo
     from traces.sources.registry import SYSTEMS, parse_source

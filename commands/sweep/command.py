@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.bounds import MOST_BATCH, MOST_LENGTH
+from commands.common.bounds import MOST_BATCH, MOST_CONTEXT, MOST_LENGTH
 from commands.common.devices import (
     AlwaysOption,
     GpuOption,
     OnePassOption,
     WeightsOption,
+    gpu_names,
     in_batches,
     say_calibrate,
     say_scaling,
+    weight_formats,
 )
 from commands.common.drafted import DraftedOption, load_recording
 from commands.common.inputs import (
@@ -26,18 +30,17 @@ from commands.common.inputs import (
     TraceOption,
 )
 from commands.common.output import JsonOption, emit, note, placed_folder, placed_table
+from commands.common.printed import print_table
 from commands.common.progress import progress_bar
 from commands.common.workers import ClusterOption, JobsOption, chosen_executor
 from commands.common.written import TABLES, write_rows
-from commands.sweep.grid import axis, prices_of
-from commands.sweep.held_out import SEARCHED, tuned_rows
-from commands.sweep.notes import headline, print_thresholds, say_outside, say_tilt, say_untried
 from traces.errors import DraftsimError
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from simulator.executors import Executor
+    from simulator.whatif.sweep.prices import Prices
     from simulator.whatif.sweep.run import Sweep
     from traces.acceptance.trace import Trace
     from traces.latency.table import LatencyTable
@@ -162,8 +165,7 @@ def sweep(
     """
     from simulator.chosen import swept_policies
     from simulator.whatif.breakeven import fastest, overview
-    from simulator.whatif.sweep.file import write_thresholds
-    from simulator.whatif.sweep.run import Sweep
+    from simulator.whatif.sweep.run import Sweep, write_thresholds
     from simulator.whatif.sweep.thresholds import thresholds
     from traces.replay.always import drafting_always
 
@@ -289,4 +291,183 @@ def _climbed(rungs: pd.DataFrame) -> str:
     return (
         f"fastest: {best['policy']}, {best['speedup']:.3g}x, which is {best['share']:.0%} of the "
         f"oracle's gain ({oracle['speedup']:.3g}x)"
+    )
+
+
+def axis(
+    text: str | None, name: str, *, low: float, high: float | None = None, whole: bool = False
+) -> tuple[float, ...]:
+    """The points of an axis; none where it is not named."""
+    from simulator.whatif.sweep.grid import parse_axis
+
+    return () if text is None else parse_axis(text, name, low=low, high=high, whole=whole)
+
+
+def prices_of(
+    ratios: tuple[float, ...], tables: dict[str, LatencyTable], context: str | None,
+    verify: float, gpu: str | None, weights: str | None, always: int | None,
+) -> Prices:  # fmt: skip
+    """Cost ratios and tables, at contexts, on GPUs and in formats.
+
+    Raises DraftsimError where contexts are named without a table, or one is impossible.
+    """
+    from simulator.whatif.sweep.prices import Prices
+
+    contexts: list[int | None] = [None]
+    if context is not None:
+        if not tables:
+            raise DraftsimError("--context needs a latency table: add --latency")
+        contexts = [int(k) for k in axis(context, "context", low=0, high=MOST_CONTEXT, whole=True)]
+    return Prices(
+        ratios, tables, contexts, verify, gpu_names(gpu), weight_formats(weights), always or 0
+    )
+
+
+SEARCHED = (
+    "policy", "tried", "train_speedup", "speedup", "speedup_lo", "speedup_hi",
+    "block_efficiency", "share_below_1",
+)  # fmt: skip
+
+
+def tuned_rows(
+    trace: Trace, latency: LatencyTable, texts: Sequence[str], *, resamples: int, seed: int,
+    jobs: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Per policy the setting it came with and the best found, on the prompts held out.
+
+    `texts` name the values to try in braces.  ``tried`` is the number of settings searched and
+    ``train_speedup`` the best one's speedup on the prompts it was searched on.
+
+    Raises
+    ------
+    DraftsimError
+        If a text has no braces, or its search is impossible.
+    """
+    from simulator.summary import to_rows
+    from simulator.whatif.sweep.grid import search_space
+    from simulator.whatif.tuning import tune
+
+    rows: list[dict[str, Any]] = []
+    for text in texts:
+        name, space = search_space(text)
+        if not space:
+            raise DraftsimError(
+                f"--tune searches values in braces, which {text!r} has none of: "
+                "write them as in gammatune:eta={0.1,0.3,0.5}"
+            )
+        found = tune(trace, latency, name, space, resamples=max(resamples, 1), seed=seed, jobs=jobs)
+        for row in to_rows(found.held_out)[1 if rows else 0 :]:
+            best = row["policy"] == found.text
+            rows.append(
+                {
+                    **row, "tried": len(found.tried) if best else None,
+                    "train_speedup": float(found.tried["train_speedup"][0]) if best else None,
+                }
+            )  # fmt: skip
+    return rows
+
+
+VARYING = ("alpha", "c", "latency", "gpu", "batch", "context")
+
+
+def headline(best: pd.DataFrame) -> str:
+    """Which policy is fastest where, in one sentence; rows of `simulator.whatif.fastest`.
+
+    Along a single axis every value is named, neighbours with one winner together; over several
+    axes the winners are counted.
+    """
+    axes = [name for name in ("alpha_asked", "c", "latency", "gpu", "batch", "context")
+            if best[name].nunique(dropna=False) > 1]  # fmt: skip
+    if best.empty:
+        return "nothing was swept but the oracle"
+    if len(axes) > 1:
+        counts = best["policy"].value_counts()
+        said = ", ".join(f"{name} ({n / len(best):.0%})" for name, n in counts.head(4).items())
+        return f"fastest over {len(best)} points: {said}"
+    parts: list[str] = []
+    runs = (best["policy"] != best["policy"].shift()).cumsum()
+    for _, part in best.groupby(runs, sort=False):
+        name, ends = part["policy"].iloc[0], [part["speedup"].min(), part["speedup"].max()]
+        figures = " to ".join(dict.fromkeys(f"{value:.3g}x" for value in ends))
+        where = "" if not axes else f" at {_along(axes[0], part[axes[0]].tolist())}"
+        parts.append(f"{name}{where}" + ("" if name == "no speculation" else f" ({figures})"))
+    return f"fastest: {'; '.join(parts)}"
+
+
+def _along(axis: str, values: list[object]) -> str:
+    """The values of an axis in words: its ends, or the one there is."""
+
+    def figure(value: object) -> str:
+        if isinstance(value, float):
+            return "as recorded" if math.isnan(value) else f"{value:.4g}"
+        return str(value)
+
+    name = axis.removesuffix("_asked")
+    ends = dict.fromkeys(figure(value) for value in (values[0], values[-1]))
+    return f"{name} {' to '.join(ends)}"
+
+
+def print_thresholds(rows: pd.DataFrame, out: Path | None) -> None:
+    """The table of `simulator.whatif.sweep.thresholds`, or some of its points."""
+    from simulator.whatif.sweep.thresholds import some_points
+
+    if rows.empty:
+        return
+    shown = some_points(rows)
+    axes = [n for n in VARYING if rows[n].nunique(dropna=False) > 1]
+    columns = ["along", "policy", *axes, "side", "says", "below_1", "adapting", "adapting_most"]
+    print_table(
+        shown.to_dict("records"), columns, "Where speedup is 1, with its interval over prompts"
+    )
+    if len(shown) < len(rows):
+        where = "" if out is None else f" and in {out.stem}.breakeven.parquet"
+        note(f"{len(shown)} of {len(rows)} break-even points shown; all with --json{where}")
+
+
+def say_tilt(study: Sweep) -> None:
+    """How wrong tilting to another acceptance was measured to be."""
+    if study.error is None:
+        return
+    note("alpha is tilted: approximate")
+    for error, kind in (
+        (study.error.lengths, "that read no signal"),
+        (study.error.signals, "that read signals"),
+    ):
+        if error.comparisons:
+            note(
+                f"  policies {kind}: speedup off by {error.median:.1%} in the median, "
+                f"{error.worst:.1%} at worst, in {error.comparisons} comparisons between groups of "
+                f"these prompts (i.i.d.: {error.iid_median:.1%} in the median); "
+                f"{error.per_logit:.1%} per unit of logit(alpha)"
+            )
+        else:
+            note(f"  policies {kind}: error not measured, these prompts are too alike")
+
+
+def say_untried(study: Sweep, frame: pd.DataFrame) -> None:
+    """Which acceptance rates lie further off than any that tilting was tried at."""
+    tilted = frame[(frame["source"] == "tilted") & ~frame["tilt_tried"]]
+    if study.error is None or not study.error.lengths.comparisons or tilted.empty:
+        return
+    rates = sorted(set(tilted["alpha_asked"]))
+    asked = ", ".join(f"{r:.3g}" for r in rates if len(rates) < 9) or "see tilt_tried"
+    said = f"{len(rates)} of {frame['alpha_asked'].nunique()} acceptance rates ({asked})"
+    unknown = " and not known where nothing or everything matches"
+    note(
+        f"{said} lie outside the measured range of tilting: tilt_error is extrapolated there"
+        f"{unknown if tilted['tilt_error'].isna().any() else ''}"
+    )
+
+
+def say_outside(frame: pd.DataFrame) -> None:
+    """The row with most passes read outside the measured latencies."""
+    outside = frame[frame["outside"] > 0]
+    if outside.empty:
+        return
+    worst = outside.sort_values(["outside", "context", "batch"], na_position="first").iloc[-1]
+    context = "" if worst["context"] != worst["context"] else f", context {worst['context']:g}"
+    note(
+        f"{len(outside)} of {len(frame)} rows read passes outside the measured cells, by a fitted "
+        f"roofline: most {worst['policy']} at batch {worst['batch']}{context} "
+        f"({worst['outside']:.0%} of its passes); see the column outside"
     )

@@ -15,7 +15,7 @@ from policies.rules.base import VerifyRule
 from simulator.capacity import stages
 from simulator.capacity.points import Bench, Point
 from simulator.capacity.rows import plan_rows
-from simulator.capacity.study import Progress, Study
+from simulator.capacity.stages import Progress, Study
 from simulator.executors import Cluster, Executor
 from simulator.serving.outcome.results import ResultsFile
 from simulator.serving.scenario import Scenario

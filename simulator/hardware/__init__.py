@@ -1,12 +1,19 @@
 """Another GPU than the one measured: data sheets, a cost model, and its error."""
 
-from simulator.hardware.formats import FORMATS, WeightFormat, find_format
-from simulator.hardware.interval import CALIBRATE, bounds_of, bounds_words, interval_words
+from simulator.hardware.formats import FORMATS, SHAPES, ModelShape, WeightFormat, find_format
 from simulator.hardware.measured import check_recording
 from simulator.hardware.published import check_published, published_error
 from simulator.hardware.roofline import Observation, Roofline, observations
-from simulator.hardware.scaling import carry_over, fit_table, scaling_error, scaling_words
-from simulator.hardware.shapes import SHAPES, ModelShape
+from simulator.hardware.scaling import (
+    CALIBRATE,
+    bounds_of,
+    bounds_words,
+    carry_over,
+    fit_table,
+    interval_words,
+    scaling_error,
+    scaling_words,
+)
 from traces.operators.devices import DEVICES, Device, find_device
 
 __all__ = [

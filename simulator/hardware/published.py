@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from simulator.hardware.formats import FORMATS
-from simulator.hardware.kernels import outside_launches
-from simulator.hardware.record import passes
+from simulator.hardware.formats import FORMATS, SHAPES
+from simulator.hardware.record import outside_launches, passes
 from simulator.hardware.roofline import Mode, Observation, Roofline
-from simulator.hardware.shapes import SHAPES
 from simulator.published import (
     CONTEXT,
     GAMMATUNE,

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from simulator.hardware.shapes import ModelShape
+from simulator.hardware.formats import ModelShape
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import Device

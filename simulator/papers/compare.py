@@ -8,8 +8,7 @@ from functools import partial
 from policies.lengths.gammatune import GammaTune
 from simulator import published
 from simulator.forks import results_of
-from simulator.papers.cmasd import cmasd_rows
-from simulator.papers.cmasd_batches import FIGURE_2, batch_rows
+from simulator.papers.cmasd import FIGURE_2, batch_rows, cmasd_rows
 from simulator.papers.csd import csd_rows
 from simulator.papers.early_exit import (
     FIGURE_4,

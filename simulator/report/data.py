@@ -3,21 +3,245 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from simulator.degenerate import degenerate
 from simulator.hardware import scaling_words
 from simulator.pricing import price
 from simulator.ratios import OwnRatios, own_ratios
 from simulator.report import ratio_model
-from simulator.report.loads import loads
-from simulator.report.ranked import headline, ranked, with_best_fixed
-from simulator.summary import summarize_by_category, to_rows
+from simulator.serving import sweep
+from simulator.summary import (
+    paired_gain,
+    price_all,
+    speedups_over,
+    summarize_by_category,
+    summarize_runs,
+    to_rows,
+)
+from simulator.tune import (
+    RIVALS,
+    Grid,
+    Tuned,
+    check_seed,
+    closed_load,
+    default_batches,
+    fixed_logs,
+    price_grid,
+    tune_vllm,
+)
+from simulator.tune.choice import Floats, resamples
+from simulator.tune.costs import DEFAULT_LENGTHS, default_contexts
 from simulator.validation import compare, verdict
-from simulator.whatif.ranking import BEST_FIXED, FITTED
+from simulator.whatif.ranking import (
+    BEST_FIXED,
+    FITTED,
+    fastest,
+    fixed_lengths,
+    winner,
+)
 from traces.acceptance.trace import Trace
 from traces.latency.table import LatencyTable
 from traces.replay.rounds import RoundLog
 from traces.store.measured import MeasuredRuns
+
+SERVED_BATCHES = 6
+REPLICATIONS = 2
+"""Of the five that ``draftsim tune --check`` serves, on the same random numbers."""
+MAPPED_CONTEXTS = 8
+
+
+def loads(trace: Trace, latency: LatencyTable, serve: bool, draws: int) -> dict[str, Any]:
+    """``batches``, ``contexts`` and ``serving``; None where nothing was measured for them."""
+    sizes = default_batches(latency)
+    if len(sizes) < 2:
+        return {"batches": None, "contexts": None, "serving": None}
+    plain, logs = fixed_logs(trace, [k for k in DEFAULT_LENGTHS if k])
+    weights = resamples(len(trace.requests), draws, 0)
+    priced = [plain, *logs.values()]
+    return {
+        "batches": by_length(priced, list(logs), latency, sizes, weights),
+        "contexts": by_context(priced, list(logs), latency, sizes, weights),
+        "serving": serving(trace, latency, sizes) if serve else None,
+    }
+
+
+def by_length(
+    logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
+    sizes: Sequence[int], weights: Floats,
+) -> dict[str, Any]:  # fmt: skip
+    """Speedup of every fixed length at every batch, (batches, lengths), with its bounds.
+
+    `logs` are plain decoding and the fixed `lengths`; `weights` of `simulator.tune.resamples`.
+    """
+    rows = [_speedups(price_grid(logs, latency, b), weights) for b in sizes]
+    return {
+        "batches": list(sizes), "lengths": list(lengths),
+        "speedup": [row[0].tolist() for row in rows],
+        "low": [row[1].tolist() for row in rows], "high": [row[2].tolist() for row in rows],
+    }  # fmt: skip
+
+
+def by_context(
+    logs: Sequence[RoundLog], lengths: Sequence[int], latency: LatencyTable,
+    sizes: Sequence[int], weights: Floats,
+) -> dict[str, Any] | None:  # fmt: skip
+    """The best fixed length at every batch and context and its speedup, (batches, contexts).
+
+    None where passes were measured at one context alone.
+    """
+    measured = default_contexts(latency, max(lengths))
+    if len(measured) < 2:
+        return None
+    places = np.linspace(0, len(measured) - 1, min(len(measured), MAPPED_CONTEXTS))
+    contexts = [measured[round(i)] for i in places]
+    found: dict[str, Any] = {"batches": list(sizes), "contexts": contexts}
+    found |= {key: [] for key in ("speedup", "low", "high", "length")}
+    for b in sizes:
+        cells = [_speedups(price_grid(logs, latency, b, c), weights) for c in contexts]
+        best = [int(cell[0].argmax()) for cell in cells]
+        found["length"].append([lengths[k] for k in best])
+        for i, key in enumerate(("speedup", "low", "high")):
+            found[key].append([float(cell[i][k]) for cell, k in zip(cells, best, strict=True)])
+    return found
+
+
+def _speedups(grid: Grid, weights: Floats) -> Floats:
+    """Speedup of every option but the first over the first, and its bounds: (3, options)."""
+    tokens, seconds = grid.tokens, grid.seconds
+    rate = tokens.sum(axis=1) / seconds.sum(axis=1)
+    drawn = (tokens @ weights.T) / (seconds @ weights.T)
+    bounds = np.percentile(drawn[1:] / drawn[0], [2.5, 97.5], axis=1)
+    return np.stack([rate[1:] / rate[0], *bounds])
+
+
+def serving(trace: Trace, latency: LatencyTable, sizes: Sequence[int]) -> dict[str, Any]:
+    """Throughput and latency of the tuned table and its rivals in full engines.
+
+    The loads are those of ``draftsim tune --check``.  ``deploy`` holds, by batch served, what
+    the search says to run there: ``on``, or ``off`` where no speculation is faster.
+    """
+    tuned = tune_vllm(trace, latency, sizes, draws=400)
+    some = sorted({sizes[round(i)] for i in np.linspace(0, len(sizes) - 1, SERVED_BATCHES)})
+    scenarios = [
+        replace(closed_load(trace, b, None, check_seed(0)), replications=REPLICATIONS) for b in some
+    ]
+    policies = RIVALS if tuned.document is None else {**RIVALS, "tuned": tuned.policy}
+    rows = sweep(trace, latency, policies, scenarios)
+    kept = [
+        {
+            "policy": r["policy"], "batch": r["batch"], "throughput_tok_s": r["throughput_tok_s"],
+            "tpot_s": r["tpot_s"]["mean"],
+        } for r in rows
+    ]  # fmt: skip
+    return {
+        "rows": kept,
+        "policies": list(policies),
+        "deploy": deployment(tuned, some),
+        "table": (tuned.document or {}).get("num_speculative_tokens_per_batch_size"),
+    }
+
+
+def deployment(tuned: Tuned, batches: Sequence[int]) -> list[dict[str, Any]]:
+    """Per batch of `batches` what to deploy there, and the draft length of the table."""
+    at = {row["batch"]: row for row in tuned.rows}
+    return [{"batch": b, "deploy": at[b]["deploy"], "setting": at[b]["setting"]} for b in batches]
+
+
+SHOWN = 5e-4
+"""Relative differences below which a page of tenths of a percent shows none."""
+
+
+def with_best_fixed(
+    trace: Trace, latency: LatencyTable, logs: Sequence[RoundLog], notes: Mapping[str, str]
+) -> tuple[list[RoundLog], dict[str, str]]:
+    """The logs and notes with the fastest fixed draft length among them, noted as such."""
+    if BEST_FIXED in notes.values():
+        return list(logs), dict(notes)
+    best = fastest(fixed_lengths(trace), latency)
+    held = [log.policy for log in logs if log.source == best.source]
+    return [*logs, *([] if best.policy in held else [best])], {**notes, best.policy: BEST_FIXED}
+
+
+def ranked(
+    logs: Sequence[RoundLog], latency: LatencyTable, notes: Mapping[str, str], draws: int,
+    sums: Callable[[RoundLog], list[float]], own: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return rows by speedup, the fastest first, with the share of prompts that each slows down.
+
+    ``own`` is the source that the recording drafts with, which `notes` are about.  Keys beside
+    those of a summary: ``name`` tells the row from all others; ``sums`` is what the page's sliders
+    compute with; ``at_own`` is said of a policy at the pair's own cost ratios, ``always`` at any,
+    ``note`` both; ``fitted`` policies were fitted to the pair's own costs, and would decide
+    otherwise at others; ``own`` rows are drafted by that source.
+    """
+    plain, *runs = price_all(logs, latency)
+    rows = to_rows(summarize_runs([plain, *runs], resamples=draws))[1:]
+    names = [row["policy"] for row in rows]
+    for row, run, same in zip(rows, runs, degenerate([run.log for run in runs]), strict=True):
+        slowed = speedups_over(plain, run)
+        again = names.count(row["policy"]) > 1
+        row["name"] = f"{row['policy']} ({row['source']})" if again else row["policy"]
+        row["at_own"] = notes.get(row["policy"]) if row["source"] == own else None
+        row["always"] = same or None
+        row["note"] = "; ".join(filter(None, (row["at_own"], row["always"]))) or None
+        row["fitted"] = says(row, FITTED)
+        row["own"] = row["source"] == own
+        row["oracle"] = row["policy"].partition(":")[0] == "oracle"
+        row["below"] = float(np.mean(slowed[np.isfinite(slowed)] < 1))
+        row["outside"] = run.passes.extrapolated / max(run.passes.passes, 1)
+        row["sums"] = sums(run.log)
+    return sorted(rows, key=lambda row: -(row["speedup"] or 0.0))
+
+
+def says(row: Mapping[str, Any], what: str) -> bool:
+    """Return whether the note of a row at the pair's own ratios says `what`."""
+    return what in (row["at_own"] or "").split("; ")
+
+
+def headline(
+    rows: Sequence[Mapping[str, Any]], logs: Sequence[RoundLog], latency: LatencyTable, draws: int,
+    constant: Sequence[RoundLog],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the recommended policy (`winner`), and how it compares with the best fixed length.
+
+    Keys: ``policy``, the index of its row in `rows`; ``fixed``, that of the best fixed
+    length; ``gain`` with ``gain_lo`` and ``gain_hi``, the ratio of the first's tokens per second
+    to the second's and its paired interval over prompts (None with one prompt);
+    ``told_apart``, whether that interval leaves out 1; and ``same``, whether all of it would be
+    shown as no difference, as where a fitted rule comes out as that very length.  Where the
+    best fixed length is itself the fastest, it is compared with the fastest policy of the same
+    drafter that adapts its length, ``next``; otherwise None.  A policy whose rounds are those of
+    one of the `constant` lengths, or that never drafts, does not adapt.  ``pays`` says whether any
+    policy of that drafter is faster than no speculation.
+    """
+    fixed = next(i for i, row in enumerate(rows) if says(row, BEST_FIXED))
+    found = winner(rows)
+    top = fixed if found is None else found
+    by_row = {(log.policy, log.source, log.verify): log for log in logs}
+    own = [by_row[row["policy"], row["source"], row["verify"]] for row in rows]
+    still = {log.rounds.tobytes() for log in constant}
+    rest = [
+        i for i, (row, log) in enumerate(zip(rows, own, strict=True))
+        if row["source"] == rows[fixed]["source"] and not row["oracle"]
+        and log.rounds.tobytes() not in still and log.rounds["drafted"].any()
+    ]  # fmt: skip
+    second = rest[0] if top == fixed and rest else None
+    drafted = [row for row in rows if row["own"]]
+    first = winner(drafted)
+    other = fixed if second is None else second
+    value, low, high = paired_gain(own[top], own[other], latency, resamples=draws)
+    known = bool(np.isfinite([low, high]).all())
+    return {
+        "policy": top, "fixed": fixed, "next": second,
+        "pays": first is not None and drafted[first]["speedup"] > 1,
+        "gain": value, "gain_lo": low if known else None,
+        "gain_hi": high if known else None, "told_apart": known and not low <= 1 <= high,
+        "same": max(abs(n - 1) for n in (value, low, high) if np.isfinite(n)) < SHOWN,
+    }  # fmt: skip
 
 
 def report_data(

@@ -6,15 +6,12 @@ Figures live in `simulator.whatif.plots`.
 
 from simulator.executors import Cluster, Local
 from simulator.whatif.breakeven import break_even, crossing, fastest, overview, select, surface
-from simulator.whatif.cost import LatencyCost
 from simulator.whatif.ladder import best_fixed, ladder, split_prompts
-from simulator.whatif.rate import RateFit, fit_rate_optimal
-from simulator.whatif.sweep.cells import COLUMNS
-from simulator.whatif.sweep.file import read_sweep, write_sweep, write_thresholds
+from simulator.whatif.rate import LatencyCost, RateFit, fit_rate_optimal
+from simulator.whatif.sweep.cells import COLUMNS, references
 from simulator.whatif.sweep.grid import expand, parse_axis, with_gammas
 from simulator.whatif.sweep.prices import Prices
-from simulator.whatif.sweep.references import references
-from simulator.whatif.sweep.run import Sweep
+from simulator.whatif.sweep.run import Sweep, read_sweep, write_sweep, write_thresholds
 from simulator.whatif.sweep.thresholds import THRESHOLDS, thresholds
 from simulator.whatif.tilt.fidelity import (
     TiltError,

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from simulator.whatif.sweep.cells import POINT
 from simulator.whatif.sweep.prices import ANY
-from simulator.whatif.sweep.references import POINT
 from traces.errors import DraftsimError
 
 Floats = npt.NDArray[np.float64]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +18,134 @@ from policies.estimators import (
     ConstantAcceptance,
     IsotonicAcceptance,
     LogisticAcceptance,
+    rising_blocks,
 )
 from policies.lanes.base import LanePlan, plan_of
 from policies.lengths.basic import Autoregressive
 from policies.lengths.rate_optimal import RateOptimal
 from simulator.pricing import price
-from simulator.whatif.cost import LatencyCost
-from simulator.whatif.judged import (
-    drafts_of_rounds,
-    ends_draft,
-    first_acceptance,
-    judged_rows,
-)
+from simulator.serving.cost.policy_cost import TableCost
 from simulator.whatif.tilt.matchmodel import NUMERIC
 from traces.acceptance.schema import MATCH
 from traces.acceptance.trace import Trace
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.replay.lanes import replay_many
+from traces.replay.layout import layout_of
 from traces.replay.rounds import RoundLog
+from traces.replay.walk import Walk
+
+Ints = npt.NDArray[np.int64]
+
+
+def judged_rows(trace: Trace) -> Ints:
+    """Rows of drafted tokens that verification reached in some round, ascending.
+
+    Where every start has drafts of its own these are its own, up to the first wrong one.
+    """
+    if not (trace.by_start and trace.signals):
+        return np.asarray(trace.on_path)
+    accepted = np.repeat(
+        trace.columns["accepted"][trace.on_path], np.diff(np.append(trace.on_path, len(trace)))
+    )
+    return np.flatnonzero(trace.columns["offset"] <= accepted)
+
+
+def ends_draft(trace: Trace, judged: Ints) -> npt.NDArray[np.bool_]:
+    """Whether no judged token follows one of `judged` in its draft."""
+    if trace.by_start and trace.signals:
+        follows = np.diff(judged, append=-1) == 1
+        follows[:-1] &= trace.columns["offset"][judged[1:]] > 0
+        return np.asarray(~follows)
+    last = np.zeros(len(judged), dtype=bool)
+    last[trace.request_starts[1:] - 1] = True
+    return last
+
+
+def first_acceptance(trace: Trace) -> float:
+    """Share of matches right after a mismatch's position or at a request's begin."""
+    match = trace.columns["match"][trace.on_path] == MATCH
+    fresh = np.zeros(len(match), dtype=bool)
+    fresh[trace.request_starts[:-1]] = True
+    fresh[1:] |= ~match[:-1]
+    return float((match[fresh].sum() + 0.5) / (fresh.sum() + 1))
+
+
+def drafts_of_rounds(trace: Trace, judged: Ints, gamma: int) -> tuple[Ints, Ints]:
+    """Indices into `judged` of tokens drafted by rounds of `gamma`, and their places in the draft.
+
+    A draft counts up to its first mismatch: what follows has no outcome of its own.
+    """
+    walk = Walk(layout_of(trace), 0, trace.takes_verified)
+    begins = walk.begun(np.minimum(walk.runs, gamma) + 1)
+    # By start a draft's tokens follow its first, else they are where those before it are right.
+    firsts = np.searchsorted(judged, trace.on_path[begins])
+    counts = np.minimum(np.minimum(walk.runs + 1, gamma), walk.room)[begins].astype(np.int64)
+    if trace.by_start:
+        own = np.diff(np.append(np.searchsorted(judged, trace.on_path), len(judged)))
+        counts = np.minimum(counts, own[begins])
+    offset = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(firsts, counts) + offset, offset
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class LatencyCost(TableCost):
+    """A `TableCost` in which a wider pass of the target costs no less than a narrower one.
+
+    Differences between neighbouring widths decide how long a draft should be, and measured ones
+    may be noise, or the step from one kernel to another.  So the target's seconds are an isotonic
+    fit over the widths 1 to ``longest + 1``.
+
+    Parameters
+    ----------
+    latency, signals:
+        Of `TableCost`.
+    longest:
+        Draft length up to which the target's pass is fitted.
+    smooth:
+        False leaves the seconds as measured.
+    """
+
+    def __init__(
+        self, latency: LatencyTable, signals: bool = True, longest: int = 24, smooth: bool = True
+    ) -> None:
+        super().__init__(latency, signals)
+        self.longest, self.smooth = longest, smooth
+
+    def __call__(self, batch: int, draft_length: int, verify_tokens: int, context: float) -> float:
+        """Seconds of `draft_length` batched draft steps and one verification."""
+        seconds = super().__call__(batch, draft_length, verify_tokens, context)
+        if not self.smooth:
+            return seconds
+        beyond = _beyond(self.latency, self.longest, batch, context)
+        widths = np.arange(1.0, self.longest + 2)
+        return seconds + float(np.interp(verify_tokens / batch, widths, beyond))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LatencyCost:
+        return self  # a table of measurements, which nothing changes
+
+    def __reduce__(self) -> tuple[type[LatencyCost], tuple[Any, ...]]:
+        return type(self), (self.latency, self.signals, self.longest, self.smooth)
+
+
+def _beyond(latency: LatencyTable, longest: int, batch: int, context: float) -> Floats:
+    """Return what a fit that nowhere falls adds to the target's pass of each width, (widths,)."""
+    known = _known.setdefault(latency, {})
+    key = longest, batch, context
+    if key not in known:
+        width = np.arange(1, longest + 2)
+        raw = latency.seconds("target", "forward", batch=batch, new_tokens=width, context=context)
+        blocks = rising_blocks(raw, np.ones(len(raw)))
+        values, weights = [v for _, _, v in blocks], [int(w) for _, w, _ in blocks]
+        known[key] = np.repeat(values, weights) - raw
+    return known[key]
+
+
+# Fits of one recording read one table, under several ways to weigh the same passes.
+_known: WeakKeyDictionary[LatencyTable, dict[tuple[int, int, float], Floats]] = WeakKeyDictionary()
+
 
 Ints = npt.NDArray[np.int64]
 

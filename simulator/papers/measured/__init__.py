@@ -9,8 +9,7 @@ arithmetic add up (`simulator.hardware.roofline`) with the 8B's passes in view, 
 
 from pathlib import Path
 
-from simulator.papers.measured.engines import engine_rows
-from simulator.papers.measured.ladder import ladder_rows
+from simulator.papers.measured.engines import engine_rows, ladder_rows, roofline_rows
 from simulator.papers.measured.logs import EAGLE_STUDY, SPECBENCH_STUDY, log_rows
 from simulator.papers.measured.operators import (
     CELLS,
@@ -20,7 +19,6 @@ from simulator.papers.measured.operators import (
     operator_rows,
     server_rows,
 )
-from simulator.papers.measured.roofline import roofline_rows
 from simulator.papers.measured.rows import Evidence, Record, by_study, record
 from simulator.papers.measured.unexplained import notes_on
 from simulator.published import (

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simulator.hardware.formats import WeightFormat
-from simulator.hardware.interval import Bounds, bounds_of
-from simulator.hardware.scaling import carry_over, home_device
+from simulator.hardware.scaling import Bounds, bounds_of, carry_over, home_device
 from traces.errors import DraftsimError
 from traces.latency.table import LatencyTable
 from traces.operators.devices import find_device
