@@ -82,7 +82,7 @@ class Served:
 
     def plot(self) -> Figure:
         """Return latency against throughput, or against the request rate."""
-        from simulator.serving.outcome.plots import plot_latency_load, plot_latency_throughput
+        from simulator.plots.serving import plot_latency_load, plot_latency_throughput
 
         rows = _rows(self.table)
         by_rate = self.table["concurrency"].isna().all()
@@ -110,7 +110,7 @@ class Plan:
 
     def plot(self) -> Figure:
         """Return replicas over request rates; DraftsimError without ``plan(..., curve=True)``."""
-        from simulator.capacity.plots import plot_replicas
+        from simulator.plots.capacity import plot_replicas
 
         if not self.table["curve"].map(len).any():
             raise DraftsimError("the plan has no other loads to draw: plan(..., curve=True)")
@@ -144,7 +144,7 @@ class Study:
 
     def plot(self) -> Figure:
         """Return the first map that the grid's axes allow; DraftsimError if they allow none."""
-        from simulator.whatif.plots import figures
+        from simulator.plots.whatif import figures
 
         drawn = figures(self.table)
         if not drawn:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 from matplotlib.figure import Figure
 
-from simulator.maps import SHADES, draw_map, log_ticks, shading
-from simulator.serving.outcome.plots import plot_speedup_grid
-from simulator.whatif.plots import MOST_LINES, plot_break_even, plot_maps
+from simulator.plots.look import SHADES, draw_map, log_ticks, shading
+from simulator.plots.serving import plot_speedup_grid
+from simulator.plots.whatif import MOST_LINES, plot_break_even, plot_maps
 from tests.test_whatif_breakeven import iid_grid
 
 GREY = np.array([0.299, 0.587, 0.114])

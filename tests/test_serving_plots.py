@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from policies.lengths.basic import Autoregressive, Fixed
+from simulator.plots import serving as plots
 from simulator.serving import (
     Limits,
     Poisson,
@@ -18,7 +19,6 @@ from simulator.serving import (
     speedup_grid,
     sweep,
 )
-from simulator.serving.outcome import plots
 from tests.serving import GRID, SMALL
 from traces.errors import DraftsimError
 

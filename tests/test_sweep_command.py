@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from commands import app
+from simulator.plots.whatif import plot_batches
 from simulator.whatif import read_sweep
-from simulator.whatif.plots import plot_batches
 from simulator.whatif.sweep.grid import search_space
 from traces.acceptance.synthetic import Bursty, synthetic_trace
 from traces.acceptance.trace import Trace

@@ -14,6 +14,13 @@ from hypothesis import strategies as st
 from policies import Fixed, HFHeuristic, Oracle
 from simulator.executors import Local
 from simulator.formulas.leviathan import break_even_alpha, expected_tokens
+from simulator.plots.whatif import (
+    plot_adapting,
+    plot_break_even,
+    plot_ladder,
+    plot_maps,
+    plot_tilt,
+)
 from simulator.pricing import price
 from simulator.whatif.breakeven import (
     break_even,
@@ -28,13 +35,6 @@ from simulator.whatif.ladder import (
     ladder,
     paper_policies,
     split_prompts,
-)
-from simulator.whatif.plots import (
-    plot_adapting,
-    plot_break_even,
-    plot_ladder,
-    plot_maps,
-    plot_tilt,
 )
 from simulator.whatif.sweep.cells import Prices, with_regrets
 from simulator.whatif.sweep.run import Sweep

@@ -184,8 +184,8 @@ def _planned(kept: Path | None, *question: Any, **options: Any) -> list[dict[str
 
 
 def _draw(folder: Path, rows: list[dict[str, Any]], label: str) -> None:
-    from simulator.capacity.plots import plot_replicas
     from simulator.plots import save
+    from simulator.plots.capacity import plot_replicas
 
     if not any(row["curve"] for row in rows):
         note("no load was found up to which a policy keeps the targets: nothing to draw")

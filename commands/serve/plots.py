@@ -41,7 +41,7 @@ def draw(
     cache blocks in use over time at the largest size or load.
     """
     from simulator.plots import save
-    from simulator.serving.outcome import plots
+    from simulator.plots import serving as plots
 
     said = assumption(latency, max(s.limits.max_batch for s in scenarios))
     finished = [row for row in rows if row["requests"]]

@@ -240,7 +240,7 @@ def sweep(
     say_outside(frame)
     if plots is not None:
         from simulator.plots import save
-        from simulator.whatif.plots import figures
+        from simulator.plots.whatif import figures
 
         label, drawn = f"taken to cost nothing: {assumed}" if assumed else "", figures(frame)
         if not drawn:
@@ -270,8 +270,8 @@ def _ladder(
 ) -> None:  # fmt: skip
     from simulator.chosen import load_policies, named
     from simulator.plots import save
+    from simulator.plots.whatif import plot_ladder
     from simulator.whatif.ladder import ladder as climb
-    from simulator.whatif.plots import plot_ladder
     from simulator.whatif.sweep.grid import expand
 
     chosen = dict(named(load_policies(expand(policy), trace, say=note))) if policy else None

@@ -1,4 +1,4 @@
-"""The look that all figures share, and their files."""
+"""The look of all figures: how they are saved, styled and shaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colorbar import Colorbar
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
 from traces.store.writing import write_atomically
@@ -55,3 +62,97 @@ def series(i: int, points: int) -> dict[str, Any]:
         "markevery": max(points // 8, 1),
         "linewidth": 1.4,
     }
+
+
+Floats = npt.NDArray[np.float64]
+
+SHADES = LinearSegmentedColormap.from_list("speedup", ["#ECF4FA", "#004978"])
+HATCH: dict[str, Any] = {"hatch": "////", "facecolor": "white", "edgecolor": "#9A9A9A"}
+MOST_TICKS = 6
+LEAST_REACH = 0.05
+"""A map whose best speedup is nearer to 1 than this is not shaded darker for it."""
+
+
+def shading(*values: npt.ArrayLike) -> Normalize:
+    """The scale from a speedup of 1 to the largest of `values`, for maps side by side."""
+    best = max((float(np.nanmax(v, initial=1.0)) for v in map(np.asarray, values)), default=1.0)
+    return Normalize(1.0, max(best, 1 + LEAST_REACH))
+
+
+def is_dark(value: float, scale: Normalize) -> bool:
+    """Whether text upon the shade of a speedup must be white."""
+    return bool(value >= 1 and scale(value) > 0.55)
+
+
+def draw_map(
+    axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, values: npt.ArrayLike, scale: Normalize,
+    *, log: tuple[bool, bool] = (False, False),
+) -> Any:  # fmt: skip
+    """Draw speedups, shape (y, x), as cells about their points; the image.
+
+    The cells end half-way to the next point, in the logarithm where `log` says so of x or y.
+    """
+    shown = np.asarray(values, dtype=float)
+    sides = [_edges(np.asarray(v, dtype=float), g) for v, g in zip((x, y), log, strict=True)]
+    # What does not pay is left out of the mesh, so that the hatched ground shows.
+    axes.add_patch(
+        Rectangle((0, 0), 1, 1, transform=axes.transAxes, zorder=0, linewidth=0, **HATCH)
+    )
+    image = axes.pcolormesh(
+        *sides, np.ma.masked_where(~(shown >= 1), shown), cmap=SHADES, norm=scale, rasterized=True,
+    )  # fmt: skip
+    draw_edge(axes, x, y, shown, log=log)
+    return image
+
+
+def draw_edge(
+    axes: Axes, x: npt.ArrayLike, y: npt.ArrayLike, values: npt.ArrayLike,
+    *, log: tuple[bool, bool] = (False, False), bound: bool = False,
+) -> None:  # fmt: skip
+    """The line between the cells that pay and those that do not: thick, or dashed for a bound."""
+    pays = np.asarray(values, dtype=float) >= 1
+    if pays.all() or not pays.any():
+        return
+    # Both ends of every cell take its value: the contour runs along the cells' sides.
+    ends = []
+    for v, g in zip((x, y), log, strict=True):
+        side = _edges(np.asarray(v, dtype=float), g)
+        slack = 1e-3 * np.diff(side)
+        ends.append(np.stack([side[:-1] + slack, side[1:] - slack], axis=1).ravel())
+    step = np.repeat(np.repeat(pays.astype(float), 2, axis=0), 2, axis=1)
+    axes.contour(*ends, step, [0.5], colors=INK, linestyles="--" if bound else "-",
+                 linewidths=0.9 if bound else 2.4)  # fmt: skip
+
+
+def mark_bar(bar: Colorbar) -> None:
+    """The colour bar of a map, from break-even to the best."""
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}×")
+    bar.ax.tick_params(labelsize=8)
+
+
+def log_ticks(axis: Axis, points: npt.ArrayLike, swept: bool = True) -> None:
+    """Few labels on a logarithmic axis, at the points themselves if they are few and `swept`.
+
+    The small ticks between them are left out: they would be labelled larger than the others.
+    """
+    at = np.unique(np.asarray(points, dtype=float))
+    if swept and len(at) <= MOST_TICKS:
+        axis.set_major_locator(FixedLocator(at.tolist()))
+    else:
+        span = at[-1] / at[0]
+        subs = (1,) if span > 100 else (1, 2, 5) if span > 10 else (1, 1.5, 2, 3, 4, 5, 7)
+        axis.set_major_locator(LogLocator(10, subs=subs, numticks=9))
+    axis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _edges(points: Floats, log: bool) -> Floats:
+    """Sides of the cells about `points`, one more than these."""
+    at = np.log(points) if log else points
+    if len(at) < 2:
+        sides = np.array([at[0] - 0.5, at[0] + 0.5])
+    else:
+        half = np.diff(at) / 2
+        sides = np.concatenate([[at[0] - half[0]], at[:-1] + half, [at[-1] + half[-1]]])
+    return np.asarray(np.exp(sides) if log else sides)

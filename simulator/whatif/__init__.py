@@ -1,7 +1,7 @@
 """What if the draft were better, the device another, the batch larger?
 
 Acceptance tilted, grids swept, break-even found, and the bound that no policy passes.
-Figures live in `simulator.whatif.plots`.
+Figures live in `simulator.plots.whatif`.
 """
 
 from simulator.executors import Cluster, Local

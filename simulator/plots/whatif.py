@@ -1,6 +1,6 @@
 """Figures of sweeps and ladders, in the style of `simulator.plots`.
 
-Maps look as `simulator.maps` has them: darker is faster, hatched slower than plain decoding,
+Maps look as `simulator.plots.look` has them: darker is faster, hatched slower than plain decoding,
 the thick line break-even, and the dashed ones where the bounds of the interval are 1.
 """
 
@@ -17,9 +17,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from simulator.maps import SHADES, draw_edge, draw_map, log_ticks, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, GREY, INK, MARKERS
-from simulator.plots.look import series, style
+from simulator.plots.look import (
+    SHADES,
+    draw_edge,
+    draw_map,
+    log_ticks,
+    mark_bar,
+    series,
+    shading,
+    style,
+)
 from simulator.whatif.breakeven import Surface, break_even, surface
 from simulator.whatif.ladder import PARTS
 from traces.errors import DraftsimError

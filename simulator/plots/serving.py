@@ -18,9 +18,8 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from simulator.maps import LEAST_REACH, draw_map, is_dark, mark_bar, shading
 from simulator.palette import COLOURS, DASHES, INK, MARKERS
-from simulator.plots.look import style
+from simulator.plots.look import LEAST_REACH, draw_map, is_dark, mark_bar, shading, style
 from simulator.serving.sweep import break_even_load
 from traces.errors import DraftsimError
 
